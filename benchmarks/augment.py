@@ -67,7 +67,10 @@ def main() -> None:
                     seconds[name].append(time.perf_counter() - began)
     for name, spent in seconds.items():
         rates = sorted(arguments.images / duration for duration in spent)
-        print(f"{name:30} {statistics.median(rates):6.0f} images/s ({rates[0]:.0f} to {rates[-1]:.0f})")
+        print(
+            f"{name:30} {statistics.median(rates):6.0f} images/s ({rates[0]:.0f} to "
+            f"{rates[-1]:.0f})"
+        )
 
 
 if __name__ == "__main__":

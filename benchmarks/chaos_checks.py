@@ -40,16 +40,31 @@ class Outcome:
         self._job, self._folder, self._plan = job, job.folder, job.plan
         self._lives = Lives.read(job.folder)
         self.new_starts = len(self._lives.first_numbers)
-        self.faults = [line.split() for log in job.folder.glob("*.fault") for line in log.read_text().splitlines()]
+        self.faults = [
+            line.split()
+            for log in job.folder.glob("*.fault")
+            for line in log.read_text().splitlines()
+        ]
         self._said = "".join(path.read_text(errors="replace") for path in job.folder.glob("*.out"))
         self._codes = {int(path.stem): int(path.read_text()) for path in job.folder.glob("*.code")}
         self.finished = job.code == 0
         self.lost = _LOST_SHARDS in self._said and job.plan.sharded and bool(self.faults)
-        self.joined = len([path for path in job.folder.glob("*.steps") if int(path.stem) >= job.plan.ranks])
-        self.wrong = [*job.wrong, *self._check_end(), *check_steps(job.folder), *self._check_checkpoints()]
+        self.joined = len(
+            [path for path in job.folder.glob("*.steps") if int(path.stem) >= job.plan.ranks]
+        )
+        self.wrong = [
+            *job.wrong,
+            *self._check_end(),
+            *check_steps(job.folder),
+            *self._check_checkpoints(),
+        ]
         if self.finished:
             self.wrong += check_samples(job.folder, job.plan)
-        self.wrong += [f"left behind: {path}" for path in job.folder.glob("tmp/lightning*") if not job.steward_died]
+        self.wrong += [
+            f"left behind: {path}"
+            for path in job.folder.glob("tmp/lightning*")
+            if not job.steward_died
+        ]
 
     def _check_end(self) -> list[str]:
         kinds = {kind for _, _, _, kind in self.faults}
@@ -60,15 +75,23 @@ class Outcome:
         if self.finished:
             failed = self._unexpected(lambda code: code != 0, self._lives.latest)
             failed |= self._unexpected(lambda code: code < 0)
-            wrong = [f"processes {failed} failed by themselves: {self._last_lines()}"] if failed else []
+            wrong = (
+                [f"processes {failed} failed by themselves: {self._last_lines()}"] if failed else []
+            )
             return wrong if 0 in self._codes.values() else [*wrong, "nobody finished"]
-        if self.lost or any(reason in self._said for kind in kinds for reason in _REASONS.get(kind, ())):
+        if self.lost or any(
+            reason in self._said for kind in kinds for reason in _REASONS.get(kind, ())
+        ):
             killed = self._unexpected(lambda code: code < 0)
-            return [f"processes {killed} did not end with the job, and were killed"] if killed else []
+            return (
+                [f"processes {killed} did not end with the job, and were killed"] if killed else []
+            )
         return [f"the job ended with code {self._job.code}: {self._last_lines()}"]
 
     def _unexpected(self, is_wrong: Callable[[int], bool], first: int = 0) -> dict[int, int]:
-        """The exit codes of ranks without a fault, on hosts without one, from number ``first`` on."""
+        """The exit codes of ranks without a fault, on hosts without one, from number ``first``
+        on.
+        """
         excused = {int(number) for number, _, _, _ in self.faults}
         codes = {} if self._job.lost_hosts else self._codes
         return {
@@ -83,16 +106,21 @@ class Outcome:
             try:
                 torch.load(path, weights_only=False)
             except Exception as error:
-                errors.append(f"{path.name} cannot be loaded: {type(error).__name__}: {error}"[:300])
+                errors.append(
+                    f"{path.name} cannot be loaded: {type(error).__name__}: {error}"[:300]
+                )
         return errors
 
     def _last_lines(self) -> str:
-        return " | ".join((self._folder / "launcher.out").read_text(errors="replace").strip().splitlines()[-2:])[:800]
+        return " | ".join(
+            (self._folder / "launcher.out").read_text(errors="replace").strip().splitlines()[-2:]
+        )[:800]
 
 
 @dataclass(frozen=True, slots=True)
 class Lives:
-    """A job that has lost its state begins again from a checkpoint, with processes of higher numbers.
+    """A job that has lost its state begins again from a checkpoint, with processes of higher
+    numbers.
 
     ``first_numbers``: of the processes of the second life, the third, and so on.
     """
@@ -115,7 +143,8 @@ class Lives:
 
 
 def check_steps(folder: Path) -> list[str]:
-    """Every step that some rank has finished is in one history, whose weights are the same on all ranks.
+    """Every step that some rank has finished is in one history, whose weights are the same on all
+    ranks.
 
     Of a life before the latest, steps behind its last checkpoint are lost.
     """
@@ -137,20 +166,24 @@ def check_steps(folder: Path) -> list[str]:
 
 
 def check_samples(folder: Path, plan: Plan) -> list[str]:
-    """No sample of an epoch is trained on twice, and none is left out but for a remainder below one step.
+    """No sample of an epoch is trained on twice, and none is left out but for a remainder below one
+    step.
 
-    Of a step there count, in the last generation of ranks that began it, the batches of each rank's last attempt. One
-    that was killed may have read its batch before the others had begun the step: they began it without that one.
+    Of a step there count, in the last generation of ranks that began it, the batches of each rank's
+    last attempt. One that was killed may have read its batch before the others had begun the step:
+    they began it without that one.
     """
     lives = Lives.read(folder)
-    reads: dict[int, dict[int, dict[int, list[tuple[int, list[int]]]]]] = {}  # by life, step and generation
+    # by life, step and generation
+    reads: dict[int, dict[int, dict[int, list[tuple[int, list[int]]]]]] = {}
     for log in folder.glob("*.samples"):
         of_life = reads.setdefault(lives.of(int(log.stem)), {})
         for (step, generation), batches in _last_attempts(log).items():
             of_life.setdefault(step, {}).setdefault(generation, []).extend(batches)
     epochs = {epoch: Counter[int]() for epoch in range(EPOCHS)}
     until = max((step for of_life in reads.values() for step in of_life), default=0) + 1
-    for _, of_life in sorted(reads.items(), reverse=True):  # what a later life has done again does not count
+    # what a later life has done again does not count
+    for _, of_life in sorted(reads.items(), reverse=True):
         for by_generation in (of_life[step] for step in of_life if step < until):
             for epoch, samples in by_generation[max(by_generation)]:
                 epochs.setdefault(epoch, Counter()).update(samples)

@@ -1,4 +1,6 @@
-"""What surrounds the processes of a planted job: hosts, mounts, a limit of memory. Takes Linux and root."""
+"""What surrounds the processes of a planted job: hosts, mounts, a limit of memory. Takes Linux
+and root.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def adopt_orphans() -> None:
 
 
 def own_mounts() -> bool:
-    """Let mounts from here on be seen by this process and its children alone. False where it must not make any."""
+    """Let mounts from here on be seen by this process and its children alone. False where it
+    must not make any.
+    """
     if os.geteuid() != 0 or _libc.unshare(_NEW_NAMESPACE) != 0:
         return False
     subprocess.run(["mount", "--make-rslave", "/"], check=True)
@@ -65,11 +69,17 @@ def enter(host: str) -> None:
 
 
 def limit_memory() -> bool:
-    """Let this process take little more memory than it has. False where there are no cgroups to do it with."""
+    """Let this process take little more memory than it has. False where there are no cgroups to
+    do it with.
+    """
     try:
         group = _memory_group(os.getpid())
         group.mkdir()
-        limit = next(group / name for name in ("memory.limit_in_bytes", "memory.max") if (group / name).exists())
+        limit = next(
+            group / name
+            for name in ("memory.limit_in_bytes", "memory.max")
+            if (group / name).exists()
+        )
         limit.write_text(str(_LIMIT_BYTES))
         (group / "cgroup.procs").write_text(str(os.getpid()))
     except (OSError, StopIteration):
@@ -86,14 +96,17 @@ def run_out_of_memory() -> None:
 
 
 def remove_groups() -> None:
-    """Remove what `limit_memory` has made in processes that have ended. Groups with processes stay."""
+    """Remove what `limit_memory` has made in processes that have ended. Groups with processes
+    stay.
+    """
     for group in _memory_group(0).parent.glob("chaos-*"):
         with contextlib.suppress(OSError):
             group.rmdir()
 
 
 def _memory_group(pid: int) -> Path:
-    first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")  # of the two versions of cgroups
+    # of the two versions of cgroups
+    first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     return (first if first.is_dir() else second) / f"chaos-{pid}"
 
 

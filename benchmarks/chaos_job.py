@@ -1,8 +1,10 @@
-"""Runs the job of a planted fit: its launcher, its agents and its ranks, and carries out faults that ranks ask for.
+"""Runs the job of a planted fit: its launcher, its agents and its ranks, and carries out faults
+that ranks ask for.
 
-Launcher and agents are this package's own (`launch.elastic`, `launch.agent`), in processes of their own, and on hosts
-of their own (`hosts`). One thing is other than in a job of a user: processes are forked from the one that calls this,
-which has imported torch and Lightning, and start no Python. So a job takes seconds.
+Launcher and agents are this package's own (`launch.elastic`, `launch.agent`), in processes of their
+own, and on hosts of their own (`hosts`). One thing is other than in a job of a user: processes are
+forked from the one that calls this, which has imported torch and Lightning, and start no Python. So
+a job takes seconds.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ _SSH = (
 
 
 class Job:
-    """Forks the processes of ``plan``, whose ranks call ``train`` with their numbers. They write to ``folder``.
+    """Forks the processes of ``plan``, whose ranks call ``train`` with their numbers. They write to
+    ``folder``.
 
     Attributes:
         code: The launcher's exit code, -n for signal n.
@@ -59,7 +62,9 @@ class Job:
         standstill: The longest time in which no process has written anything, in seconds.
     """
 
-    def __init__(self, plan: Plan, folder: Path, train: Callable[[int], None], hosts: Hosts | None = None) -> None:
+    def __init__(
+        self, plan: Plan, folder: Path, train: Callable[[int], None], hosts: Hosts | None = None
+    ) -> None:
         self.plan, self.folder, self.train = plan, folder, train
         self.code: int | None = None
         self.wrong: list[str] = []
@@ -97,7 +102,9 @@ class Job:
             for due in [due for due in self._later if due[0] <= now]:
                 self._later.remove(due)
                 due[1]()
-            written = sum(log.stat().st_size for log in self.folder.iterdir() if log.suffix in _LOGS)
+            written = sum(
+                log.stat().st_size for log in self.folder.iterdir() if log.suffix in _LOGS
+            )
             if (standstill := now - came_further) > SLOW_SECONDS > self.standstill:
                 self._ask_where_ranks_are()
             self.standstill = max(self.standstill, standstill)
@@ -142,7 +149,9 @@ class Job:
             chaos_host.enter(hosts.names[0])
             listed = [Host(name, plan.ranks // plan.hosts) for name in hosts.names]
         ssh = [sys.executable, "-I", "-S", "-c", _SSH, str(self.folder / "ssh")]
-        job = ElasticJob(["a rank"], limits, dict(os.environ), listed, lambda host, _: [*ssh, host.name])
+        job = ElasticJob(
+            ["a rank"], limits, dict(os.environ), listed, lambda host, _: [*ssh, host.name]
+        )
         begin_anew = Steward.begin_anew
 
         def noted(steward: Steward) -> None:
@@ -162,7 +171,8 @@ class Job:
             os.setsid()
             assert bind is not None
             bind()
-            os.closerange(3, 1024)  # as if a program was started; objects that hold them live to the end of this one
+            # as if a program was started; objects that hold them live to the end of this one
+            os.closerange(3, 1024)
             os.environ.clear()
             os.environ.update(environ)
             live(self.folder, number, self.train)
@@ -257,7 +267,9 @@ class Job:
             self._later.append((time.monotonic() + seconds, lambda: hosts.mend(host)))
         if kind == "host":
             self.steward_died |= steward_is_here
-            listed = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, timeout=20).stdout
+            listed = subprocess.run(
+                ["ip", "netns", "pids", host], capture_output=True, text=True, timeout=20
+            ).stdout
             for pid in map(int, listed.split()):
                 os.kill(pid, signal.SIGKILL)
 

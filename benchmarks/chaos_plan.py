@@ -15,13 +15,15 @@ PLACES = (
 # also where others join. "address": this rank has told the others where Gloo listens
 AFTER_A_DEATH = ("recovery", "open", "address", "connect", "hand_over", "feed")
 OF_NEWCOMERS = ("catch_up", "catch_up", "forward", "commit")  # in addition
-SHARDED_PLACES = ("mirror", "gather")  # in addition, with sharded optimizers; and "move" and "let_in" after a death
+# in addition, with sharded optimizers; and "move" and "let_in" after a death
+SHARDED_PLACES = ("mirror", "gather")
 
-# How often each is drawn. The rank does these to itself. "exit" is an exit code that is no signal's, which ends the job
-# as an exception would; "stop" is SIGSTOP; "oom" the kernel's answer in a cgroup.
+# How often each is drawn. The rank does these to itself. "exit" is an exit code that is no
+# signal's, which ends the job as an exception would; "stop" is SIGSTOP; "oom" the kernel's answer
+# in a cgroup.
 OF_RANKS = {"kill": 8, "exit": 1, "stop": 2, "oom": 3}
-# These the rank asks the job's driver for, or does to what it shares with others, and goes on, if it can.
-# "disk" and "shm" are full from then on: the folder of checkpoints and logs, and /dev/shm
+# These the rank asks the job's driver for, or does to what it shares with others, and goes on, if
+# it can. "disk" and "shm" are full from then on: the folder of checkpoints and logs, and /dev/shm
 OF_MACHINES = {"disk": 1, "shm": 1, "steward": 1, "steward_stop": 1}
 OF_HOSTS = {"cut": 5, "host": 3, "agent": 3, "agent_stop": 2}  # "host" is a power failure
 _SECONDS = {"cut": (0.0, 0.2, 0.6, 2.5), "steward_stop": (0.5, 2.5), "agent_stop": (0.5, 2.5, 6.0)}
@@ -29,8 +31,8 @@ _SECONDS = {"cut": (0.0, 0.2, 0.6, 2.5), "steward_stop": (0.5, 2.5), "agent_stop
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """In process ``number``, once ``step`` steps are finished, when it comes to ``place``. A cut link is mended after
-    ``seconds``, or never (0); a stopped launcher or agent goes on."""
+    """In process ``number``, once ``step`` steps are finished, when it comes to ``place``. A cut
+    link is mended after ``seconds``, or never (0); a stopped launcher or agent goes on."""
 
     number: int
     step: int
@@ -43,8 +45,8 @@ class Fault:
 class Plan:
     """A job: its ranks, where they run, its faults.
 
-    With ``hosts`` each host is a network namespace; else all ranks are here, on pretended ``nodes``, which they take by
-    turns. A dead process is replaced up to ``respawns`` times.
+    With ``hosts`` each host is a network namespace; else all ranks are here, on pretended
+    ``nodes``, which they take by turns. A dead process is replaced up to ``respawns`` times.
     """
 
     seed: int
@@ -68,7 +70,11 @@ def draw(seed: int) -> Plan:
     draws = random.Random(seed)
     hosts = draws.choice([0, 0, 0, 2, 3])
     ranks, nodes = draws.choice(
-        {0: [(2, 1), (3, 1), (4, 1), (5, 1), (4, 2), (6, 2), (6, 3)], 2: [(4, 1), (6, 1)], 3: [(3, 1), (6, 1)]}[hosts]
+        {
+            0: [(2, 1), (3, 1), (4, 1), (5, 1), (4, 2), (6, 2), (6, 3)],
+            2: [(4, 1), (6, 1)],
+            3: [(3, 1), (6, 1)],
+        }[hosts]
     )
     sharded = draws.random() < 0.4
     respawns = draws.choice([0, 1, 2])
@@ -110,7 +116,8 @@ def with_faults(plan: Plan, draws: random.Random) -> Plan:
             kind = "kill"  # there is none beside the steward
         seconds = draws.choice(_SECONDS.get(kind, (0.0,)))
         faults.append(Fault(number, step, place, kind, seconds))
-    for number in range(plan.ranks, plan.ranks + (plan.respawns and draws.randint(0, 1))):  # of one that joins
+    # of one that joins
+    for number in range(plan.ranks, plan.ranks + (plan.respawns and draws.randint(0, 1))):
         kind = draws.choices(list(OF_RANKS), list(OF_RANKS.values()))[0]
         faults.append(Fault(number, 0, draws.choice((*after_a_death, *OF_NEWCOMERS)), kind))
     return replace(plan, faults=tuple(faults))

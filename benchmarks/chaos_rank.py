@@ -81,7 +81,9 @@ class Faults:
         """Have the driver of the job do it, while this process stays where it is."""
         ask = self._folder / f"{self._number}.ask"
         written = ask.with_suffix(".asking")
-        written.write_text(json.dumps({"kind": kind, "host": os.uname().nodename, "seconds": seconds}))
+        written.write_text(
+            json.dumps({"kind": kind, "host": os.uname().nodename, "seconds": seconds})
+        )
         written.rename(ask)
         while not ask.with_suffix(".done").exists():
             time.sleep(0.001)
@@ -103,12 +105,16 @@ class Module(pl.LightningModule):
     def __init__(self, faults: Faults, folder: Path, number: int, pace: float) -> None:
         super().__init__()
         self.pace = pace
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 1))
+        self.net = nn.Sequential(
+            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 1)
+        )
         self.faults = faults
         self.attempts: Counter[int] = Counter()
         self.samples_log, self.steps_log = folder / f"{number}.samples", folder / f"{number}.steps"
         for index, param in enumerate(self.parameters()):
-            param.register_post_accumulate_grad_hook(lambda _, index=index: faults.reach(f"gradient {index}"))
+            param.register_post_accumulate_grad_hook(
+                lambda _, index=index: faults.reach(f"gradient {index}")
+            )
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y, samples = batch
@@ -136,7 +142,11 @@ class Module(pl.LightningModule):
             for value in () if isinstance(state, ShardedState) else state[param].values():
                 digest.update(value.numpy().tobytes())
         with self.steps_log.open("a") as log:
-            log.write(json.dumps([self.global_step, digest.hexdigest()]) + "\n" if self.global_step else "")
+            log.write(
+                json.dumps([self.global_step, digest.hexdigest()]) + "\n"
+                if self.global_step
+                else ""
+            )
         self.faults.reach("batch_end")
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
@@ -153,7 +163,10 @@ class Module(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class _Planted:
@@ -224,7 +237,9 @@ def fit(folder: Path, number: int, plan: Plan) -> None:
     StewardStore.get = get_address  # type: ignore[method-assign]
     send = Reducer._send
     Reducer._send = (  # type: ignore[method-assign]
-        lambda self, bucket, name: _Planted(send(self, bucket, name), faults, f"bucket {len(self._works)}")
+        lambda self, bucket, name: _Planted(
+            send(self, bucket, name), faults, f"bucket {len(self._works)}"
+        )
     )
     go_back = TrainingPosition.go_back
 
@@ -237,16 +252,24 @@ def fit(folder: Path, number: int, plan: Plan) -> None:
     data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
     order = ShuffledSampler(SAMPLES, remainder="drop", seed=seed)
     trainer = pl.Trainer(
-        strategy=RingStrategy(elastic=True, backend=plan.backend, bucket_cap_mb=0.0005, shard_optimizer=plan.sharded),
+        strategy=RingStrategy(
+            elastic=True, backend=plan.backend, bucket_cap_mb=0.0005, shard_optimizer=plan.sharded
+        ),
         accelerator="cpu",
         max_epochs=EPOCHS,
         accumulate_grad_batches=plan.accumulate,
         logger=CSVLogger(folder / "disk", name="csv"),
         log_every_n_steps=1,
         num_sanity_val_steps=0,
-        callbacks=[ModelCheckpoint(folder / "disk" / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True)],
+        callbacks=[
+            ModelCheckpoint(
+                folder / "disk" / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True
+            )
+        ],
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = DataLoader(data, batch_size=BATCH, sampler=order, drop_last=True, num_workers=plan.workers)
+    loader = DataLoader(
+        data, batch_size=BATCH, sampler=order, drop_last=True, num_workers=plan.workers
+    )
     trainer.fit(module, loader, DataLoader(data, batch_size=BATCH))

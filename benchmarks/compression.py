@@ -1,12 +1,14 @@
-"""What compressors cost: encoding and decoding on one core, and the bytes that leave a host's network interface.
+"""What compressors cost: encoding and decoding on one core, and the bytes that leave a host's
+network interface.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.compression                # encoding and decoding, one process
-    python -m benchmarks.compression --hosts 4                        # bytes, one rank on each of 4 hosts
+    OMP_NUM_THREADS=1 python -m benchmarks.compression    # encoding and decoding, one process
+    python -m benchmarks.compression --hosts 4            # bytes, one rank on each of 4 hosts
 
 Speeds are gradients (4 bytes each) a second, the best of several rounds, on a tensor of --mb MB:
-``encode`` is all that a rank does before it sends, with what it keeps for error feedback; ``decode`` what it does to
-the average that has arrived. Bytes need Linux, root, ip and tc (`benchmarks.hosts`): they are the growth of
-``tx_bytes`` of a host's interface, headers of TCP included, against that of an all-reduce in float32.
+``encode`` is all that a rank does before it sends, with what it keeps for error feedback;
+``decode`` what it does to the average that has arrived. Bytes need Linux, root, ip and tc
+(`benchmarks.hosts`): they are the growth of ``tx_bytes`` of a host's interface, headers of TCP
+included, against that of an all-reduce in float32.
 """
 
 from __future__ import annotations
@@ -41,8 +43,12 @@ def speeds(num_bytes: int, rounds: int) -> None:
     keep_freed_memory()  # as `RingStrategy` does by default
     print(f"{'gradients, GB/s a core':24}{'encode':>9}{'whole':>9}")
     for name, make in WAYS.items():
-        encoding, whole = map(min, zip(*times_to_encode(make(), num_bytes // 4, rounds), strict=True))
-        print(f"{name:24}{num_bytes / encoding / 1e9:9.2f}{num_bytes / whole / 1e9:9.2f}", flush=True)
+        encoding, whole = map(
+            min, zip(*times_to_encode(make(), num_bytes // 4, rounds), strict=True)
+        )
+        print(
+            f"{name:24}{num_bytes / encoding / 1e9:9.2f}{num_bytes / whole / 1e9:9.2f}", flush=True
+        )
 
 
 def codes(device: str, num_bytes: int) -> Iterator[str]:
@@ -54,8 +60,13 @@ def codes(device: str, num_bytes: int) -> Iterator[str]:
         message = torch.empty(code.num_bytes(values.numel()), dtype=torch.uint8, device=device)
         given = {"code": code, "values": values, "message": message}
         calls = {"encode": "code.encode(values, message)", "decode": "code.decode(message, values)"}
-        times = {call: Timer(line, globals=given).blocked_autorange().median for call, line in calls.items()}
-        found = ", ".join(f"{call} {num_bytes / seconds / 1e9:.1f} GB/s" for call, seconds in times.items())
+        times = {
+            call: Timer(line, globals=given).blocked_autorange().median
+            for call, line in calls.items()
+        }
+        found = ", ".join(
+            f"{call} {num_bytes / seconds / 1e9:.1f} GB/s" for call, seconds in times.items()
+        )
         yield f"- compression={name!r}: {found}"
 
 
@@ -71,7 +82,9 @@ def bytes_that_leave(num_bytes: int) -> None:
     counts: dict[str, int] = {}
     for name, make in {"none": None, "bf16": None, **WAYS}.items():
         dtype = torch.bfloat16 if name == "bf16" else torch.float32
-        flat = torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(info.rank)).to(dtype)
+        flat = torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(info.rank)).to(
+            dtype
+        )
         before, _ = passed_by_all(comm)
         if make is None:
             comm.all_reduce_(flat, op=ReduceOp.AVG).wait()
@@ -83,17 +96,26 @@ def bytes_that_leave(num_bytes: int) -> None:
         after, _ = passed_by_all(comm)
         counts[name] = after - before
     if info.rank == 0:
-        print(f"bytes that leave a host's interface, {info.world_size} hosts, {num_bytes / 1e6:g} MB of float32")
+        print(
+            f"bytes that leave a host's interface, {info.world_size} hosts, {num_bytes / 1e6:g} "
+            "MB of float32"
+        )
         for name, count in counts.items():
             print(f"{name:24}{count:14,}{count / counts['none']:9.4f}", flush=True)
     comm.close()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=float, default=16.0, help="size of the gradients, in units of 10^6 bytes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mb", type=float, default=16.0, help="size of the gradients, in units of 10^6 bytes"
+    )
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--hosts", type=int, nargs="+", default=[], help="count bytes, between so many hosts")
+    parser.add_argument(
+        "--hosts", type=int, nargs="+", default=[], help="count bytes, between so many hosts"
+    )
     parser.add_argument("--in-rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.in_rank:

@@ -1,10 +1,12 @@
-"""What an all-reduce between two cores can reach: each adds half of what the other just wrote, and writes it back.
+"""What an all-reduce between two cores can reach: each adds half of what the other just wrote, and
+writes it back.
 
     python -m benchmarks.cores
 
-Two processes share memory. Between the timed parts each writes its whole buffer, as backward does, so that the lines
-lie in its core's cache. An all-reduce has to fetch half of the other's buffer from there and to put half of its own
-there; nothing else is timed: no agreement, no waiting, no interpreter around it. Needs Linux or macOS.
+Two processes share memory. Between the timed parts each writes its whole buffer, as backward does,
+so that the lines lie in its core's cache. An all-reduce has to fetch half of the other's buffer
+from there and to put half of its own there; nothing else is timed: no agreement, no waiting, no
+interpreter around it. Needs Linux or macOS.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def main() -> None:
     memory = mmap.mmap(-1, 4096 + 2 * longest)
     arrived = memoryview(memory)[:128].cast("q")
     buffers = [
-        torch.frombuffer(memory, dtype=torch.float32, offset=4096 + rank * longest, count=longest // 4)
+        torch.frombuffer(
+            memory, dtype=torch.float32, offset=4096 + rank * longest, count=longest // 4
+        )
         for rank in range(2)
     ]
     child = os.fork()
@@ -38,7 +42,10 @@ def main() -> None:
             pass
 
     if rank == 0:
-        print("| size | add half of the other's | write half to the other's | all-reduce at most |\n|---|---|---|---|")
+        print(
+            "| size | add half of the other's | write half to the other's | all-reduce at most "
+            "|\n|---|---|---|---|"
+        )
     for size in SIZES:
         added, written = [], []
         half = slice(rank * size // 8, (rank + 1) * size // 8)
@@ -58,7 +65,9 @@ def main() -> None:
             add, write = statistics.median(added), statistics.median(written)
             speed = size / (add + write) / 1e9
             print(
-                f"| {size / 2**10:.0f} KiB | {1e6 * add:.1f} µs | {1e6 * write:.1f} µs | {speed:.1f} GB/s |", flush=True
+                f"| {size / 2**10:.0f} KiB | {1e6 * add:.1f} µs | {1e6 * write:.1f} µs | "
+                f"{speed:.1f} GB/s |",
+                flush=True,
             )
     if child:
         os.waitpid(child, 0)

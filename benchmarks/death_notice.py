@@ -1,14 +1,16 @@
-"""How soon the other ranks know that one was killed, which held much memory, or that the link to its host was cut.
+"""How soon the other ranks know that one was killed, which held much memory, or that the link to
+its host was cut.
 
     python benchmarks/death_notice.py
     python benchmarks/death_notice.py --cut --repeat 10     # as root, for hosts
 
-One rank of an elastic job fills ``--gigabytes`` and kills itself, ``--repeat`` times; the other one, which waits,
-writes when the steward's word reaches it. Beside it stands how long the kernel took to end the connections of the dead.
+One rank of an elastic job fills ``--gigabytes`` and kills itself, ``--repeat`` times; the other
+one, which waits, writes when the steward's word reaches it. Beside it stands how long the kernel
+took to end the connections of the dead.
 
-With ``--cut`` the two ranks are on two hosts (`benchmarks/hosts.py`) under ``ringrun``. The link of the second host is
-taken down. Beside the time until the other rank knows stands how long the second rank lived on, until its agent had
-killed it.
+With ``--cut`` the two ranks are on two hosts (`benchmarks/hosts.py`) under ``ringrun``. The link of
+the second host is taken down. Beside the time until the other rank knows stands how long the second
+rank lived on, until its agent had killed it.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def killed_rank(folder: Path, gigabytes: float) -> None:
     if member.number == 1:
         connection = socket.create_connection(("127.0.0.1", int((folder / "port").read_text())))
         memory = bytearray(int(gigabytes * 2**30))
-        memory[:: os.sysconf("SC_PAGESIZE")] = b"x" * len(range(0, len(memory), os.sysconf("SC_PAGESIZE")))
+        memory[:: os.sysconf("SC_PAGESIZE")] = b"x" * len(
+            range(0, len(memory), os.sysconf("SC_PAGESIZE"))
+        )
         connection.sendall(str(time.monotonic()).encode())
         os.kill(os.getpid(), signal.SIGKILL)
     accepted, _ = listener.accept()
@@ -100,10 +104,20 @@ def kill(folder: Path, gigabytes: float) -> list[float]:
 
 
 def cut(folder: Path) -> list[float]:
-    """Milliseconds from the cut until the other rank knows, and until the rank behind the cut is dead."""
+    """Milliseconds from the cut until the other rank knows, and until the rank behind the cut is
+    dead.
+    """
     with open_hosts(2, rate=None) as hosts:
         where = ",".join(f"{name}:1" for name in hosts.names)
-        ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-H", where, "--min-ranks", "1"]
+        ringrun = [
+            sys.executable,
+            "-m",
+            "lightning_ring.cli.ringrun",
+            "-H",
+            where,
+            "--min-ranks",
+            "1",
+        ]
         command = [*ringrun, sys.executable, __file__, "--folder", str(folder), "--cut"]
         environ = os.environ | {"RING_SSH": str(hosts.ssh)}
         job = subprocess.Popen(hosts.on(hosts.names[0], *command), env=environ)
@@ -112,7 +126,8 @@ def cut(folder: Path) -> list[float]:
             if job.poll() is not None:
                 sys.exit("the job failed")
             time.sleep(0.01)
-        time.sleep(1 + random.uniform(0, ALIVE_SECONDS))  # somewhere between two of the agent's words
+        # somewhere between two of the agent's words
+        time.sleep(1 + random.uniform(0, ALIVE_SECONDS))
         began = time.monotonic()
         hosts.cut(hosts.names[1])
         while not is_dead(int(pids[1].read_text())):
@@ -124,7 +139,9 @@ def cut(folder: Path) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gigabytes", type=float, default=8.0)
     parser.add_argument("--cut", action="store_true", help="cut the link to a host instead")
     parser.add_argument("--repeat", type=int, default=5)

@@ -2,8 +2,8 @@
 
     ringrun -n 2 python -m benchmarks.digits --seeds 1 2 3
 
-All runs of ``recipes/train.py experiment=digits`` one after another, in one job: the same 20 epochs of 20 steps, the
-last weights. Beside each is what it changes of the recipe.
+All runs of ``recipes/train.py experiment=digits`` one after another, in one job: the same 20 epochs
+of 20 steps, the last weights. Beside each is what it changes of the recipe.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ WAYS: dict[str, tuple[Callable[[], RingStrategy], tuple[str, ...]]] = {
     ),
     "powersgd from step 40 on": (lambda: RingStrategy(compression=PowerSGD(start_iter=40)), ()),
     "LocalSGD(8)": (lambda: RingStrategy(algorithm=LocalSGD(8)), ()),
-    "LocalSGD(8, warmup_steps=100)": (lambda: RingStrategy(algorithm=LocalSGD(8, warmup_steps=100)), ()),
+    "LocalSGD(8, warmup_steps=100)": (
+        lambda: RingStrategy(algorithm=LocalSGD(8, warmup_steps=100)),
+        (),
+    ),
     "DiLoCo(20)": (lambda: RingStrategy(algorithm=DiLoCo(20)), ()),
 }
 
@@ -48,7 +51,9 @@ def accuracy(make: Callable[[], RingStrategy], overrides: tuple[str, ...], seed:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     asked = parser.parse_args()

@@ -1,10 +1,12 @@
-"""Test accuracy of the recipe of the digits after 20 deaths, beside undisturbed runs with the same seeds.
+"""Test accuracy of the recipe of the digits after 20 deaths, beside undisturbed runs with the same
+seeds.
 
     python -m benchmarks.digits_deaths --seeds 1 2 3
 
-All runs train ``recipes/train.py experiment=digits`` on 4 ranks with ``elastic=True``; the last weights are tested. In
-the second run of each seed a rank is killed every 18 steps, rank 0 as often as others, and replaced (by a process that
-has torch imported already). Each step then waits a little, so that replacements come in time.
+All runs train ``recipes/train.py experiment=digits`` on 4 ranks with ``elastic=True``; the last
+weights are tested. In the second run of each seed a rank is killed every 18 steps, rank 0 as often
+as others, and replaced (by a process that has torch imported already). Each step then waits a
+little, so that replacements come in time.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class Deaths(L.Callback):
 def train(folder: Path, seed: int, deaths: Mapping[int, int]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    trainer, model, data = digits(RingStrategy(elastic=True), seed, callbacks=[Deaths(deaths, folder)])
+    trainer, model, data = digits(
+        RingStrategy(elastic=True), seed, callbacks=[Deaths(deaths, folder)]
+    )
     trainer.fit(model, data)
     if trainer.is_global_zero:
         images, labels = data.datasets["test"].tensors
@@ -79,16 +83,25 @@ def run(seed: int, num_deaths: int) -> list[float]:
     deaths = {FIRST + EVERY * number: draws.randrange(RANKS) for number in range(num_deaths)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        job = Job(Plan(seed, RANKS, respawns=num_deaths), folder, lambda number: train(folder, seed, deaths))
+        job = Job(
+            Plan(seed, RANKS, respawns=num_deaths),
+            folder,
+            lambda number: train(folder, seed, deaths),
+        )
         job.run()
         if job.wrong or job.code:
-            raise SystemExit(f"a job ended with code {job.code}: {job.wrong}\n{(folder / 'launcher.out').read_text()}")
+            raise SystemExit(
+                f"a job ended with code {job.code}: "
+                f"{job.wrong}\n{(folder / 'launcher.out').read_text()}"
+            )
         found: list[float] = json.loads((folder / "result").read_text())
         return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--deaths", type=int, default=20)
     asked = parser.parse_args()
@@ -100,7 +113,10 @@ def main() -> None:
             changes = f"{steps:.0f} steps, {deaths:.0f} deaths, {joins:.0f} joins"
             print(f"seed {seed}: {accuracy:.4f} after {changes}", flush=True)
     for num_deaths, column in columns.items():
-        print(f"{num_deaths:3} deaths: mean {statistics.mean(column):.4f}, {min(column):.4f} to {max(column):.4f}")
+        print(
+            f"{num_deaths:3} deaths: mean {statistics.mean(column):.4f}, {min(column):.4f} to "
+            f"{max(column):.4f}"
+        )
 
 
 if __name__ == "__main__":

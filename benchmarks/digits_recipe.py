@@ -12,16 +12,22 @@ from lightning.pytorch.strategies import Strategy
 
 
 def digits(
-    strategy: Strategy, seed: int, overrides: Sequence[str] = (), callbacks: Sequence[L.Callback] = ()
+    strategy: Strategy,
+    seed: int,
+    overrides: Sequence[str] = (),
+    callbacks: Sequence[L.Callback] = (),
 ) -> tuple[L.Trainer, Any, Any]:
-    """Trainer, model and data of ``recipes/train.py experiment=digits``, without validation and checkpoints.
+    """Trainer, model and data of ``recipes/train.py experiment=digits``, without validation and
+    checkpoints.
 
     ``overrides`` change the recipe's configuration, such as ``"optimizer.momentum=0"``.
     """
     with initialize(version_base="1.3", config_path="../configs"):
         config = compose("train", overrides=["experiment=digits", f"seed={seed}", *overrides])
     L.seed_everything(seed, workers=True, verbose=False)
-    model = instantiate(config.model, optimizer=instantiate(config.optimizer), schedule=instantiate(config.schedule))
+    model = instantiate(
+        config.model, optimizer=instantiate(config.optimizer), schedule=instantiate(config.schedule)
+    )
     trainer = L.Trainer(
         accelerator="cpu",
         strategy=strategy,

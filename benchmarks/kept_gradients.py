@@ -1,8 +1,10 @@
-"""What the reducer asks at every bucket costs, and what copies cost where somebody keeps a gradient. One process.
+"""What the reducer asks at every bucket costs, and what copies cost where somebody keeps a
+gradient. One process.
 
     OMP_NUM_THREADS=1 python benchmarks/kept_gradients.py
 
-161 parameters with the sizes of a ResNet-50's, on one thread; processor time, the least of 20 steps each.
+161 parameters with the sizes of a ResNet-50's, on one thread; processor time, the least of 20 steps
+each.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ def sizes() -> list[tuple[int, ...]]:
     inputs = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for block in range(blocks):
-            found += [(width, inputs, 1, 1), (width,), (width,), (width, width, 3, 3), (width,), (width,)]
+            found += [
+                (width, inputs, 1, 1),
+                (width,),
+                (width,),
+                (width, width, 3, 3),
+                (width,),
+                (width,),
+            ]
             found += [(4 * width, width, 1, 1), (4 * width,), (4 * width,)]
             if block == 0:
                 found += [(4 * width, inputs, 1, 1), (4 * width,), (4 * width,)]
@@ -57,7 +66,11 @@ def main() -> None:
 
     step()
     held = fastest(lambda: [bucket._lent.are_held() for bucket in buckets])  # type: ignore[union-attr]
-    names = fastest(lambda: [f"backward {i} (step {i}): bucket {i} ({b.describe()})" for i, b in enumerate(buckets)])
+    names = fastest(
+        lambda: [
+            f"backward {i} (step {i}): bucket {i} ({b.describe()})" for i, b in enumerate(buckets)
+        ]
+    )
     views = fastest(step)
     kept = [param.grad for _, param in params]
     step()

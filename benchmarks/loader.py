@@ -1,15 +1,18 @@
-"""Images per CPU-second of the loader, beside those of torchvision, webdataset, litdata, MosaicML streaming and DALI.
+"""Images per CPU-second of the loader, beside those of torchvision, webdataset, litdata, MosaicML
+streaming and DALI.
 
-    pip install 'lightning-ring[lance,hugging-face,recipes]' webdataset litdata mosaicml-streaming nvidia-dali-cuda120
+    pip install 'lightning-ring[lance,hugging-face,recipes]' webdataset litdata \\
+        mosaicml-streaming nvidia-dali-cuda120
     python benchmarks/loader.py
 
-RandomResizedCrop 224 and flip of JPEGs of 341 x 256 pixels, which it draws itself (the same every time) and keeps in
-``--folder``. CPU time is that of this process and its workers, by the kernel's count. Workers persist: they start in an
-epoch that is not counted, and the counted epochs run in turns. The table gives medians with the lowest and the highest.
-Loaders are compared that deliver the same: uint8, which a GPU normalises by itself, or float32, normalised on this CPU.
-webdataset, litdata and MosaicML streaming read the same JPEGs and decode and crop them as torchvision's folder does
-("torchvision v2"), and webdataset also with our decoder. DALI decodes and crops by itself, on the CPU. What is not
-installed is left out and said.
+RandomResizedCrop 224 and flip of JPEGs of 341 x 256 pixels, which it draws itself (the same every
+time) and keeps in ``--folder``. CPU time is that of this process and its workers, by the kernel's
+count. Workers persist: they start in an epoch that is not counted, and the counted epochs run in
+turns. The table gives medians with the lowest and the highest. Loaders are compared that deliver
+the same: uint8, which a GPU normalises by itself, or float32, normalised on this CPU. webdataset,
+litdata and MosaicML streaming read the same JPEGs and decode and crop them as torchvision's folder
+does ("torchvision v2"), and webdataset also with our decoder. DALI decodes and crops by itself, on
+the CPU. What is not installed is left out and said.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def draw(seed: int) -> Image.Image:
-    """Soft light, hard-edged objects, fine texture and sensor noise: some 30 kB at quality 90, as a photo has."""
+    """Soft light, hard-edged objects, fine texture and sensor noise: some 30 kB at quality 90,
+    as a photo has.
+    """
     generator = np.random.default_rng(seed)
     light = Image.fromarray((generator.random((5, 7, 3)) * 255).astype(np.uint8))
     image = light.resize((341, 256), Image.Resampling.BICUBIC)
@@ -62,7 +67,9 @@ def draw(seed: int) -> Image.Image:
     for _ in range(12):
         x, y, w, h = (int(v) for v in generator.integers(0, (300, 220, 120, 120)))
         color = tuple(int(v) for v in generator.integers(0, 255, 3))
-        (pen.ellipse if generator.random() < 0.5 else pen.rectangle)((x, y, x + w, y + h), fill=color)
+        (pen.ellipse if generator.random() < 0.5 else pen.rectangle)(
+            (x, y, x + w, y + h), fill=color
+        )
     image = image.filter(ImageFilter.GaussianBlur(0.7))
     pixels = np.asarray(image).astype(np.float32)
     texture = np.asarray(
@@ -85,12 +92,20 @@ def make_images(root: Path, num: int) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(write, range(num)))
-    pack(root / "images", root / "shards", PackSettings(shard_mb=1), 2, lambda done, total, left_out: None)
+    pack(
+        root / "images",
+        root / "shards",
+        PackSettings(shard_mb=1),
+        2,
+        lambda done, total, left_out: None,
+    )
 
 
 def ours(source: Any, workers: int, transform: DeviceTransform | None) -> Iterable[Any]:
     sampler = ShuffledSampler(len(source), rank=0, world_size=1)
-    return image_loader(source, sampler, BATCH, crop=RandomResizedCrop(), transform=transform, num_threads=workers)
+    return image_loader(
+        source, sampler, BATCH, crop=RandomResizedCrop(), transform=transform, num_threads=workers
+    )
 
 
 def encoded_columns(root: Path) -> dict[str, Any]:
@@ -137,7 +152,9 @@ def transform_of(kind: str) -> Any:
     return v2.Compose(steps)
 
 
-def workers_of(data: Any, workers: int, loader: Any = torch.utils.data.DataLoader, **options: Any) -> Iterable[Any]:
+def workers_of(
+    data: Any, workers: int, loader: Any = torch.utils.data.DataLoader, **options: Any
+) -> Iterable[Any]:
     made: Iterable[Any] = loader(data, num_workers=workers, persistent_workers=True, **options)
     return made
 
@@ -145,7 +162,9 @@ def workers_of(data: Any, workers: int, loader: Any = torch.utils.data.DataLoade
 def torchvision_folder(root: Path, workers: int, kind: str) -> Iterable[Any]:
     from torchvision.datasets import ImageFolder as Folder
 
-    return workers_of(Folder(root / "images", transform_of(kind)), workers, batch_size=BATCH, shuffle=True)
+    return workers_of(
+        Folder(root / "images", transform_of(kind)), workers, batch_size=BATCH, shuffle=True
+    )
 
 
 def our_decoder(data: bytes) -> torch.Tensor:
@@ -164,8 +183,12 @@ def webdataset_tar(root: Path, workers: int, decode: Callable[[bytes], Any]) -> 
     def sample(item: dict[str, Any]) -> tuple[Any, int]:
         return decode(item["jpg"]), int(item["cls"])
 
-    data = webdataset.WebDataset([str(path) for path in sorted((root / "shards").glob("*.tar"))], shardshuffle=False)
-    data = data.shuffle(256).map(sample).batched(BATCH, collation_fn=torch.utils.data.default_collate)
+    data = webdataset.WebDataset(
+        [str(path) for path in sorted((root / "shards").glob("*.tar"))], shardshuffle=False
+    )
+    data = (
+        data.shuffle(256).map(sample).batched(BATCH, collation_fn=torch.utils.data.default_collate)
+    )
     return workers_of(data, workers, batch_size=None)
 
 
@@ -202,11 +225,15 @@ def mosaicml_shards(root: Path, workers: int, kind: str) -> Iterable[Any]:
     folder = root / "mosaicml"
     if not folder.exists():
         source = ShardDataset(root / "shards", decode=False)
-        with streaming.MDSWriter(out=str(folder), columns={"image": "bytes", "label": "int"}, size_limit="1mb") as out:
+        with streaming.MDSWriter(
+            out=str(folder), columns={"image": "bytes", "label": "int"}, size_limit="1mb"
+        ) as out:
             for i in range(len(source)):
                 out.write({"image": source.read(i), "label": int(source.labels[i])})
     streaming.base.util.clean_stale_shared_memory()
-    return workers_of(Decoded(local=str(folder), shuffle=True, batch_size=BATCH), workers, batch_size=BATCH)
+    return workers_of(
+        Decoded(local=str(folder), shuffle=True, batch_size=BATCH), workers, batch_size=BATCH
+    )
 
 
 def dali_folder(root: Path, workers: int, kind: str) -> Iterable[Any]:
@@ -215,20 +242,26 @@ def dali_folder(root: Path, workers: int, kind: str) -> Iterable[Any]:
 
     @pipeline_def(batch_size=BATCH, num_threads=workers, device_id=None)
     def pipeline() -> Any:
-        encoded, labels = fn.readers.file(file_root=str(root / "images"), random_shuffle=True, name="files")
+        encoded, labels = fn.readers.file(
+            file_root=str(root / "images"), random_shuffle=True, name="files"
+        )
         images = fn.decoders.image_random_crop(encoded, device="cpu", random_area=[0.08, 1.0])
         images = fn.resize(images, size=[224, 224], antialias=True)
         dtype, mean, std = types.UINT8, [0.0] * 3, [1.0] * 3
         if kind == "float32":
             dtype, mean, std = types.FLOAT, [255 * m for m in MEAN], [255 * s for s in STD]
         flip = fn.random.coin_flip()
-        return fn.crop_mirror_normalize(images, dtype=dtype, mean=mean, std=std, mirror=flip), labels
+        return fn.crop_mirror_normalize(
+            images, dtype=dtype, mean=mean, std=std, mirror=flip
+        ), labels
 
     class Pairs:
         def __init__(self) -> None:
             partial_last = LastBatchPolicy.PARTIAL
             names = ["images", "labels"]
-            self.batches = DALIGenericIterator([pipeline()], names, reader_name="files", last_batch_policy=partial_last)
+            self.batches = DALIGenericIterator(
+                [pipeline()], names, reader_name="files", last_batch_policy=partial_last
+            )
 
         def __iter__(self) -> Any:
             yield from ((batch[0]["images"], batch[0]["labels"]) for batch in self.batches)
@@ -240,7 +273,12 @@ def dali_folder(root: Path, workers: int, kind: str) -> Iterable[Any]:
 def cpu_seconds() -> float:
     """Of this process, its living descendants, and those that have ended."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + ended.ru_utime + ended.ru_stime + sum(map(_used, _descendants(os.getpid())))
+    return (
+        time.process_time()
+        + ended.ru_utime
+        + ended.ru_stime
+        + sum(map(_used, _descendants(os.getpid())))
+    )
 
 
 def _descendants(pid: int) -> Iterable[int]:
@@ -264,13 +302,17 @@ def measure(loader: Iterable[Any]) -> tuple[float, float]:
 
 
 def candidates(root: Path, workers: int) -> dict[str, dict[str, Callable[[], Iterable[Any]]]]:
-    """Loaders by what they deliver and their names; the first of each is what the others are compared with."""
+    """Loaders by what they deliver and their names; the first of each is what the others are
+    compared with.
+    """
     folder, shards = ImageFolder(root / "images"), ShardDataset(root / "shards")
     found: dict[str, dict[str, Callable[[], Iterable[Any]]]] = {}
     for kind, transform in (("uint8", None), ("float32", DeviceTransform(MEAN, STD))):
         found[kind] = {
             "ImageFolder, torchvision v2": partial(torchvision_folder, root, workers, kind),
-            "webdataset, torchvision v2": partial(webdataset_tar, root, workers, partial(as_torchvision, kind=kind)),
+            "webdataset, torchvision v2": partial(
+                webdataset_tar, root, workers, partial(as_torchvision, kind=kind)
+            ),
             "litdata, torchvision v2": partial(litdata_chunks, root, workers, kind),
             "MosaicML streaming, torchvision v2": partial(mosaicml_shards, root, workers, kind),
             "DALI on the CPU, image folder": partial(dali_folder, root, workers, kind),
@@ -285,11 +327,19 @@ def candidates(root: Path, workers: int) -> dict[str, dict[str, Callable[[], Ite
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2, help="threads of ours, worker processes of the others")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "lightning_ring_benchmark_images")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="threads of ours, worker processes of the others"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "lightning_ring_benchmark_images",
+    )
     parser.add_argument("--only-make", action="store_true", help="draw the images and end")
     arguments = parser.parse_args()
     root, workers = arguments.folder / str(arguments.images), arguments.workers
@@ -298,7 +348,10 @@ def main() -> None:
     if arguments.only_make:
         return
     torch.set_num_threads(1)
-    print(f"{arguments.images} images, batches of {BATCH}, {workers} threads or workers, {arguments.rounds} rounds")
+    print(
+        f"{arguments.images} images, batches of {BATCH}, {workers} threads or workers, "
+        f"{arguments.rounds} rounds"
+    )
     for kind, makers in candidates(root, workers).items():
         loaders: dict[str, Iterable[Any]] = {}
         for name, make in makers.items():
@@ -316,14 +369,20 @@ def main() -> None:
 
 
 def report(kind: str, results: dict[str, list[tuple[float, float]]]) -> None:
-    print(f"\n| {kind} | images per CPU-second | lowest to highest | images per second | x the first |")
+    print(
+        f"\n| {kind} | images per CPU-second | lowest to highest | images per second | x the "
+        "first |"
+    )
     print("| --- | --- | --- | --- | --- |")
     first = statistics.median(cpu for cpu, _ in next(iter(results.values())))
     for name, rounds in results.items():
         cpu, wall = zip(*rounds, strict=True)
         middle = statistics.median(cpu)
         span = f"{min(cpu):.0f} to {max(cpu):.0f}"
-        print(f"| {name} | {middle:.0f} | {span} | {statistics.median(wall):.0f} | {middle / first:.2f} |")
+        print(
+            f"| {name} | {middle:.0f} | {span} | {statistics.median(wall):.0f} | "
+            f"{middle / first:.2f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python benchmarks/mirrors.py --ranks 4 --mib 16 --steps 25
 
-Optimizers that are whole on each rank, sharded, and sharded with mirrors, on this host: medians of a step, bytes that a
-rank sends a step, the optimizer's state that a rank holds, and its largest memory. ``--mib`` is the size of the
-parameters; AdamW's state is twice as much.
+Optimizers that are whole on each rank, sharded, and sharded with mirrors, on this host: medians of
+a step, bytes that a rank sends a step, the optimizer's state that a rank holds, and its largest
+memory. ``--mib`` is the size of the parameters; AdamW's state is twice as much.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 class Module(pl.LightningModule):
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
-        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, round(options.mib / 4)))))
+        self.net = nn.Sequential(
+            *(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, round(options.mib / 4))))
+        )
         self.ends: list[float] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -73,7 +75,12 @@ def train(options: argparse.Namespace) -> None:
             nonlocal state
             (sliced,) = getattr(strategy.algorithm, "_set", []) or [None]
             held = sliced.held_state() if sliced is not None else trainer.optimizers[0].state
-            state = sum(v.nbytes for values in held.values() for v in values.values() if isinstance(v, Tensor))
+            state = sum(
+                v.nbytes
+                for values in held.values()
+                for v in values.values()
+                if isinstance(v, Tensor)
+            )
 
     trainer = pl.Trainer(
         strategy=strategy,
@@ -87,7 +94,10 @@ def train(options: argparse.Namespace) -> None:
     )
     data = TensorDataset(torch.randn(options.steps * options.ranks * 4, WIDTH))
     trainer.fit(module, DataLoader(data, batch_size=4))
-    steps = [after - before for before, after in zip(module.ends[WARM_UP:], module.ends[WARM_UP + 1 :], strict=False)]
+    steps = [
+        after - before
+        for before, after in zip(module.ends[WARM_UP:], module.ends[WARM_UP + 1 :], strict=False)
+    ]
     result = {
         "step": statistics.median(steps),
         "sent": sum(sent(record, options.ranks) for record in records) / max(1, len(module.ends)),
@@ -102,11 +112,30 @@ def run(variant: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     launch = ["--min-ranks", "1"] if VARIANTS[variant].get("elastic") else []
     with tempfile.TemporaryDirectory() as folder:
         rank = ["--rank", variant, "--folder", folder]
-        numbers = ["--ranks", str(options.ranks), "--mib", str(options.mib), "--steps", str(options.steps)]
-        job = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", str(options.ranks), *launch, "--"]
+        numbers = [
+            "--ranks",
+            str(options.ranks),
+            "--mib",
+            str(options.mib),
+            "--steps",
+            str(options.steps),
+        ]
+        job = [
+            sys.executable,
+            "-m",
+            "lightning_ring.cli.ringrun",
+            "-n",
+            str(options.ranks),
+            *launch,
+            "--",
+        ]
         command = [*job, sys.executable, __file__, *numbers, "--backend", options.backend, *rank]
         done = subprocess.run(
-            command, timeout=500, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            command,
+            timeout=500,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         if done.returncode:
             raise SystemExit(done.stderr[-3000:])
@@ -114,7 +143,9 @@ def run(variant: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mib", type=float, default=64.0, help="of parameters")
     parser.add_argument("--steps", type=int, default=40)
@@ -127,10 +158,14 @@ def main() -> None:
         return
     for variant in VARIANTS:
         results = run(variant, options)
-        median = {name: statistics.median(one[name] for one in results) for name in ("step", "sent", "state", "memory")}
+        median = {
+            name: statistics.median(one[name] for one in results)
+            for name in ("step", "sent", "state", "memory")
+        }
         print(
-            f"{variant}: step {1e3 * median['step']:.0f} ms, sent {median['sent'] / 2**20:.1f} MiB a step, "
-            f"state {median['state'] / 2**20:.1f} MiB, memory {median['memory'] / 2**20:.0f} MiB"
+            f"{variant}: step {1e3 * median['step']:.0f} ms, sent {median['sent'] / 2**20:.1f} MiB "
+            f"a step, state {median['state'] / 2**20:.1f} MiB, memory "
+            f"{median['memory'] / 2**20:.0f} MiB"
         )
 
 

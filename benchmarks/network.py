@@ -1,9 +1,12 @@
-"""Times all-reduce between hosts against plain torch.distributed over Gloo, and prints ratios and the wire's share.
+"""Times all-reduce between hosts against plain torch.distributed over Gloo, and prints ratios and
+the wire's share.
 
-    python -m benchmarks.network                      # 4 ranks on 2 hosts and 2 ranks on 2, at 1 Gbit/s each way
+    python -m benchmarks.network             # 4 ranks on 2 hosts and 2 on 2, at 1 Gbit/s each way
 
-needs Linux, root, ip and tc: the hosts are network namespaces (`benchmarks.hosts`). All ways take turns, round after
-round, in one launch; a time is that of the slowest rank, and a ratio the median over rounds of the ratio in a round.
+needs Linux, root, ip and tc: the hosts are network namespaces (`benchmarks.hosts`). All ways take
+    turns, round after
+round, in one launch; a time is that of the slowest rank, and a ratio the median over rounds of the
+ratio in a round.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ _TIMEOUT = timedelta(seconds=60)
 
 def bytes_per_second(rate: str) -> float:
     """``"1gbit"``, as tc writes it."""
-    return next(float(rate[: -len(unit)]) * bits / 8 for unit, bits in _BITS.items() if rate.endswith(unit))
+    return next(
+        float(rate[: -len(unit)]) * bits / 8 for unit, bits in _BITS.items() if rate.endswith(unit)
+    )
 
 
 def compare(num_bytes: int, rounds: int, rate: str, backends: list[str]) -> None:
@@ -45,7 +50,9 @@ def compare(num_bytes: int, rounds: int, rate: str, backends: list[str]) -> None
     opened = []
     for name in backends:
         backend, _, topology = name.partition("/")
-        comm = open_communicator(job, backend, torch.device("cpu"), _TIMEOUT, _TIMEOUT, topology or "auto")
+        comm = open_communicator(
+            job, backend, torch.device("cpu"), _TIMEOUT, _TIMEOUT, topology or "auto"
+        )
         job.communicator = None  # stays open beside the next one
         opened.append(comm)
         buffers[name] = comm.empty(num_bytes // 4, torch.float32, torch.device("cpu")).fill_(1)
@@ -67,25 +74,37 @@ def compare(num_bytes: int, rounds: int, rate: str, backends: list[str]) -> None
         comm.close()
 
 
-def report(times: dict[str, list[float]], num_bytes: int, world_size: int, num_hosts: int, rate: str) -> None:
+def report(
+    times: dict[str, list[float]], num_bytes: int, world_size: int, num_hosts: int, rate: str
+) -> None:
     # what a host must send, and receive: all it can do is put every byte on the wire once
     least = 2 * (num_hosts - 1) / num_hosts * num_bytes / bytes_per_second(rate)
-    print(f"\nall-reduce of {num_bytes / 1e6:g} MB, {world_size} ranks on {num_hosts} hosts at {rate}")
+    print(
+        f"\nall-reduce of {num_bytes / 1e6:g} MB, {world_size} ranks on {num_hosts} hosts at {rate}"
+    )
     print(f"{'':24}{'median ms':>12}{'times faster':>14}{'of the wire':>13}")
     for name, seconds in times.items():
-        ratio = statistics.median(base / own for base, own in zip(times["torch"], seconds, strict=True))
+        ratio = statistics.median(
+            base / own for base, own in zip(times["torch"], seconds, strict=True)
+        )
         median = statistics.median(seconds)
         print(f"{name:24}{median * 1e3:12.2f}{ratio:14.2f}{least / median:12.0%}", flush=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=float, nargs="+", default=[20.0], help="sizes, in units of 10^6 bytes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mb", type=float, nargs="+", default=[20.0], help="sizes, in units of 10^6 bytes"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 2])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--ways", nargs="+", default=["auto"], help="BACKEND or BACKEND/TOPOLOGY, such as gloo/flat")
+    parser.add_argument(
+        "--ways", nargs="+", default=["auto"], help="BACKEND or BACKEND/TOPOLOGY, such as gloo/flat"
+    )
     parser.add_argument("--in-rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.in_rank:

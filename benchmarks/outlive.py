@@ -1,23 +1,28 @@
-"""The same death under `ring_elastic`, torchelastic, torchft and Horovod: when training goes on, and what is lost.
+"""The same death under `ring_elastic`, torchelastic, torchft and Horovod: when training goes on,
+and what is lost.
 
     python -m benchmarks.outlive --ranks 4 --mib 256 --jobs 5 --torchft PYTHON --horovod PYTHON
 
-Ranks on this host train the same layers with SGD. One of them kills itself (SIGKILL) between forward and backward of
-step 13. The clock runs from then to the end of the next optimizer step of any other rank; beside it to the end of the
-first step that had not been finished before, and the number of finished steps that are lost. Jobs run one after the
-other, and the libraries take turns.
+Ranks on this host train the same layers with SGD. One of them kills itself (SIGKILL) between
+forward and backward of step 13. The clock runs from then to the end of the next optimizer step of
+any other rank; beside it to the end of the first step that had not been finished before, and the
+number of finished steps that are lost. Jobs run one after the other, and the libraries take turns.
 
-- ``ring_elastic``: a Trainer's fit under ``ringrun --min-ranks 1``, over shared memory; with ``:gloo`` over Gloo.
-- ``torchelastic``: DDP over Gloo under ``torchrun --standalone --max-restarts 3``, which starts all ranks again after a
-  death; they load a checkpoint, which rank 0 saves every 5 steps. All time limits are torchrun's defaults. Its store is
-  not shared over restarts (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), with which they fail under torch 2.15.
-- ``torchft``: one replica group a rank, its manager over Gloo, the lighthouse with its README's time limits: a rank is
-  dead 5 s after its last heartbeat, and late ranks are waited for 10 s. With ``:1s`` both are 1 s.
-- ``horovod``: `hvd.elastic` over Gloo under ``horovodrun``, ``--min-np`` one rank less, its state committed after each
-  step; with ``:every5`` after every fifth, and after the others only changes of hosts are asked for. All else is
-  horovodrun's default: Gloo waits 30 s for a message (with ``:5s`` 5 s), hosts are listed anew every second, and the
-  whole host of a rank that fails is left out for good. Each rank is therefore on a host of its own. They are names of
-  127.0.0.1 (127.0.0.01, 127.0.0.001), on which Horovod starts ranks without ssh.
+- ``ring_elastic``: a Trainer's fit under ``ringrun --min-ranks 1``, over shared memory; with
+  ``:gloo`` over Gloo.
+- ``torchelastic``: DDP over Gloo under ``torchrun --standalone --max-restarts 3``, which starts all
+  ranks again after a death; they load a checkpoint, which rank 0 saves every 5 steps. All time
+  limits are torchrun's defaults. Its store is not shared over restarts
+  (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), with which they fail under torch 2.15.
+- ``torchft``: one replica group a rank, its manager over Gloo, the lighthouse with its README's
+  time limits: a rank is dead 5 s after its last heartbeat, and late ranks are waited for 10 s. With
+  ``:1s`` both are 1 s.
+- ``horovod``: `hvd.elastic` over Gloo under ``horovodrun``, ``--min-np`` one rank less, its state
+  committed after each step; with ``:every5`` after every fifth, and after the others only changes
+  of hosts are asked for. All else is horovodrun's default: Gloo waits 30 s for a message (with
+  ``:5s`` 5 s), hosts are listed anew every second, and the whole host of a rank that fails is left
+  out for good. Each rank is therefore on a host of its own. They are names of 127.0.0.1
+  (127.0.0.01, 127.0.0.001), on which Horovod starts ranks without ssh.
 
 PYTHON are interpreters that have these two.
 """
@@ -58,7 +63,9 @@ class Outcome:
 
 
 class Job:
-    """The processes of a job, each the leader of a session; a context manager that leaves none behind."""
+    """The processes of a job, each the leader of a session; a context manager that leaves none
+    behind.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -74,7 +81,11 @@ class Job:
         number = len(self._processes) + len(self._servers)
         with (self._folder / f"{number}.log").open("wb") as log:
             process = subprocess.Popen(
-                command, env=os.environ | environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=os.environ | environ,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         self._processes.append(process)
 
@@ -86,8 +97,13 @@ class Job:
         """
         until = time.monotonic() + JOB_SECONDS
         while not any(steps[-1][0] >= STEPS for steps in finished_steps(self._folder).values()):
-            if all(process.poll() is not None for process in self._processes) or time.monotonic() > until:
-                logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in self._folder.glob("*.log"))
+            if (
+                all(process.poll() is not None for process in self._processes)
+                or time.monotonic() > until
+            ):
+                logs = "\n".join(
+                    path.read_text(errors="replace")[-2000:] for path in self._folder.glob("*.log")
+                )
                 raise SystemExit(f"a job came to no end:\n{logs}")
             time.sleep(0.05)
 
@@ -120,19 +136,42 @@ def rank(loop: str, folder: Path, asked: argparse.Namespace) -> list[str]:
 
 
 def ring_elastic(job: Job, folder: Path, asked: argparse.Namespace, backend: str) -> None:
-    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", str(asked.ranks), "--min-ranks", "1"]
+    ringrun = [
+        sys.executable,
+        "-m",
+        "lightning_ring.cli.ringrun",
+        "-n",
+        str(asked.ranks),
+        "--min-ranks",
+        "1",
+    ]
     job.start(*ringrun, sys.executable, *rank("ring_elastic", folder, asked), "--backend", backend)
 
 
 def torchelastic(job: Job, folder: Path, asked: argparse.Namespace) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
-    # else ranks that start again meet in the store of those before, and connect to addresses of the dead:
-    # https://github.com/pytorch/pytorch/issues/135712
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--max-restarts",
+        "3",
+    ]
+    # else ranks that start again meet in the store of those before, and connect to addresses of the
+    # dead: https://github.com/pytorch/pytorch/issues/135712
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    job.start(*torchrun, "--nproc-per-node", str(asked.ranks), *rank("torchelastic", folder, asked), **own_store)
+    job.start(
+        *torchrun,
+        "--nproc-per-node",
+        str(asked.ranks),
+        *rank("torchelastic", folder, asked),
+        **own_store,
+    )
 
 
-def torchft(job: Job, folder: Path, asked: argparse.Namespace, heartbeats: int = 5000, join: int = 10000) -> None:
+def torchft(
+    job: Job, folder: Path, asked: argparse.Namespace, heartbeats: int = 5000, join: int = 10000
+) -> None:
     """Time limits of the lighthouse are in milliseconds."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -144,7 +183,9 @@ def torchft(job: Job, folder: Path, asked: argparse.Namespace, heartbeats: int =
         job.start(*command, TORCHFT_LIGHTHOUSE=f"http://localhost:{port}")
 
 
-def horovod(job: Job, folder: Path, asked: argparse.Namespace, gloo: int = 30, commit_every: int = 1) -> None:
+def horovod(
+    job: Job, folder: Path, asked: argparse.Namespace, gloo: int = 30, commit_every: int = 1
+) -> None:
     """``gloo`` is a time limit in seconds."""
     hosts = folder / "hosts"
     listed = "".join(f"echo 127.0.0.{'0' * number}1:1\n" for number in range(asked.ranks))
@@ -183,7 +224,9 @@ def finished_steps(folder: Path) -> dict[int, list[tuple[int, float]]]:
 
 def outcome(died: float, processes: Sequence[Sequence[tuple[int, float]]]) -> Outcome:
     """What the steps of the processes of a job tell, one of which died in step `DEADLY`."""
-    before = [later[1] - earlier[1] for steps in processes for earlier, later in pairs_until(steps, died)]
+    before = [
+        later[1] - earlier[1] for steps in processes for earlier, later in pairs_until(steps, died)
+    ]
     afterwards = [
         (step, when)
         for steps in processes
@@ -202,7 +245,9 @@ def outcome(died: float, processes: Sequence[Sequence[tuple[int, float]]]) -> Ou
 def pairs_until(
     steps: Sequence[tuple[int, float]], died: float
 ) -> Iterator[tuple[tuple[int, float], tuple[int, float]]]:
-    """Neighbours among the steps before the death, without the first ones, which make buckets and connections."""
+    """Neighbours among the steps before the death, without the first ones, which make buckets
+    and connections.
+    """
     known = [(step, when) for step, when in steps if 2 < step < DEADLY and when <= died]
     return pairwise(known)
 
@@ -217,7 +262,10 @@ def run(start: Start, asked: argparse.Namespace) -> Outcome:
 
 
 def report(found: dict[str, list[Outcome]]) -> Iterator[str]:
-    yield "| | a step before | the next step ends after | a new step ends after | finished steps lost |"
+    yield (
+        "| | a step before | the next step ends after | a new step ends after | finished steps "
+        "lost |"
+    )
     yield "|---|---|---|---|---|"
     for name, jobs in found.items():
         times = [[getattr(job, field) for job in jobs] for field in ("next_step", "new_step")]
@@ -229,18 +277,33 @@ def report(found: dict[str, list[Outcome]]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.outlive", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.outlive",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mib", type=float, default=256.0, help="of gradients")
     parser.add_argument("--jobs", type=int, default=5, help="of each")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help="by default all that are there")
-    parser.add_argument("--torchft", metavar="PYTHON", help="interpreter with torchft; its lighthouse lies beside it")
-    parser.add_argument("--horovod", metavar="PYTHON", help="interpreter with horovod; its horovodrun lies beside it")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=CONTENDERS, help="by default all that are there"
+    )
+    parser.add_argument(
+        "--torchft",
+        metavar="PYTHON",
+        help="interpreter with torchft; its lighthouse lies beside it",
+    )
+    parser.add_argument(
+        "--horovod",
+        metavar="PYTHON",
+        help="interpreter with horovod; its horovodrun lies beside it",
+    )
     asked = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no job is left behind
+    # so that no job is left behind
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    )
     missing = tuple(peer for peer in PEERS if not getattr(asked, peer))
     for name in asked.contenders or ():
         if name.startswith(missing):

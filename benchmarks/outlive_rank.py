@@ -1,7 +1,7 @@
 """A rank of `benchmarks/outlive.py`: ``python -m benchmarks.outlive_rank LOOP FOLDER --mib 256``.
 
-Each loop trains the same layers as its library's documentation tells a user to. The imports stand in the loops: the
-Pythons that have torchft and Horovod need not have the others.
+Each loop trains the same layers as its library's documentation tells a user to. The imports stand
+in the loops: the Pythons that have torchft and Horovod need not have the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ SAVE_EVERY = 5  # steps, where a restart needs a checkpoint: two finished steps 
 
 
 class Watch:
-    """Writes when this process finished which step, by the clock that all processes of a host share."""
+    """Writes when this process finished which step, by the clock that all processes of a host
+    share.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -44,7 +46,9 @@ class Watch:
 
 def layers(mib: float) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, round(mib / 4)))))
+    return nn.Sequential(
+        *(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, round(mib / 4))))
+    )
 
 
 def loss_of(module: nn.Module, batch: Tensor) -> Tensor:
@@ -114,8 +118,8 @@ def torchelastic(watch: Watch, asked: argparse.Namespace) -> None:
 def torchft(watch: Watch, asked: argparse.Namespace) -> None:
     """A replica group for each rank; all of the library's time limits are its defaults.
 
-    Gradients are averaged by the manager, not by the library's DistributedDataParallel: version 0.2 ends every survivor
-    of a death in backward (https://github.com/meta-pytorch/torchft/pull/294).
+    Gradients are averaged by the manager, not by the library's DistributedDataParallel: version 0.2
+    ends every survivor of a death in backward (https://github.com/meta-pytorch/torchft/pull/294).
     """
     from torchft import Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found]
 
@@ -141,7 +145,8 @@ def torchft(watch: Watch, asked: argparse.Namespace) -> None:
     )
     optimizer = Optimizer(manager, inner)
     (asked.folder / f"{asked.number}.started").touch()
-    while len(list(asked.folder.glob("*.started"))) < asked.ranks:  # else the first one begins alone
+    # else the first one begins alone
+    while len(list(asked.folder.glob("*.started"))) < asked.ranks:
         time.sleep(0.05)
     while (step := manager.current_step()) < STEPS:
         optimizer.zero_grad()
@@ -151,7 +156,8 @@ def torchft(watch: Watch, asked: argparse.Namespace) -> None:
         for work in [manager.allreduce(param.grad) for param in net.parameters()]:
             work.wait()
         optimizer.step()
-        if manager.current_step() > step:  # else the step's averages were not complete, and it was left out
+        # else the step's averages were not complete, and it was left out
+        if manager.current_step() > step:
             watch.finished(manager.current_step())
     manager.shutdown(wait=False)
     os._exit(0)  # its threads would wait for the last one's time limit
@@ -192,7 +198,9 @@ LOOPS: dict[str, Callable[[Watch, argparse.Namespace], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("loop", choices=LOOPS)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--mib", type=float, required=True, help="of gradients")

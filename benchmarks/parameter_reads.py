@@ -1,10 +1,11 @@
-"""What it costs the host to intercept reads of parameters under ``ring_sharded``. Two ranks of this node.
+"""What it costs the host to intercept reads of parameters under ``ring_sharded``. Two ranks of this
+node.
 
     OMP_NUM_THREADS=1 ringrun -n 2 python benchmarks/parameter_reads.py
 
-Small inputs, so that a forward is host time mostly. Turns of 20 steps: with parameters that are on their way when
-forward starts, and with complete ones, of which no read is intercepted. Processor time of the main thread in forward,
-without waits: the least of each turn, median of the turns.
+Small inputs, so that a forward is host time mostly. Turns of 20 steps: with parameters that are on
+their way when forward starts, and with complete ones, of which no read is intercepted. Processor
+time of the main thread in forward, without waits: the least of each turn, median of the turns.
 """
 
 from __future__ import annotations
@@ -70,12 +71,16 @@ def main() -> None:
     torch.manual_seed(0)
     info, device = discover_ranks(), torch.device("cpu")
     job = open_job(info, device, timeout=timedelta(minutes=5))
-    comm = open_communicator(job, "auto", device, timedelta(minutes=5), stall_warning=timedelta(minutes=1))
+    comm = open_communicator(
+        job, "auto", device, timedelta(minutes=5), stall_warning=timedelta(minutes=1)
+    )
     for name, (model, inputs) in models().items():
         times = forward_times(model, inputs, comm)
         if info.rank == 0:
             num = sum(1 for _ in model.parameters())
-            words = ", ".join(f"{way} {statistics.median(each):,.0f}" for way, each in times.items())
+            words = ", ".join(
+                f"{way} {statistics.median(each):,.0f}" for way, each in times.items()
+            )
             print(f"{name}, {num} parameters, µs of a forward on rank 0: {words}", flush=True)
     job.close()
 

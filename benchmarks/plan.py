@@ -1,15 +1,17 @@
-"""Holds `lightning-ring plan` against runs: what it predicts for 2, 3 and 4 hosts, and what a step takes there.
+"""Holds `lightning-ring plan` against runs: what it predicts for 2, 3 and 4 hosts, and what a step
+takes there.
 
-    sudo python -m benchmarks.plan                       # 2, 3 and 4 hosts at two link speeds, 3 minutes
+    sudo python -m benchmarks.plan               # 2, 3 and 4 hosts at two link speeds, 3 minutes
 
 1. One rank trains ResNet-18 and records a profile (`RingProfile`), unless --profile names one.
-2. At each speed `lightning-ring bench` measures the link between two hosts, and once the memory that two ranks share.
+2. At each speed `lightning-ring bench` measures the link between two hosts, and once the memory
+   that two ranks share.
 3. From these two the model predicts every row; nothing is fitted to the rows themselves.
-4. Ranks on the hosts replay the step: sleeps instead of computation, which two cores cannot do for four hosts, and the
-   real reducer, sharding and communicators (`benchmarks.plan_rank`).
+4. Ranks on the hosts replay the step: sleeps instead of computation, which two cores cannot do for
+   four hosts, and the real reducer, sharding and communicators (`benchmarks.plan_rank`).
 
-needs Linux, root, ip and tc: the hosts are network namespaces (`benchmarks.hosts`). The exit code is 1 where an error
-is above --tolerance.
+needs Linux, root, ip and tc: the hosts are network namespaces (`benchmarks.hosts`). The exit code
+is 1 where an error is above --tolerance.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ def check(asked: argparse.Namespace, folder: Path) -> list[Row]:
         for num_hosts in asked.hosts:
             with open_hosts(num_hosts, rate) as hosts:
                 for layout in [name for name in asked.layouts if name == "flat" or num_hosts == 2]:
-                    for row in measure(hosts, rate, layout, profile, Path(path), network, node, asked, folder):
+                    for row in measure(
+                        hosts, rate, layout, profile, Path(path), network, node, asked, folder
+                    ):
                         rows.append(row)
                         print(in_words(row), flush=True)
     return rows
@@ -76,7 +80,8 @@ def check(asked: argparse.Namespace, folder: Path) -> list[Row]:
 def in_words(row: Row) -> str:
     return (
         f"{row.rate:>9} {row.num_hosts:>6} {row.num_hosts * row.ranks_per_host:>6}  {row.way:26} "
-        f"{1e3 * row.predicted:>13.1f} {1e3 * row.measured:>12.1f} {row.error:>+7.1%} {1e3 * row.processor:>8.0f}"
+        f"{1e3 * row.predicted:>13.1f} {1e3 * row.measured:>12.1f} {row.error:>+7.1%} "
+        f"{1e3 * row.processor:>8.0f}"
     )
 
 
@@ -85,7 +90,9 @@ def record(folder: Path) -> str:
     path = str(folder / "profile.json")
     run([sys.executable, "-m", "benchmarks.plan", "--record", path])
     profile = read_profile(path)
-    print(f"recorded: {profile.model}, {1e3 * profile.phases.alone:.0f} ms a step alone", flush=True)
+    print(
+        f"recorded: {profile.model}, {1e3 * profile.phases.alone:.0f} ms a step alone", flush=True
+    )
     return path
 
 
@@ -108,7 +115,10 @@ def record_in_process(path: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Trained(build(), channels_last=False), OneBatch(shape, batch_size, "cpu", channels_last=False))
+    trainer.fit(
+        Trained(build(), channels_last=False),
+        OneBatch(shape, batch_size, "cpu", channels_last=False),
+    )
 
 
 def measure_node(folder: Path, seconds: float) -> Link:
@@ -123,7 +133,10 @@ def measure_network(hosts: Hosts, folder: Path, seconds: float) -> Link:
     run(hosts.mpirun(2, *bench(path, seconds)))
     link = read_bench(str(path))
     for collective, cost in link.costs.items():
-        print(f"# {collective}: {1e6 * cost.alpha_seconds:.0f} µs, {cost.bandwidth / 1e6:.1f} MB/s", flush=True)
+        print(
+            f"# {collective}: {1e6 * cost.alpha_seconds:.0f} µs, {cost.bandwidth / 1e6:.1f} MB/s",
+            flush=True,
+        )
     return link
 
 
@@ -147,13 +160,32 @@ def measure(
     topology, ranks_per_host = _LAYOUTS[layout]
     num_ranks = len(hosts.names) * ranks_per_host
     out = folder / "out.json"
-    rank = [sys.executable, "-m", "benchmarks.plan_rank", str(path), str(out), topology, str(asked.steps), *asked.ways]
+    rank = [
+        sys.executable,
+        "-m",
+        "benchmarks.plan_rank",
+        str(path),
+        str(out),
+        topology,
+        str(asked.steps),
+        *asked.ways,
+    ]
     run(hosts.mpirun(num_ranks, *rank))
     for way, (seconds, processor) in json.loads(out.read_text()).items():
         settings = Settings(topology, way == "ring_sharded")
-        step = predict(profile, Cluster(num_ranks, ranks_per_host, network, node or network), settings)
+        step = predict(
+            profile, Cluster(num_ranks, ranks_per_host, network, node or network), settings
+        )
         name = f"{way}, {topology}"
-        yield Row(rate, len(hosts.names), ranks_per_host, name, step.seconds, statistics.median(seconds), processor)
+        yield Row(
+            rate,
+            len(hosts.names),
+            ranks_per_host,
+            name,
+            step.seconds,
+            statistics.median(seconds),
+            processor,
+        )
 
 
 def run(command: Sequence[str]) -> None:
@@ -164,7 +196,9 @@ def run(command: Sequence[str]) -> None:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     os.environ.update(env)  # `Hosts.mpirun` hands on what is set here
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         output, _ = process.communicate(timeout=_SECONDS)
     except BaseException as error:
@@ -180,17 +214,29 @@ def run(command: Sequence[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--profile", help="of RingProfile; default: record ResNet-18 first")
-    parser.add_argument("--rates", nargs="+", default=["1gbit", "3gbit"], help="of every link, as tc writes it")
+    parser.add_argument(
+        "--rates", nargs="+", default=["1gbit", "3gbit"], help="of every link, as tc writes it"
+    )
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument(
-        "--layouts", nargs="+", choices=_LAYOUTS, default=list(_LAYOUTS), help="nested: on 2 hosts only"
+        "--layouts",
+        nargs="+",
+        choices=_LAYOUTS,
+        default=list(_LAYOUTS),
+        help="nested: on 2 hosts only",
     )
-    parser.add_argument("--ways", nargs="+", choices=("ring", "ring_sharded"), default=["ring", "ring_sharded"])
+    parser.add_argument(
+        "--ways", nargs="+", choices=("ring", "ring_sharded"), default=["ring", "ring_sharded"]
+    )
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--bench-seconds", type=float, default=0.6, help="for each collective and size")
+    parser.add_argument(
+        "--bench-seconds", type=float, default=0.6, help="for each collective and size"
+    )
     parser.add_argument("--tolerance", type=float, default=0.2)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--record", metavar="FILE", help=argparse.SUPPRESS)
@@ -202,13 +248,16 @@ def main() -> int:
     if reason is not None:
         print(f"skipped: {reason}", file=sys.stderr)
         return 77
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the hosts are removed
+    # so that the hosts are removed
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder:
         rows = check(asked, Path(folder))
     worst = max(rows, key=lambda row: abs(row.error))
     print(f"largest error: {worst.error:+.1%} ({worst.rate}, {worst.num_hosts} hosts, {worst.way})")
     if asked.json:
-        Path(asked.json).write_text(json.dumps([asdict(row) | {"error": row.error} for row in rows], indent=1) + "\n")
+        Path(asked.json).write_text(
+            json.dumps([asdict(row) | {"error": row.error} for row in rows], indent=1) + "\n"
+        )
     return int(abs(worst.error) > asked.tolerance)
 
 

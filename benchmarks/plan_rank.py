@@ -1,8 +1,10 @@
-"""One rank of `benchmarks/plan.py`: communicates as training does, and sleeps where training would compute.
+"""One rank of `benchmarks/plan.py`: communicates as training does, and sleeps where training would
+compute.
 
-``python -m benchmarks.plan_rank PROFILE OUT.json TOPOLOGY STEPS WAY...`` replays the recorded step, a number of times
-for each way (``ring``, ``ring_sharded``), and writes the seconds of each to OUT.json. Real gradients leave through the
-real reducer: a layer for each recorded parameter sleeps in forward and, in backward, until that gradient was ready.
+``python -m benchmarks.plan_rank PROFILE OUT.json TOPOLOGY STEPS WAY...`` replays the recorded step,
+a number of times for each way (``ring``, ``ring_sharded``), and writes the seconds of each to
+OUT.json. Real gradients leave through the real reducer: a layer for each recorded parameter sleeps
+in forward and, in backward, until that gradient was ready.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def sleep_until(moment: float) -> None:
 
 
 class Produce(torch.autograd.Function):
-    """The identity, with a gradient for ``weight`` that is there ``ready`` seconds after backward began."""
+    """The identity, with a gradient for ``weight`` that is there ``ready`` seconds after
+    backward began.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Layer) -> Tensor:
@@ -108,7 +112,9 @@ class SleepingOptimizer(torch.optim.Optimizer):
 
 
 def build(profile: Profile, pace: Pace) -> nn.Sequential:
-    """Layers in the order of forward, which is backward's, reversed; times keep their proportion."""
+    """Layers in the order of forward, which is backward's, reversed; times keep their
+    proportion.
+    """
     phases, gradients = profile.phases, profile.gradients[::-1]
     zeros = torch.zeros(max(gradient.numel for gradient in gradients))
     nexts = [*(gradient.ready for gradient in gradients[1:]), 0.0]
@@ -122,8 +128,12 @@ def build(profile: Profile, pace: Pace) -> nn.Sequential:
 
 
 def busy_seconds() -> float:
-    """Processor time of this machine so far, over all cores and all processes, interrupts included (`/proc/stat`)."""
-    user, nice, system, _idle, _iowait, *interrupts = map(int, Path("/proc/stat").read_text().split()[1:8])
+    """Processor time of this machine so far, over all cores and all processes, interrupts
+    included (`/proc/stat`).
+    """
+    user, nice, system, _idle, _iowait, *interrupts = map(
+        int, Path("/proc/stat").read_text().split()[1:8]
+    )
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/recovery.py --ranks 4 --mib 256 --jobs 5
 
-Each job kills ranks until one is left, over shared memory on this host. Times are of the surviving ranks, in
-milliseconds: from the steward's word of a death to the end of the reconnection, and to the end of the step that is done
-again; the parts of a step that only an elastic fit has.
+Each job kills ranks until one is left, over shared memory on this host. Times are of the surviving
+ranks, in milliseconds: from the steward's word of a death to the end of the reconnection, and to
+the end of the step that is done again; the parts of a step that only an elastic fit has.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ WIDTH = 1024  # of layers of 4 MiB
 class Module(pl.LightningModule):
     def __init__(self, mib: float, deaths: dict[int, int]) -> None:
         super().__init__()
-        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, round(mib / 4)))))
+        self.net = nn.Sequential(
+            *(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, round(mib / 4))))
+        )
         self.deaths = deaths  # step, process
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -139,19 +141,27 @@ def summary(results: list[dict[str, list[float]]]) -> dict[str, Any]:
     for name in names:
         found = sorted(1e3 * seconds for result in results for seconds in result.get(name, []))
         last = found[min(len(found) - 1, int(0.95 * len(found)))]
-        shown[name] = {"median": round(statistics.median(found), 2), "p95": round(last, 2), "count": len(found)}
+        shown[name] = {
+            "median": round(statistics.median(found), 2),
+            "p95": round(last, 2),
+            "count": len(found),
+        }
     return shown
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mib", type=float, default=256.0, help="of gradients")
     parser.add_argument("--jobs", type=int, default=3)
     options = parser.parse_args()
     results: list[dict[str, list[float]]] = []
     for _ in range(options.jobs):
-        deaths = {STEPS * (index + 1): options.ranks - 1 - index for index in range(options.ranks - 1)}
+        deaths = {
+            STEPS * (index + 1): options.ranks - 1 - index for index in range(options.ranks - 1)
+        }
         results += run_job(options.ranks, options.mib, deaths)
     print(json.dumps(summary(results), indent=2))
 

@@ -1,9 +1,10 @@
-"""How long samplers of 20 million entries take to start and to resume, and how much memory that takes.
+"""How long samplers of 20 million entries take to start and to resume, and how much memory that
+takes.
 
     python benchmarks/samplers.py
 
-Each sampler runs in a process of its own. Memory is how far the largest resident size grows beyond what imports and
-labels take, until samples are drawn.
+Each sampler runs in a process of its own. Memory is how far the largest resident size grows beyond
+what imports and labels take, until samples are drawn.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ def resident_mib() -> float:
 def measure(name: str, entries: int, classes: int) -> None:
     generator = np.random.default_rng(0)
     labels = np.empty(entries, dtype=np.int32)
-    for start in range(0, entries, 1 << 20):  # in pieces: a large temporary would hide the samplers' memory
+    # in pieces: a large temporary would hide the samplers' memory
+    for start in range(0, entries, 1 << 20):
         part = labels[start : start + (1 << 20)]
-        part[:] = (classes * generator.random(len(part)) ** 2).astype(np.int32)  # some classes are far larger
+        # some classes are far larger
+        part[:] = (classes * generator.random(len(part)) ** 2).astype(np.int32)
     before = resident_mib()
     began = time.perf_counter()
     sampler = samplers(labels)[name]()
@@ -57,11 +60,16 @@ def measure(name: str, entries: int, classes: int) -> None:
     next(iter(sampler))
     resumed = time.perf_counter() - began
     assert 0 <= first < entries
-    print(f"| {name} | {started:.2f} s | {grown:.0f} MiB | {each * 1e6:.1f} µs | {resumed:.2f} s |", flush=True)
+    print(
+        f"| {name} | {started:.2f} s | {grown:.0f} MiB | {each * 1e6:.1f} µs | {resumed:.2f} s |",
+        flush=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--entries", type=int, default=20_000_000)
     parser.add_argument("--classes", type=int, default=50_000)
     arguments = parser.parse_args()

@@ -2,10 +2,10 @@
 
     python -m benchmarks.server --hosts 2 3 4
 
-One rank on each host trains a matrix of --mb MB. Counted are ``tx_bytes`` and ``rx_bytes`` of each host's interface,
-headers included, as shares of the gradients' bytes: of the first host, where a single server is, and of the last one,
-where a dedicated one is.
-Needs Linux, root, ip and tc (`benchmarks.hosts`).
+One rank on each host trains a matrix of --mb MB. Counted are ``tx_bytes`` and ``rx_bytes`` of each
+host's interface, headers included, as shares of the gradients' bytes: of the first host, where a
+single server is, and of the last one, where a dedicated one is. Needs Linux, root, ip and tc
+(`benchmarks.hosts`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ WAYS: dict[str, str | Algorithm] = {
 }
 
 
-def take_steps(number: int, net: nn.Module, optimizer: torch.optim.Optimizer, training: Training) -> None:
+def take_steps(
+    number: int, net: nn.Module, optimizer: torch.optim.Optimizer, training: Training
+) -> None:
     for _ in range(number if training.rank < training.num_workers else 0):
         net(torch.ones(1, 1000)).square().mean().backward()
         optimizer.step()
@@ -60,8 +62,12 @@ def in_rank(num_bytes: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=float, default=8.0, help="size of the gradients, in units of 10^6 bytes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mb", type=float, default=8.0, help="size of the gradients, in units of 10^6 bytes"
+    )
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--in-rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -69,7 +75,9 @@ def main() -> int:
         in_rank(int(asked.mb * 1e6))
         return 0
     heading = f"hosts  {'':24}{'first: sent':>10}{'received':>9}{'last: sent':>11}{'received':>9}"
-    return run_on_hosts("benchmarks.server", asked.hosts, "--in-rank", "--mb", str(asked.mb), heading=heading)
+    return run_on_hosts(
+        "benchmarks.server", asked.hosts, "--in-rank", "--mb", str(asked.mb), heading=heading
+    )
 
 
 if __name__ == "__main__":

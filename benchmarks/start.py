@@ -1,7 +1,9 @@
-"""Time from typing a command to the end of the first optimizer step: ``python -m benchmarks.start``.
+"""Time from typing a command to the end of the first optimizer step: ``python -m
+benchmarks.start``.
 
-A small module on two CPU ranks. ``ddp`` and ``ring`` are ``python train.py``; ring goes through mpirun. ``ringrun``
-starts the ranks without a process that imports torch first. The contenders take turns.
+A small module on two CPU ranks. ``ddp`` and ``ring`` are ``python train.py``; ring goes through
+mpirun. ``ringrun`` starts the ranks without a process that imports torch first. The contenders take
+turns.
 """
 
 from __future__ import annotations
@@ -39,8 +41,12 @@ CONTENDERS = {
 
 def seconds_to_first_step(command: list[str], folder: str) -> float:
     environ = os.environ | {"STARTED": repr(time.time())}
-    done = subprocess.run(command, cwd=folder, env=environ, timeout=300, check=True, capture_output=True, text=True)
-    return next(float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("first step"))
+    done = subprocess.run(
+        command, cwd=folder, env=environ, timeout=300, check=True, capture_output=True, text=True
+    )
+    return next(
+        float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("first step")
+    )
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""One rank of one job of `benchmarks/step.py` and `benchmarks/gpu.py`: trains through `L.Trainer`, in turns.
+"""One rank of one job of `benchmarks/step.py` and `benchmarks/gpu.py`: trains through `L.Trainer`,
+in turns.
 
 ``python -m benchmarks.step_rank MODEL CONTENDER``. Contenders are written like ``ddp``, ``ring`` or
-``ring:backend=gloo,bucket_cap_mb=4``: a strategy, and arguments of `RingStrategy`. Of those the others know
-``keep_freed_memory=True``, which gives them what is ring's default.
+``ring:backend=gloo,bucket_cap_mb=4``: a strategy, and arguments of `RingStrategy`. Of those the
+others know ``keep_freed_memory=True``, which gives them what is ring's default.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.plugins.environments import LightningEnvironment, MPIEnvironment, TorchElasticEnvironment
+from lightning.pytorch.plugins.environments import (
+    LightningEnvironment,
+    MPIEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -36,7 +41,9 @@ from lightning_ring.host.malloc import keep_freed_memory
 
 
 class ManySmall(nn.Module):
-    """``count`` parameters of 1,000 elements, each used once: little computation, many gradients."""
+    """``count`` parameters of 1,000 elements, each used once: little computation, many
+    gradients.
+    """
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -60,7 +67,11 @@ MODELS: dict[str, Any] = {
     "resnet18": (lambda: resnet("resnet18", 1000), (3, 64, 64), 16),
     "resnet50": (lambda: resnet("resnet50", 1000), (3, 224, 224), 256),
     "many_small": (lambda: ManySmall(500), (1000,), 1),
-    "tiny": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 10)), (3, 8, 8), 4),
+    "tiny": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 10)),
+        (3, 8, 8),
+        4,
+    ),
 }
 
 
@@ -82,7 +93,9 @@ class Trained(L.LightningModule):
 class OneBatch:
     """The same batch for ever: no time goes into loading."""
 
-    def __init__(self, shape: tuple[int, ...], batch_size: int, device: str, channels_last: bool) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], batch_size: int, device: str, channels_last: bool
+    ) -> None:
         self._images = torch.randn(batch_size, *shape, device=device)
         if channels_last:
             self._images = self._images.to(memory_format=torch.channels_last)
@@ -110,7 +123,9 @@ class AnyBatch:
 
 
 def sampled(batches: OneBatch, batch_size: int) -> DataLoader[Any]:
-    """The batch of ``batches`` from a loader with a sampler, which an elastic fit needs to divide an epoch anew."""
+    """The batch of ``batches`` from a loader with a sampler, which an elastic fit needs to
+    divide an epoch anew.
+    """
     batch = next(iter(batches))
     length = len(batches) * batch_size
     order = ShuffledSampler(length, shuffle=False, remainder="drop", seed=0)
@@ -127,7 +142,8 @@ class InTurns(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
         algorithm = getattr(trainer.strategy, "algorithm", None)
-        with algorithm.states_shown() if algorithm is not None else nullcontext():  # sharded state is hidden otherwise
+        # sharded state is hidden otherwise
+        with algorithm.states_shown() if algorithm is not None else nullcontext():
             held = optimizer_state_bytes()
         self._turns.leave({"strategy": type(trainer.strategy).__name__, "state_bytes": held})
 
@@ -135,7 +151,9 @@ class InTurns(L.Callback):
 def optimizer_state_bytes() -> int:
     """Bytes of all tensors in the state of all optimizers of this process, each memory once."""
     seen: dict[int, int] = {}
-    for optimizer in [found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer)]:
+    for optimizer in [
+        found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer)
+    ]:
         for value in (value for state in optimizer.state.values() for value in state.values()):
             if isinstance(value, Tensor) and value.dim():
                 seen[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
@@ -148,15 +166,22 @@ def strategy(contender: str, device: str) -> tuple[Any, dict[str, Any]]:
     settings = dict(setting.split("=", 1) for setting in text.split(",")) if text else {}
     by_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
     by_ringrun = os.environ.get("RING_WORLD_SIZE", "1")  # on one host
-    world_size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("WORLD_SIZE", by_ringrun)))
-    local_size = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", by_ringrun)))
+    world_size = int(
+        os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("WORLD_SIZE", by_ringrun))
+    )
+    local_size = int(
+        os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", by_ringrun))
+    )
     if name in ("auto", "alone", "ddp") and settings.get("keep_freed_memory") == "True":
         keep_freed_memory()
     devices = {"devices": local_size, "num_nodes": world_size // local_size}
     if name == "auto":
         return "auto", {"devices": 1}
     if name == "alone":  # every rank by itself: computation without communication
-        return SingleDeviceStrategy(device=torch.device(device)), {"devices": 1, "plugins": [LightningEnvironment()]}
+        return SingleDeviceStrategy(device=torch.device(device)), {
+            "devices": 1,
+            "plugins": [LightningEnvironment()],
+        }
     if name == "ddp":
         environment: Any = LightningEnvironment()
         if world_size > 1:
@@ -179,22 +204,31 @@ def _value(text: str) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("contender")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--channels-last", action="store_true")
-    parser.add_argument("--logger", action="store_true", help="log to TensorBoard, in a temporary folder")
-    parser.add_argument("--sampled", action="store_true", help="read the batch through a DataLoader with a sampler")
+    parser.add_argument(
+        "--logger", action="store_true", help="log to TensorBoard, in a temporary folder"
+    )
+    parser.add_argument(
+        "--sampled", action="store_true", help="read the batch through a DataLoader with a sampler"
+    )
     asked = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     L.seed_everything(0, verbose=False)
     build, shape, batch_size = MODELS[asked.model]
     on_cuda = asked.device == "cuda"
-    on_gpu: dict[str, Any] = {"synchronize": torch.cuda.synchronize, "pause": torch.cuda.empty_cache}
+    on_gpu: dict[str, Any] = {
+        "synchronize": torch.cuda.synchronize,
+        "pause": torch.cuda.empty_cache,
+    }
     turns = Turns(asked.contender, **(on_gpu if on_cuda else {}))
     chosen, settings = strategy(asked.contender, "cuda:0" if on_cuda else "cpu")
     trainer = L.Trainer(
@@ -214,7 +248,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         atexit.register(shutil.rmtree, logger.save_dir, ignore_errors=True)
     batch_size = asked.batch or batch_size
     batches = OneBatch(shape, batch_size, asked.device, asked.channels_last)
-    trainer.fit(Trained(build(), asked.channels_last), sampled(batches, batch_size) if asked.sampled else batches)
+    trainer.fit(
+        Trained(build(), asked.channels_last),
+        sampled(batches, batch_size) if asked.sampled else batches,
+    )
 
 
 if __name__ == "__main__":

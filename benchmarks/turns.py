@@ -1,9 +1,11 @@
-"""Jobs that train at the same time of day but never at the same time: they take turns, some steps each.
+"""Jobs that train at the same time of day but never at the same time: they take turns, some steps
+each.
 
-Ratios of two jobs are only as good as what both share. Run one after the other, minutes apart, they meet different
-machines (clock rates, neighbours); in one process, each other's threads and memory. Here every job has processes of
-its own, all are up from the start, and whoever does not have the turn blocks in a read and takes no processor time.
-Ranks talk to the conductor over a Unix socket, which reaches into network namespaces too.
+Ratios of two jobs are only as good as what both share. Run one after the other, minutes apart, they
+meet different machines (clock rates, neighbours); in one process, each other's threads and memory.
+Here every job has processes of its own, all are up from the start, and whoever does not have the
+turn blocks in a read and takes no processor time. Ranks talk to the conductor over a Unix socket,
+which reaches into network namespaces too.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class Conductor:
                 process.wait()
 
     def start(self, commands: Sequence[Sequence[str]], jobs: Sequence[str], num_ranks: int) -> None:
-        """Run ``commands``, and wait until all ``num_ranks`` ranks of each of ``jobs`` are about to train."""
+        """Run ``commands``, and wait until all ``num_ranks`` ranks of each of ``jobs`` are about
+        to train.
+        """
         for number, command in enumerate(commands):
             with (self._folder / f"{number}.log").open("wb") as log:
                 process = subprocess.Popen(
@@ -64,7 +68,8 @@ class Conductor:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    preexec_fn=os.setpgrp,  # one session: Linux shares the cores out by session first, then by process
+                    # one session: Linux shares the cores out by session first, then by process
+                    preexec_fn=os.setpgrp,
                 )
             self._processes.append(process)
         self._ranks = {name: [] for name in jobs}
@@ -80,7 +85,9 @@ class Conductor:
             self._check_alive()
             if time.monotonic() > until:
                 waiting = {name: len(ranks) for name, ranks in self._ranks.items()}
-                raise SystemExit(f"after {START_SECONDS:.0f} s not all ranks train; by job: {waiting}") from None
+                raise SystemExit(
+                    f"after {START_SECONDS:.0f} s not all ranks train; by job: {waiting}"
+                ) from None
             return
         connection.settimeout(TURN_SECONDS)
         stream = connection.makefile("rw")
@@ -89,14 +96,18 @@ class Conductor:
     def _check_alive(self) -> None:
         for number, process in enumerate(self._processes):
             if process.poll():
-                raise SystemExit(f"a job ended with exit code {process.returncode}:\n{self._output(number)}")
+                raise SystemExit(
+                    f"a job ended with exit code {process.returncode}:\n{self._output(number)}"
+                )
 
     def _output(self, number: int) -> str:
         """The last lines that a command and its processes have written."""
         return (self._folder / f"{number}.log").read_text(errors="replace")[-3000:]
 
     def turn(self, job: str, num_steps: int) -> list[float]:
-        """Seconds of each of ``num_steps`` steps of ``job`` on its slowest rank, after one that is not timed."""
+        """Seconds of each of ``num_steps`` steps of ``job`` on its slowest rank, after one that
+        is not timed.
+        """
         return [max(step) for step in zip(*self._ask(job, num_steps + 1), strict=True)]
 
     def finish(self) -> dict[str, list[Any]]:
@@ -106,7 +117,9 @@ class Conductor:
             try:
                 process.wait(timeout=TURN_SECONDS)
             except subprocess.TimeoutExpired:
-                raise SystemExit(f"the jobs did not end within {TURN_SECONDS:.0f} s after their last step") from None
+                raise SystemExit(
+                    f"the jobs did not end within {TURN_SECONDS:.0f} s after their last step"
+                ) from None
         self._check_alive()
         return facts
 
@@ -127,7 +140,8 @@ class Conductor:
                 time.sleep(1.0)  # its launcher says why
                 self._check_alive()
                 outputs = "\n".join(self._output(number) for number in range(len(self._processes)))
-                raise SystemExit(f"{job}: a rank left in mid-turn:\n{outputs}")  # its launcher waits for the others
+                # its launcher waits for the others
+                raise SystemExit(f"{job}: a rank left in mid-turn:\n{outputs}")
             answers.append(json.loads(line))
         return answers
 
@@ -137,13 +151,16 @@ class Turns:
 
     Args:
         job: Its name.
-        synchronize: On a GPU, what waits for it. Only the whole turn is timed then, so that steps queue up as in
-            training.
+        synchronize: On a GPU, what waits for it. Only the whole turn is timed then, so that steps
+            queue up as in training.
         pause: Called when a turn is over, to give back memory that the others need.
     """
 
     def __init__(
-        self, job: str, synchronize: Callable[[], object] | None = None, pause: Callable[[], object] = lambda: None
+        self,
+        job: str,
+        synchronize: Callable[[], object] | None = None,
+        pause: Callable[[], object] = lambda: None,
     ) -> None:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(os.environ["TURNS_SOCKET"])
@@ -152,7 +169,8 @@ class Turns:
         self._synchronize = synchronize
         self._pause = pause
         self._left = 0
-        self._clock: list[float] = []  # at the beginning of each step of this turn, and at the end of the last
+        # at the beginning of each step of this turn, and at the end of the last
+        self._clock: list[float] = []
 
     def wait(self) -> bool:
         """Return when this step may begin; False for the last one, which is not timed."""
@@ -180,7 +198,9 @@ class Turns:
         self._clock.append(time.perf_counter())
 
     def _seconds(self) -> list[float]:
-        """Of each step but the first, which finds caches cold, and of a sharded optimizer its parameters gathered."""
+        """Of each step but the first, which finds caches cold, and of a sharded optimizer its
+        parameters gathered.
+        """
         clock = self._clock[1:]
         if self._synchronize is not None:
             return [(clock[-1] - clock[0]) / (len(clock) - 1)] * (len(clock) - 1)

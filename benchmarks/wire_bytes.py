@@ -29,7 +29,9 @@ def passed_by_all(comm: Communicator) -> tuple[int, int]:
 
 
 def run_on_hosts(module: str, counts: Sequence[int], *words: str, heading: str = "") -> int:
-    """``python -m module words`` in a rank on each of so many hosts, one count after another. Returns the exit code."""
+    """``python -m module words`` in a rank on each of so many hosts, one count after another.
+    Returns the exit code.
+    """
     if (reason := why_not()) is not None:
         print(f"skipped: {reason}", file=sys.stderr)
         return 77

@@ -1,7 +1,7 @@
 """Synchronous data-parallel training for PyTorch Lightning over a ring all-reduce.
 
-Importing it registers ``strategy="ring"``, ``"ring_sharded"`` and ``"ring_local"`` with the Trainer and with Fabric.
-`distribute` serves plain PyTorch loops.
+Importing it registers ``strategy="ring"``, ``"ring_sharded"`` and ``"ring_local"`` with the Trainer
+and with Fabric. `distribute` serves plain PyTorch loops.
 """
 
 from typing import TYPE_CHECKING, Any

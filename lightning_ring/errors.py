@@ -1,4 +1,6 @@
-"""The errors that lightning_ring raises. Each message says what was found, what was expected and what to do."""
+"""The errors that lightning_ring raises. Each message says what was found, what was expected and
+what to do.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class CollectiveError(RingError):
 
 
 class PeerFailedError(RingError):
-    """Another rank raised, was killed or left the job; the message names it and, where known, its error."""
+    """Another rank raised, was killed or left the job; the message names it and, where known,
+    its error.
+    """
 
 
 class StateLostError(RingError):
@@ -36,11 +40,15 @@ class StateLostError(RingError):
 
 
 class ShardError(RingError):
-    """Packed shards are missing, cut short or changed; the message names the file and, where known, the offset."""
+    """Packed shards are missing, cut short or changed; the message names the file and, where
+    known, the offset.
+    """
 
 
 class ShardLostError(ShardError):
-    """A shard is missing, cut short or cannot be read at all, and with it many images; the message names the file."""
+    """A shard is missing, cut short or cannot be read at all, and with it many images; the
+    message names the file.
+    """
 
 
 class SampleError(RingError):

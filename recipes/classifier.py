@@ -20,10 +20,13 @@ class Classifier(FromConfiguration):
     """Trains ``network`` (images to logits) with cross-entropy.
 
     Args:
-        network: Module from images ``[batch, channels, height, width]`` to logits ``[batch, num_classes]``.
-        optimizer: Called with parameter groups, in which biases and normalization layers have no weight decay.
-        schedule: Called with ``total``, the number of optimizer steps of the whole run; gives a function from step to
-            factor, as those in `lightning_ring.schedules`. None keeps the learning rate constant.
+        network: Module from images ``[batch, channels, height, width]`` to logits ``[batch,
+            num_classes]``.
+        optimizer: Called with parameter groups, in which biases and normalization layers have no
+            weight decay.
+        schedule: Called with ``total``, the number of optimizer steps of the whole run; gives a
+            function from step to factor, as those in `lightning_ring.schedules`. None keeps the
+            learning rate constant.
         label_smoothing: Of the training loss (Szegedy et al. 2015, arXiv:1512.00567, section 7).
     """
 
@@ -62,11 +65,14 @@ class Classifier(FromConfiguration):
         self.test_images.update(len(batch[1]))
         self.log("test/images", self.test_images, on_step=False, on_epoch=True)
 
-    def evaluate(self, stage: str, batch: tuple[Tensor, Tensor], loss: MeanMetric, correct: MeanMetric) -> None:
-        """Log loss and accuracy over all ranks' images, exact whatever the size of each batch and of each rank's share.
+    def evaluate(
+        self, stage: str, batch: tuple[Tensor, Tensor], loss: MeanMetric, correct: MeanMetric
+    ) -> None:
+        """Log loss and accuracy over all ranks' images, exact whatever the size of each batch and
+        of each rank's share.
 
-        Metric objects, because ``self.log(value, sync_dist=True)`` averages the ranks' numbers of images as integers:
-        180 and 179 images become 179, and an accuracy can exceed 1.
+        Metric objects, because ``self.log(value, sync_dist=True)`` averages the ranks' numbers of
+        images as integers: 180 and 179 images become 179, and an accuracy can exceed 1.
         """
         images, labels = batch
         logits = self(images)
@@ -80,12 +86,19 @@ class Classifier(FromConfiguration):
         optimizer = self.optimizer(exclude_bias_and_norm(self.network, weight_decay))
         if self.schedule is None:
             return optimizer
-        scheduler = WarmupLR(optimizer, self.schedule(total=int(self.trainer.estimated_stepping_batches)))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = WarmupLR(
+            optimizer, self.schedule(total=int(self.trainer.estimated_stepping_batches))
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Share of the batch whose largest logit is the label's; 0-d, in [0, 1]. Of mixed labels the larger part counts."""
+    """Share of the batch whose largest logit is the label's; 0-d, in [0, 1]. Of mixed labels the
+    larger part counts.
+    """
     if labels.is_floating_point():  # batch x classes
         labels = labels.argmax(dim=1)
     return (logits.argmax(dim=1) == labels).float().mean()

@@ -8,7 +8,8 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-if not __package__:  # run as a script: make `recipes` importable, instead of this folder's modules at the top level
+# run as a script: make `recipes` importable, instead of this folder's modules at the top level
+if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from recipes.train import describe, model_and_data, test
@@ -16,14 +17,15 @@ from recipes.train import describe, model_and_data, test
 USAGE = """\
 python recipes/eval.py ckpt_path=FOLDER/checkpoints/best.ckpt [KEY.KEY=VALUE ...]
 
-Builds what the run in FOLDER trained, from the configuration that it saved, and prints the metrics of the checkpoint
-on the test images. Values can be changed, such as trainer.devices=4 or data.folder=OTHER; mpirun and torchrun start it
-too.
+Builds what the run in FOLDER trained, from the configuration that it saved, and prints the metrics
+of the checkpoint on the test images. Values can be changed, such as trainer.devices=4 or
+data.folder=OTHER; mpirun and torchrun start it too.
 """
 
 
 def saved_configuration(arguments: list[str]) -> DictConfig:
-    """The configuration beside the checkpoint that ``arguments`` name, with their other values in place.
+    """The configuration beside the checkpoint that ``arguments`` name, with their other values in
+    place.
 
     Raises:
         SystemExit: There is no such checkpoint or configuration; in one line that says so.
@@ -48,7 +50,9 @@ def saved_configuration(arguments: list[str]) -> DictConfig:
     try:
         merged = OmegaConf.merge(config, given)
     except Exception as error:
-        raise SystemExit(f"{' '.join(str(error).split())}. The values of that run are in {saved}") from None
+        raise SystemExit(
+            f"{' '.join(str(error).split())}. The values of that run are in {saved}"
+        ) from None
     assert isinstance(merged, DictConfig)
     merged.trainer.default_root_dir = str(saved.parent.parent)
     return merged

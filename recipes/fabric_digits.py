@@ -1,4 +1,5 @@
-"""The recipe of the digits in a loop of Fabric's: what `recipes/train.py` trains by default, without a Trainer.
+"""The recipe of the digits in a loop of Fabric's: what `recipes/train.py` trains by default,
+without a Trainer.
 
 python recipes/fabric_digits.py --devices 2            # or mpirun -n 2, srun, torchrun, ringrun
 python recipes/fabric_digits.py --devices 2 --strategy ring_sharded
@@ -39,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> float:
         accelerator="cpu",
         strategy=options.strategy,
         devices=options.devices if options.devices is not None else "auto",
-        callbacks=LoopMonitor(log_every_n_steps=10) if options.strategy.startswith("ring") else None,
+        callbacks=LoopMonitor(log_every_n_steps=10)
+        if options.strategy.startswith("ring")
+        else None,
         loggers=CSVLogger(options.logs, name="fabric_digits"),
     )
     fabric.launch()
@@ -47,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> float:
     data = Digits(batch_size=64)
     data.setup("fit")
     batch_size = per_rank_batch_size(64, fabric.world_size)
-    images = DataLoader(data.datasets["train"], batch_size, shuffle=True, drop_last=True, collate_fn=whole_batch)
+    images = DataLoader(
+        data.datasets["train"], batch_size, shuffle=True, drop_last=True, collate_fn=whole_batch
+    )
     loader = cast("DataLoader[Any]", fabric.setup_dataloaders(images))
 
     network = SmallResNet(in_channels=1, num_classes=10, widths=[16, 32, 64], blocks=1)
@@ -78,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Train a small ResNet on scikit-learn's digits, in a loop of Fabric's."
     )
-    parser.add_argument("--devices", type=int, help="number of ranks, where no launcher started them")
+    parser.add_argument(
+        "--devices", type=int, help="number of ranks, where no launcher started them"
+    )
     parser.add_argument("--strategy", default="ring", help="ring, ring_sharded, or ddp to compare")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)

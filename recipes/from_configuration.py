@@ -1,4 +1,6 @@
-"""Checkpoints that hold the configuration of their model, and can be loaded without anything else."""
+"""Checkpoints that hold the configuration of their model, and can be loaded without anything
+else.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,14 @@ from omegaconf import DictConfig, OmegaConf
 class FromConfiguration(L.LightningModule):
     """A module whose checkpoints hold the configuration that it was made from, as hyper-parameters.
 
-    ``load_from_checkpoint(FILE)`` makes it again, without further arguments; `recipes/identify.py` does so.
+    ``load_from_checkpoint(FILE)`` makes it again, without further arguments; `recipes/identify.py`
+    does so.
     """
 
     def keep_configuration(self, config: DictConfig) -> None:
-        """Save the parts ``model``, ``optimizer`` and ``schedule`` of ``config``, which made this module."""
+        """Save the parts ``model``, ``optimizer`` and ``schedule`` of ``config``, which made
+        this module.
+        """
         parts: dict[str, Any] = {
             name: OmegaConf.to_container(config[name], resolve=True)
             for name in ("model", "optimizer", "schedule")
@@ -27,11 +32,14 @@ class FromConfiguration(L.LightningModule):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, **changes: Any) -> Any:  # type: ignore[override]
-        """As Lightning's; parts that are not among ``changes`` are made from the checkpoint's configuration.
+        """As Lightning's; parts that are not among ``changes`` are made from the checkpoint's
+        configuration.
 
         A configuration names code that is run: use only checkpoints that you trust.
         """
-        saved = torch.load(checkpoint_path, map_location="cpu", weights_only=changes.get("weights_only"))
+        saved = torch.load(
+            checkpoint_path, map_location="cpu", weights_only=changes.get("weights_only")
+        )
         parts = {
             name: instantiate(value)
             for name, value in saved.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}).items()

@@ -1,4 +1,6 @@
-"""TensorBoard's HParams tab: a row for each run, with its whole configuration and what the test found."""
+"""TensorBoard's HParams tab: a row for each run, with its whole configuration and what the test
+found.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def log_configuration(trainer: L.Trainer, config: DictConfig) -> None:
 
 
 def log_result(trainer: L.Trainer, config: DictConfig, metrics: dict[str, float]) -> None:
-    """When a run has ended: the best validation, and the columns, which are those of the test's metrics."""
+    """When a run has ended: the best validation, and the columns, which are those of the test's
+    metrics.
+    """
     checkpoint: Any = trainer.checkpoint_callback
     best = {}
     if checkpoint and checkpoint.monitor and checkpoint.best_model_score is not None:
@@ -42,23 +46,32 @@ def log_result(trainer: L.Trainer, config: DictConfig, metrics: dict[str, float]
 
 
 def hyperparameters(config: DictConfig) -> dict[str, Value]:
-    """The resolved configuration by dotted names, the option of each group, and the overrides of the command line.
+    """The resolved configuration by dotted names, the option of each group, and the overrides of
+    the command line.
 
     Lists are text; values that are null are left out.
     """
     hydra = HydraConfig.get()
-    options = {group: option for group, option in hydra.runtime.choices.items() if not group.startswith("hydra/")}
-    values: dict[str, Any] = options | _flatten_dict(OmegaConf.to_container(config, resolve=True), delimiter=".")  # type: ignore[arg-type]
+    options = {
+        group: option
+        for group, option in hydra.runtime.choices.items()
+        if not group.startswith("hydra/")
+    }
+    tree: Any = OmegaConf.to_container(config, resolve=True)
+    values: dict[str, Any] = options | _flatten_dict(tree, delimiter=".")
     values["overrides"] = " ".join(hydra.overrides.task)
     return {
-        name: value if isinstance(value, Value) else str(value) for name, value in values.items() if value is not None
+        name: value if isinstance(value, Value) else str(value)
+        for name, value in values.items()
+        if value is not None
     }
 
 
 def names_of_all_options() -> set[str]:
     """Dotted names of the values in every option of every group.
 
-    TensorBoard takes the columns of all runs from one of them, and runs with another optimizer have other values.
+    TensorBoard takes the columns of all runs from one of them, and runs with another optimizer have
+    other values.
     """
     names: set[str] = set()
     for file in CONFIGS.glob("*/*.yaml"):
@@ -66,7 +79,9 @@ def names_of_all_options() -> set[str]:
         assert isinstance(option, dict)
         option.pop("defaults", None)
         everywhere = "@package _global_" in file.read_text()
-        names |= _flatten_dict(option, delimiter=".", parent_key="" if everywhere else file.parent.name).keys()
+        names |= _flatten_dict(
+            option, delimiter=".", parent_key="" if everywhere else file.parent.name
+        ).keys()
     return names
 
 
@@ -74,7 +89,11 @@ def _columns(values: dict[str, Value], metrics: list[str]) -> Any:
     from tensorboard.plugins.hparams import api_pb2
 
     def of_type(name: str) -> Any:
-        kinds = {bool: api_pb2.DATA_TYPE_BOOL, int: api_pb2.DATA_TYPE_FLOAT64, float: api_pb2.DATA_TYPE_FLOAT64}
+        kinds = {
+            bool: api_pb2.DATA_TYPE_BOOL,
+            int: api_pb2.DATA_TYPE_FLOAT64,
+            float: api_pb2.DATA_TYPE_FLOAT64,
+        }
         return kinds.get(type(values.get(name)), api_pb2.DATA_TYPE_STRING)
 
     return api_pb2.Experiment(
@@ -91,7 +110,9 @@ def _session(values: dict[str, Value]) -> Any:
 
     info = plugin_data_pb2.SessionStartInfo()
     for name, value in values.items():
-        kind = "bool" if isinstance(value, bool) else "string" if isinstance(value, str) else "number"
+        kind = (
+            "bool" if isinstance(value, bool) else "string" if isinstance(value, str) else "number"
+        )
         setattr(info.hparams[name], f"{kind}_value", value)
     return info
 

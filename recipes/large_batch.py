@@ -13,7 +13,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-if not __package__:  # run as a script: make `recipes` importable, instead of this folder's modules at the top level
+# run as a script: make `recipes` importable, instead of this folder's modules at the top level
+if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from recipes.study.record import Result, finish
@@ -22,9 +23,14 @@ from recipes.study.run import Method, Run, Settings, execute
 
 
 def study(config: dict[str, Any], folder: Path) -> list[Cell]:
-    """Choose each cell's learning rate on the validation images, train every seed with it, test, write the report."""
+    """Choose each cell's learning rate on the validation images, train every seed with it, test,
+    write the report.
+    """
     settings = Settings(**{name: freeze(value) for name, value in config["settings"].items()})
-    methods = [Method(**{name: freeze(value) for name, value in node.items()}) for node in config["methods"].values()]
+    methods = [
+        Method(**{name: freeze(value) for name, value in node.items()})
+        for node in config["methods"].values()
+    ]
     record = folder / "runs.jsonl"
 
     def finished(groups: list[list[Run]]) -> dict[str, Result]:
@@ -50,8 +56,9 @@ def study(config: dict[str, Any], folder: Path) -> list[Cell]:
 
 def line(result: Result) -> str:
     return (
-        f"{result['part']}: {result['method']}, batch {result['batch_size']}, lr {result['lr']:.4g}, "
-        f"seed {result['seed']}: accuracy {result['accuracy']:.4f} ({result['steps']} steps, {result['seconds']} s)"
+        f"{result['part']}: {result['method']}, batch {result['batch_size']}, lr "
+        f"{result['lr']:.4g}, seed {result['seed']}: accuracy {result['accuracy']:.4f} "
+        f"({result['steps']} steps, {result['seconds']} s)"
     )
 
 
@@ -64,7 +71,9 @@ def best(runs: Iterable[Run], settings: Settings, results: dict[str, Result]) ->
 
     def merit(run: Run) -> tuple[float, float]:
         result = results[run.key(settings)]
-        return result["accuracy"], -(result["train_loss"] if result["train_loss"] is not None else float("inf"))
+        return result["accuracy"], -(
+            result["train_loss"] if result["train_loss"] is not None else float("inf")
+        )
 
     return max(runs, key=merit)
 
@@ -88,7 +97,10 @@ def main(config: DictConfig) -> None:
     container = OmegaConf.to_container(config, resolve=True)
     assert isinstance(container, dict)
     cells = study({str(name): value for name, value in container.items()}, folder)
-    print(f"\n{table(cells)}\n{folder}/large_batch.md, large_batch.png; every run is a line of runs.jsonl")
+    print(
+        f"\n{table(cells)}\n{folder}/large_batch.md, large_batch.png; every run is a line of "
+        "runs.jsonl"
+    )
 
 
 if __name__ == "__main__":

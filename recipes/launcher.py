@@ -1,4 +1,6 @@
-"""What the variables of a launcher say of this process, before torch is imported. Lightning's DDP sets few of them."""
+"""What the variables of a launcher say of this process, before torch is imported. Lightning's
+DDP sets few of them.
+"""
 
 from __future__ import annotations
 

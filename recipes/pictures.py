@@ -1,4 +1,6 @@
-"""What a run looks like, in TensorBoard: batches, confusions, what is found for what, and the embeddings themselves."""
+"""What a run looks like, in TensorBoard: batches, confusions, what is found for what, and the
+embeddings themselves.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,14 @@ MOST_NAMES = 40  # of classes along an axis
 class Pictures(Callback):
     """Rank 0 writes pictures of the images that it sees; on several ranks they are its part of all.
 
-    In training: the first batch of each epoch in ``every``, as the model gets it, augmented. After each evaluation,
-    from its first ``most`` images a loader:
+    In training: the first batch of each epoch in ``every``, as the model gets it, augmented. After
+    each evaluation, from its first ``most`` images a loader:
 
-    - of a model that classifies: the confusion matrix with the data module's ``class_names``, and precision and recall
-      of the ``curves`` worst classes; in validation after the first epoch and each ``every``-th;
-    - of one that embeds: ``strips`` queries, each beside the five images nearest to it (green: its class; red:
-      another), and, in the test, all embeddings for TensorBoard's projector.
+    - of a model that classifies: the confusion matrix with the data module's ``class_names``, and
+      precision and recall of the ``curves`` worst classes; in validation after the first epoch and
+      each ``every``-th;
+    - of one that embeds: ``strips`` queries, each beside the five images nearest to it (green: its
+      class; red: another), and, in the test, all embeddings for TensorBoard's projector.
 
     Args:
         images: Of a training batch.
@@ -39,8 +42,16 @@ class Pictures(Callback):
         curves: Classes with a precision-recall curve.
     """
 
-    def __init__(self, images: int = 32, every: int = 5, most: int = 1000, strips: int = 12, curves: int = 5) -> None:
-        self.images, self.every, self.most, self.strips, self.curves = images, every, most, strips, curves
+    def __init__(
+        self, images: int = 32, every: int = 5, most: int = 1000, strips: int = 12, curves: int = 5
+    ) -> None:
+        self.images, self.every, self.most, self.strips, self.curves = (
+            images,
+            every,
+            most,
+            strips,
+            curves,
+        )
         self.seen: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
 
     # -- training
@@ -56,12 +67,22 @@ class Pictures(Callback):
     # -- evaluation
 
     def on_validation_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *position: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        *position: int,
     ) -> None:
         self._keep(trainer, pl_module, batch, position[1] if len(position) > 1 else 0)
 
     def on_test_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *position: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        *position: int,
     ) -> None:
         self._keep(trainer, pl_module, batch, position[1] if len(position) > 1 else 0)
 
@@ -84,7 +105,8 @@ class Pictures(Callback):
 
     def _draw(self, trainer: L.Trainer, module: Any, stage: str) -> None:
         writer, step, epoch = _writer(trainer), trainer.global_step, trainer.current_epoch
-        counts = stage == "test" or epoch == 0 or (epoch + 1) % self.every == 0  # a figure takes 0.4 s
+        # a figure takes 0.4 s
+        counts = stage == "test" or epoch == 0 or (epoch + 1) % self.every == 0
         for loader, parts in self.seen.items():
             if writer is None or not parts:
                 continue
@@ -99,7 +121,9 @@ class Pictures(Callback):
                     logits = module.logits(outputs.to(module.device)).float().cpu()
                 self._classified(trainer, name, labels, logits)
             embeddings = F.normalize(outputs)
-            writer.add_image(f"{name}/nearest", strips(images, labels, embeddings, self.strips), step)
+            writer.add_image(
+                f"{name}/nearest", strips(images, labels, embeddings, self.strips), step
+            )
             if stage == "test":
                 thumbnails = F.interpolate(images, size=(32, 32), mode="bilinear", antialias=True)
                 writer.add_embedding(embeddings, labels.tolist(), thumbnails, step, tag=name)
@@ -116,20 +140,28 @@ class Pictures(Callback):
         writer.add_figure(f"{name}/confusion", confusion(predicted, labels, classes, title), step)
         for label in worst_classes(predicted, labels)[: self.curves]:
             share = logits.softmax(1)[:, label]
-            writer.add_pr_curve(f"{name}/class {classes[label]}", (labels == label).numpy(), share.numpy(), step)
+            writer.add_pr_curve(
+                f"{name}/class {classes[label]}", (labels == label).numpy(), share.numpy(), step
+            )
 
 
 def shown(images: Tensor) -> Tensor:
-    """Normalised images ``[batch, channels, height, width]`` stretched to [0, 1], each by its own range, on the CPU."""
+    """Normalised images ``[batch, channels, height, width]`` stretched to [0, 1], each by its
+    own range, on the CPU.
+    """
     images = images.detach().float().cpu()
     low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
     return (images - low) / (high - low).clamp_min(1e-6)
 
 
 def confusion(predicted: Tensor, labels: Tensor, names: Sequence[str], title: str = "") -> Figure:
-    """A row a class, a column what it was taken for; colour: share of the row. Up to 20 classes have counts."""
+    """A row a class, a column what it was taken for; colour: share of the row. Up to 20 classes
+    have counts.
+    """
     num_classes = len(names)
-    counts = torch.bincount(labels * num_classes + predicted, minlength=num_classes**2).view(num_classes, num_classes)
+    counts = torch.bincount(labels * num_classes + predicted, minlength=num_classes**2).view(
+        num_classes, num_classes
+    )
     share = counts / counts.sum(1, keepdim=True).clamp_min(1)
     figure = Figure(figsize=(7, 6.5), dpi=100, layout="constrained")
     axes = figure.add_subplot(title=title, xlabel="predicted class", ylabel="class")
@@ -137,35 +169,60 @@ def confusion(predicted: Tensor, labels: Tensor, names: Sequence[str], title: st
     figure.colorbar(image, label="share of the images of a class", shrink=0.8)
     shown = range(0, num_classes, -(-num_classes // MOST_NAMES))
     upright = max(map(len, names)) <= 3
-    axes.set_xticks(shown, [names[label] for label in shown], rotation=0 if upright else 90, fontsize=8)
+    axes.set_xticks(
+        shown, [names[label] for label in shown], rotation=0 if upright else 90, fontsize=8
+    )
     axes.set_yticks(shown, [names[label] for label in shown], fontsize=8)
     for row, column in counts.nonzero().tolist() if num_classes <= MOST_COUNTED else ():
         colour = "white" if share[row, column] > 0.5 else "black"
-        axes.text(column, row, str(int(counts[row, column])), ha="center", va="center", color=colour, fontsize=9)
+        axes.text(
+            column,
+            row,
+            str(int(counts[row, column])),
+            ha="center",
+            va="center",
+            color=colour,
+            fontsize=9,
+        )
     return figure
 
 
 def worst_classes(predicted: Tensor, labels: Tensor) -> list[int]:
     """Classes by the share of their images that was recognised, lowest first."""
-    found = {int(label): float((predicted[labels == label] == label).float().mean()) for label in labels.unique()}
+    found = {
+        int(label): float((predicted[labels == label] == label).float().mean())
+        for label in labels.unique()
+    }
     return sorted(found, key=lambda label: found[label])
 
 
 def strips(images: Tensor, labels: Tensor, embeddings: Tensor, num: int, k: int = 5) -> Tensor:
-    """``[3, height, width]``: a row a query and the ``k`` images nearest to it, framed by whether they are right."""
+    """``[3, height, width]``: a row a query and the ``k`` images nearest to it, framed by
+    whether they are right.
+    """
     queries = torch.linspace(0, len(labels) - 1, min(num, len(labels))).long()
     found = nearest(embeddings[queries], embeddings, min(k, len(labels) - 1), exclude=queries)
     rows: list[Tensor] = []
     for query, others in zip(queries.tolist(), found.tolist(), strict=True):
         rows.append(framed(images[query], (1.0, 1.0, 1.0)))
         for other in others:
-            rows.append(framed(images[other], (0.0, 0.8, 0.0) if labels[other] == labels[query] else (0.9, 0.0, 0.0)))
+            rows.append(
+                framed(
+                    images[other],
+                    (0.0, 0.8, 0.0) if labels[other] == labels[query] else (0.9, 0.0, 0.0),
+                )
+            )
     return make_grid(torch.stack(rows), nrow=1 + found.shape[1], padding=3)
 
 
 def framed(image: Tensor, colour: Sequence[float], width: int = 3) -> Tensor:
     """``image`` as ``[3, height, width]`` with a frame around it."""
-    side = torch.tensor(colour).view(3, 1, 1).expand(3, image.shape[1] + 2 * width, image.shape[2] + 2 * width).clone()
+    side = (
+        torch.tensor(colour)
+        .view(3, 1, 1)
+        .expand(3, image.shape[1] + 2 * width, image.shape[2] + 2 * width)
+        .clone()
+    )
     side[:, width:-width, width:-width] = image
     return side
 

@@ -1,4 +1,6 @@
-"""A recogniser as a LightningModule: embeddings trained by classification and metric losses, judged by retrieval."""
+"""A recogniser as a LightningModule: embeddings trained by classification and metric losses,
+judged by retrieval.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +24,32 @@ from recipes.recognition.sharded_head import KEY, ShardedHead
 from recipes.recognition.strategy import check_strategy
 
 Batch = tuple[Tensor, Tensor, Tensor]
-"""Images ``[batch, 3, height, width]``, classes ``[batch]``, and each image's position in its data set ``[batch]``."""
+"""Images ``[batch, 3, height, width]``, classes ``[batch]``, and each image's position in its data
+set ``[batch]``."""
 
-SEEN, UNSEEN, FURTHER = 0, 1, 2  # the loaders of the test; further images are found, but ask nothing
+# the loaders of the test; further images are found, but ask nothing
+SEEN, UNSEEN, FURTHER = 0, 1, 2
 
 
 class Recogniser(FromConfiguration):
     """Trains ``embedder`` with a classification head, a metric loss, or both.
 
-    Classification sees the embedding through a BatchNorm without weights that the metric loss does not (Luo et al.,
-    "Bag of tricks", CVPRW 2019, section 3.5: the two losses want different geometries).
+    Classification sees the embedding through a BatchNorm without weights that the metric loss does
+    not (Luo et al., "Bag of tricks", CVPRW 2019, section 3.5: the two losses want different
+    geometries).
 
     Args:
         embedder: Module from images to embeddings ``[batch, embedding_size]``.
         embedding_size: Length of an embedding.
         num_classes: Classes trained on.
         optimizer, schedule: As in `recipes.classifier.Classifier`.
-        metric_loss: Module from embeddings and labels to their mean loss, such as `MetricLoss` or `ShardedHead`.
+        metric_loss: Module from embeddings and labels to their mean loss, such as `MetricLoss` or
+            `ShardedHead`.
         classification_weight, metric_weight: What each loss counts; 0 leaves it out.
         label_smoothing: Of the classification loss.
-        gather_embeddings: The metric loss sees the embeddings of all ranks, with gradients, and is that of one process
-            on the whole batch. Off, each rank looks at its own. A `ShardedHead` always sees all.
+        gather_embeddings: The metric loss sees the embeddings of all ranks, with gradients, and is
+            that of one process on the whole batch. Off, each rank looks at its own. A `ShardedHead`
+            always sees all.
     """
 
     def __init__(
@@ -61,10 +68,14 @@ class Recogniser(FromConfiguration):
         super().__init__()
         if metric_loss is None:
             metric_weight = 0.0
-        if min(classification_weight, metric_weight) < 0 or classification_weight + metric_weight == 0:
+        if (
+            min(classification_weight, metric_weight) < 0
+            or classification_weight + metric_weight == 0
+        ):
             raise ValueError(
-                f"classification_weight={classification_weight} and metric_weight={metric_weight} (of "
-                f"{type(metric_loss).__name__}): neither may be negative, and one must be positive."
+                f"classification_weight={classification_weight} and metric_weight={metric_weight} "
+                f"(of {type(metric_loss).__name__}): neither may be negative, and one must be "
+                "positive."
             )
         self.embedder = embedder
         self.neck = nn.BatchNorm1d(embedding_size, affine=False)
@@ -124,9 +135,10 @@ class Recogniser(FromConfiguration):
     def compared(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The embeddings and labels that the metric loss sees.
 
-        Those of all ranks, with ``gather_embeddings``: then every rank computes the loss of the whole batch, and
-        differentiates it by its own embeddings. Their gradient is times the number of ranks, because the strategy takes
-        the mean over ranks; that of the loss's own weights is the same on all of them.
+        Those of all ranks, with ``gather_embeddings``: then every rank computes the loss of the
+        whole batch, and differentiates it by its own embeddings. Their gradient is times the number
+        of ranks, because the strategy takes the mean over ranks; that of the loss's own weights is
+        the same on all of them.
         """
         ranks = self.trainer.world_size
         if not self.gather_embeddings or self.sharded_head is not None or ranks == 1:
@@ -138,7 +150,9 @@ class Recogniser(FromConfiguration):
 
     # -- the sharded head's optimizer and checkpoints
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if self.sharded_head is not None:
             self.sharded_head.step(optimizer.param_groups[0]["lr"])
@@ -151,13 +165,16 @@ class Recogniser(FromConfiguration):
         if self.sharded_head is None:
             return
         if KEY not in checkpoint:
-            raise ConfigurationError("the checkpoint holds no sharded head: it was trained with another loss.")
+            raise ConfigurationError(
+                "the checkpoint holds no sharded head: it was trained with another loss."
+            )
         self.sharded_head.load(checkpoint[KEY])
 
     # -- evaluation
 
     def on_validation_epoch_start(self) -> None:
-        self.seen.clear()  # an evaluation that was cut short, or is made again after a death, has left some
+        # an evaluation that was cut short, or is made again after a death, has left some
+        self.seen.clear()
 
     def on_test_epoch_start(self) -> None:
         self.seen.clear()
@@ -170,7 +187,12 @@ class Recogniser(FromConfiguration):
 
     def remember(self, batch: Batch, dataloader_idx: int) -> None:
         images, labels, indices = batch
-        kept = (self.embedder(images), labels, indices, *([pixels(images)] if self.trainer.testing else []))
+        kept = (
+            self.embedder(images),
+            labels,
+            indices,
+            *([pixels(images)] if self.trainer.testing else []),
+        )
         self.seen.setdefault(dataloader_idx, []).append(kept)
 
     def on_validation_epoch_end(self) -> None:
@@ -180,20 +202,29 @@ class Recogniser(FromConfiguration):
         self.report("test")
 
     def report(self, stage: str) -> None:
-        """Log what the evaluation's embeddings retrieve (`judged`), in a test beside a baseline that learns nothing.
+        """Log what the evaluation's embeddings retrieve (`judged`), in a test beside a baseline
+        that learns nothing.
 
-        The first loader holds classes that were trained on: there the classification head is judged too, over all of
-        them and over the third with the fewest training images. The second one holds classes never seen, a third one
-        images that are found, but ask nothing.
+        The first loader holds classes that were trained on: there the classification head is judged
+        too, over all of them and over the third with the fewest training images. The second one
+        holds classes never seen, a third one images that are found, but ask nothing.
         """
-        columns = {loader: [torch.cat(c) for c in zip(*parts, strict=True)] for loader, parts in self.seen.items()}
+        columns = {
+            loader: [torch.cat(c) for c in zip(*parts, strict=True)]
+            for loader, parts in self.seen.items()
+        }
         self.seen.clear()
         if self.classification_weight or self.sharded_head is not None:
             self.report_accuracy(stage, *columns[SEEN][:2])
         for kind in (0, 3) if stage == "test" else (0,):
-            items = {loader: self.distinct(column, kind, loader) for loader, column in columns.items()}
+            items = {
+                loader: self.distinct(column, kind, loader) for loader, column in columns.items()
+            }
             further = items.pop(FURTHER, None)
-            sets = {stage if loader == SEEN else f"{stage}_unseen": part for loader, part in sorted(items.items())}
+            sets = {
+                stage if loader == SEEN else f"{stage}_unseen": part
+                for loader, part in sorted(items.items())
+            }
             for name, value in self.judge(sets, further, warn=not kind).items():
                 whole, _, metric = name.partition("/")
                 if not kind:
@@ -202,21 +233,33 @@ class Recogniser(FromConfiguration):
                     self.log(f"{whole}/pixels_{metric}", value, sync_dist=True)
 
     def distinct(self, columns: list[Tensor], kind: int, loader: int) -> Items:
-        """Column ``kind``, with labels and indices that stand for one class and one image in all loaders together."""
+        """Column ``kind``, with labels and indices that stand for one class and one image in all
+        loaders together.
+        """
         _, labels, indices = columns[:3]
         apart = self.num_classes if loader == UNSEEN else 0
         return columns[kind], labels + apart, indices + (loader << 48)
 
     def judge(self, sets: dict[str, Items], further: Items | None, warn: bool) -> dict[str, float]:
-        ranks = Ranks(self.trainer.global_rank, self.trainer.world_size, lambda tensor: list(self.all_gather(tensor)))
+        ranks = Ranks(
+            self.trainer.global_rank,
+            self.trainer.world_size,
+            lambda tensor: list(self.all_gather(tensor)),
+        )
         return judged(sets, further, ranks, warn=warn and not self.trainer.sanity_checking)
 
     def report_accuracy(self, name: str, embeddings: Tensor, labels: Tensor) -> None:
         sharded = self.sharded_head
-        predicted = sharded.predict(embeddings) if sharded is not None else self.logits(embeddings).argmax(1)
+        predicted = (
+            sharded.predict(embeddings)
+            if sharded is not None
+            else self.logits(embeddings).argmax(1)
+        )
         right = (predicted == labels).double()
         rare = torch.isin(labels, self.rare_classes().to(labels))
-        sums = torch.stack([right.sum(), right.new_tensor(len(right)), right[rare].sum(), rare.sum().double()])
+        sums = torch.stack(
+            [right.sum(), right.new_tensor(len(right)), right[rare].sum(), rare.sum().double()]
+        )
         total = self.trainer.strategy.reduce(sums, reduce_op="sum")
         assert isinstance(total, Tensor)
         self.log(f"{name}/accuracy", total[0] / total[1], sync_dist=True)
@@ -224,10 +267,14 @@ class Recogniser(FromConfiguration):
             self.log(f"{name}/accuracy_rare", total[2] / total[3], sync_dist=True)
 
     def rare_classes(self) -> Tensor:
-        """The third of the classes with the fewest training images; none where the data module counts none."""
+        """The third of the classes with the fewest training images; none where the data module
+        counts none.
+        """
         counts = getattr(getattr(self.trainer, "datamodule", None), "class_counts", None)
         return (
-            torch.as_tensor(counts).argsort(stable=True)[: len(counts) // 3] if counts is not None else torch.empty(0)
+            torch.as_tensor(counts).argsort(stable=True)[: len(counts) // 3]
+            if counts is not None
+            else torch.empty(0)
         )
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -237,5 +284,10 @@ class Recogniser(FromConfiguration):
             self.sharded_head.set_optimizer(self.optimizer)
         if self.schedule is None:
             return optimizer
-        scheduler = WarmupLR(optimizer, self.schedule(total=int(self.trainer.estimated_stepping_batches)))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = WarmupLR(
+            optimizer, self.schedule(total=int(self.trainer.estimated_stepping_batches))
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }

@@ -24,7 +24,8 @@ def of_run(
         schedule: One of `lightning_ring.schedules`.
         epochs: Of the whole run.
         warmup: Optimizer steps.
-        warmup_epochs: Length of the warm-up in epochs, if not `None`: it then counts instead of ``warmup``.
+        warmup_epochs: Length of the warm-up in epochs, if not `None`: it then counts instead of
+            ``warmup``.
         milestone_epochs: For `warmup_multistep`.
         settings: Further arguments of ``schedule``.
     """

@@ -1,4 +1,5 @@
-"""The job of docs/guides/slow-job.md: trains on a folder of photographs, or on the same ones packed.
+"""The job of docs/guides/slow-job.md: trains on a folder of photographs, or on the same ones
+packed.
 
 python recipes/slow_job.py draw photos
 python recipes/slow_job.py train photos                 # slow
@@ -19,26 +20,39 @@ BATCH_SIZE = 8  # of a rank
 
 
 def draw(folder: Path, num_images: int, scale: float) -> None:
-    """Two classes of equal size: what a shop sends, 400 x 300, and what a telephone takes, 12 megapixels."""
+    """Two classes of equal size: what a shop sends, 400 x 300, and what a telephone takes, 12
+    megapixels.
+    """
     from PIL import Image
 
-    for name, width, height in (("1-shop", 400, 300), ("2-telephone", int(WIDTH * scale), int(HEIGHT * scale))):
+    for name, width, height in (
+        ("1-shop", 400, 300),
+        ("2-telephone", int(WIDTH * scale), int(HEIGHT * scale)),
+    ):
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number in range(num_images // 2):
-            gray = Image.effect_noise((40, 30), 60).resize((width, height), Image.Resampling.BICUBIC)
+            gray = Image.effect_noise((40, 30), 60).resize(
+                (width, height), Image.Resampling.BICUBIC
+            )
             image = Image.merge("RGB", [gray.rotate(180 * turn) for turn in range(2)] + [gray])
             image.save(folder / name / f"{number:04d}.jpg", quality=90)
     print(f"{folder}: {num_images} photographs")
 
 
 def folder_loader(folder: Path, rank: int, world_size: int) -> Any:
-    """What a training script often has: each rank reads its own part of the sorted folder, to keep files in memory."""
+    """What a training script often has: each rank reads its own part of the sorted folder, to
+    keep files in memory.
+    """
     from torch.utils.data import DataLoader, Subset
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
 
     transform = transforms.Compose(
-        [transforms.RandomResizedCrop(PIXELS), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+        [
+            transforms.RandomResizedCrop(PIXELS),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+        ]
     )
     photos = ImageFolder(str(folder), transform)
     part = len(photos) // world_size
@@ -48,12 +62,25 @@ def folder_loader(folder: Path, rank: int, world_size: int) -> Any:
 
 def packed_loader(folder: Path, rank: int, world_size: int) -> Any:
     """Every rank reads everywhere, in an order shuffled over all images; threads decode."""
-    from lightning_ring.data import DeviceTransform, RandomResizedCrop, ShardDataset, ShuffledSampler, image_loader
+    from lightning_ring.data import (
+        DeviceTransform,
+        RandomResizedCrop,
+        ShardDataset,
+        ShuffledSampler,
+        image_loader,
+    )
 
     photos = ShardDataset(folder)
     sampler = ShuffledSampler(len(photos), rank=rank, world_size=world_size)
     crop = RandomResizedCrop(PIXELS)
-    return image_loader(photos, sampler, BATCH_SIZE, crop=crop, transform=DeviceTransform(), ranks_per_node=world_size)
+    return image_loader(
+        photos,
+        sampler,
+        BATCH_SIZE,
+        crop=crop,
+        transform=DeviceTransform(),
+        ranks_per_node=world_size,
+    )
 
 
 def train(options: argparse.Namespace) -> None:
@@ -96,23 +123,38 @@ def train(options: argparse.Namespace) -> None:
         logger=TensorBoardLogger(options.logs, name="packed" if options.packed else "folder"),
         enable_checkpointing=False,
         enable_model_summary=False,
-        callbacks=[TQDMProgressBar(), *([GapMeter(steps=6, rounds=2, only=True)] if options.gap else [])],
+        callbacks=[
+            TQDMProgressBar(),
+            *([GapMeter(steps=6, rounds=2, only=True)] if options.gap else []),
+        ],
     ).fit(Classifier())
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("draw", "train"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--num-images", type=int, default=128, help="to draw (default: 128)")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the large photographs' sides (default: 1)")
-    parser.add_argument("--packed", action="store_true", help="the folder is what lightning-ring pack wrote")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="of the large photographs' sides (default: 1)"
+    )
+    parser.add_argument(
+        "--packed", action="store_true", help="the folder is what lightning-ring pack wrote"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--log-every", type=int, default=4, help="steps (default: 4)")
-    parser.add_argument("--logs", default="logs/slow_job", help="for TensorBoard (default: logs/slow_job)")
+    parser.add_argument(
+        "--logs", default="logs/slow_job", help="for TensorBoard (default: logs/slow_job)"
+    )
     parser.add_argument("--timeline", help="trace.json: also record what every rank did when")
-    parser.add_argument("--gap", action="store_true", help="measure the gap between synthetic and real data, and end")
+    parser.add_argument(
+        "--gap",
+        action="store_true",
+        help="measure the gap between synthetic and real data, and end",
+    )
     return parser.parse_args(arguments)
 
 

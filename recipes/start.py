@@ -1,4 +1,6 @@
-"""The first second of a run: mistakes that can be seen without torch, and the start of the ranks."""
+"""The first second of a run: mistakes that can be seen without torch, and the start of the
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,17 @@ def check(config: DictConfig) -> None:
     """Refuse what can be seen to be wrong before anything that takes seconds.
 
     Raises:
-        ConfigurationError: A GPU that this machine does not have, a checkpoint that is not there, a batch that does not
-            divide by the ranks, or text in place of a number.
+        ConfigurationError: A GPU that this machine does not have, a checkpoint that is not there, a
+            batch that does not divide by the ranks, or text in place of a number.
     """
     _check_numbers(config)
     if config.trainer.accelerator in ("gpu", "cuda") and not any(
         any(Path("/dev").glob(name)) for name in _DEVICE_FILES
     ):
         raise ConfigurationError(
-            f"{config.name} trains on a GPU (trainer.accelerator={config.trainer.accelerator}), and this machine has "
-            "none. On CPUs: trainer=cpu trainer.devices=2, and a data.batch_size that fits them."
+            f"{config.name} trains on a GPU (trainer.accelerator={config.trainer.accelerator}), "
+            "and this machine has none. On CPUs: trainer=cpu trainer.devices=2, and a "
+            "data.batch_size that fits them."
         )
     _check_checkpoint(config.ckpt_path)
     ranks = _world_size(config)
@@ -44,9 +47,11 @@ def check(config: DictConfig) -> None:
 
 
 def start_ranks(config: DictConfig) -> None:
-    """Start the ranks, if this is the plain ``python`` that a person typed, and wait for them; in a rank do nothing.
+    """Start the ranks, if this is the plain ``python`` that a person typed, and wait for them; in a
+    rank do nothing.
 
-    `RingStrategy` would start them too, but only after this process has imported torch and built the model in vain.
+    `RingStrategy` would start them too, but only after this process has imported torch and built
+    the model in vain.
 
     Raises:
         JobFinished: With the job's exit code.
@@ -67,13 +72,17 @@ def start_ranks(config: DictConfig) -> None:
 
 
 def _check_numbers(config: DictConfig) -> None:
-    """What was a number in the files must not be text on the command line, but for ``devices=auto``."""
+    """What was a number in the files must not be text on the command line, but for
+    ``devices=auto``.
+    """
     if not GlobalHydra.instance().is_initialized():  # composed by another program
         return
     hydra = HydraConfig.get()
     given = [override.partition("=") for override in hydra.overrides.task]
     changed = [
-        key for key, _, _ in given if key not in hydra.runtime.choices and key != "trainer.devices" and key[0] != "+"
+        key
+        for key, _, _ in given
+        if key not in hydra.runtime.choices and key != "trainer.devices" and key[0] != "+"
     ]
     if not changed:
         return
@@ -82,7 +91,9 @@ def _check_numbers(config: DictConfig) -> None:
     for key in changed:
         before, now = _value(default, key), _value(config, key)
         if type(before) in (int, float) and isinstance(now, str):
-            raise ConfigurationError(f"{key}={now}: expected a number, such as {before}, its default.")
+            raise ConfigurationError(
+                f"{key}={now}: expected a number, such as {before}, its default."
+            )
 
 
 def _value(config: DictConfig, key: str) -> Any:
@@ -93,9 +104,16 @@ def _check_checkpoint(name: str | None) -> None:
     if name is None or name in _NAMES_OF_CHECKPOINTS or "://" in name or Path(name).exists():
         return
     folder = next(folder for folder in Path(name).absolute().parents if folder.is_dir())
-    near = sorted((*folder.glob("*.ckpt"), *folder.glob("checkpoints/*.ckpt")))[:3]  # not below: a disk may be large
-    hint = f" There are: {', '.join(map(str, near))}." if near else " Runs keep theirs in FOLDER/checkpoints/."
-    raise ConfigurationError(f"ckpt_path={name} does not exist; the nearest folder that does is {folder}.{hint}")
+    # not below: a disk may be large
+    near = sorted((*folder.glob("*.ckpt"), *folder.glob("checkpoints/*.ckpt")))[:3]
+    hint = (
+        f" There are: {', '.join(map(str, near))}."
+        if near
+        else " Runs keep theirs in FOLDER/checkpoints/."
+    )
+    raise ConfigurationError(
+        f"ckpt_path={name} does not exist; the nearest folder that does is {folder}.{hint}"
+    )
 
 
 def _world_size(config: DictConfig) -> int | None:

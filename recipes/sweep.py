@@ -28,7 +28,8 @@ Row = dict[str, Any]
 class SweepTable(Callback):
     """Hydra's callback; runs are read from their folders, since other processes may have run them.
 
-    Where a launcher started several ranks, each runs the whole sweep. Only rank 0's folder is used, and printed.
+    Where a launcher started several ranks, each runs the whole sweep. Only rank 0's folder is used,
+    and printed.
     """
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -56,11 +57,17 @@ def write_table(folder: Path) -> list[Row]:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Of all runs in the folder of a sweep: overrides, status, seconds of training, ranks and metrics; sorted."""
+    """Of all runs in the folder of a sweep: overrides, status, seconds of training, ranks and
+    metrics; sorted.
+    """
     rows = []
     for file in sorted(folder.glob("*/.hydra/overrides.yaml")):
         run = file.parent.parent
-        row: Row = {"overrides": " ".join(OmegaConf.load(file)), "status": "failed", "folder": run.name}
+        row: Row = {
+            "overrides": " ".join(OmegaConf.load(file)),
+            "status": "failed",
+            "folder": run.name,
+        }
         if (run / RESULT).exists():
             result = json.loads((run / RESULT).read_text())
             metrics = result.pop("metrics")
@@ -75,7 +82,9 @@ def judged_by(rows: list[Row]) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown: the overrides in which the runs differ, the metric that sorts them, and the time."""
+    """Markdown: the overrides in which the runs differ, the metric that sorts them, and the
+    time.
+    """
     metric = judged_by(rows)
     every = [row["overrides"].split() for row in rows]
     lines = [["overrides", metric, "time"], ["---", "---:", "---:"]]
@@ -93,7 +102,8 @@ def table(rows: list[Row]) -> str:
 def goes_on_after(error: BaseException) -> bool:
     """Whether the sweep goes on with its next run.
 
-    Not among ranks that a launcher started, each of which runs the sweep: the others would wait for this one.
+    Not among ranks that a launcher started, each of which runs the sweep: the others would wait for
+    this one.
     """
     if HydraConfig.get().mode != RunMode.MULTIRUN or launcher_size() is not None:
         return False

@@ -19,7 +19,8 @@ from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-if not __package__:  # run as a script: make `recipes` importable, instead of this folder's modules at the top level
+# run as a script: make `recipes` importable, instead of this folder's modules at the top level
+if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from recipes.launcher import launcher_rank, launcher_size
@@ -31,8 +32,9 @@ from recipes.sweep import RESULT, goes_on_after
 def rank_zero_folder(folder: str) -> str:
     """``folder`` on rank 0, as `new_folder` makes it; elsewhere a temporary one.
 
-    Every rank that mpirun, srun or torchrun starts resolves ``${now:}`` for itself, and Hydra makes that folder before
-    ranks can talk. Only rank 0's is used: it alone logs, and Lightning hands its checkpoint folder to the others.
+    Every rank that mpirun, srun or torchrun starts resolves ``${now:}`` for itself, and Hydra makes
+    that folder before ranks can talk. Only rank 0's is used: it alone logs, and Lightning hands its
+    checkpoint folder to the others.
     """
     if launcher_rank() == 0:
         return new_folder(folder)
@@ -46,7 +48,9 @@ OmegaConf.register_new_resolver("label", label, replace=True)
 
 
 def train(config: DictConfig) -> dict[str, float]:
-    """One run: fit, then test the best checkpoint (the last weights where there is none). Returns the test metrics."""
+    """One run: fit, then test the best checkpoint (the last weights where there is none).
+    Returns the test metrics.
+    """
     check(config)
     start_ranks(config)
     import lightning as L  # here, because it takes seconds for which --help need not wait
@@ -61,10 +65,16 @@ def train(config: DictConfig) -> dict[str, float]:
     logger = instantiate(config.logger) or False
     strategy = instantiate(config.strategy)
     # A callback, because the process that only starts the ranks must not open a log.
-    callbacks.append(LambdaCallback(on_fit_start=lambda trainer, _: log_configuration(trainer, config)))
+    callbacks.append(
+        LambdaCallback(on_fit_start=lambda trainer, _: log_configuration(trainer, config))
+    )
     before: list[int] = []  # epochs and steps of the run that this one goes on from
     callbacks.append(
-        LambdaCallback(on_train_start=lambda trainer, _: before.extend((trainer.current_epoch, trainer.global_step)))
+        LambdaCallback(
+            on_train_start=lambda trainer, _: before.extend(
+                (trainer.current_epoch, trainer.global_step)
+            )
+        )
     )
     trainer = instantiate(config.trainer, strategy=strategy, logger=logger, callbacks=callbacks)
     replace_bars(trainer)  # RingStrategy does it too; here for all strategies
@@ -85,7 +95,10 @@ def train(config: DictConfig) -> dict[str, float]:
         result = {"ranks": trainer.world_size, "epochs": epochs, "steps": steps, "seconds": seconds}
         (folder / RESULT).write_text(json.dumps(result | {"metrics": metrics}))
         print(f"logs and checkpoints: {folder}")
-        print(f"trained {counted(epochs, 'epoch')} on {counted(trainer.world_size, 'rank')} in {seconds:.0f} s")
+        print(
+            f"trained {counted(epochs, 'epoch')} on {counted(trainer.world_size, 'rank')} in "
+            f"{seconds:.0f} s"
+        )
         if metrics:
             print(describe(metrics), flush=True)
     return metrics
@@ -95,7 +108,9 @@ def model_and_data(config: DictConfig) -> tuple[Any, Any]:
     """What is trained, on what."""
     from recipes.from_configuration import FromConfiguration
 
-    model = instantiate(config.model, optimizer=instantiate(config.optimizer), schedule=instantiate(config.schedule))
+    model = instantiate(
+        config.model, optimizer=instantiate(config.optimizer), schedule=instantiate(config.schedule)
+    )
     if isinstance(model, FromConfiguration):
         model.keep_configuration(config)
     return model, instantiate(config.data)
@@ -114,24 +129,33 @@ def counted(number: int, noun: str) -> str:
 def describe(metrics: dict[str, float]) -> str:
     """The metrics of a test, ``{"test/accuracy": 0.98, ...}``, in a line for each loader."""
     if "test/images" in metrics:
-        return f"test accuracy {metrics['test/accuracy']:.4f} on {metrics['test/images']:.0f} images"
+        return (
+            f"test accuracy {metrics['test/accuracy']:.4f} on {metrics['test/images']:.0f} images"
+        )
     lines: dict[str, list[str]] = {}
     for name, value in metrics.items():
         loader, _, metric = name.partition("/")
         lines.setdefault(loader, []).append(f"{metric} {value:.4f}")
-    return "\n".join(f"{_in_words(loader)}: {', '.join(values)}" for loader, values in lines.items())
+    return "\n".join(
+        f"{_in_words(loader)}: {', '.join(values)}" for loader, values in lines.items()
+    )
 
 
 def _in_words(loader: str) -> str:
     """``"test_unseen_in_all"`` as "test, unseen, among all"."""
-    return loader.replace("_in_all", ", among all").replace("_equal", ", equal galleries").replace("_", ", ")
+    return (
+        loader.replace("_in_all", ", among all")
+        .replace("_equal", ", equal galleries")
+        .replace("_", ", ")
+    )
 
 
 def main() -> None:
-    """Run what the command line asks for; errors of the configuration and of the run's folder take one line.
+    """Run what the command line asks for; errors of the configuration and of the run's folder take
+    one line.
 
-    They leave this function as exceptions, because sys.excepthook has to see them to end the other ranks. Hydra by
-    itself would print them and exit.
+    They leave this function as exceptions, because sys.excepthook has to see them to end the other
+    ranks. Hydra by itself would print them and exit.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv[1:] = map(quoted_path, sys.argv[1:])
@@ -162,7 +186,8 @@ def main() -> None:
 
 
 def concise(error: Exception, folder_made: bool) -> BaseException:
-    """``error`` without the frames of Hydra where its message alone says what to do, else ``error`` as it is.
+    """``error`` without the frames of Hydra where its message alone says what to do, else ``error``
+    as it is.
 
     A message alone ends this process where there are no ranks yet; they have to see the exception.
     """
@@ -175,9 +200,14 @@ def concise(error: Exception, folder_made: bool) -> BaseException:
         return SystemExit("\n".join(str(part) for part in (error, cause) if part))
     if isinstance(error, OSError) and not folder_made:
         return ConfigurationError(
-            f"The log folder cannot be written: {error}. Give one that can be, as in hydra.run.dir=FOLDER"
+            f"The log folder cannot be written: {error}. Give one that can be, as in "
+            "hydra.run.dir=FOLDER"
         )
-    if isinstance(error, RingError) and launcher_size() is None and "RING_LAUNCHER_PID" not in os.environ:
+    if (
+        isinstance(error, RingError)
+        and launcher_size() is None
+        and "RING_LAUNCHER_PID" not in os.environ
+    ):
         return SystemExit(str(error))
     return error.with_traceback(None) if isinstance(error, RingError) else error
 

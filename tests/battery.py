@@ -1,13 +1,15 @@
-"""Runs every ``check_*`` function of one module, or of a folder of modules, on all ranks, many modules in one launch.
+"""Runs every ``check_*`` function of one module, or of a folder of modules, on all ranks, many
+modules in one launch.
 
-Starting ranks costs seconds, most of them imports. So the ranks of a launch (a world size and an environment) stay when
-a module is through, blocked in the kernel, until the next one is asked for or the session ends; a launch that a check
-ended or that is late is replaced by a new one.
+Starting ranks costs seconds, most of them imports. So the ranks of a launch (a world size and an
+environment) stay when a module is through, blocked in the kernel, until the next one is asked for
+or the session ends; a launch that a check ended or that is late is replaced by a new one.
 
-Each rank reads orders from a FIFO, one a line: ``module TAB folder TAB check TAB check ...`` (no checks: all). After
-each check it writes ``folder/<rank>.json``, ``{check name: null, or its traceback}``, and ``folder/<rank>.done`` in the
-end. Checks run in the order of the file (files: of the alphabet), each after a barrier of its own. A check may take the
-argument ``tmp_path`` (a folder shared by all ranks).
+Each rank reads orders from a FIFO, one a line: ``module TAB folder TAB check TAB check ...`` (no
+checks: all). After each check it writes ``folder/<rank>.json``, ``{check name: null, or its
+traceback}``, and ``folder/<rank>.done`` in the end. Checks run in the order of the file (files: of
+the alphabet), each after a barrier of its own. A check may take the argument ``tmp_path`` (a folder
+shared by all ranks).
 
 By hand: ``mpirun -n 2 python -m tests.battery tests.checks.comm FOLDER [CHECK ...]``.
 """
@@ -45,10 +47,14 @@ def checks_of(module: str, mark: str = "") -> dict[str, str]:
     """
     assert not mark or hasattr(marks, mark), mark
     path = ROOT / module.replace(".", "/")
-    files = {f"{module}.{file.stem}": file for file in sorted(path.glob("*.py"))} or {module: path.with_suffix(".py")}
+    files = {f"{module}.{file.stem}": file for file in sorted(path.glob("*.py"))} or {
+        module: path.with_suffix(".py")
+    }
     found: dict[str, str] = {}
     for name, file in files.items():
-        functions = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
+        functions = [
+            node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)
+        ]
         checks = [
             function.name
             for function in functions
@@ -66,7 +72,9 @@ def check_names(module: str, mark: str = "") -> list[str]:
 
 
 class Launch:
-    """Ranks under one mpirun that run checks when they are told to. They end when this process does."""
+    """Ranks under one mpirun that run checks when they are told to. They end when this process
+    does.
+    """
 
     def __init__(self, folder: Path, world_size: int, env: dict[str, str]) -> None:
         self.world_size = world_size
@@ -87,7 +95,9 @@ class Launch:
             )
 
     def run(self, module: str, only: tuple[str, ...], out: Path, timeout: float) -> str:
-        """Run checks of ``module`` on all ranks; what the ranks printed meanwhile. Ends the launch if that is late."""
+        """Run checks of ``module`` on all ranks; what the ranks printed meanwhile. Ends the
+        launch if that is late.
+        """
         begin = self._output.stat().st_size
         for orders in self._orders:
             os.write(orders, ("\t".join([module, str(out), *only]) + "\n").encode())
@@ -134,19 +144,32 @@ class Battery:
 
     def left_by(self, module: str, world_size: int, check: str) -> Path:
         """The ``tmp_path`` of a check that has run."""
-        return max(self._tmp.glob(f"{module}-{world_size}-*/{check}"), key=lambda folder: folder.stat().st_mtime)
+        return max(
+            self._tmp.glob(f"{module}-{world_size}-*/{check}"),
+            key=lambda folder: folder.stat().st_mtime,
+        )
 
     def __call__(
-        self, module: str, world_size: int, check: str, timeout: float = 240, only: tuple[str, ...] = (), **env: str
+        self,
+        module: str,
+        world_size: int,
+        check: str,
+        timeout: float = 240,
+        only: tuple[str, ...] = (),
+        **env: str,
     ) -> None:
-        """Fail with the traceback of every rank on which ``check`` failed, or with the output if it never ended."""
+        """Fail with the traceback of every rank on which ``check`` failed, or with the output if
+        it never ended.
+        """
         key = (module, world_size, only, *sorted(env.items()))
         if key not in self._results:
             out = self._tmp / f"{module}-{world_size}-{len(self._results)}"
             out.mkdir()
             output = self._launch(world_size, env).run(module, only, out, timeout)
             files = {rank: out / f"{rank}.json" for rank in range(world_size)}
-            results = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
+            results = {
+                rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()
+            }
             self._results[key] = results, output
         results, output = self._results[key]
         failures = []
@@ -156,7 +179,10 @@ class Battery:
             elif (failure := results[rank][check]) is not None:
                 failures.append(f"rank {rank}:\n{failure}")
         if failures:
-            pytest.fail("\n".join(failures) + f"\n--- output of the ranks (last 4,000 characters)\n{output[-4000:]}")
+            pytest.fail(
+                "\n".join(failures) + "\n--- output of the ranks (last 4,000 "
+                f"characters)\n{output[-4000:]}"
+            )
 
     def _launch(self, world_size: int, env: dict[str, str]) -> Launch:
         key = (world_size, *sorted(env.items()))
@@ -165,7 +191,11 @@ class Battery:
             launch.end()
             launch = None
         if launch is None:
-            while self._launches and sum(each.world_size for each in self._launches.values()) + world_size > IDLE_RANKS:
+            while (
+                self._launches
+                and sum(each.world_size for each in self._launches.values()) + world_size
+                > IDLE_RANKS
+            ):
                 self._launches.pop(next(iter(self._launches))).end()
             folder = self._tmp / f"launch-{time.monotonic_ns()}"
             folder.mkdir()
@@ -181,7 +211,8 @@ class Battery:
 
 
 def run_checks(module: str, out: Path, only: list[str]) -> None:
-    from mpi4py import MPI  # deferred: pytest imports this file too, and MPI must start in the ranks only
+    # deferred: pytest imports this file too, and MPI must start in the ranks only
+    from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     files = checks_of(module)
@@ -189,7 +220,8 @@ def run_checks(module: str, out: Path, only: list[str]) -> None:
     for name in only or files:
         check = getattr(importlib.import_module(files[name]), name)
         world.Barrier()
-        faulthandler.dump_traceback_later(100, exit=True)  # a check that hangs shows where, and ends the launch
+        # a check that hangs shows where, and ends the launch
+        faulthandler.dump_traceback_later(100, exit=True)
         kwargs = {}
         if "tmp_path" in inspect.signature(check).parameters:
             kwargs["tmp_path"] = out / name

@@ -14,13 +14,37 @@ from tests import forked, processes
 from tests.battery import Battery
 from tests.processes import SEGMENTS
 
-# Files that take a minute or more on a busy machine. With xdist they begin, so that none of them is left to the end.
+# Files that take a minute or more on a busy machine. With xdist they begin, so that none of them is
+# left to the end.
 LONG = (
-    *("integrations/lightning/test_strategy.py", "optim/test_triton.py", "slurm/test_slurm.py", "test_chaos.py"),
-    *("integrations/lightning/test_sharded.py", "gradients/test_compression.py", "comm/test_backends.py"),
-    *("integrations/lightning/elastic/test_fit.py", "elastic/test_training.py", "gradients/test_reducer.py"),
-    *("comm/test_hierarchical.py", "integrations/lightning/test_jobs.py", "fuzz/test_fuzz.py", "job/test_jobs.py"),
-    *("recipes/test_train.py", "recipes/test_sweep.py", "tools/doctor/test_faults.py", "horovod/test_horovod.py"),
+    *(
+        "integrations/lightning/test_strategy.py",
+        "optim/test_triton.py",
+        "slurm/test_slurm.py",
+        "test_chaos.py",
+    ),
+    *(
+        "integrations/lightning/test_sharded.py",
+        "gradients/test_compression.py",
+        "comm/test_backends.py",
+    ),
+    *(
+        "integrations/lightning/elastic/test_fit.py",
+        "elastic/test_training.py",
+        "gradients/test_reducer.py",
+    ),
+    *(
+        "comm/test_hierarchical.py",
+        "integrations/lightning/test_jobs.py",
+        "fuzz/test_fuzz.py",
+        "job/test_jobs.py",
+    ),
+    *(
+        "recipes/test_train.py",
+        "recipes/test_sweep.py",
+        "tools/doctor/test_faults.py",
+        "horovod/test_horovod.py",
+    ),
     # without ranks, of 5 s or more
     *("algorithms/sharded/test_letting_in.py", "optim/test_battery.py", "job/test_watch.py"),
     *("algorithms/sharded/test_sharding.py", "comm/backends/test_thread.py"),
@@ -29,17 +53,22 @@ OWN_SEGMENTS = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Once a session: xdist's workers, which start later, and pytest within a test inherit the folder and the servers.
+    """Once a session: xdist's workers, which start later, and pytest within a test inherit the
+    folder and the servers.
 
-    The folder is for Open MPI's shared memory. A job whose mpirun is killed leaves files there, and so does every
-    process that starts MPI without mpirun, as Lightning's own strategies do to look for ranks.
+    The folder is for Open MPI's shared memory. A job whose mpirun is killed leaves files there, and
+    so does every process that starts MPI without mpirun, as Lightning's own strategies do to look
+    for ranks.
     """
     if SEGMENTS not in os.environ:
         where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        config.stash[OWN_SEGMENTS] = os.environ[SEGMENTS] = tempfile.mkdtemp(prefix="tests-", dir=where)
+        config.stash[OWN_SEGMENTS] = os.environ[SEGMENTS] = tempfile.mkdtemp(
+            prefix="tests-", dir=where
+        )
     if forked.ADDRESS not in os.environ:
         forked.start()
-    config.option.loadscopereorder = False  # xdist begins with the files of most tests, not with those of longest ones
+    # xdist begins with the files of most tests, not with those of longest ones
+    config.option.loadscopereorder = False
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -50,20 +79,30 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on the ranks of a battery, of Slurm or of two hosts are marked `ranks` here, all others in their files."""
+    """Tests on the ranks of a battery, of Slurm or of two hosts are marked `ranks` here, all
+    others in their files.
+    """
     of_long = {str(processes.ROOT / "tests" / name): place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: of_long.get(str(item.path), len(LONG)))
     for item in items:
-        if "battery" in item.fixturenames or item.get_closest_marker("slurm") or item.get_closest_marker("netns"):
+        if (
+            "battery" in item.fixturenames
+            or item.get_closest_marker("slurm")
+            or item.get_closest_marker("netns")
+        ):
             item.add_marker("ranks")
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: garbage collections, some of which tests ask for, need not visit it.
+    """What is imported by now stays: garbage collections, some of which tests ask for, need not
+    visit it.
 
-    Networks of tests gain nothing from torch's threads, of which each rank that is a thread would have its own.
+    Networks of tests gain nothing from torch's threads, of which each rank that is a thread would
+    have its own.
     """
-    assert "mpi4py.MPI" not in sys.modules, "a test's file starts MPI in pytest's process: import it in the function"
+    assert "mpi4py.MPI" not in sys.modules, (
+        "a test's file starts MPI in pytest's process: import it in the function"
+    )
     gc.collect()
     gc.freeze()
     if torch := sys.modules.get("torch"):
@@ -73,20 +112,26 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _ranks_are_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the marker `ranks`, `tests.processes` starts nothing."""
-    monkeypatch.setattr(processes, "may_start", request.node.get_closest_marker("ranks") is not None)
+    monkeypatch.setattr(
+        processes, "may_start", request.node.get_closest_marker("ranks") is not None
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _told_to_end() -> Iterator[None]:
     """SIGTERM ends the session as Ctrl-C does: with what tests and fixtures have to clean up."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("SIGTERM", 128 + number))
+    before = signal.signal(
+        signal.SIGTERM, lambda number, frame: pytest.exit("SIGTERM", 128 + number)
+    )
     yield
     signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(autouse=True)
 def _environment_stays() -> Iterator[None]:
-    """What a test calls may set variables, as `open_store` sets GLOO_SOCKET_IFNAME; later tests' ranks inherit them."""
+    """What a test calls may set variables, as `open_store` sets GLOO_SOCKET_IFNAME; later tests'
+    ranks inherit them.
+    """
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
@@ -96,7 +141,9 @@ def _environment_stays() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_open_group() -> Iterator[None]:
-    """A fit leaves torch.distributed's default group to the process, and ranks that meet look for one first."""
+    """A fit leaves torch.distributed's default group to the process, and ranks that meet look
+    for one first.
+    """
     yield
     dist = sys.modules.get("torch.distributed")  # not imported here, for xdist's controller
     if dist is not None and dist.is_initialized():

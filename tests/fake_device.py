@@ -1,4 +1,6 @@
-"""A device without one: CPU tensors whose values the host gets by copies that arrive when the test says so."""
+"""A device without one: CPU tensors whose values the host gets by copies that arrive when the
+test says so.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,14 @@ class FakeEvent:
 
 
 def on_fake_device(monkeypatch: pytest.MonkeyPatch, mark: Callable[[], Callable[[], bool]]) -> None:
-    """Have all tensors lie on a device. ``mark`` is called for each copy, and returns whether it has arrived."""
+    """Have all tensors lie on a device. ``mark`` is called for each copy, and returns whether it
+    has arrived.
+    """
     for module in (communicator, host_copy, shard_reducer, error_feedback, powersgd, sixteen_bit):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
-    monkeypatch.setattr(host_copy, "start_copy", lambda tensor: (_copied(tensor), FakeEvent(mark())))
+    monkeypatch.setattr(
+        host_copy, "start_copy", lambda tensor: (_copied(tensor), FakeEvent(mark()))
+    )
 
 
 def _copied(tensor: Tensor) -> Tensor:

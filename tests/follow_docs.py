@@ -1,7 +1,8 @@
-"""Types the shell examples of README and docs into one shell, in order: ``python -m tests.follow_docs``
+"""Types the shell examples of README and docs into one shell, in order: ``python -m
+tests.follow_docs``
 
-To be run in a fresh clone. Each command must end with 0. Left out, and named: commands with a placeholder in capitals,
-and those that need other hosts or root.
+To be run in a fresh clone. Each command must end with 0. Left out, and named: commands with a
+placeholder in capitals, and those that need other hosts or root.
 """
 
 from __future__ import annotations
@@ -36,28 +37,44 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pages", nargs="*", help="all by default")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for a command")
-    parser.add_argument("--log", type=Path, default=Path("follow_docs.log"), help="what the commands print")
+    parser.add_argument(
+        "--log", type=Path, default=Path("follow_docs.log"), help="what the commands print"
+    )
     options = parser.parse_args()
     failed = 0
     with options.log.open("wb") as log:
         shell = Shell(log)
         for page in options.pages or pages():
             for line, command in commands(Path(page)):
-                reason = next((why for pattern, why in NOT_HERE.items() if re.search(pattern, command)), None)
+                reason = next(
+                    (why for pattern, why in NOT_HERE.items() if re.search(pattern, command)), None
+                )
                 log.write(f"\n$ {command}\n".encode())
                 log.flush()
                 began = time.monotonic()
                 code = shell.run(command, options.timeout) if reason is None else 0
                 failed += code != 0
-                said = f"left out: {reason}" if reason else "ok" if code == 0 else f"FAILED with {code}"
-                print(f"{page}:{line}  {time.monotonic() - began:5.0f} s  {said:12} {command}", flush=True)
+                said = (
+                    f"left out: {reason}"
+                    if reason
+                    else "ok"
+                    if code == 0
+                    else f"FAILED with {code}"
+                )
+                print(
+                    f"{page}:{line}  {time.monotonic() - began:5.0f} s  {said:12} {command}",
+                    flush=True,
+                )
         shell.close()
     print(f"{failed} failed")
     return int(failed > 0)
 
 
 def pages() -> list[str]:
-    others = sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("docs/**/*.md"), ROOT / "CONTRIBUTING.md"))
+    others = sorted(
+        str(path.relative_to(ROOT))
+        for path in (*ROOT.glob("docs/**/*.md"), ROOT / "CONTRIBUTING.md")
+    )
     return [*ORDER, *(page for page in others if page not in ORDER)]
 
 
@@ -78,20 +95,31 @@ def commands(page: Path) -> list[tuple[int, str]]:
 
 
 class Shell:
-    """One bash, to which commands are typed. It leads a session, so that what hangs can be ended."""
+    """One bash, to which commands are typed. It leads a session, so that what hangs can be
+    ended.
+    """
 
     def __init__(self, log) -> None:
         self._process = subprocess.Popen(
-            ["bash", "--norc"], stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, cwd=ROOT
+            ["bash", "--norc"],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd=ROOT,
         )
 
     def run(self, command: str, timeout: float) -> int:
-        """The exit code; 124 after ``timeout`` seconds. A server is ended, and 0 if it ran until then."""
+        """The exit code; 124 after ``timeout`` seconds. A server is ended, and 0 if it ran until
+        then.
+        """
         server = SERVERS.match(command) is not None
         code = Path(f"/tmp/follow_docs.{os.getpid()}")
         code.unlink(missing_ok=True)
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{{ {command}; }} </dev/null\necho $? >{code}.new; mv {code}.new {code}\n".encode())
+        self._process.stdin.write(
+            f"{{ {command}; }} </dev/null\necho $? >{code}.new; mv {code}.new {code}\n".encode()
+        )
         self._process.stdin.flush()
         deadline = time.monotonic() + (SERVER_SECONDS if server else timeout)
         while not code.exists() and time.monotonic() < deadline:

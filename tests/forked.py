@@ -1,11 +1,14 @@
-"""Python processes for ranks that have their libraries imported already: a server imports them once, and forks.
+"""Python processes for ranks that have their libraries imported already: a server imports them
+once, and forks.
 
-Importing Lightning takes seconds of CPU time, which hundreds of ranks would pay one by one. `python` in the place of
-``sys.executable`` starts a small process that hands its arguments, environment, folder and standard streams to the
-server, passes signals on to the rank, and ends as the rank ends. The rank imports this project's packages itself.
-With the variables of `ranks` the same goes for ranks that a launcher starts by itself.
+Importing Lightning takes seconds of CPU time, which hundreds of ranks would pay one by one.
+`python` in the place of ``sys.executable`` starts a small process that hands its arguments,
+environment, folder and standard streams to the server, passes signals on to the rank, and ends as
+the rank ends. The rank imports this project's packages itself. With the variables of `ranks` the
+same goes for ranks that a launcher starts by itself.
 
-Not for tests of what a rank's launcher sees or sends: the rank is a child of the server, in a session of its own.
+Not for tests of what a rank's launcher sees or sends: the rank is a child of the server, in a
+session of its own.
 """
 
 from __future__ import annotations
@@ -25,16 +28,23 @@ _servers: list[subprocess.Popen[bytes]] = []
 
 
 def start() -> None:
-    """Start the servers, for this process and for what it starts from now on. They import when a rank asks for it."""
+    """Start the servers, for this process and for what it starts from now on. They import when a
+    rank asks for it.
+    """
     from tests.processes import clean_env
 
     # the name of a socket may have 107 characters, so not pytest's folder
     os.environ[ADDRESS] = tempfile.mkdtemp(prefix="forked-") + "/server"
-    # Hashes of strings differ between the two, and with them the order of a set, as between ranks that are started
-    # one by one: ranks of even number come from one, those of odd number from the other.
+    # Hashes of strings differ between the two, and with them the order of a set, as between ranks
+    # that are started one by one: ranks of even number come from one, those of odd number from the
+    # other.
     for number in range(2):
         command = [sys.executable, SERVER, "serve", f"{os.environ[ADDRESS]}-{number}"]
-        _servers.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=clean_env(), start_new_session=True))
+        _servers.append(
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, env=clean_env(), start_new_session=True
+            )
+        )
 
 
 def python() -> list[str]:
@@ -45,8 +55,8 @@ def python() -> list[str]:
 
 
 def ranks() -> dict[str, str]:
-    """Variables with which launchers' ranks are forked, as long as they are started as ``python script`` or
-    ``python -m module``. What a rank starts in turn is not."""
+    """Variables with which launchers' ranks are forked, as long as they are started as ``python
+    script`` or ``python -m module``. What a rank starts in turn is not."""
     from tests.processes import clean_env
 
     return {"PYTHONPATH": os.pathsep.join([FORKED_RANKS, clean_env()["PYTHONPATH"]])}

@@ -1,4 +1,6 @@
-"""Photo-like JPEGs for tests: smooth colours, edges and a little noise, the same for the same seed."""
+"""Photo-like JPEGs for tests: smooth colours, edges and a little noise, the same for the same
+seed.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,18 @@ from PIL import Image
 
 def picture(seed: int, height: int, width: int) -> npt.NDArray[np.uint8]:
     generator = np.random.default_rng(seed)
-    coarse = (generator.random((max(2, height // 24), max(2, width // 24), 3)) * 255).astype(np.uint8)
-    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), dtype=np.float32)
+    coarse = (generator.random((max(2, height // 24), max(2, width // 24), 3)) * 255).astype(
+        np.uint8
+    )
+    smooth = np.asarray(
+        Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), dtype=np.float32
+    )
     return (smooth + generator.normal(0, 3, smooth.shape)).clip(0, 255).astype(np.uint8)
 
 
-def write_folder(root: Path, *, classes: int = 3, images: int = 7, size: tuple[int, int] = (48, 64)) -> Path:
+def write_folder(
+    root: Path, *, classes: int = 3, images: int = 7, size: tuple[int, int] = (48, 64)
+) -> Path:
     """``root/c0/0.jpg`` and so on."""
     for number in range(classes):
         folder = root / f"c{number}"

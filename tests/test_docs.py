@@ -1,4 +1,6 @@
-"""The documentation: links lead to a file and a heading that exist, and README.md keeps to its size."""
+"""The documentation: links lead to a file and a heading that exist, and README.md keeps to its
+size.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,28 @@ from tests.processes import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 SOURCES = sorted(
-    path for folder in ("lightning_ring", "recipes", "benchmarks", "tests") for path in ROOT.glob(f"{folder}/**/*.py")
+    path
+    for folder in ("lightning_ring", "recipes", "benchmarks", "tests")
+    for path in ROOT.glob(f"{folder}/**/*.py")
 )
 
 
 def prose(page: Path) -> str:
     """Text of ``page`` and of the file that it includes, without code."""
     included = r'^--8<-- "(.+\.md)"$'
-    text = re.sub(included, lambda match: (ROOT / match[1]).read_text(), page.read_text(), flags=re.MULTILINE)
+    text = re.sub(
+        included, lambda match: (ROOT / match[1]).read_text(), page.read_text(), flags=re.MULTILINE
+    )
     return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
     """Of the headings of ``page``, as MkDocs and GitHub make them."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
-    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+    return {
+        re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+        for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -42,7 +51,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_pages_that_the_code_names_exist() -> None:
-    named = {page for source in SOURCES for page in re.findall(r"\bdocs/[\w/-]+\.md\b", source.read_text())}
+    named = {
+        page
+        for source in SOURCES
+        for page in re.findall(r"\bdocs/[\w/-]+\.md\b", source.read_text())
+    }
     assert named
     assert {page for page in named if not (ROOT / page).is_file()} == set()
 
@@ -55,4 +68,7 @@ def test_readme_keeps_to_its_size() -> None:
 
 def test_the_plain_loop_is_included() -> None:
     # in a block of plain "python" ruff formats the line of the include as if it were code
-    assert '\n--8<-- "docs/examples/plain_loop.py:loop"\n' in (ROOT / "docs" / "guides" / "loops.md").read_text()
+    assert (
+        '\n--8<-- "docs/examples/plain_loop.py:loop"\n'
+        in (ROOT / "docs" / "guides" / "loops.md").read_text()
+    )

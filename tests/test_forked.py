@@ -35,7 +35,9 @@ def test_it_ends_as_python_does(code: str, returncode: int) -> None:
 
 
 def test_its_libraries_are_there_and_this_package_is_not() -> None:
-    code = "import sys; print('lightning' in sys.modules, 'lightning_ring' in sys.modules, sys.argv)"
+    code = (
+        "import sys; print('lightning' in sys.modules, 'lightning_ring' in sys.modules, sys.argv)"
+    )
     assert run([*forked.python(), "-c", code, "a"]).stdout == "True False ['-c', 'a']\n"
 
 
@@ -55,17 +57,23 @@ def test_ranks_that_a_launcher_starts_are_forked_and_what_they_start_is_not(tmp_
     """Also rank 0, which inherits the socket of the launcher."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, subprocess, sys\n"
-        "if 'RING_RANK' in os.environ and not sys.argv[1:]:\n"
-        "    before = 'lightning' in sys.modules\n"
-        "    import torch, lightning_ring\n"
-        "    with lightning_ring.distribute(torch.nn.Linear(1, 1)) as training:\n"
-        "        total = int(training.all_reduce(torch.ones(1), 'sum'))\n"
-        "    child = subprocess.run([sys.executable, __file__, 'child'], capture_output=True, text=True).stdout\n"
-        "    print(before, total, child)\n"
-        "print('lightning' in sys.modules, sys.argv[1:])\n"
+        "import os, subprocess, sys\nif 'RING_RANK' in os.environ and not sys.argv[1:]:\n    "
+        "before = 'lightning' in sys.modules\n    import torch, lightning_ring\n    with "
+        "lightning_ring.distribute(torch.nn.Linear(1, 1)) as training:\n        total = "
+        "int(training.all_reduce(torch.ones(1), 'sum'))\n    child = "
+        "subprocess.run([sys.executable, __file__, 'child'], capture_output=True, "
+        "text=True).stdout\n    print(before, total, child)\nprint('lightning' in sys.modules, "
+        "sys.argv[1:])\n"
     )
-    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", "2", str(script)]
+    ringrun = [
+        sys.executable,
+        "-m",
+        "lightning_ring.cli.ringrun",
+        "--no-mpi",
+        "-n",
+        "2",
+        str(script),
+    ]
     done = run(ringrun, **forked.ranks())
     assert done.stdout.count("True 2 False") == 2, done.stdout
     assert run([sys.executable, str(script)], **forked.ranks()).stdout == "False []\n"
@@ -82,14 +90,21 @@ def test_lines_of_several_ranks_stay_whole(tmp_path: Path) -> None:
 def test_a_script_is_found_beside_its_modules(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("WORD = 'found'")
     script = tmp_path / "script.py"
-    script.write_text("import beside, pickle\nclass C: pass\npickle.dumps(C())\nprint(beside.WORD, __name__, __file__)")
+    script.write_text(
+        "import beside, pickle\nclass C: "
+        "pass\npickle.dumps(C())\nprint(beside.WORD, __name__, __file__)"
+    )
     assert run([*forked.python(), str(script)]).stdout == f"found __main__ {script}\n"
 
 
 @pytest.mark.parametrize("ended", ["by SIGTERM", "with its small process", "with its session"])
 def test_no_rank_outlives_its_small_process(ended: str) -> None:
     process = subprocess.Popen(
-        [*forked.python(), "-c", SLEEPS], env=clean_env(), stdout=subprocess.PIPE, text=True, start_new_session=True
+        [*forked.python(), "-c", SLEEPS],
+        env=clean_env(),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert process.stdout is not None
     pid = int(process.stdout.readline())
@@ -106,5 +121,8 @@ def test_no_rank_outlives_its_small_process(ended: str) -> None:
 
 
 def test_every_second_rank_has_other_hashes() -> None:
-    hashes = {run([*forked.python(), "-c", "print(hash('a'))"], RING_RANK=str(rank)).stdout for rank in range(4)}
+    hashes = {
+        run([*forked.python(), "-c", "print(hash('a'))"], RING_RANK=str(rank)).stdout
+        for rank in range(4)
+    }
     assert len(hashes) == 2

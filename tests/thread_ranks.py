@@ -1,4 +1,6 @@
-"""Ranks as threads of one process: a `Communicator` without a transport, with the real queues, ring and checks."""
+"""Ranks as threads of one process: a `Communicator` without a transport, with the real queues,
+ring and checks.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class ThreadWorld:
         self.failed: tuple[int, BaseException] | None = None
 
     def post(self, mine: Message, src: int, dst: int, tag: int, *, receives: bool) -> None:
-        """Match a send with the oldest open receive of the same pair and tag, or a receive with the oldest send."""
+        """Match a send with the oldest open receive of the same pair and tag, or a receive with
+        the oldest send.
+        """
         ours, theirs = (self.awaited, self.sent) if receives else (self.sent, self.awaited)
         with self.changed:
             if not theirs[src, dst, tag]:
@@ -40,7 +44,8 @@ class ThreadWorld:
             source, target = (other, mine) if receives else (mine, other)
             if source.payload.numel() != target.payload.numel():
                 raise CollectiveError(
-                    f"rank {src} sent {source.payload.numel()} bytes, rank {dst} expected {target.payload.numel()}."
+                    f"rank {src} sent {source.payload.numel()} bytes, rank {dst} expected "
+                    f"{target.payload.numel()}."
                 )
             target.payload.copy_(source.payload)
             source.over = target.over = True
@@ -69,7 +74,9 @@ class Message:
 
 
 class ThreadTransport:
-    """`PointToPoint` of one thread-rank. The receiver's copy ends a message, so sending copies nothing."""
+    """`PointToPoint` of one thread-rank. The receiver's copy ends a message, so sending copies
+    nothing.
+    """
 
     def __init__(self, world: ThreadWorld, rank: int, connection: int = 0) -> None:
         self._world = world
@@ -130,8 +137,8 @@ def run_ranks(
 ) -> list[T]:
     """Run ``fn(comm)`` on ``world_size`` thread-ranks and return their results, by rank.
 
-    When one raises, the others' collectives end at once and the first error is raised here. ``timeout`` bounds each
-    collective and the whole.
+    When one raises, the others' collectives end at once and the first error is raised here.
+    ``timeout`` bounds each collective and the whole.
 
     Raises:
         RingError: Some rank did not return within ``timeout``.
@@ -140,14 +147,18 @@ def run_ranks(
     results: dict[int, T] = {}
 
     def run_rank(rank: int) -> None:
-        comm = ThreadCommunicator(world, rank, WaitPolicy(timeout, world.raise_if_failed), num_channels=num_channels)
+        comm = ThreadCommunicator(
+            world, rank, WaitPolicy(timeout, world.raise_if_failed), num_channels=num_channels
+        )
         try:
             results[rank] = fn(comm)
         except BaseException as error:
             world.fail(rank, error)
         comm.close()
 
-    threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(world_size)]
+    threads = [
+        threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(world_size)
+    ]
     for thread in threads:
         thread.start()
     until = time.monotonic() + timeout.total_seconds() + 1

@@ -1,4 +1,6 @@
-"""A set of images in Lance, from packed images to a training: ``python lance_photos.py SHARDS NEW_PHOTOS``."""
+"""A set of images in Lance, from packed images to a training: ``python lance_photos.py SHARDS
+NEW_PHOTOS``.
+"""
 
 import sys
 
@@ -6,7 +8,14 @@ import sys
 import lance
 import pyarrow as pa
 
-from lightning_ring.data import ImageFolder, LanceImages, RandomResizedCrop, ShardDataset, ShuffledSampler, image_loader
+from lightning_ring.data import (
+    ImageFolder,
+    LanceImages,
+    RandomResizedCrop,
+    ShardDataset,
+    ShuffledSampler,
+    image_loader,
+)
 
 SCHEMA = pa.schema({"image": pa.binary(), "label": pa.string(), "name": pa.string()})
 
@@ -21,7 +30,9 @@ def batches(photos, size=1000):
 
 
 def write(shards: str) -> None:
-    lance.write_dataset(batches(ShardDataset(shards)), "photos.lance", schema=SCHEMA, mode="overwrite")
+    lance.write_dataset(
+        batches(ShardDataset(shards)), "photos.lance", schema=SCHEMA, mode="overwrite"
+    )
 
 
 # --8<-- [end:write]
@@ -29,14 +40,18 @@ def write(shards: str) -> None:
 
 # --8<-- [start:change]
 def change(new_photos: str) -> None:
-    lance.write_dataset(batches(ImageFolder(new_photos)), "photos.lance", schema=SCHEMA, mode="append")
+    lance.write_dataset(
+        batches(ImageFolder(new_photos)), "photos.lance", schema=SCHEMA, mode="append"
+    )
     photos = lance.dataset("photos.lance")
     photos.delete("label = 'c1' AND name LIKE '%/0.jpg'")
     photos.update({"label": "'c0'"}, where="label = 'c2'")
     photos.optimize.compact_files()  # small files become large ones, without the deleted rows
     for version in photos.versions():
         print(
-            version["version"], version["timestamp"], f"{photos.checkout_version(version['version']).count_rows()} rows"
+            version["version"],
+            version["timestamp"],
+            f"{photos.checkout_version(version['version']).count_rows()} rows",
         )
 
 

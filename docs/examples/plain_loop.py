@@ -1,4 +1,6 @@
-"""A plain PyTorch loop on several ranks: ``ringrun -n 2 python plain_loop.py ring model.pt`` (or ``ring_sharded``)."""
+"""A plain PyTorch loop on several ranks: ``ringrun -n 2 python plain_loop.py ring model.pt`` (or
+``ring_sharded``).
+"""
 
 # --8<-- [start:loop]
 import sys

@@ -1,4 +1,6 @@
-"""A Lightning script that ``strategy="ring"`` trains: ``python train.py``, or ``mpirun -n 2 python train.py``."""
+"""A Lightning script that ``strategy="ring"`` trains: ``python train.py``, or ``mpirun -n 2
+python train.py``.
+"""
 
 import lightning as L
 import torch
@@ -26,7 +28,12 @@ class Recogniser(L.LightningModule):
 
 if __name__ == "__main__":
     digits = load_digits()
-    images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+    images, labels = (
+        torch.tensor(digits.data / 16, dtype=torch.float32),
+        torch.tensor(digits.target),
+    )
     data = DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True)
-    trainer = L.Trainer(strategy="ring", devices=2, accelerator="cpu", max_epochs=5, log_every_n_steps=5)
+    trainer = L.Trainer(
+        strategy="ring", devices=2, accelerator="cpu", max_epochs=5, log_every_n_steps=5
+    )
     trainer.fit(Recogniser(), data)

@@ -21,10 +21,11 @@ log = logging.getLogger(__name__)
 
 
 class Algorithm:
-    """Keeps the replicas of a model, one on each rank, together. This class does nothing, as for a single process.
+    """Keeps the replicas of a model, one on each rank, together. This class does nothing, as for a
+    single process.
 
-    Subclasses override the methods that they need. All ranks make the same calls in the same order; only `detach` may
-    be called by one rank alone. A training loop calls::
+    Subclasses override the methods that they need. All ranks make the same calls in the same order;
+    only `detach` may be called by one rank alone. A training loop calls::
 
         algorithm.attach(module, optimizers, communicator)
         hooks = StepHooks(algorithm)  # calls before_step and after_step
@@ -41,12 +42,16 @@ class Algorithm:
         algorithm.detach()
 
     Attributes:
-        sharded: Whether parameters and optimizer state are sharded over the ranks between two steps.
-        steps_alone: Whether ranks step with gradients of their own, so that their parameters differ between two steps.
-            Each rank then needs data for every step, and a loss scaler would skip different ones.
-        steps_together: Whether all ranks take the same number of steps. Else nothing between two steps may wait for
-            other ranks, and an epoch may have more batches on one rank than on another.
-        mirrors_shards: Set before `attach`, where ranks may die: each rank holds what another one alone would have.
+        sharded: Whether parameters and optimizer state are sharded over the ranks between two
+            steps.
+        steps_alone: Whether ranks step with gradients of their own, so that their parameters differ
+            between two steps. Each rank then needs data for every step, and a loss scaler would
+            skip different ones.
+        steps_together: Whether all ranks take the same number of steps. Else nothing between two
+            steps may wait for other ranks, and an epoch may have more batches on one rank than on
+            another.
+        mirrors_shards: Set before `attach`, where ranks may die: each rank holds what another one
+            alone would have.
         mirror_order: Then, all ranks: each holds what the one before it has. `None`: by number.
     """
 
@@ -76,65 +81,83 @@ class Algorithm:
         """Replace the optimizers in the middle of a training."""
 
     def detach(self, *, wait: bool = True) -> None:
-        """End the training, and restore module and optimizers. Allowed after an `attach` that raised, and twice.
+        """End the training, and restore module and optimizers. Allowed after an `attach` that
+        raised, and twice.
 
         ``wait=False``, after an exception, waits for no other rank.
         """
 
     def num_workers(self, world_size: int) -> int:
-        """How many ranks train, of ``world_size``: the first ones. The others are given no batch of the training."""
+        """How many ranks train, of ``world_size``: the first ones. The others are given no batch
+        of the training.
+        """
         return world_size
 
     def refusal_of_deaths(self) -> str:
         """Why this algorithm cannot go on when a rank dies; ``""`` if it can.
 
-        It can if each rank's parameters and optimizer state are all there is: `attach` with fewer ranks then goes on.
-        Or if `move` brings together what the ranks before had.
+        It can if each rank's parameters and optimizer state are all there is: `attach` with fewer
+        ranks then goes on. Or if `move` brings together what the ranks before had.
         """
         return f"{type(self).__name__} keeps state of its ranks that the others do not have"
 
     def before_commit(self) -> None:
-        """Where ranks may die: once gradients are final. The optimizer's step then needs no other rank. Collective."""
+        """Where ranks may die: once gradients are final. The optimizer's step then needs no
+        other rank. Collective.
+        """
 
     def after_commit(self) -> None:
-        """Where ranks may die: after the step, which is finished. Completes the parameters. Collective."""
+        """Where ranks may die: after the step, which is finished. Completes the parameters.
+        Collective.
+        """
 
     def move(self, comm: Communicator, *, has_state: bool) -> None:
-        """Where ranks have died or come: before `detach` and `attach` with ``comm``, over the ranks of ``comm``.
+        """Where ranks have died or come: before `detach` and `attach` with ``comm``, over the ranks
+        of ``comm``.
 
-        Collective. If a rank dies in it, or in `attach`, it is called again. A rank without state has just come.
+        Collective. If a rank dies in it, or in `attach`, it is called again. A rank without state
+        has just come.
 
         Raises:
             StateLostError: A part of the state died with its ranks.
         """
 
     def let_in(self, caught_up: Any, *, receives: bool, compares: bool) -> tuple[int, int] | None:
-        """Where processes have come: behind `attach`, give those that ``receive`` their state. Collective.
+        """Where processes have come: behind `attach`, give those that ``receive`` their state.
+        Collective.
 
-        ``caught_up`` is what this process has got before (`holdings`); ``compares``: some process has got anything.
-        Returns the bytes that were sent to them, and those of all parameters and optimizer state. `None` where the
-        caller has to send it.
+        ``caught_up`` is what this process has got before (`holdings`); ``compares``: some process
+        has got anything. Returns the bytes that were sent to them, and those of all parameters and
+        optimizer state. `None` where the caller has to send it.
         """
         return None
 
     def memory_to_join(self, parameters: int, state: int, ranks: int) -> int:
-        """Bytes that a process allocates in a join, with which there are ``ranks``, and in its first step behind it.
+        """Bytes that a process allocates in a join, with which there are ``ranks``, and in its
+        first step behind it.
 
-        It has caught up with ``parameters`` and optimizer ``state`` of so many bytes. Activations do not count.
+        It has caught up with ``parameters`` and optimizer ``state`` of so many bytes. Activations
+        do not count.
         """
         return 0
 
     def holdings(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Holdings | None:
-        """What this rank can send to processes that catch up, until the next step. `None`: not yet."""
+        """What this rank can send to processes that catch up, until the next step. `None`: not
+        yet.
+        """
         return whole_state(module, optimizers)
 
     # -- a batch
 
     def begin_batch(self, active_ranks: int | None = None) -> None:
-        """Before the forward of a batch. ``active_ranks``: number of ranks that have data, `None` for all."""
+        """Before the forward of a batch. ``active_ranks``: number of ranks that have data,
+        `None` for all.
+        """
 
     def forward(self, *, wait: bool = True) -> AbstractContextManager[None]:
-        """Around code that computes a loss. With ``wait`` all parameters are complete when the block ends."""
+        """Around code that computes a loss. With ``wait`` all parameters are complete when the
+        block ends.
+        """
         return nullcontext()
 
     def backward(self) -> AbstractContextManager[None]:
@@ -142,10 +165,14 @@ class Algorithm:
         return nullcontext()
 
     def finish_backward(self) -> None:
-        """Complete a plain backward whose end autograd did not announce (`plain_backwards`). Else nothing happens."""
+        """Complete a plain backward whose end autograd did not announce (`plain_backwards`).
+        Else nothing happens.
+        """
 
     def plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
-        """Around code whose plain ``loss.backward()`` belongs to the training (``reduced``), or stays local."""
+        """Around code whose plain ``loss.backward()`` belongs to the training (``reduced``), or
+        stays local.
+        """
         return nullcontext()
 
     @property
@@ -162,7 +189,9 @@ class Algorithm:
         return nullcontext()
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        """Before any optimizer's step. ``has_closure``: the step computes gradients in a closure."""
+        """Before any optimizer's step. ``has_closure``: the step computes gradients in a
+        closure.
+        """
 
     def check_gradients(self, optimizer: Optimizer) -> None:
         """After the closure of a step.
@@ -181,16 +210,23 @@ class Algorithm:
         return nullcontext()
 
     def wait_parameters(self) -> None:
-        """Return when every parameter has its new values on this rank: all parameters are complete."""
+        """Return when every parameter has its new values on this rank: all parameters are
+        complete.
+        """
 
     def show_averages(self) -> None:
-        """Before an evaluation, a checkpoint or the end: have parameters be what the training stands for. Collective.
+        """Before an evaluation, a checkpoint or the end: have parameters be what the training
+        stands for. Collective.
 
         Until the next `begin_batch`, where ranks hold different parameters in a training.
         """
 
-    def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients so that their norm over ``parameters`` is at most ``max_norm``; returns the norm before."""
+    def clip_grad_norm_(
+        self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Scale gradients so that their norm over ``parameters`` is at most ``max_norm``;
+        returns the norm before.
+        """
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def refusal_of_clipping(self) -> str:
@@ -198,13 +234,17 @@ class Algorithm:
         return ""
 
     def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
-        """This rank's part of the squared norm of gradients. 0-d, float64, summed over ranks by the caller."""
+        """This rank's part of the squared norm of gradients. 0-d, float64, summed over ranks by
+        the caller.
+        """
         return sum_of_squares(parameters, 1)
 
     # -- checkpoints
 
     def optimizer_state_dict(self, optimizer: Any, *, is_rank_zero: bool) -> dict[str, Any]:
-        """The ordinary, full state dict of the optimizer; under a sharded algorithm on rank 0 only."""
+        """The ordinary, full state dict of the optimizer; under a sharded algorithm on rank 0
+        only.
+        """
         state: dict[str, Any] = optimizer.state_dict()
         return state
 
@@ -217,32 +257,46 @@ class Algorithm:
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the algorithm itself (residuals, anchors, counters), on rank 0 for all ranks. Collective."""
+        """State of the algorithm itself (residuals, anchors, counters), on rank 0 for all ranks.
+        Collective.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
-        """Continue from `state_dict`, the same on every rank. Returns a message if that is impossible, else ``""``."""
+        """Continue from `state_dict`, the same on every rank. Returns a message if that is
+        impossible, else ``""``.
+        """
         return ""
 
     # -- requests to stop, progress
 
     def ask_to_stop(self, asked: bool = True) -> None:
-        """Ask all ranks to stop, with the next exchange between them; ``asked=False`` takes that back."""
+        """Ask all ranks to stop, with the next exchange between them; ``asked=False`` takes that
+        back.
+        """
 
     def agreed_to_stop(self) -> bool:
-        """Whether some rank had asked to stop by the last exchange; the same answer on every rank, once."""
+        """Whether some rank had asked to stop by the last exchange; the same answer on every
+        rank, once.
+        """
         return False
 
     def progress(self) -> str:
-        """Position within the training for stall reports, such as ``"backward 12"``. Called from another thread."""
+        """Position within the training for stall reports, such as ``"backward 12"``. Called from
+        another thread.
+        """
         return ""
 
     def metrics(self) -> dict[str, float]:
-        """Numbers about the training for the loggers, by name; the monitor logs rank 0's under ``ring/``."""
+        """Numbers about the training for the loggers, by name; the monitor logs rank 0's under
+        ``ring/``.
+        """
         return {}
 
     def exchange(self) -> Exchange | None:
-        """What ranks exchange that step alone, for `lightning-ring plan`. `None`: gradients, or it is not known."""
+        """What ranks exchange that step alone, for `lightning-ring plan`. `None`: gradients, or
+        it is not known.
+        """
         return None
 
     def description(self) -> str:

@@ -31,12 +31,16 @@ from lightning_ring.gradients.unreduced import check_outside_backward
 class Averaging(Algorithm):
     """Every backward of the training averages gradients over all ranks, in buckets, while it runs.
 
-    Each rank holds all parameters and all optimizer state, and takes the same step. ``strategy="ring"``.
+    Each rank holds all parameters and all optimizer state, and takes the same step.
+    ``strategy="ring"``.
 
     Args:
-        bucket_cap_mb: Bucket size in MiB; `None` chooses by device and number of ranks, ``"auto"`` by measurement.
-        compression: Name of a compressor, a `Compressor`, or `None` to send gradients in their own dtype.
-        shards: Leave each rank only its shard of an average (`ShardReducer`), for an algorithm on top of this one.
+        bucket_cap_mb: Bucket size in MiB; `None` chooses by device and number of ranks, ``"auto"``
+            by measurement.
+        compression: Name of a compressor, a `Compressor`, or `None` to send gradients in their own
+            dtype.
+        shards: Leave each rank only its shard of an average (`ShardReducer`), for an algorithm on
+            top of this one.
         on_new_parameters: Called after parameters were added, before their values are broadcast.
     """
 
@@ -49,7 +53,8 @@ class Averaging(Algorithm):
         on_new_parameters: Callable[[], None] = lambda: None,
     ) -> None:
         self.reducer: Reducer | None = None
-        self.first_order: Sequence[str] = ()  # of parameters in the buckets, if it is known before the first backward
+        # of parameters in the buckets, if it is known before the first backward
+        self.first_order: Sequence[str] = ()
         self._names: list[list[str]] = []  # of the parameters in each bucket, once they are gone
         self._asked_to_stop = False  # a signal may come before `attach`
         self._bucket_cap_mb = bucket_cap_mb
@@ -72,14 +77,24 @@ class Averaging(Algorithm):
         self._module, self._comm, self._optimizers = module, comm, optimizers
         # a new one, without the residual of an earlier training
         chosen = self._compression
-        self._compressor = COMPRESSORS[chosen].build() if isinstance(chosen, str) else copy.deepcopy(chosen)
+        self._compressor = (
+            COMPRESSORS[chosen].build() if isinstance(chosen, str) else copy.deepcopy(chosen)
+        )
         self._warn, self._told = warn, ""
         self._check_optimizers(optimizers)
-        default = default_cap_mb(next((p.device.type for p in module.parameters()), "cpu"), comm.world_size)
+        default = default_cap_mb(
+            next((p.device.type for p in module.parameters()), "cpu"), comm.world_size
+        )
         cap, auto = self._bucket_cap_mb or default, None
         if cap == "auto":
             halves, compressor = self._shards, self._compressor
-            auto = AutoBuckets(unrecorded(comm), inform, default_cap_mb=default, halves=halves, compressor=compressor)
+            auto = AutoBuckets(
+                unrecorded(comm),
+                inform,
+                default_cap_mb=default,
+                halves=halves,
+                compressor=compressor,
+            )
             cap = default
         self._cap_mb = cap
         self.reducer = (ShardReducer if self._shards else Reducer)(
@@ -94,7 +109,8 @@ class Averaging(Algorithm):
         self.reducer.stop_requested = self._asked_to_stop
 
     def _in_first_order(self, module: nn.Module) -> list[tuple[str, Parameter]]:
-        position = {name: -index for index, name in enumerate(self.first_order)}  # buckets have the reverse order
+        # buckets have the reverse order
+        position = {name: -index for index, name in enumerate(self.first_order)}
         return sorted(module.named_parameters(), key=lambda named: position.get(named[0], 1))
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -102,7 +118,9 @@ class Averaging(Algorithm):
         self._optimizers = optimizers
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        told = self._compressor.check_optimizers(optimizers) if self._compressor is not None else None
+        told = (
+            self._compressor.check_optimizers(optimizers) if self._compressor is not None else None
+        )
         if told and told != self._told:
             self._told = told
             self._warn(told)
@@ -120,7 +138,10 @@ class Averaging(Algorithm):
         if self._shards:
             return super().refusal_of_deaths()
         if isinstance(compressor, ErrorFeedback):
-            return f"compression {compressor.name!r} keeps each rank's rounding errors, which would die with it"
+            return (
+                f"compression {compressor.name!r} keeps each rank's rounding errors, which would "
+                "die with it"
+            )
         return ""
 
     def memory_to_join(self, parameters: int, state: int, ranks: int) -> int:
@@ -134,12 +155,19 @@ class Averaging(Algorithm):
         broadcast_tensors(self._track_new_parameters(), unrecorded(self._comm))
 
     def _track_new_parameters(self) -> list[Parameter]:
-        """Put parameters that were added or thawed after the start (fine-tuning callbacks) into buckets.
+        """Put parameters that were added or thawed after the start (fine-tuning callbacks) into
+        buckets.
 
-        Only parameters of an optimizer cause a search. Returns the new parameters, the same on all ranks.
+        Only parameters of an optimizer cause a search. Returns the new parameters, the same on all
+        ranks.
         """
         reducer = self._training
-        params = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+        params = [
+            p
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
         if all(reducer.is_tracked(param) or not param.requires_grad for param in params):
             return []
         new = reducer.track(self._module.named_parameters())
@@ -179,7 +207,9 @@ class Averaging(Algorithm):
             if not has_closure:
                 self.check_gradients(optimizer)
         elif not has_closure:  # of another module, or of parameters that this one got later
-            self._check_tracked([param for group in optimizer.param_groups for param in group["params"]])
+            self._check_tracked(
+                [param for group in optimizer.param_groups for param in group["params"]]
+            )
 
     def check_gradients(self, optimizer: Optimizer) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -187,16 +217,22 @@ class Averaging(Algorithm):
         self._check_tracked(params)
 
     def _check_tracked(self, params: Sequence[Parameter]) -> None:
-        """Raise `RingError` if a parameter of the module that is about to be stepped had a gradient before it was in a
-        bucket: the backward of a plain loop cannot look for new parameters first."""
-        late = {p for p in params if p.grad is not None and p.requires_grad and not self._training.is_tracked(p)}
+        """Raise `RingError` if a parameter of the module that is about to be stepped had a gradient
+        before it was in a bucket: the backward of a plain loop cannot look for new parameters
+        first."""
+        late = {
+            p
+            for p in params
+            if p.grad is not None and p.requires_grad and not self._training.is_tracked(p)
+        }
         for name, param in self._module.named_parameters() if late else ():
             if param in late:
                 raise RingError(
-                    f"an optimizer is about to step {name} with a gradient of this rank alone: the parameter became "
-                    "trainable, or was added, after the last forward of the module, or is of an optimizer that was "
-                    "built later. Call the module itself, not its parts alone, before the backward; in a loop of your "
-                    "own tell of a new optimizer before that, with training.add_optimizers([optimizer])."
+                    f"an optimizer is about to step {name} with a gradient of this rank alone: the "
+                    "parameter became trainable, or was added, after the last forward of the "
+                    "module, or is of an optimizer that was built later. Call the module itself, "
+                    "not its parts alone, before the backward; in a loop of your own tell of a "
+                    "new optimizer before that, with training.add_optimizers([optimizer])."
                 )
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -205,7 +241,11 @@ class Averaging(Algorithm):
 
     def steps_tracked_parameters(self, optimizer: Optimizer) -> bool:
         reducer = self._training
-        return any(reducer.is_tracked(param) for group in optimizer.param_groups for param in group["params"])
+        return any(
+            reducer.is_tracked(param)
+            for group in optimizer.param_groups
+            for param in group["params"]
+        )
 
     @property
     def _training(self) -> Reducer:
@@ -235,12 +275,16 @@ class Averaging(Algorithm):
             self.reducer.restore(buckets["names"])
         of_compressor = state["state"] if state.get("compressor") == compressor.name else {}
         if "errors" in of_compressor and not isinstance(compressor, ErrorFeedback):
-            problem = compressor.load_state_dict(of_compressor["compressor"], self._comm.rank, self._comm.world_size)
+            problem = compressor.load_state_dict(
+                of_compressor["compressor"], self._comm.rank, self._comm.world_size
+            )
             return (
-                f"the checkpoint is of {compressor.name} with error feedback, which this job has not: what the steps "
-                f"before left out of the gradients is lost. {problem or ''}"
+                f"the checkpoint is of {compressor.name} with error feedback, which this job has "
+                f"not: what the steps before left out of the gradients is lost. {problem or ''}"
             ).rstrip()
-        return compressor.load_state_dict(of_compressor, self._comm.rank, self._comm.world_size) or ""
+        return (
+            compressor.load_state_dict(of_compressor, self._comm.rank, self._comm.world_size) or ""
+        )
 
     def ask_to_stop(self, asked: bool = True) -> None:
         self._asked_to_stop = asked
@@ -255,4 +299,6 @@ class Averaging(Algorithm):
 
     def description(self) -> str:
         compressed = f" as {self._compressor.name}" if self._compressor else ""
-        return f"{compressed} in {len(self._training.buckets)} bucket(s) of up to {self._cap_mb:g} MiB"
+        return (
+            f"{compressed} in {len(self._training.buckets)} bucket(s) of up to {self._cap_mb:g} MiB"
+        )

@@ -11,7 +11,8 @@ from lightning_ring.algorithms.algorithm import Algorithm
 
 
 class Delegating(Algorithm):
-    """Hands what belongs to batches, their backwards and requests to stop to the algorithm `_gradients`.
+    """Hands what belongs to batches, their backwards and requests to stop to the algorithm
+    `_gradients`.
 
     A subclass attaches and detaches that one, and overrides the calls to which it adds something.
     """

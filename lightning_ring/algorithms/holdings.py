@@ -16,7 +16,8 @@ class Piece:
 
     Attributes:
         index: Of the parameter in the module.
-        first: Where the part begins within the parameter, in elements in the order of memory. `None`: all of it.
+        first: Where the part begins within the parameter, in elements in the order of memory.
+            `None`: all of it.
         values: The piece itself, 1-D if it is a part.
         strides: The order of memory of the parameter.
         key: Its key in the state of optimizers.
@@ -57,4 +58,6 @@ def whole_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> Holdings:
         return Piece(index, None, param, param.stride(), param, lambda: param.grad)
 
     pieces = [piece(index, param) for index, param in enumerate(module.parameters())]
-    return Holdings(module, optimizers, pieces, lambda: [optimizer.state for optimizer in optimizers])
+    return Holdings(
+        module, optimizers, pieces, lambda: [optimizer.state for optimizer in optimizers]
+    )

@@ -11,7 +11,8 @@ _STOP, _PAUSE, _PAUSE_AFTER_STEPS = range(3)
 
 
 def meet_for_pause(comm: Communicator, *, after_steps: bool) -> bool:
-    """Return when every rank is here: whether any of them comes ``after_steps`` since they last met. Collective.
+    """Return when every rank is here: whether any of them comes ``after_steps`` since they last
+    met. Collective.
 
     Ranks that want to stop first (`meet_to_stop`) are sent on.
     """
@@ -23,10 +24,13 @@ def meet_for_pause(comm: Communicator, *, after_steps: bool) -> bool:
 def meet_to_stop(comm: Communicator) -> bool:
     """Whether every rank is here: then all stop at once.
 
-    Else some rank is in `meet_for_pause` already, at the end of its epoch: this one trains on, and asks again later.
+    Else some rank is in `meet_for_pause` already, at the end of its epoch: this one trains on, and
+    asks again later.
     """
     return set(_all_want(_STOP, comm)) == {_STOP}
 
 
 def _all_want(what: int, comm: Communicator) -> list[int]:
-    return [int(other) for other in unrecorded(comm).all_gather(torch.tensor([what]), name="meeting")]
+    return [
+        int(other) for other in unrecorded(comm).all_gather(torch.tensor([what]), name="meeting")
+    ]

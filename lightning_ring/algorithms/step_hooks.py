@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lightning_ring.algorithms.algorithm import Algorithm
 
 
 class StepHooks:
-    """Global hooks of torch's optimizers. They also cover optimizers that are built in the middle of a training."""
+    """Global hooks of torch's optimizers. They also cover optimizers that are built in the
+    middle of a training.
+    """
 
     def __init__(self, algorithm: Algorithm) -> None:
         self._algorithm = algorithm

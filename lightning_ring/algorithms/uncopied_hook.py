@@ -7,7 +7,9 @@ from typing import Any
 
 
 class UncopiedHook:
-    """Calls ``hook``. A copy of the module, also a pickled one, has in its place a hook that does nothing."""
+    """Calls ``hook``. A copy of the module, also a pickled one, has in its place a hook that
+    does nothing.
+    """
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook = hook

@@ -17,7 +17,9 @@ def add_hosts(parser: argparse.ArgumentParser, what: str = "hosts, and ranks on 
     """Returns the group, of whose options one at most may be given."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument("-H", "--host", "--hosts", dest="hosts", metavar="HOST:SLOTS,...", help=what)
-    where.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the same, one host a line: `gpu01 slots=4`")
+    where.add_argument(
+        "-hostfile", "--hostfile", metavar="FILE", help="the same, one host a line: `gpu01 slots=4`"
+    )
     return where
 
 
@@ -28,23 +30,38 @@ def chosen_hosts(options: argparse.Namespace) -> list[Host]:
 
 
 def check_output(option: str, path: str | Path | None, inputs: Iterable[Path] = ()) -> None:
-    """Before minutes of work: whether the file ``path`` of ``option`` can be written, and is none of ``inputs``.
+    """Before minutes of work: whether the file ``path`` of ``option`` can be written, and is none
+    of ``inputs``.
 
     Raises:
         ConfigurationError: It is not so.
     """
-    if path is not None and any(Path(path).exists() and each.exists() and each.samefile(path) for each in inputs):
-        raise ConfigurationError(f"{option} {path}: this file is read. Name another one, which may be written.")
-    if path is not None and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
-        raise ConfigurationError(f"{option} {path}: cannot be written. Name a file in an existing folder.")
+    if path is not None and any(
+        Path(path).exists() and each.exists() and each.samefile(path) for each in inputs
+    ):
+        raise ConfigurationError(
+            f"{option} {path}: this file is read. Name another one, which may be written."
+        )
+    if path is not None and (
+        Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)
+    ):
+        raise ConfigurationError(
+            f"{option} {path}: cannot be written. Name a file in an existing folder."
+        )
 
 
 def check_plot(path: str | Path | None) -> None:
-    """Raises `ConfigurationError` if matplotlib is not installed, or does not write files of that name."""
+    """Raises `ConfigurationError` if matplotlib is not installed, or does not write files of
+    that name.
+    """
     if path is None:
         return
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError("--plot needs matplotlib, which is not installed: `pip install matplotlib`.")
+        raise ConfigurationError(
+            "--plot needs matplotlib, which is not installed: `pip install matplotlib`."
+        )
     if Path(path).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigurationError(f"--plot {path}: the name of the file must end in .png, .svg or .pdf.")
+        raise ConfigurationError(
+            f"--plot {path}: the name of the file must end in .png, .svg or .pdf."
+        )
     check_output("--plot", path)

@@ -1,4 +1,6 @@
-"""``lightning-ring bench``: times the collectives of every backend, in ranks that it, or another launcher, starts."""
+"""``lightning-ring bench``: times the collectives of every backend, in ranks that it, or another
+launcher, starts.
+"""
 
 from __future__ import annotations
 
@@ -38,46 +40,81 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-ring bench",
-        description="Time all-reduce, reduce-scatter and all-gather over sizes, for every backend that works here. "
-        "Backends take turns, so that ratios are fair, and results are checked. Bandwidths are those of nccl-tests.",
-        epilog="Sizes are bytes: 4K, 25M, 1G count in powers of 1024 (KiB, MiB, GiB), 25MB is 25,000,000. Under "
-        "mpirun, srun or torchrun it runs with the ranks that they started.",
+        description="Time all-reduce, reduce-scatter and all-gather over sizes, for every "
+        "backend that works here. Backends take turns, so that ratios are fair, and results are "
+        "checked. Bandwidths are those of nccl-tests.",
+        epilog="Sizes are bytes: 4K, 25M, 1G count in powers of 1024 (KiB, MiB, GiB), 25MB is "
+        "25,000,000. Under mpirun, srun or torchrun it runs with the ranks that they started.",
     )
-    parser.add_argument("-n", "-np", dest="ranks", type=int, metavar="N", help="ranks (default: one a GPU, or a core)")
+    parser.add_argument(
+        "-n",
+        "-np",
+        dest="ranks",
+        type=int,
+        metavar="N",
+        help="ranks (default: one a GPU, or a core)",
+    )
     add_hosts(parser)
     parser.add_argument("--min", metavar="SIZE", help="smallest tensor on each rank (default: 1K)")
-    parser.add_argument("--max", metavar="SIZE", help="largest (default: 256M); each is 4 times the one before")
+    parser.add_argument(
+        "--max", metavar="SIZE", help="largest (default: 256M); each is 4 times the one before"
+    )
     parser.add_argument("--sizes", metavar="SIZE,...", help="these sizes instead")
-    parser.add_argument("--backends", nargs="+", choices=BACKENDS, help="default: all that work here")
-    parser.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES, help="default: all")
-    parser.add_argument("--compare", choices=BACKENDS, metavar="BACKEND", help="show times as ratios to this one's")
+    parser.add_argument(
+        "--backends", nargs="+", choices=BACKENDS, help="default: all that work here"
+    )
+    parser.add_argument(
+        "--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES, help="default: all"
+    )
+    parser.add_argument(
+        "--compare", choices=BACKENDS, metavar="BACKEND", help="show times as ratios to this one's"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "xpu"), default="auto")
-    parser.add_argument("--seconds", type=float, default=0.2, help="for each backend, collective, size (default: 0.2)")
-    parser.add_argument("--json", metavar="FILE", help="write all numbers, in bytes and seconds (rank 0's host)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.2,
+        help="for each backend, collective, size (default: 0.2)",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write all numbers, in bytes and seconds (rank 0's host)"
+    )
     return parser
 
 
 def parse_size(text: str, option: str) -> int:
-    """``"4K"``: 4096. Raises `ConfigurationError` if ``text`` is no size, or less than one float32."""
+    """``"4K"``: 4096. Raises `ConfigurationError` if ``text`` is no size, or less than one
+    float32.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise ConfigurationError(f"{option}: {text!r} is not a size. Write bytes, or a number with K, M, G: 64K, 25M.")
+        raise ConfigurationError(
+            f"{option}: {text!r} is not a size. Write bytes, or a number with K, M, G: 64K, 25M."
+        )
     unit = match[2].upper() + ("B" if match[2] and (match[3] or "").upper() == "B" else "")
     size = float(match[1]) * _FACTORS[unit]
     if size < 4:
-        raise ConfigurationError(f"{option}: {text!r} is less than the 4 bytes of one float32. Say 4 or more.")
+        raise ConfigurationError(
+            f"{option}: {text!r} is less than the 4 bytes of one float32. Say 4 or more."
+        )
     return int(size)
 
 
 def chosen_sizes(sizes: str | None, least: str | None, most: str | None) -> list[int]:
-    """Sizes to measure, in bytes. Raises `ConfigurationError` for options that exclude each other, or no sizes."""
+    """Sizes to measure, in bytes. Raises `ConfigurationError` for options that exclude each
+    other, or no sizes.
+    """
     if sizes is not None:
         if least is not None or most is not None:
-            raise ConfigurationError("--sizes says what to measure, and so do --min and --max. Use one or the other.")
+            raise ConfigurationError(
+                "--sizes says what to measure, and so do --min and --max. Use one or the other."
+            )
         return [parse_size(text, "--sizes") for text in sizes.split(",")]
     first, last = parse_size(least or "1K", "--min"), parse_size(most or "256M", "--max")
     if first > last:
-        raise ConfigurationError(f"--min is {first} bytes and --max {last}: nothing lies between. Swap them.")
+        raise ConfigurationError(
+            f"--min is {first} bytes and --max {last}: nothing lies between. Swap them."
+        )
     return [first * _STEP**power for power in range(int(math.log(last / first, _STEP) + 1e-9) + 1)]
 
 
@@ -86,7 +123,9 @@ def _check(options: argparse.Namespace) -> None:
     if not 0 < options.seconds < math.inf:
         raise ConfigurationError(f"--seconds {options.seconds}: must be more than 0, such as 0.2.")
     if options.compare and options.backends and options.compare not in options.backends:
-        raise ConfigurationError(f"--compare {options.compare} is not among --backends {' '.join(options.backends)}.")
+        raise ConfigurationError(
+            f"--compare {options.compare} is not among --backends {' '.join(options.backends)}."
+        )
     check_output("--json", options.json)
 
 
@@ -95,7 +134,9 @@ def _check_launched(options: argparse.Namespace, launched: LaunchVariables) -> N
         started = f"{launched.launcher} started {launched.world_size} ranks"
         raise ConfigurationError(f"-n {options.ranks}, but {started}. Leave -n out here.")
     if (options.hosts or options.hostfile) and "RING_LAUNCHER_PID" not in os.environ:
-        raise ConfigurationError(f"-H and --hostfile choose hosts, but {launched.launcher} has. Leave them out here.")
+        raise ConfigurationError(
+            f"-H and --hostfile choose hosts, but {launched.launcher} has. Leave them out here."
+        )
     _check_number(launched.world_size)
 
 
@@ -105,7 +146,9 @@ def _check_number(ranks: int) -> None:
 
 
 def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run this command again in every rank, through mpirun or, without one, as plain processes of this host."""
+    """Run this command again in every rank, through mpirun or, without one, as plain processes
+    of this host.
+    """
     hosts = chosen_hosts(options)
     ranks = options.ranks if options.ranks is not None else sum(host.slots for host in hosts)
     if not ranks and options.ranks is None:

@@ -14,7 +14,15 @@ from lightning_ring.cli.arguments import add_hosts, chosen_hosts
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.job.launchers import launcher_variables
 from lightning_ring.tools.doctor.asking import Request
-from lightning_ring.tools.doctor.findings import Finding, HostReport, as_json, last_line, lines, overall, short
+from lightning_ring.tools.doctor.findings import (
+    Finding,
+    HostReport,
+    as_json,
+    last_line,
+    lines,
+    overall,
+    short,
+)
 from lightning_ring.tools.doctor.hosts import FAMILIES, PREFIX, examine, examine_hosts
 from lightning_ring.tools.doctor.launching import living_launcher
 
@@ -22,7 +30,9 @@ from lightning_ring.tools.doctor.launching import living_launcher
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     if not options.timeout > 0:
-        raise ConfigurationError(f"--timeout {options.timeout:g}: must be more than 0 seconds, such as 60.")
+        raise ConfigurationError(
+            f"--timeout {options.timeout:g}: must be more than 0 seconds, such as 60."
+        )
     if options.ranks is not None and options.ranks < 1:
         raise ConfigurationError(f"-n {options.ranks}: the number of ranks must be 1 or more.")
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -37,16 +47,29 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-ring doctor",
-        description="Check that ranks can start, meet and exchange gradients here. Each line is ok, warning or broken, "
-        "with what to do. Nothing is changed.",
-        epilog="Exit code: 0, also with warnings; 1 if something is broken; 2 if this command line is wrong.",
+        description="Check that ranks can start, meet and exchange gradients here. Each line is "
+        "ok, warning or broken, with what to do. Nothing is changed.",
+        epilog="Exit code: 0, also with warnings; 1 if something is broken; 2 if this command "
+        "line is wrong.",
     )
     parser.add_argument(
-        "-n", dest="ranks", type=int, metavar="N", help="ranks on this host (default: one a GPU, min. 2)"
+        "-n",
+        dest="ranks",
+        type=int,
+        metavar="N",
+        help="ranks on this host (default: one a GPU, min. 2)",
     )
     add_hosts(parser, "check these hosts, and compare them")
-    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="default: all of them")
-    parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="of each all-reduce (default: 60)")
+    parser.add_argument(
+        "--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="default: all of them"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60,
+        metavar="SECONDS",
+        help="of each all-reduce (default: 60)",
+    )
     parser.add_argument("--json", action="store_true", help="write the report as JSON")
     # of how many hosts this is one: how the doctor starts itself there
     parser.add_argument("--part-of", type=int, default=0, help=argparse.SUPPRESS)
@@ -89,8 +112,14 @@ def _run(options: argparse.Namespace) -> int:
     return _conclude(options, reports, between)
 
 
-def _conclude(options: argparse.Namespace, reports: Sequence[HostReport], between: Sequence[Finding]) -> int:
-    print(json.dumps(as_json(reports, between), indent=1) if options.json else last_line(reports, between))
+def _conclude(
+    options: argparse.Namespace, reports: Sequence[HostReport], between: Sequence[Finding]
+) -> int:
+    print(
+        json.dumps(as_json(reports, between), indent=1)
+        if options.json
+        else last_line(reports, between)
+    )
     return 1 if overall(reports, between) == "broken" else 0
 
 

@@ -1,4 +1,6 @@
-"""``lightning-ring``: the tools beside training. Each is imported when it is called, so that ``--help`` is instant."""
+"""``lightning-ring``: the tools beside training. Each is imported when it is called, so that
+``--help`` is instant.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,34 @@ from lightning_ring.host.posix import require_posix
 COMMANDS = {
     "doctor": ("lightning_ring.cli.doctor", "check the setup: mistakes, and advice"),
     "pack": ("lightning_ring.cli.pack", "pack images into shards that train fast, and check them"),
-    "bench": ("lightning_ring.cli.bench", "how fast the ring is: bandwidth of every backend, over sizes"),
-    "timeline": ("lightning_ring.cli.timeline", "merge the ranks' timelines into one trace, also after a crash"),
-    "plan": ("lightning_ring.cli.plan", "how far a recorded job will scale, and what to change first"),
+    "bench": (
+        "lightning_ring.cli.bench",
+        "how fast the ring is: bandwidth of every backend, over sizes",
+    ),
+    "timeline": (
+        "lightning_ring.cli.timeline",
+        "merge the ranks' timelines into one trace, also after a crash",
+    ),
+    "plan": (
+        "lightning_ring.cli.plan",
+        "how far a recorded job will scale, and what to change first",
+    ),
     "report": ("lightning_ring.cli.report", "one HTML page of a run, or of several compared"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``lightning-ring COMMAND ...``; the exit code is the command's, or 2 where the command line was wrong."""
+    """Run ``lightning-ring COMMAND ...``; the exit code is the command's, or 2 where the command
+    line was wrong.
+    """
     width = max(map(len, COMMANDS), default=0)
     parser = argparse.ArgumentParser(
         prog="lightning-ring",
         usage="%(prog)s [-h] COMMAND ...",
-        description="Tools beside training. `lightning-ring COMMAND --help` shows the options of a command.",
-        epilog="commands:\n" + "\n".join(f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items()),
+        description="Tools beside training. `lightning-ring COMMAND --help` shows the options of "
+        "a command.",
+        epilog="commands:\n"
+        + "\n".join(f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)

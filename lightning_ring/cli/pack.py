@@ -36,7 +36,9 @@ def main(arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("numpy", "PIL", "simplejpeg", "tqdm"):
             raise
-        raise ConfigurationError(f"{error.name} is not installed. Run `pip install 'lightning-ring[data]'`.") from None
+        raise ConfigurationError(
+            f"{error.name} is not installed. Run `pip install 'lightning-ring[data]'`."
+        ) from None
     except KeyboardInterrupt:
         print(f"\nlightning-ring pack: stopped.{goes_on}", file=sys.stderr)
         return 130
@@ -55,42 +57,62 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-ring pack",
-        usage="%(prog)s [options] SRC DST\n       %(prog)s --append [options] SRC DST\n       %(prog)s --verify DST",
-        description="Pack images into tar shards in WebDataset's layout, with an index for random access "
-        "(lightning_ring.data.ShardDataset). SRC is a folder with a folder for each class, or a CSV file with the "
-        "columns path and label. What cannot be packed is left out and listed in DST/report.csv.",
-        epilog="Images whose shorter side is at most --size are copied byte for byte. Started again after an "
-        "interruption, the same command goes on after the last finished shard. --append leaves out images whose names "
-        "the set has, and takes the set's settings for those that are not given. New classes get the next numbers.",
+        usage="%(prog)s [options] SRC DST\n       %(prog)s --append [options] SRC DST\n       "
+        "%(prog)s --verify DST",
+        description="Pack images into tar shards in WebDataset's layout, with an index for "
+        "random access (lightning_ring.data.ShardDataset). SRC is a folder with a folder for "
+        "each class, or a CSV file with the columns path and label. What cannot be packed is "
+        "left out and listed in DST/report.csv.",
+        epilog="Images whose shorter side is at most --size are copied byte for byte. Started "
+        "again after an interruption, the same command goes on after the last finished shard. "
+        "--append leaves out images whose names the set has, and takes the set's settings for "
+        "those that are not given. New classes get the next numbers.",
     )
     parser.add_argument("paths", nargs="+", type=_folder, metavar="SRC DST", help=argparse.SUPPRESS)
-    parser.add_argument("--verify", action="store_true", help="read all of DST and compare it with its checksums")
-    parser.add_argument("--append", action="store_true", help="add SRC to the set in DST, or make one")
-    parser.add_argument("--size", type=int, help="shrink to this shorter side, 0: never (default: 256)")
-    parser.add_argument("--shard-mb", type=float, metavar="MIB", help="largest shard (default: 256)")
+    parser.add_argument(
+        "--verify", action="store_true", help="read all of DST and compare it with its checksums"
+    )
+    parser.add_argument(
+        "--append", action="store_true", help="add SRC to the set in DST, or make one"
+    )
+    parser.add_argument(
+        "--size", type=int, help="shrink to this shorter side, 0: never (default: 256)"
+    )
+    parser.add_argument(
+        "--shard-mb", type=float, metavar="MIB", help="largest shard (default: 256)"
+    )
     parser.add_argument("--quality", type=int, help="of JPEGs that are encoded anew (default: 90)")
     parser.add_argument(
-        "--group-by-class", action="store_true", default=None, help="keep classes together (default: mixed, seeded)"
+        "--group-by-class",
+        action="store_true",
+        default=None,
+        help="keep classes together (default: mixed, seeded)",
     )
     parser.add_argument(
         "--classes",
         type=Path,
         metavar="FILE",
-        help="number classes as the lines of this file, or as the manifest.json of other shards (default: by name)",
+        help="number classes as the lines of this file, or as the manifest.json of other shards "
+        "(default: by name)",
     )
     parser.add_argument(
         "--upright",
         action="store_true",
         default=None,
-        help="turn images by their EXIF orientation (default: leave them, as torchvision's ImageFolder does)",
+        help="turn images by their EXIF orientation (default: leave them, as torchvision's "
+        "ImageFolder does)",
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="threads (default: one a core); changes no byte")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="threads (default: one a core); changes no byte"
+    )
     return parser
 
 
 def _folder(text: str) -> Path:
     if "://" in text:
-        raise argparse.ArgumentTypeError(f"{text} is a URL, expected a folder. Pack into a folder, and copy it there.")
+        raise argparse.ArgumentTypeError(
+            f"{text} is a URL, expected a folder. Pack into a folder, and copy it there."
+        )
     return Path(text)
 
 
@@ -99,7 +121,8 @@ def _verify(paths: Sequence[Path], workers: int) -> int:
     if len(paths) != 1:
         raise ConfigurationError(f"--verify takes DST alone, got {len(paths)} paths.")
     (root,) = paths
-    from lightning_ring.data.shards.manifest import read_manifest  # deferred: --help needs neither numpy nor Pillow
+    # deferred: --help needs neither numpy nor Pillow
+    from lightning_ring.data.shards.manifest import read_manifest
     from lightning_ring.data.shards.verify import verify
 
     manifest = read_manifest(root)
@@ -123,7 +146,9 @@ def _verify(paths: Sequence[Path], workers: int) -> int:
 
 def _pack(options: argparse.Namespace, workers: int) -> int:
     if len(options.paths) != 2:
-        raise ConfigurationError(f"expected SRC and DST, got {len(options.paths)} paths. See `lightning-ring pack -h`.")
+        raise ConfigurationError(
+            f"expected SRC and DST, got {len(options.paths)} paths. See `lightning-ring pack -h`."
+        )
     source, target = options.paths
     from lightning_ring.data.packing.classes import read_classes
     from lightning_ring.data.packing.run import pack
@@ -146,12 +171,16 @@ def _pack(options: argparse.Namespace, workers: int) -> int:
 
 
 def _settings(options: argparse.Namespace, target: Path) -> PackSettings:
-    """What was given; the rest as the set in ``target`` has it, if images are appended to one, else the defaults."""
+    """What was given; the rest as the set in ``target`` has it, if images are appended to one,
+    else the defaults.
+    """
     from lightning_ring.data.packing.settings import PackSettings
     from lightning_ring.data.shards.manifest import MANIFEST, read_manifest
 
     names = [field.name for field in fields(PackSettings)]
-    found = read_manifest(target).settings if options.append and (target / MANIFEST).exists() else {}
+    found = (
+        read_manifest(target).settings if options.append and (target / MANIFEST).exists() else {}
+    )
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return PackSettings(**{name: found[name] for name in names if name in found} | given)
 
@@ -160,7 +189,9 @@ def _bar(unit: str, doing: str) -> Any:
     """A progress bar; nothing is shown where standard error is no terminal."""
     from tqdm import tqdm
 
-    return tqdm(desc=doing, unit=f" {unit}s", unit_scale=unit == "byte", dynamic_ncols=True, disable=None)
+    return tqdm(
+        desc=doing, unit=f" {unit}s", unit_scale=unit == "byte", dynamic_ncols=True, disable=None
+    )
 
 
 def _summarise(manifest: Manifest, target: Path) -> None:
@@ -171,15 +202,17 @@ def _summarise(manifest: Manifest, target: Path) -> None:
     treated = ("copied", "shrunk", "turned", "converted")
     done = ", ".join(f"{counts[how]} {how}" for how in treated if counts[how]) or "nothing to do"
     print(
-        f"{target}: {_count(manifest.samples, 'image')} of {_count(len(manifest.classes), 'class')} "
-        f"in {_count(len(manifest.shards), 'shard')}, "
+        f"{target}: {_count(manifest.samples, 'image')} of "
+        f"{_count(len(manifest.classes), 'class')} in {_count(len(manifest.shards), 'shard')}, "
         f"{size:.1f} MiB ({done})"
     )
     if "added" in counts:
         added, there = _count(counts["added"], "image"), counts["there"]
         print(f"generation {manifest.generation}: {added} added, {there} were there already")
     if number := counts["not turned"]:
-        print(f"not turned: {_count(number, 'image')} with an EXIF orientation; --upright turns them")
+        print(
+            f"not turned: {_count(number, 'image')} with an EXIF orientation; --upright turns them"
+        )
     report = target / (f"{manifest.index}/report.csv" if manifest.generation else "report.csv")
     if counts.get("added") == 0:
         report = target / NOT_ADDED

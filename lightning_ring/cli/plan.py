@@ -14,7 +14,14 @@ from lightning_ring.tools.plan import report
 from lightning_ring.tools.plan.advice import advise, in_words
 from lightning_ring.tools.plan.choice import choices, recommended
 from lightning_ring.tools.plan.choice import lines as choice_lines
-from lightning_ring.tools.plan.model import COMPRESSOR_NAMES, Cluster, Link, Settings, predict, world_sizes
+from lightning_ring.tools.plan.model import (
+    COMPRESSOR_NAMES,
+    Cluster,
+    Link,
+    Settings,
+    predict,
+    world_sizes,
+)
 from lightning_ring.tools.plan.networks import parse_link
 from lightning_ring.tools.plan.profile import Profile, check_same_model, json_text, read_profile
 
@@ -34,7 +41,11 @@ def main(arguments: Sequence[str]) -> int:
     settings = chosen_settings(options, profile)
     sizes = chosen_sizes(options.ranks, per_node)
     table = tabulate(profile, network, node, per_node, settings, sizes)
-    at = options.at if options.at is not None else max(size for size in sizes if size <= max(64, sizes[0]))
+    at = (
+        options.at
+        if options.at is not None
+        else max(size for size in sizes if size <= max(64, sizes[0]))
+    )
     _check_size(at, per_node, "--at")
     advice = advise(profile, _cluster(at, per_node, network, node), settings)
     checks = [check(path, other, profile, options, network, node) for path, other in others]
@@ -58,30 +69,50 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-ring plan",
-        description="Predict step time and efficiency on 1 to 10,000 ranks, for one ring, rings nested by node, and a "
-        "sharded optimizer, from a profile that lightning_ring.monitor.RingProfile recorded, on one rank or more.",
-        epilog="NETWORK is a name (1gbit, 10gbit, 25gbit, 100gbit, roce-100, ib-hdr, ib-ndr, nvlink4, ...), 8xib-ndr "
-        "for eight adapters a host, MICROSECONDS,GBIT of a message, or the file of `lightning-ring bench --json`.",
+        description="Predict step time and efficiency on 1 to 10,000 ranks, for one ring, rings "
+        "nested by node, and a sharded optimizer, from a profile that "
+        "lightning_ring.monitor.RingProfile recorded, on one rank or more.",
+        epilog="NETWORK is a name (1gbit, 10gbit, 25gbit, 100gbit, roce-100, ib-hdr, ib-ndr, "
+        "nvlink4, ...), 8xib-ndr for eight adapters a host, MICROSECONDS,GBIT of a message, or "
+        "the file of `lightning-ring bench --json`.",
     )
     parser.add_argument("profile", metavar="PROFILE.json")
     parser.add_argument("--network", metavar="NETWORK", help="between nodes (default: as recorded)")
-    parser.add_argument("--node", metavar="NETWORK", help="between the ranks of a node (default: as recorded)")
+    parser.add_argument(
+        "--node", metavar="NETWORK", help="between the ranks of a node (default: as recorded)"
+    )
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: as recorded")
-    parser.add_argument("--ranks", metavar="N,...", help="these numbers of ranks (default: powers of two to 10,000)")
-    parser.add_argument("--at", type=int, metavar="N", help="ranks that the advice is for (default: 64)")
+    parser.add_argument(
+        "--ranks", metavar="N,...", help="these numbers of ranks (default: powers of two to 10,000)"
+    )
+    parser.add_argument(
+        "--at", type=int, metavar="N", help="ranks that the advice is for (default: 64)"
+    )
     parser.add_argument(
         "--topology",
         choices=("auto", "flat", "hierarchical"),
         default="auto",
         help="of RingStrategy (default: auto, whatever was recorded: it depends on the nodes)",
     )
-    parser.add_argument("--compression", choices=("none", *COMPRESSOR_NAMES), help="default: as recorded")
+    parser.add_argument(
+        "--compression", choices=("none", *COMPRESSOR_NAMES), help="default: as recorded"
+    )
     parser.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="default: as recorded")
     parser.add_argument(
-        "--check", nargs="+", default=[], metavar="OTHER.json", help="profiles to check predictions with"
+        "--check",
+        nargs="+",
+        default=[],
+        metavar="OTHER.json",
+        help="profiles to check predictions with",
     )
-    parser.add_argument("--json", metavar="FILE", help="write all numbers, in bytes and seconds (null: without limit)")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw efficiency and step time (needs matplotlib)")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write all numbers, in bytes and seconds (null: without limit)",
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE.png", help="draw efficiency and step time (needs matplotlib)"
+    )
     return parser
 
 
@@ -93,40 +124,69 @@ def chosen_ranks_per_node(asked: int | None, profile: Profile) -> int:
     return asked
 
 
-def chosen_links(options: argparse.Namespace, profile: Profile, per_node: int) -> tuple[Link, Link | None]:
-    """Between nodes and inside one; raises `ConfigurationError` if a link is neither given nor recorded."""
-    measured = None if profile.link is None else Link(f"measured by {Path(options.profile).name}", profile.link)
+def chosen_links(
+    options: argparse.Namespace, profile: Profile, per_node: int
+) -> tuple[Link, Link | None]:
+    """Between nodes and inside one; raises `ConfigurationError` if a link is neither given nor
+    recorded.
+    """
+    measured = (
+        None
+        if profile.link is None
+        else Link(f"measured by {Path(options.profile).name}", profile.link)
+    )
     level = profile.link_level
-    network = parse_link(options.network, "--network") if options.network else measured if level == "network" else None
-    node = parse_link(options.node, "--node") if options.node else measured if level == "node" else None
+    network = (
+        parse_link(options.network, "--network")
+        if options.network
+        else measured
+        if level == "network"
+        else None
+    )
+    node = (
+        parse_link(options.node, "--node")
+        if options.node
+        else measured
+        if level == "node"
+        else None
+    )
     if network is None:
         raise ConfigurationError(
-            f"{options.profile} was recorded on {profile.run.num_nodes} node(s) and has not measured a network. Say "
-            "which one to plan for, such as --network 10gbit, --network 30,10 (µs, Gbit/s) or --network bench.json."
+            f"{options.profile} was recorded on {profile.run.num_nodes} node(s) and has not "
+            "measured a network. Say which one to plan for, such as --network 10gbit, --network "
+            "30,10 (µs, Gbit/s) or --network bench.json."
         )
     if node is None and per_node > 1:
         raise ConfigurationError(
-            f"{per_node} ranks a node, and {options.profile} has not measured how those talk. Say it, such as "
-            "--node nvlink4, --node pcie4, or --node bench.json (of `lightning-ring bench` on one node)."
+            f"{per_node} ranks a node, and {options.profile} has not measured how those talk. Say "
+            "it, such as --node nvlink4, --node pcie4, or --node bench.json (of `lightning-ring "
+            "bench` on one node)."
         )
     return network, node
 
 
 def chosen_settings(options: argparse.Namespace, profile: Profile) -> Settings:
-    """The settings of the run, except for its topology, which depends on the nodes, and what the command line sets."""
+    """The settings of the run, except for its topology, which depends on the nodes, and what the
+    command line sets.
+    """
     run = profile.run
     cap = options.bucket_cap_mb
     if cap is not None and not 0 < cap < float("inf"):
-        raise ConfigurationError(f"--bucket-cap-mb {cap:g}: must be a size in MiB greater than 0, such as 25.")
+        raise ConfigurationError(
+            f"--bucket-cap-mb {cap:g}: must be a size in MiB greater than 0, such as 25."
+        )
     if cap is None:
         cap = None if isinstance(run.bucket_cap_mb, str) else run.bucket_cap_mb
     compression = run.compression if options.compression is None else options.compression
     if compression not in (None, "none", *COMPRESSOR_NAMES):
         raise ConfigurationError(
-            f"{options.profile} was recorded with compression {compression!r}, whose messages `plan` cannot predict. "
-            f"Say --compression none, or one of {', '.join(COMPRESSOR_NAMES)}."
+            f"{options.profile} was recorded with compression {compression!r}, whose messages "
+            "`plan` cannot predict. Say --compression none, or one of "
+            f"{', '.join(COMPRESSOR_NAMES)}."
         )
-    return Settings(options.topology, run.sharded, None if compression == "none" else compression, cap)
+    return Settings(
+        options.topology, run.sharded, None if compression == "none" else compression, cap
+    )
 
 
 def chosen_sizes(asked: str | None, per_node: int) -> list[int]:
@@ -135,7 +195,9 @@ def chosen_sizes(asked: str | None, per_node: int) -> list[int]:
     sizes = []
     for text in asked.split(","):
         if not text.strip().isdecimal():
-            raise ConfigurationError(f"--ranks {asked}: {text!r} is no number of ranks. Write for instance 1,8,64.")
+            raise ConfigurationError(
+                f"--ranks {asked}: {text!r} is no number of ranks. Write for instance 1,8,64."
+            )
         _check_size(int(text), per_node, "--ranks")
         sizes.append(int(text))
     return sorted(set(sizes))
@@ -152,13 +214,21 @@ def _check_size(size: int, per_node: int, option: str) -> None:
 
 
 def _cluster(size: int, per_node: int, network: Link, node: Link | None) -> Cluster:
-    return Cluster(size, per_node, network, node or network)  # with one rank a node nothing travels inside one
+    # with one rank a node nothing travels inside one
+    return Cluster(size, per_node, network, node or network)
 
 
 def tabulate(
-    profile: Profile, network: Link, node: Link | None, per_node: int, settings: Settings, sizes: Sequence[int]
+    profile: Profile,
+    network: Link,
+    node: Link | None,
+    per_node: int,
+    settings: Settings,
+    sizes: Sequence[int],
 ) -> dict[str, list[report.PredictedStep]]:
-    """Steps of ``ring`` as one ring and nested by node, and of ``ring_sharded`` as ``settings`` have it."""
+    """Steps of ``ring`` as one ring and nested by node, and of ``ring_sharded`` as ``settings``
+    have it.
+    """
     ways = {
         "flat": replace(settings, topology="flat", shard_optimizer=False),
         "hierarchical": replace(settings, topology="hierarchical", shard_optimizer=False),
@@ -173,7 +243,12 @@ def tabulate(
 
 
 def check(
-    path: str, other: Profile, profile: Profile, options: argparse.Namespace, network: Link, node: Link | None
+    path: str,
+    other: Profile,
+    profile: Profile,
+    options: argparse.Namespace,
+    network: Link,
+    node: Link | None,
 ) -> dict[str, Any]:
     """Predict the run that ``other`` recorded from ``profile``'s computation, and compare."""
     run = other.run
@@ -183,9 +258,14 @@ def check(
     if other.link is not None and other.link_level == "network" and not options.network:
         network = Link(path, other.link)
     if per_node > 1 and run.world_size > 1 and node is None:
-        raise ConfigurationError(f"--check {path}: {per_node} ranks shared a node; say how they talk (--node ...).")
+        raise ConfigurationError(
+            f"--check {path}: {per_node} ranks shared a node; say how they talk (--node ...)."
+        )
     settings = chosen_settings(
-        argparse.Namespace(profile=path, compression=None, bucket_cap_mb=None, topology=run.topology), other
+        argparse.Namespace(
+            profile=path, compression=None, bucket_cap_mb=None, topology=run.topology
+        ),
+        other,
     )
     step = predict(profile, _cluster(run.world_size, per_node, network, node), settings)
     return {

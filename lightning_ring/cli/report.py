@@ -36,11 +36,20 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-ring report",
-        description="Write one HTML page, which needs no network, of what a run logged to TensorBoard and keeps in its "
-        "folder: result, curves, where a step's time goes, ranks, pictures, configuration, environment. Several runs "
-        "are compared.",
+        description="Write one HTML page, which needs no network, of what a run logged to "
+        "TensorBoard and keeps in its folder: result, curves, where a step's time goes, ranks, "
+        "pictures, configuration, environment. Several runs are compared.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or above several, such as a sweep's")
-    parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: report.html")
-    parser.add_argument("--metric", metavar="TAG", help="scalar to compare by (default: what checkpoints go by)")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="folder of a run, or above several, such as a sweep's",
+    )
+    parser.add_argument(
+        "-o", "--output", default="report.html", metavar="FILE", help="default: report.html"
+    )
+    parser.add_argument(
+        "--metric", metavar="TAG", help="scalar to compare by (default: what checkpoints go by)"
+    )
     return parser

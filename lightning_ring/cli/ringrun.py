@@ -22,7 +22,8 @@ from lightning_ring.launch.respawn import RespawnLimits
 from lightning_ring.launch.start import mpirun_job, plain_job
 from lightning_ring.launch.supervisor import STOP_SIGNAL
 
-_LIMITS = ("min_ranks", "max_ranks", "wait_for_ranks", "respawn_limit")  # of jobs that go on when ranks die
+# of jobs that go on when ranks die
+_LIMITS = ("min_ranks", "max_ranks", "wait_for_ranks", "respawn_limit")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,11 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ringrun",
-        description="Start COMMAND as N ranks through mpirun, on this host or on several; show the line that is run.",
-        epilog="Ctrl-C and SIGTERM ask the ranks to stop and save; RING_STOP_GRACE (30 s) later they are ended.",
+        description="Start COMMAND as N ranks through mpirun, on this host or on several; show "
+        "the line that is run.",
+        epilog="Ctrl-C and SIGTERM ask the ranks to stop and save; RING_STOP_GRACE (30 s) later "
+        "they are ended.",
     )
     parser.add_argument(
-        "-n", "-np", "--num-proc", dest="ranks", type=int, metavar="N", help="number of ranks (default: all slots)"
+        "-n",
+        "-np",
+        "--num-proc",
+        dest="ranks",
+        type=int,
+        metavar="N",
+        help="number of ranks (default: all slots)",
     )
     where = add_hosts(parser)
     where.add_argument(
@@ -53,17 +62,42 @@ def _parser() -> argparse.ArgumentParser:
         help="a command that writes one host a line, run again and again: ranks start on new hosts",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="show the line and run nothing")
-    parser.add_argument("--no-mpi", action="store_true", help="plain processes on this host (Gloo or NCCL), no mpirun")
-    elastic = parser.add_argument_group("a job that goes on when ranks die (plain processes, an elastic strategy)")
-    elastic.add_argument(
-        "--min-ranks", "--min-np", "--min-num-proc", type=int, metavar="N", help="go on with N ranks or more"
+    parser.add_argument(
+        "--no-mpi",
+        action="store_true",
+        help="plain processes on this host (Gloo or NCCL), no mpirun",
+    )
+    elastic = parser.add_argument_group(
+        "a job that goes on when ranks die (plain processes, an elastic strategy)"
     )
     elastic.add_argument(
-        "--max-ranks", "--max-np", "--max-num-proc", type=int, metavar="N", help="never more than N ranks"
+        "--min-ranks",
+        "--min-np",
+        "--min-num-proc",
+        type=int,
+        metavar="N",
+        help="go on with N ranks or more",
     )
-    elastic.add_argument("--wait-for-ranks", type=float, metavar="S", help="seconds to wait for N ranks (default: 600)")
-    elastic.add_argument("--respawn", action="store_true", help="start a new process for each that dies")
-    elastic.add_argument("--respawn-limit", type=int, metavar="N", help="deaths of a rank in a row (default: 5)")
+    elastic.add_argument(
+        "--max-ranks",
+        "--max-np",
+        "--max-num-proc",
+        type=int,
+        metavar="N",
+        help="never more than N ranks",
+    )
+    elastic.add_argument(
+        "--wait-for-ranks",
+        type=float,
+        metavar="S",
+        help="seconds to wait for N ranks (default: 600)",
+    )
+    elastic.add_argument(
+        "--respawn", action="store_true", help="start a new process for each that dies"
+    )
+    elastic.add_argument(
+        "--respawn-limit", type=int, metavar="N", help="deaths of a rank in a row (default: 5)"
+    )
     elastic.add_argument(
         "--slots-per-host",
         type=int,
@@ -71,7 +105,12 @@ def _parser() -> argparse.ArgumentParser:
         help="ranks on a host that --discover lists without slots (default: 1)",
     )
     add_horovodrun(parser)
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="a .py file runs in this Python")
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="COMMAND",
+        help="a .py file runs in this Python",
+    )
     return parser
 
 
@@ -82,7 +121,9 @@ def _run(options: argparse.Namespace) -> int:
     if discovery is not None and options.ranks is None:
         options.ranks = options.min_ranks or 1
     if options.ranks is None and not hosts:
-        raise ConfigurationError("how many ranks? Say -n N, or give hosts and their slots, as in -H host1:4,host2:4.")
+        raise ConfigurationError(
+            "how many ranks? Say -n N, or give hosts and their slots, as in -H host1:4,host2:4."
+        )
     ranks = options.ranks if options.ranks is not None else sum(host.slots for host in hosts)
     if ranks < 1:
         raise ConfigurationError(f"-n {ranks}: the number of ranks must be 1 or more.")
@@ -103,7 +144,9 @@ def _run(options: argparse.Namespace) -> int:
         return ElasticJob(command, limits, environ, hosts, through, discovery).run()
     if options.no_mpi:
         if any(not host.is_local for host in hosts):
-            raise ConfigurationError("--no-mpi starts processes on this host only; leave -H and --hostfile out.")
+            raise ConfigurationError(
+                "--no-mpi starts processes on this host only; leave -H and --hostfile out."
+            )
         if options.dry_run:
             print(f"{ranks} processes of: {shlex.join(command)}")
             return 0
@@ -119,7 +162,9 @@ def _run(options: argparse.Namespace) -> int:
 
 def _is_elastic(options: argparse.Namespace) -> bool:
     return (
-        options.respawn or options.discover is not None or any(getattr(options, name) is not None for name in _LIMITS)
+        options.respawn
+        or options.discover is not None
+        or any(getattr(options, name) is not None for name in _LIMITS)
     )
 
 
@@ -130,9 +175,13 @@ def _elastic_limits(options: argparse.Namespace, ranks: int) -> ElasticLimits | 
     given = {name: getattr(options, name) for name in _LIMITS if getattr(options, name) is not None}
     limit = given.pop("respawn_limit", None)
     if limit is not None and (not options.respawn or limit < 1):
-        raise ConfigurationError(f"--respawn-limit {limit}: it is 1 or more, and goes with --respawn.")
+        raise ConfigurationError(
+            f"--respawn-limit {limit}: it is 1 or more, and goes with --respawn."
+        )
     if given.get("wait_for_ranks", 0.0) < 0:
-        raise ConfigurationError(f"--wait-for-ranks {given['wait_for_ranks']:g}: the seconds must be 0 or more.")
+        raise ConfigurationError(
+            f"--wait-for-ranks {given['wait_for_ranks']:g}: the seconds must be 0 or more."
+        )
     if options.start_timeout is not None:
         given["start_seconds"] = options.start_timeout
     respawn = None
@@ -144,17 +193,23 @@ def _elastic_limits(options: argparse.Namespace, ranks: int) -> ElasticLimits | 
 def _discovery(options: argparse.Namespace) -> Discovery | None:
     slots = options.slots_per_host
     if slots is not None and (options.discover is None or slots < 1):
-        raise ConfigurationError(f"--slots-per-host {slots}: it is 1 or more, and goes with --discover.")
+        raise ConfigurationError(
+            f"--slots-per-host {slots}: it is 1 or more, and goes with --discover."
+        )
     if options.discover is None:
         return None
     words = shlex.split(options.discover)
     if not words or shutil.which(words[0]) is None:
-        raise ConfigurationError(f"--discover {options.discover!r}: no such command. It writes one host:slots a line.")
+        raise ConfigurationError(
+            f"--discover {options.discover!r}: no such command. It writes one host:slots a line."
+        )
     return Discovery(words, slots or 1)
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:
-    """``command`` with the running Python in front of a ``.py`` file, and in the place of ``python``."""
+    """``command`` with the running Python in front of a ``.py`` file, and in the place of
+    ``python``.
+    """
     words = list(command[1:] if command[:1] == ["--"] else command)
     if not words:
         raise ConfigurationError("No command to run. For example: ringrun -n 2 train.py")
@@ -165,7 +220,9 @@ def resolve_command(command: Sequence[str]) -> list[str]:
             raise ConfigurationError(f"{words[0]}: no such file in {os.getcwd()}.")
         return [sys.executable, *words]
     if shutil.which(words[0]) is None:
-        raise ConfigurationError(f"{words[0]}: no such command on PATH. A Python script is named with its .py.")
+        raise ConfigurationError(
+            f"{words[0]}: no such command on PATH. A Python script is named with its .py."
+        )
     return words
 
 

@@ -22,8 +22,8 @@ def main(arguments: Sequence[str]) -> int:
     names = _timelines(options.where)
     if len(names) > 1 and (options.output is not None or options.plot is not None):
         raise ConfigurationError(
-            f"{options.where} holds several timelines: {', '.join(name.name for name in names)}. Name one of them "
-            f"instead of the folder, such as {names[0]}."
+            f"{options.where} holds several timelines: {', '.join(name.name for name in names)}. "
+            f"Name one of them instead of the folder, such as {names[0]}."
         )
     complete = True
     for name in names:
@@ -44,14 +44,26 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-ring timeline",
-        description="Merge what ranks wrote under RingStrategy(timeline='trace.json') or RING_TIMELINE=trace.json "
-        "(trace.rank0.jsonl and so on) into one trace for https://ui.perfetto.dev. A job that ends does this itself; "
-        "after a crash, or while a job runs, this does it with what is there.",
+        description="Merge what ranks wrote under RingStrategy(timeline='trace.json') or "
+        "RING_TIMELINE=trace.json (trace.rank0.jsonl and so on) into one trace for "
+        "https://ui.perfetto.dev. A job that ends does this itself; after a crash, or while a "
+        "job runs, this does it with what is there.",
     )
-    parser.add_argument("where", type=Path, metavar="DIR", help="the folder, or the name trace.json in it")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: trace.json in DIR")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw some steps (.png, .svg or .pdf)")
-    parser.add_argument("--steps", type=_steps, metavar="A-B", help="steps to draw (default: the last two whole ones)")
+    parser.add_argument(
+        "where", type=Path, metavar="DIR", help="the folder, or the name trace.json in it"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="default: trace.json in DIR"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also draw some steps (.png, .svg or .pdf)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=_steps,
+        metavar="A-B",
+        help="steps to draw (default: the last two whole ones)",
+    )
     return parser
 
 
@@ -60,7 +72,9 @@ def _steps(text: str) -> tuple[int, int]:
     try:
         steps = int(first), int(last or first)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a step, such as 7, or steps, such as 7-9") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected a step, such as 7, or steps, such as 7-9"
+        ) from None
     if steps[0] > steps[1]:
         raise argparse.ArgumentTypeError(f"{text!r}: the first step comes after the last one")
     return steps
@@ -72,16 +86,16 @@ def _timelines(where: Path) -> list[Path]:
     names = timelines_in(where)
     if not names:
         raise ConfigurationError(
-            f"{where} holds no timeline: there is no file such as trace.rank0.jsonl in it. Record one with "
-            "RING_TIMELINE=trace.json or RingStrategy(timeline='trace.json')."
+            f"{where} holds no timeline: there is no file such as trace.rank0.jsonl in it. Record "
+            "one with RING_TIMELINE=trace.json or RingStrategy(timeline='trace.json')."
         )
     return names
 
 
 def _report(merged: Merged) -> bool:
     print(
-        f"{merged.path}: {len(merged.ranks)} of {merged.world_size} rank(s), {merged.num_events} events. Open it in "
-        "https://ui.perfetto.dev"
+        f"{merged.path}: {len(merged.ranks)} of {merged.world_size} rank(s), {merged.num_events} "
+        "events. Open it in https://ui.perfetto.dev"
     )
     for rank in merged.ranks:
         about = merged.clocks.get(rank)
@@ -89,14 +103,15 @@ def _report(merged: Merged) -> bool:
             print(f"rank {rank}: its clock is known to ±{about['error'] * 1e6:.0f} µs")
     if merged.unfinished:
         print(
-            f"not closed by rank(s) {_listed(merged.unfinished)}: their job was killed or still runs, or a copy of a "
-            "file was cut short",
+            f"not closed by rank(s) {_listed(merged.unfinished)}: their job was killed or still "
+            "runs, or a copy of a file was cut short",
             file=sys.stderr,
         )
     if merged.missing:
         print(
-            f"missing: rank(s) {_listed(merged.missing)}. Copy {merged.path.stem}.rank{merged.missing[0]}.jsonl from "
-            "that rank's host into this folder.",
+            f"missing: rank(s) {_listed(merged.missing)}. Copy "
+            f"{merged.path.stem}.rank{merged.missing[0]}.jsonl from that rank's host into this "
+            "folder.",
             file=sys.stderr,
         )
     for left_out in merged.left_out:

@@ -7,9 +7,11 @@ import os
 
 
 class Alarm:
-    """Wakes a thread some time after it was set, without touching the interpreter's lock before; Linux's timerfd.
+    """Wakes a thread some time after it was set, without touching the interpreter's lock before;
+    Linux's timerfd.
 
-    A thread woken at once would take that lock from the caller, who in most cases is about to do the work itself.
+    A thread woken at once would take that lock from the caller, who in most cases is about to do
+    the work itself.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -20,7 +22,8 @@ class Alarm:
             raise OSError("timerfd_create failed")
         self._set_time = libc.timerfd_settime
         self._set_time.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
-        self._later = (ctypes.c_long * 4)(0, 0, 0, int(seconds * 1e9))  # struct itimerspec: interval, value
+        # struct itimerspec: interval, value
+        self._later = (ctypes.c_long * 4)(0, 0, 0, int(seconds * 1e9))
         self._now = (ctypes.c_long * 4)(0, 0, 0, 1)
 
     def set(self) -> None:

@@ -1,4 +1,5 @@
-"""Checks of calls of collectives: the arguments on each rank, and that all ranks make the same call.
+"""Checks of calls of collectives: the arguments on each rank, and that all ranks make the same
+call.
 
 A difference between ranks is then an error, and not a hang.
 """
@@ -16,42 +17,58 @@ from lightning_ring.errors import CollectiveError, ConfigurationError
 
 HEADER_BYTES = 128
 _DIGEST_BYTES = 8
-_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
+)
 
 
 def describe(kind: str, *details: object, name: str = "") -> str:
-    """``all_reduce "bucket 3" (sum, float32, 1024 elements)``: the same text on all ranks if they agree."""
+    """``all_reduce "bucket 3" (sum, float32, 1024 elements)``: the same text on all ranks if
+    they agree.
+    """
     shown = ", ".join(str(detail).removeprefix("torch.") for detail in details)
     return kind + (f' "{name}"' if name else "") + (f" ({shown})" if shown else "")
 
 
 def header(description: str) -> Tensor:
-    """``description`` as `HEADER_BYTES` of uint8: a digest of all of it, then as much of it as fits, for the error."""
+    """``description`` as `HEADER_BYTES` of uint8: a digest of all of it, then as much of it as
+    fits, for the error.
+    """
     text = description.encode()
     digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
-    return torch.frombuffer(bytearray((digest + text)[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray((digest + text)[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8
+    )
 
 
 def check_agreement(headers: Tensor, call: int) -> None:
-    """Raise `CollectiveError`, the same on every rank, if the ``headers`` (one row a rank) of the ``call``-th call
-    differ."""
+    """Raise `CollectiveError`, the same on every rank, if the ``headers`` (one row a rank) of the
+    ``call``-th call differ."""
     if torch.equal(headers, headers[:1].expand_as(headers)):
         return
-    texts = [bytes(row[_DIGEST_BYTES:].tolist()).rstrip(b"\0").decode(errors="ignore") for row in headers.cpu()]
+    texts = [
+        bytes(row[_DIGEST_BYTES:].tolist()).rstrip(b"\0").decode(errors="ignore")
+        for row in headers.cpu()
+    ]
     raise CollectiveError(
-        f"the ranks called different collectives (call {call} of this communicator): {by_rank(texts)}. All ranks must "
-        "make the same calls in the same order with tensors of equal dtype and size: look for code that only some "
-        "ranks run, and for models or batches that differ between ranks."
+        f"the ranks called different collectives (call {call} of this communicator): "
+        f"{by_rank(texts)}. All ranks must make the same calls in the same order with tensors of "
+        "equal dtype and size: look for code that only some ranks run, and for models or batches "
+        "that differ between ranks."
     )
 
 
 def by_rank(texts: Sequence[str], shown: int = 4) -> str:
-    """``ranks 0, 2: a; rank 1: b``: the first ``shown`` different texts, each with the ranks that have it."""
+    """``ranks 0, 2: a; rank 1: b``: the first ``shown`` different texts, each with the ranks
+    that have it.
+    """
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault(text, []).append(rank)
     parts = [f"{ranks_text(group)}: {text}" for text, group in ranks.items()]
-    return "; ".join(parts[:shown]) + (f"; and {len(parts) - shown} more" if len(parts) > shown else "")
+    return "; ".join(parts[:shown]) + (
+        f"; and {len(parts) - shown} more" if len(parts) > shown else ""
+    )
 
 
 def check_rank(rank: int, world_size: int, argument: str) -> None:
@@ -59,22 +76,31 @@ def check_rank(rank: int, world_size: int, argument: str) -> None:
         raise ConfigurationError(f"{argument}={rank}, but ranks go from 0 to {world_size - 1}.")
 
 
-def check_all_to_all(inputs: Sequence[Tensor], outputs: Sequence[Tensor], world_size: int, what: str) -> None:
+def check_all_to_all(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], world_size: int, what: str
+) -> None:
     if len(inputs) != world_size or len(outputs) != world_size:
         raise ConfigurationError(
-            f"{what}: {len(inputs)} inputs and {len(outputs)} outputs for {world_size} ranks; give one of each a rank."
+            f"{what}: {len(inputs)} inputs and {len(outputs)} outputs for {world_size} ranks; give "
+            "one of each a rank."
         )
 
 
 def sizes_and_dtypes(tensors: Sequence[Tensor]) -> Tensor:
-    """Of each tensor its bytes and its dtype, as one number; 0 for an empty one, whatever its dtype."""
+    """Of each tensor its bytes and its dtype, as one number; 0 for an empty one, whatever its
+    dtype.
+    """
     return torch.tensor(
-        [tensor.nbytes << 8 | _DTYPES.index(tensor.dtype) if tensor.numel() else 0 for tensor in tensors]
+        [
+            tensor.nbytes << 8 | _DTYPES.index(tensor.dtype) if tensor.numel() else 0
+            for tensor in tensors
+        ]
     )
 
 
 def check_sizes(sizes: Tensor, what: str) -> int:
-    """``sizes``: one row per rank, `sizes_and_dtypes` of its inputs, then of its outputs. Returns the most bytes.
+    """``sizes``: one row per rank, `sizes_and_dtypes` of its inputs, then of its outputs. Returns
+    the most bytes.
 
     Raises `CollectiveError`, the same on every rank, if they differ.
     """
@@ -84,9 +110,9 @@ def check_sizes(sizes: Tensor, what: str) -> int:
     if wrong:
         source, target = wrong[0]
         raise CollectiveError(
-            f"{what}: rank {source} sends {_in_words(sent[source, target])} to rank {target}, which expects "
-            f"{_in_words(expected[source, target])} ({len(wrong)} of {world_size**2} pairs differ). Exchange the sizes "
-            "first, and use one dtype."
+            f"{what}: rank {source} sends {_in_words(sent[source, target])} to rank {target}, "
+            f"which expects {_in_words(expected[source, target])} ({len(wrong)} of {world_size**2} "
+            "pairs differ). Exchange the sizes first, and use one dtype."
         )
     return int(sizes.max()) >> 8
 
@@ -98,12 +124,16 @@ def _in_words(size_and_dtype: Tensor) -> str:
 
 def contiguous_flat(tensor: Tensor, method: str) -> Tensor:
     if tensor.device.type != "cpu":
-        raise ConfigurationError(f"{method}: this backend moves CPU tensors, not {tensor.device}. Use NCCL for CUDA.")
+        raise ConfigurationError(
+            f"{method}: this backend moves CPU tensors, not {tensor.device}. Use NCCL for CUDA."
+        )
     if not tensor.is_contiguous():
-        raise ConfigurationError(f"{method} works in place and needs a contiguous tensor; this one is a strided view.")
+        raise ConfigurationError(
+            f"{method} works in place and needs a contiguous tensor; this one is a strided view."
+        )
     if tensor.is_conj() or tensor.is_neg():  # its memory holds other numbers than it shows
         raise ConfigurationError(
-            f"{method} works in place, and this tensor is a conjugate or negative view of another one. Give it "
-            "tensor.resolve_conj().resolve_neg()."
+            f"{method} works in place, and this tensor is a conjugate or negative view of another "
+            "one. Give it tensor.resolve_conj().resolve_neg()."
         )
     return tensor.detach().view(-1)

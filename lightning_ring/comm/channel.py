@@ -1,4 +1,6 @@
-"""Channels: collectives of one channel run one after another, those of two channels at the same time."""
+"""Channels: collectives of one channel run one after another, those of two channels at the same
+time.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,14 @@ from lightning_ring.comm import ring
 from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.waiting import WaitPolicy
 
-# A choice takes this into account of what went before: a channel that once carried a large tensor is long free again.
+# A choice takes this into account of what went before: a channel that once carried a large tensor
+# is long free again.
 _REMEMBERED_BYTES = 16 * 1024 * 1024
 
 
 class Channel:
-    """A thread, and a `PointToPoint` whose messages have a tag of their own, over a transport that channels share.
+    """A thread, and a `PointToPoint` whose messages have a tag of their own, over a transport that
+    channels share.
 
     ``landing`` is memory of `ring.scratch_bytes`.
     """
@@ -48,11 +52,14 @@ class Channel:
 
 
 class ChannelSelector:
-    """Chooses the channel of each collective by the bytes that each was given, a number that all ranks know alike."""
+    """Chooses the channel of each collective by the bytes that each was given, a number that all
+    ranks know alike.
+    """
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels = list(channels)
-        self._ahead = [0] * len(channels)  # bytes that this channel was given more than the one with the fewest
+        # bytes that this channel was given more than the one with the fewest
+        self._ahead = [0] * len(channels)
 
     def next(self, num_bytes: int) -> Channel:
         chosen = self._ahead.index(min(self._ahead))
@@ -68,4 +75,6 @@ class ChannelSelector:
     def of_this_thread(self) -> Channel:
         """The channel whose thread calls; the first, if it is another thread."""
         current = threading.current_thread()
-        return next((channel for channel in self._channels if channel.thread.is_run_by(current)), self.first)
+        return next(
+            (channel for channel in self._channels if channel.thread.is_run_by(current)), self.first
+        )

@@ -1,13 +1,15 @@
-"""An engine for collectives that are steps: run in the order of the calls by the first thread that waits for them.
+"""An engine for collectives that are steps: run in the order of the calls by the first thread that
+waits for them.
 
-That thread is the caller, or one behind it. A short collective then costs no change of threads, and one that nobody
-waits for goes on during the computation.
+That thread is the caller, or one behind it. A short collective then costs no change of threads, and
+one that nobody waits for goes on during the computation.
 
-`CollectiveThread` is the other engine: it runs whole functions, since the waits of MPI, Gloo and torch are calls that a
-queue cannot leave and take up again. Over shared memory it would be slower. Measured: all-reduces of 4 KiB between two
-ranks, the same steps run by the queue or by a `CollectiveThread` that polls between them, on two cores that other
-programs used too; the fastest tenth of 2,000 took at most 27 to 29 µs by the queue (four runs), 52 to 150 µs by the
-thread (four runs).
+`CollectiveThread` is the other engine: it runs whole functions, since the waits of MPI, Gloo and
+torch are calls that a queue cannot leave and take up again. Over shared memory it would be slower.
+Measured: all-reduces of 4 KiB between two ranks, the same steps run by the queue or by a
+`CollectiveThread` that polls between them, on two cores that other programs used too; the fastest
+tenth of 2,000 took at most 27 to 29 µs by the queue (four runs), 52 to 150 µs by the thread (four
+runs).
 """
 
 from __future__ import annotations
@@ -27,21 +29,29 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lightning_ring.comm.alarm import Alarm
-from lightning_ring.comm.waiting import CHECK_SECONDS, LONGEST_SLEEP_SECONDS, SLEEP_SHARE, WaitPolicy, transport_error
+from lightning_ring.comm.waiting import (
+    CHECK_SECONDS,
+    LONGEST_SLEEP_SECONDS,
+    SLEEP_SHARE,
+    WaitPolicy,
+    transport_error,
+)
 from lightning_ring.errors import CollectiveError, RingError
 
 _NOTHING = nullcontext()
 WAKE_SECONDS = 1e-3  # whoever waits at once has begun by then, and the thread leaves it alone
 EXIT_SECONDS = 1.0
 STUCK_SECONDS = 5.0  # past the timeout: the thread itself hangs
-# Two ranks may find themselves on one core for a while: there the one that spins keeps the other from answering.
+# Two ranks may find themselves on one core for a while: there the one that spins keeps the other
+# from answering.
 SPIN_SECONDS = 10e-6
 YIELD_SECONDS = 100e-6  # until then a waiting thread only lets others run
-# A sleep lasts 60 µs at least. Two ranks that slept in turn, each for the other, would go on doing so: a caller,
-# who has nothing else to do, yields for longer than that before it sleeps.
+# A sleep lasts 60 µs at least. Two ranks that slept in turn, each for the other, would go on doing
+# so: a caller, who has nothing else to do, yields for longer than that before it sleeps.
 CALLER_YIELD_SECONDS = 2e-3
 
-_yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))  # a sleep of 0 may set a timer
+# a sleep of 0 may set a timer
+_yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 Steps = Generator[int, None, None]
 """A collective: it yields the number of a round, and goes on once that is reached."""
@@ -75,15 +85,20 @@ class QueuedWork:
 
 
 class CollectiveQueue:
-    """First in, first out; after the first error every work, under way or to come, ends with that error.
+    """First in, first out; after the first error every work, under way or to come, ends with that
+    error.
 
-    ``reached(number)`` tells whether a collective that yielded ``number`` may go on, and ``missing(number)`` for which
-    ranks it waits. The lock is held by whoever moves the first work on. One who waits spins for ``spin_seconds``. With
-    ``spare_cores`` the rank that calls last leaves the work to the thread as the others do, and goes on computing.
+    ``reached(number)`` tells whether a collective that yielded ``number`` may go on, and
+    ``missing(number)`` for which ranks it waits. The lock is held by whoever moves the first work
+    on. One who waits spins for ``spin_seconds``. With ``spare_cores`` the rank that calls last
+    leaves the work to the thread as the others do, and goes on computing.
     """
 
     def __init__(
-        self, policy: WaitPolicy, reached: Callable[[int], bool], missing: Callable[[int], Sequence[int]]
+        self,
+        policy: WaitPolicy,
+        reached: Callable[[int], bool],
+        missing: Callable[[int], Sequence[int]],
     ) -> None:
         self.policy = policy
         self._reached = reached
@@ -93,7 +108,8 @@ class CollectiveQueue:
         self.spare_cores = False
         self._open: deque[QueuedWork] = deque()
         self._moving = threading.Lock()
-        self._waiters: deque[QueuedWork] = deque()  # appending and popping are atomic, counting is not
+        # appending and popping are atomic, counting is not
+        self._waiters: deque[QueuedWork] = deque()
         self._alarm = Alarm(WAKE_SECONDS)
         self._alarm_set = False
         self._thread: threading.Thread | None = None
@@ -113,7 +129,9 @@ class CollectiveQueue:
         return work.description, work.started or work.submitted
 
     def submit(self, description: str, steps: Steps, *, background: bool) -> QueuedWork:
-        """Queue ``steps`` and take those that need no waiting; a thread takes the rest if ``background``."""
+        """Queue ``steps`` and take those that need no waiting; a thread takes the rest if
+        ``background``.
+        """
         if self.policy.error is not None:
             raise self.policy.error
         if self._closed:
@@ -197,9 +215,14 @@ class CollectiveQueue:
         if not work.started:
             work.started = time.monotonic()
         try:
-            # no mode, and no transform of `torch.func`, of the code that happens to wait takes part in this
-            transformed = peek_interpreter_stack() is not None  # clearing an empty one costs 2 us a step
-            with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack() if transformed else _NOTHING:
+            # no mode, and no transform of `torch.func`, of the code that happens to wait takes part
+            # in this
+            # clearing an empty one costs 2 us a step
+            transformed = peek_interpreter_stack() is not None
+            with (
+                torch._C.DisableTorchFunction(),
+                temporarily_clear_interpreter_stack() if transformed else _NOTHING,
+            ):
                 if work.inference:
                     with torch.inference_mode():
                         work.awaits = next(work.steps)
@@ -220,7 +243,9 @@ class CollectiveQueue:
         return True
 
     def _wait(self, work: QueuedWork) -> None:
-        """Until the first work may go on: spin, then yield, then sleep a tenth of the time waited, 1 ms at most."""
+        """Until the first work may go on: spin, then yield, then sleep a tenth of the time
+        waited, 1 ms at most.
+        """
         number, reached = work.awaits, self._reached
         began = time.perf_counter()
         next_check = CHECK_SECONDS
@@ -244,7 +269,9 @@ class CollectiveQueue:
             self.policy.check_peers()
             seconds = time.monotonic() - work.started
             missing = self._missing(work.awaits)
-            work.num_warnings += self.policy.warn_of_stall(work.description, seconds, missing, work.num_warnings)
+            work.num_warnings += self.policy.warn_of_stall(
+                work.description, seconds, missing, work.num_warnings
+            )
             if seconds > self.policy.seconds:
                 raise self.policy.timeout_error(work.description, missing)
         except RingError as error:
@@ -284,10 +311,11 @@ class CollectiveQueue:
             self._run_behind()
 
     def _run_behind(self) -> None:
-        """Run the queue while nobody waits for it; one who does runs it, and sets the alarm afterwards.
+        """Run the queue while nobody waits for it; one who does runs it, and sets the alarm
+        afterwards.
 
-        The lock is not held during a sleep, so that whoever comes to wait goes on at once. There is no spinning, which
-        would keep the interpreter's lock from backward's hooks.
+        The lock is not held during a sleep, so that whoever comes to wait goes on at once. There is
+        no spinning, which would keep the interpreter's lock from backward's hooks.
         """
         waiting_since = next_check = 0.0
         while self._open and not self._waiters:
@@ -295,7 +323,8 @@ class CollectiveQueue:
                 work = self._open[0] if self._open else None
                 if work is None:
                     return
-                if time.monotonic() - work.submitted < WAKE_SECONDS / 2:  # its caller may be about to wait for it
+                # its caller may be about to wait for it
+                if time.monotonic() - work.submitted < WAKE_SECONDS / 2:
                     self._wake_thread()
                     return
                 now = time.perf_counter()
@@ -309,7 +338,9 @@ class CollectiveQueue:
                     next_check = waited + CHECK_SECONDS
                     if not self._may_wait_on(work):
                         return
-            time.sleep(0 if waited < YIELD_SECONDS else min(waited * SLEEP_SHARE, LONGEST_SLEEP_SECONDS))
+            time.sleep(
+                0 if waited < YIELD_SECONDS else min(waited * SLEEP_SHARE, LONGEST_SLEEP_SECONDS)
+            )
 
 
 _queues: weakref.WeakSet[CollectiveQueue] = weakref.WeakSet()

@@ -1,4 +1,5 @@
-"""An engine for collectives that block: one thread that runs them in the order of the calls, beside the computation.
+"""An engine for collectives that block: one thread that runs them in the order of the calls, beside
+the computation.
 
 `collective_queue` says why there are two.
 """
@@ -23,7 +24,9 @@ STUCK_SECONDS = 5.0  # past the timeout: the thread itself hangs inside the tran
 
 
 class CollectiveThread:
-    """Runs jobs first in, first out; after the first error every job, under way or to come, ends with that error."""
+    """Runs jobs first in, first out; after the first error every job, under way or to come, ends
+    with that error.
+    """
 
     def __init__(self, policy: WaitPolicy) -> None:
         self.policy = policy
@@ -69,7 +72,9 @@ class CollectiveThread:
             raise CollectiveError(f"{description}: this communicator was closed; build a new one.")
 
     def while_waiting(self, peers: Sequence[int]) -> float:
-        """Called in the thread by a transport that waits for ``peers``; returns for how many seconds it may go on."""
+        """Called in the thread by a transport that waits for ``peers``; returns for how many
+        seconds it may go on.
+        """
         self.policy.raise_if_broken()
         work = self.running
         if work is None:
@@ -85,7 +90,8 @@ class CollectiveThread:
         while not work.finished.wait(CHECK_SECONDS):
             self.policy.check_peers()
             if self.policy.error is not None and not work.finished.wait(BROKEN_SECONDS):
-                self.policy.raise_named(self.policy.error)  # the thread is inside a wait that nothing ends
+                # the thread is inside a wait that nothing ends
+                self.policy.raise_named(self.policy.error)
             running = self.running
             if running is None:
                 continue
@@ -94,14 +100,17 @@ class CollectiveThread:
                 running.description, seconds, running.waits_for, running.num_warnings
             )
             if seconds > self.policy.seconds + STUCK_SECONDS:
-                raise self.policy.fail(self.policy.timeout_error(running.description, running.waits_for))
+                raise self.policy.fail(
+                    self.policy.timeout_error(running.description, running.waits_for)
+                )
         if work.error is not None:
             self.policy.raise_named(work.error)
 
     def close(self) -> bool:
         """Let what is queued finish or fail, then end the thread. Returns whether it ended.
 
-        It is waited for up to the timeout; if the communicator broke, a moment: nothing may interrupt its transport.
+        It is waited for up to the timeout; if the communicator broke, a moment: nothing may
+        interrupt its transport.
         """
         if not self._closed:
             self._closed = True
@@ -110,7 +119,8 @@ class CollectiveThread:
             return True
         until = time.monotonic() + self.policy.seconds + STUCK_SECONDS
         while self._thread.is_alive() and time.monotonic() < until:
-            with contextlib.suppress(RingError):  # a failed peer ends the wait; whoever waits for the work is told
+            # a failed peer ends the wait; whoever waits for the work is told
+            with contextlib.suppress(RingError):
                 self.policy.check_peers()
             if self.policy.error is not None:
                 self._thread.join(BROKEN_SECONDS)

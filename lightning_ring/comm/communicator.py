@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from lightning_ring.comm.calls import check_all_to_all, check_rank, check_sizes, describe, sizes_and_dtypes
+from lightning_ring.comm.calls import (
+    check_all_to_all,
+    check_rank,
+    check_sizes,
+    describe,
+    sizes_and_dtypes,
+)
 from lightning_ring.comm.host_copy import HostCopy, on_host
 from lightning_ring.comm.waiting import poll_until
 from lightning_ring.errors import CollectiveError, ConfigurationError
@@ -26,10 +32,12 @@ T = TypeVar("T")
 
 
 class ReduceOp(Enum):
-    """How the ranks' values become one. AVG divides by the world size; on integers it truncates toward zero, and
-    the sum has to fit the dtype: it wraps around otherwise, as torch's own sums do."""
+    """How the ranks' values become one. AVG divides by the world size; on integers it truncates
+    toward zero, and the sum has to fit the dtype: it wraps around otherwise, as torch's own sums
+    do."""
 
-    __hash__ = object.__hash__  # Enum's own is written in Python, and takes a twentieth of a short collective
+    # Enum's own is written in Python, and takes a twentieth of a short collective
+    __hash__ = object.__hash__
 
     SUM = "sum"
     AVG = "avg"
@@ -43,7 +51,8 @@ class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> None:
-        """Block until the result may be read (on CUDA: until the current stream is ordered after it).
+        """Block until the result may be read (on CUDA: until the current stream is ordered after
+        it).
 
         Raises:
             CollectiveError: It did not finish within the communicator's timeout, or failed.
@@ -57,15 +66,17 @@ class Work(Protocol):
 class Communicator(Protocol):
     """A fixed group of ranks that exchange tensors.
 
-    A backend subclasses it, sets `rank` and `world_size`, and writes the four asynchronous collectives and `close`. The
-    other methods are written here over those, for any backend; it overrides one where its library has something better.
+    A backend subclasses it, sets `rank` and `world_size`, and writes the four asynchronous
+    collectives and `close`. The other methods are written here over those, for any backend; it
+    overrides one where its library has something better.
 
-    Every method is collective: all ranks call it in the same order, with tensors of equal dtype and matching sizes.
-    Methods that return a `Work` are asynchronous: the tensors handed in belong to the communicator until `Work.wait`.
-    Tensors are contiguous and live on a device that the backend serves; those of two collectives that are under way
-    share no memory. The optional ``name`` of a collective (such as ``"bucket 3"``) appears in errors and traces, and is
-    the same on all ranks: those that call for different things get an error, and not each other's objects.
-    Objects and barriers travel as CPU tensors, which every backend serves.
+    Every method is collective: all ranks call it in the same order, with tensors of equal dtype and
+    matching sizes. Methods that return a `Work` are asynchronous: the tensors handed in belong to
+    the communicator until `Work.wait`. Tensors are contiguous and live on a device that the backend
+    serves; those of two collectives that are under way share no memory. The optional ``name`` of a
+    collective (such as ``"bucket 3"``) appears in errors and traces, and is the same on all ranks:
+    those that call for different things get an error, and not each other's objects. Objects and
+    barriers travel as CPU tensors, which every backend serves.
 
     Attributes:
         rank: This rank, from 0.
@@ -79,15 +90,21 @@ class Communicator(Protocol):
 
     @abstractmethod
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
-        """Reduce ``tensor`` (any shape) over all ranks, in place. All ranks end with the same bits."""
+        """Reduce ``tensor`` (any shape) over all ranks, in place. All ranks end with the same
+        bits.
+        """
 
     @abstractmethod
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
-        """Reduce ``flat`` (1-D, any length); shard `shard_index` then holds the result, the rest is scratch."""
+        """Reduce ``flat`` (1-D, any length); shard `shard_index` then holds the result, the rest
+        is scratch.
+        """
 
     @abstractmethod
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
-        """Fill ``flat`` (1-D, any length) from the ranks' shards of it (`shard`): the second half of an all-reduce."""
+        """Fill ``flat`` (1-D, any length) from the ranks' shards of it (`shard`): the second
+        half of an all-reduce.
+        """
 
     @abstractmethod
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
@@ -95,7 +112,9 @@ class Communicator(Protocol):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is under way, then release threads and groups. Not collective; calling it twice is fine."""
+        """Wait for what is under way, then release threads and groups. Not collective; calling
+        it twice is fine.
+        """
 
     # --- written over those
 
@@ -103,7 +122,8 @@ class Communicator(Protocol):
     def shard_indices(self) -> Sequence[int]:
         """By rank, the index of the shard (`shard_bounds`) that `reduce_scatter_` leaves there.
 
-        The rank itself on one ring; where rings are nested it follows from which ranks share a node.
+        The rank itself on one ring; where rings are nested it follows from which ranks share a
+        node.
         """
         return range(self.world_size)
 
@@ -113,9 +133,11 @@ class Communicator(Protocol):
         return self.shard_indices[self.rank]
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised 1-D memory that this communicator moves fastest. All ranks ask for the same, in one order.
+        """Uninitialised 1-D memory that this communicator moves fastest. All ranks ask for the
+        same, in one order.
 
-        Any other tensor can be handed to the collectives as well. The memory is given back with its last tensor.
+        Any other tensor can be handed to the collectives as well. The memory is given back with its
+        last tensor.
         """
         return torch.empty(numel, dtype=dtype, device=device)
 
@@ -123,22 +145,30 @@ class Communicator(Protocol):
         """Every rank's ``tensor`` (same dtype and shape everywhere), by rank. Blocks."""
         rows = tensor.new_empty(self.world_size, tensor.numel())
         rows[self.shard_index] = tensor.detach().reshape(-1)
-        shape = f"shape {tuple(tensor.shape)}"  # ranks whose shapes differ get an error, though sizes may be equal
+        # ranks whose shapes differ get an error, though sizes may be equal
+        shape = f"shape {tuple(tensor.shape)}"
         self.all_gather_(rows.view(-1), name=f"{name}, {shape}" if name else shape).wait()
         return [rows[index].view(tensor.shape) for index in self.shard_indices]
 
-    def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
-        """Send ``inputs[r]`` to rank r, and fill ``outputs[r]`` with what it has for this rank (sizes may differ).
+    def all_to_all(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = ""
+    ) -> Work:
+        """Send ``inputs[r]`` to rank r, and fill ``outputs[r]`` with what it has for this rank
+        (sizes may differ).
 
         Written over `all_gather`, so that each rank receives all that any rank sends; it blocks.
         """
         what = describe("all_to_all", name=name)
         check_all_to_all(inputs, outputs, self.world_size, what)
-        sizes = torch.stack(self.all_gather(sizes_and_dtypes((*inputs, *outputs)), name=f"sizes of {what}"))
+        sizes = torch.stack(
+            self.all_gather(sizes_and_dtypes((*inputs, *outputs)), name=f"sizes of {what}")
+        )
         check_sizes(sizes, what)
         num_bytes = sizes[:, : self.world_size] >> 8  # [source, target]
         sent = torch.zeros(int(num_bytes.sum(1).max()), dtype=torch.uint8, device=inputs[0].device)
-        torch.cat([as_bytes(tensor) for tensor in inputs], out=sent[: int(num_bytes[self.rank].sum())])
+        torch.cat(
+            [as_bytes(tensor) for tensor in inputs], out=sent[: int(num_bytes[self.rank].sum())]
+        )
         for source, row in enumerate(self.all_gather(sent, name=what)):
             start = int(num_bytes[source, : self.rank].sum())
             target = as_bytes(outputs[source])
@@ -151,18 +181,23 @@ class Communicator(Protocol):
         return False
 
     def of_node(self) -> Communicator | None:
-        """A communicator over the ranks of this rank's node, where rings are nested; it lives as long as this one.
+        """A communicator over the ranks of this rank's node, where rings are nested; it lives as
+        long as this one.
 
-        The first call is collective over all ranks, while nothing is under way. Calls of it need no other node.
+        The first call is collective over all ranks, while nothing is under way. Calls of it need no
+        other node.
         """
         return None
 
-    def average_by(self, flat: Tensor, average: Callable[[Tensor, Communicator], Work], *, name: str = "") -> Work:
+    def average_by(
+        self, flat: Tensor, average: Callable[[Tensor, Communicator], Work], *, name: str = ""
+    ) -> Work:
         """Average 1-D ``flat`` in place over all ranks, in the caller's way between nodes.
 
-        ``average(part, group)`` averages ``part`` of it over the ranks of ``group``, and returns its `Work`. On one
-        ring these are ``flat`` and all ranks. On nested rings they are this rank's part of the node's average and its
-        peers on the other nodes: ``average`` then runs, and is waited for, in another thread, one call after another.
+        ``average(part, group)`` averages ``part`` of it over the ranks of ``group``, and returns
+        its `Work`. On one ring these are ``flat`` and all ranks. On nested rings they are this
+        rank's part of the node's average and its peers on the other nodes: ``average`` then runs,
+        and is waited for, in another thread, one call after another.
         """
         return average(flat, self)
 
@@ -185,12 +220,17 @@ class Communicator(Protocol):
         if self.world_size == 1:
             return [obj]
         message = _pickled(obj)
-        by_rank = self.all_gather(torch.tensor([message.numel()]), name=f"sizes of {name or 'objects'}")
+        by_rank = self.all_gather(
+            torch.tensor([message.numel()]), name=f"sizes of {name or 'objects'}"
+        )
         sizes = [int(size) for size in by_rank]
         padded = message.new_zeros(max(sizes))
         padded[: message.numel()] = message
         rows = self.all_gather(padded, name=name or "objects")
-        return [_unpickled(row[:size], rank) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))]
+        return [
+            _unpickled(row[:size], rank)
+            for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))
+        ]
 
     def barrier(self, *, name: str = "") -> None:
         """Block until every rank is here."""
@@ -203,34 +243,40 @@ class Communicator(Protocol):
     def read(self, tensor: Tensor) -> Tensor:
         """``tensor`` on the host, for the values of what travelled. Not collective.
 
-        A read by other means (``item()``, ``tolist()``, ``cpu()``) waits for the device inside the driver: there a
-        rank that waits for a failed one learns nothing.
+        A read by other means (``item()``, ``tolist()``, ``cpu()``) waits for the device inside the
+        driver: there a rank that waits for a failed one learns nothing.
         """
         return tensor if on_host(tensor) else self.copy_to_host(tensor).value()
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Block until ``reached()``: a point in the device's streams. Raises as `Work.wait`. Not collective."""
+        """Block until ``reached()``: a point in the device's streams. Raises as `Work.wait`. Not
+        collective.
+        """
         poll_until(reached, lambda: None)
 
     def open_requests(self, answer: Callable[[int, Tensor], Tensor]) -> Requests:
-        """Let ranks ask each other at any time: ``answer(peer, question)`` runs in threads of this rank. Collective.
+        """Let ranks ask each other at any time: ``answer(peer, question)`` runs in threads of this
+        rank. Collective.
 
-        They begin with `Requests.start`. Other than collectives, questions need no order that all ranks share. They
-        travel on the host.
+        They begin with `Requests.start`. Other than collectives, questions need no order that all
+        ranks share. They travel on the host.
         """
         raise ConfigurationError(
             f"{type(self).__name__} carries collectives alone, and no questions between two ranks."
         )
 
     def abandon(self) -> None:
-        """Close without waiting: what is under way ends with an error, where its peers may never take part in it."""
+        """Close without waiting: what is under way ends with an error, where its peers may never
+        take part in it.
+        """
         self.close()
 
 
 def shard_bounds(numel: int, world_size: int, rank: int) -> tuple[int, int]:
     """First and one-past-last index of ``rank``'s shard of ``numel`` elements.
 
-    The first ``numel % world_size`` shards are one element longer, as in `torch.tensor_split`; shards may be empty.
+    The first ``numel % world_size`` shards are one element longer, as in `torch.tensor_split`;
+    shards may be empty.
     """
     size, longer = divmod(numel, world_size)
     start = rank * size + min(rank, longer)
@@ -256,7 +302,8 @@ class CompletedWork:
 
 
 class ChainedWork:
-    """A `Work` with something left to do once it is over: ``steps``, taken once each in the thread that waits first.
+    """A `Work` with something left to do once it is over: ``steps``, taken once each in the thread
+    that waits first.
 
     A step may start and wait for further collectives.
     """
@@ -280,26 +327,42 @@ class ChainedWork:
 
 
 def advance(work: Work) -> None:
-    """Have ``work`` start its next collective, if it consists of several: wait for the one under way. Collective.
+    """Have ``work`` start its next collective, if it consists of several: wait for the one under
+    way. Collective.
 
-    Called for several works before the first is waited for, it keeps the wire busy while their results are decoded.
+    Called for several works before the first is waited for, it keeps the wire busy while their
+    results are decoded.
     """
     if (go_on := getattr(work, "advance", None)) is not None:
         go_on()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as a 1-D uint8 tensor (``tensor`` is contiguous), for transports that know no dtype."""
-    return tensor.detach().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+    """The same memory as a 1-D uint8 tensor (``tensor`` is contiguous), for transports that know
+    no dtype.
+    """
+    return (
+        tensor.detach().view(-1).view(torch.uint8)
+        if tensor.numel()
+        else tensor.new_empty(0, dtype=torch.uint8)
+    )
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """The same memory as integers of that size, which compare and add by their bits: NaN equals NaN."""
-    return tensor.view(_INTEGERS[tensor.element_size()]) if tensor.element_size() in _INTEGERS else tensor
+    """The same memory as integers of that size, which compare and add by their bits: NaN equals
+    NaN.
+    """
+    return (
+        tensor.view(_INTEGERS[tensor.element_size()])
+        if tensor.element_size() in _INTEGERS
+        else tensor
+    )
 
 
 def _pickled(obj: Any) -> Tensor:
-    """``obj`` as uint8, or the error of pickling it, so that all ranks learn of it and none waits for ever."""
+    """``obj`` as uint8, or the error of pickling it, so that all ranks learn of it and none
+    waits for ever.
+    """
     try:
         message = pickle.dumps((True, obj))
     except Exception as error:
@@ -311,5 +374,7 @@ def _unpickled(message: Tensor, src: int) -> Any:
     """The object; or raise `CollectiveError` if rank ``src`` could not pickle it."""
     good, obj = pickle.loads(ctypes.string_at(message.data_ptr(), message.numel()))
     if not good:
-        raise CollectiveError(f"rank {src} tried to send an object that cannot be pickled: {obj}. Send plain values.")
+        raise CollectiveError(
+            f"rank {src} tried to send an object that cannot be pickled: {obj}. Send plain values."
+        )
     return obj

@@ -1,8 +1,9 @@
 """What a collective costs: the α–β model of a ring, and its fit to measured times.
 
-An all-reduce of S bytes over N ranks takes 2·(N−1)·(α + S/(N·B)): that many messages in a row, each with a latency of α
-seconds and 1/N of the bytes at B bytes per second. Its halves, reduce-scatter and all-gather, take half of that.
-Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, section 3.
+An all-reduce of S bytes over N ranks takes 2·(N−1)·(α + S/(N·B)): that many messages in a row, each
+with a latency of α seconds and 1/N of the bytes at B bytes per second. Its halves, reduce-scatter
+and all-gather, take half of that. Source: Thakur, Rabenseifner and Gropp, "Optimization of
+collective communication operations in MPICH", 2005, section 3.
 """
 
 from __future__ import annotations
@@ -19,32 +20,40 @@ from lightning_ring.errors import ConfigurationError
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 DEFAULT_CAP_MB = 25.0
-MOST_RANKS_FOR_SMALL_BUCKETS = 16  # as `lightning-ring plan` has it for a ResNet-18 at 1 to 25 Gbit/s
+# as `lightning-ring plan` has it for a ResNet-18 at 1 to 25 Gbit/s
+MOST_RANKS_FOR_SMALL_BUCKETS = 16
 FIRST_BUCKET_MB = 1.0
 NEARLY_EMPTY = 1 / 16  # of a bucket's cap
 LEAST_PIECE_BYTES = 4 * 2**20
 TCP_ALPHA_SECONDS = 200e-6  # a message between two hosts, with what the sender's interpreter adds
 _NODE_BANDWIDTH = 7e9  # bytes per second of two ranks that share memory, buckets larger than caches
 _PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # around the ring
-_HUBER = 1.345  # in standard deviations: 95 % as efficient as plain least squares where noise is Gaussian
+# in standard deviations: 95 % as efficient as plain least squares where noise is Gaussian
+_HUBER = 1.345
 _ROUNDS = 20
 
 
 def default_cap_mb(device_type: str, world_size: int) -> float:
     """Size in MiB of a bucket of gradients where nobody chose one.
 
-    Between few CPUs a message costs little beside its bytes, and the last bucket is what backward cannot hide. With
-    the number of ranks grows that of messages: past `MOST_RANKS_FOR_SMALL_BUCKETS` they cost more than they hide.
+    Between few CPUs a message costs little beside its bytes, and the last bucket is what backward
+    cannot hide. With the number of ranks grows that of messages: past
+    `MOST_RANKS_FOR_SMALL_BUCKETS` they cost more than they hide.
     """
-    return 4.0 if device_type == "cpu" and world_size <= MOST_RANKS_FOR_SMALL_BUCKETS else DEFAULT_CAP_MB
+    return (
+        4.0
+        if device_type == "cpu" and world_size <= MOST_RANKS_FOR_SMALL_BUCKETS
+        else DEFAULT_CAP_MB
+    )
 
 
 def number_by_size(sizes: Sequence[float], cap: float, first_cap: float) -> list[int]:
-    """For each gradient, of ``sizes`` bytes, the number of its bucket, under ``cap`` bytes a bucket.
+    """For each gradient, of ``sizes`` bytes, the number of its bucket, under ``cap`` bytes a
+    bucket.
 
-    The first bucket holds ``first_cap`` at most, so that it leaves early; any may hold one larger gradient alone. A
-    bucket that is nearly empty takes the next gradient, too large as that may be: alone, between two large ones, it
-    would cost a message for next to nothing.
+    The first bucket holds ``first_cap`` at most, so that it leaves early; any may hold one larger
+    gradient alone. A bucket that is nearly empty takes the next gradient, too large as that may be:
+    alone, between two large ones, it would cost a message for next to nothing.
     """
     numbers, number, total = [], 0, 0.0
     for size in sizes:
@@ -58,11 +67,13 @@ def number_by_size(sizes: Sequence[float], cap: float, first_cap: float) -> list
 
 
 def num_nested_pieces(num_bytes: float, local_size: int, num_nodes: int) -> int:
-    """In how many pieces a tensor passes through a ring in each node and rings across nodes: the same on every rank.
+    """In how many pieces a tensor passes through a ring in each node and rings across nodes: the
+    same on every rank.
 
-    More pieces overlap the work in the node with the wire, and each pays the latency of a ring across all nodes. With
-    c seconds of work in the node and a latency of A, k pieces take c/k + k·A longer than their bytes on the wire, which
-    is least for k = √(c/A). Links are taken to be typical: all ranks must find one number before anything is measured.
+    More pieces overlap the work in the node with the wire, and each pays the latency of a ring
+    across all nodes. With c seconds of work in the node and a latency of A, k pieces take c/k + k·A
+    longer than their bytes on the wire, which is least for k = √(c/A). Links are taken to be
+    typical: all ranks must find one number before anything is measured.
     """
     in_node = 2 * (local_size - 1) / local_size * num_bytes / _NODE_BANDWIDTH
     latency = 2 * (num_nodes - 1) * TCP_ALPHA_SECONDS
@@ -75,31 +86,41 @@ class CostModel:
     """A link as the ring sees it."""
 
     alpha_seconds: float  # latency of one message, software included
-    bandwidth: float  # bytes per second that one rank sends; inf where time was seen not to depend on size
+    # bytes per second that one rank sends; inf where time was seen not to depend on size
+    bandwidth: float
 
     def seconds(self, num_bytes: float, world_size: int, collective: str = "all_reduce") -> float:
-        """Time of ``collective`` on a tensor of ``num_bytes``, all shards together; 0 for one rank."""
+        """Time of ``collective`` on a tensor of ``num_bytes``, all shards together; 0 for one
+        rank.
+        """
         steps = _PASSES[collective] * (world_size - 1)
         return steps * (self.alpha_seconds + num_bytes / (world_size * self.bandwidth))
 
 
 def fit(
-    sizes_bytes: Sequence[float], seconds: Sequence[float], world_size: int, *, collective: Collective = "all_reduce"
+    sizes_bytes: Sequence[float],
+    seconds: Sequence[float],
+    world_size: int,
+    *,
+    collective: Collective = "all_reduce",
 ) -> CostModel:
-    """The model that comes closest to measured times, in relative terms, so that short messages count as long ones do.
+    """The model that comes closest to measured times, in relative terms, so that short messages
+    count as long ones do.
 
-    Repeated sizes are replaced by the median of their times. The line through those is fitted by iteratively reweighted
-    least squares with Huber's weights on relative residuals (Huber 1964), under α ≥ 0 and 1/B ≥ 0. ``collective`` took
-    ``seconds`` on messages of ``sizes_bytes``, as `CostModel` counts them, over 2 or more ranks.
+    Repeated sizes are replaced by the median of their times. The line through those is fitted by
+    iteratively reweighted least squares with Huber's weights on relative residuals (Huber 1964),
+    under α ≥ 0 and 1/B ≥ 0. ``collective`` took ``seconds`` on messages of ``sizes_bytes``, as
+    `CostModel` counts them, over 2 or more ranks.
 
     Raises:
-        ConfigurationError: Fewer than two different sizes, one rank, or a time or size that cannot be.
+        ConfigurationError: Fewer than two different sizes, one rank, or a time or size that cannot
+            be.
     """
     points = _medians(sizes_bytes, seconds)
     if world_size < 2 or len(points) < 2:
         raise ConfigurationError(
-            f"cannot fit α and β to {len(points)} different size(s) on {world_size} rank(s); measure at least two "
-            "sizes on at least two ranks."
+            f"cannot fit α and β to {len(points)} different size(s) on {world_size} rank(s); "
+            "measure at least two sizes on at least two ranks."
         )
     intercept, slope = _robust_line(points)
     steps = _PASSES[collective] * (world_size - 1)
@@ -111,7 +132,8 @@ def _medians(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> list[tup
     for size, time in zip(sizes_bytes, seconds, strict=True):
         if not (math.isfinite(time) and time > 0 and math.isfinite(size) and size >= 0):
             raise ConfigurationError(
-                f"{size} bytes in {time} s is no measurement; sizes must be at least 0 and times greater than 0."
+                f"{size} bytes in {time} s is no measurement; sizes must be at least 0 and times "
+                "greater than 0."
             )
         times[float(size)].append(time)
     return [(size, median(values)) for size, values in sorted(times.items())]
@@ -122,7 +144,9 @@ def _robust_line(points: list[tuple[float, float]]) -> tuple[float, float]:
     huber = [1.0] * len(points)
     line = (0.0, 0.0)
     for _ in range(_ROUNDS):
-        line = _weighted_line(points, [weight / time**2 for weight, (_, time) in zip(huber, points, strict=True)])
+        line = _weighted_line(
+            points, [weight / time**2 for weight, (_, time) in zip(huber, points, strict=True)]
+        )
         residuals = [abs((line[0] + line[1] * size) / time - 1) for size, time in points]
         spread = 1.4826 * median(residuals)  # the standard deviation, were the noise Gaussian
         if spread < 1e-9:
@@ -136,9 +160,12 @@ def _weighted_line(points: list[tuple[float, float]], weights: list[float]) -> t
     mean_size = math.fsum(w * size for w, (size, _) in zip(weights, points, strict=True)) / total
     mean_time = math.fsum(w * time for w, (_, time) in zip(weights, points, strict=True)) / total
     covariance = math.fsum(
-        w * (size - mean_size) * (time - mean_time) for w, (size, time) in zip(weights, points, strict=True)
+        w * (size - mean_size) * (time - mean_time)
+        for w, (size, time) in zip(weights, points, strict=True)
     )
-    variance = math.fsum(w * (size - mean_size) ** 2 for w, (size, _) in zip(weights, points, strict=True))
+    variance = math.fsum(
+        w * (size - mean_size) ** 2 for w, (size, _) in zip(weights, points, strict=True)
+    )
     slope = covariance / variance
     if slope <= 0:
         return mean_time, 0.0

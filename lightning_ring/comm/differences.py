@@ -16,10 +16,11 @@ from lightning_ring.comm.replicate import broadcast_tensors
 def broadcast_differing(
     tensors: Sequence[Tensor], comm: Communicator, *, compares: bool, new: Sequence[int] = ()
 ) -> int:
-    """Replace ``tensors`` by rank 0's, in place, on ranks that ``compare`` them. Returns the bytes that were sent.
+    """Replace ``tensors`` by rank 0's, in place, on ranks that ``compare`` them. Returns the bytes
+    that were sent.
 
-    The other ranks hold rank 0's values, but for those at the indices ``new``, which are empty. All ranks have the same
-    shapes and dtypes. Collective.
+    The other ranks hold rank 0's values, but for those at the indices ``new``, which are empty. All
+    ranks have the same shapes and dtypes. Collective.
     """
     own = digests_of(tensors) if compares or comm.rank == 0 else []
     digests = comm.broadcast_object(own if comm.rank == 0 else None, name="digests of tensors")
@@ -38,12 +39,15 @@ def digests_of(tensors: Sequence[Tensor]) -> list[str]:
 
 @torch.no_grad()
 def digest_of(tensor: Tensor) -> str:
-    """Tells tensors of one shape and dtype apart by their bits: the CRC-32 of the memory, and a sum of its words.
+    """Tells tensors of one shape and dtype apart by their bits: the CRC-32 of the memory, and a sum
+    of its words.
 
     Not against design: two tensors that somebody has chosen may have one digest.
     """
     dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-    own = tensor.detach() if dense and tensor.device.type == "cpu" else tensor.detach().cpu().clone()
+    own = (
+        tensor.detach() if dense and tensor.device.type == "cpu" else tensor.detach().cpu().clone()
+    )
     data = own.as_strided((own.numel(),), (1,)).view(torch.uint8)
     words = data[: data.numel() // 8 * 8]
     aligned = words.data_ptr() % 8 == 0 and words.storage_offset() % 8 == 0

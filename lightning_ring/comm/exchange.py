@@ -1,4 +1,6 @@
-"""Collectives without a ring, over the same send and receive: direct exchange, broadcast, all-to-all."""
+"""Collectives without a ring, over the same send and receive: direct exchange, broadcast,
+all-to-all.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,30 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lightning_ring.comm.communicator import ReduceOp, shard
-from lightning_ring.comm.ring import COMBINE, PIECE_BYTES, PointToPoint, Request, cut, finish_, num_pieces, prepare_
+from lightning_ring.comm.ring import (
+    COMBINE,
+    PIECE_BYTES,
+    PointToPoint,
+    Request,
+    cut,
+    finish_,
+    num_pieces,
+    prepare_,
+)
 from lightning_ring.comm.wide_sum import sum_into_, wants_wide_sum
 
 
 def exchange_rows(rows: Tensor | Sequence[Tensor], p2p: PointToPoint) -> None:
-    """Fill ``rows``, one a rank: this rank's row goes to every other rank, theirs come here. One message time."""
+    """Fill ``rows``, one a rank: this rank's row goes to every other rank, theirs come here. One
+    message time.
+    """
     if requests := start_exchange(rows, p2p):
         p2p.wait(requests)
 
 
-def start_exchange(rows: Tensor | Sequence[Tensor], p2p: PointToPoint, tag: int = 0) -> list[Request]:
+def start_exchange(
+    rows: Tensor | Sequence[Tensor], p2p: PointToPoint, tag: int = 0
+) -> list[Request]:
     """The messages of `exchange_rows`, under way. Empty rows are not sent."""
     others = [peer for peer in range(p2p.world_size) if peer != p2p.rank]
     requests = [p2p.irecv(rows[peer], peer, tag) for peer in others if rows[peer].numel()]
@@ -26,12 +41,15 @@ def start_exchange(rows: Tensor | Sequence[Tensor], p2p: PointToPoint, tag: int 
 
 
 def all_gather_directly_(flat: Tensor, p2p: PointToPoint) -> None:
-    """Fill a short 1-D ``flat`` from the ranks' shards of it, in one message time instead of the ring's N−1."""
+    """Fill a short 1-D ``flat`` from the ranks' shards of it, in one message time instead of the
+    ring's N−1.
+    """
     exchange_rows([shard(flat, p2p.world_size, rank) for rank in range(p2p.world_size)], p2p)
 
 
 def all_reduce_directly_(flat: Tensor, p2p: PointToPoint, op: ReduceOp = ReduceOp.SUM) -> Tensor:
-    """Reduce a short 1-D ``flat``: each rank sends all of it to each other rank and reduces in the order of the ranks.
+    """Reduce a short 1-D ``flat``: each rank sends all of it to each other rank and reduces in the
+    order of the ranks.
 
     One message time instead of the ring's 2·(N−1), for N−1 times the bytes.
     """
@@ -53,8 +71,12 @@ def all_reduce_directly_(flat: Tensor, p2p: PointToPoint, op: ReduceOp = ReduceO
     return flat
 
 
-def broadcast_(flat: Tensor, p2p: PointToPoint, src: int = 0, *, piece_bytes: int = PIECE_BYTES) -> Tensor:
-    """Replace 1-D ``flat`` by rank ``src``'s. Short: straight to every rank. Long: down a chain, piece behind piece."""
+def broadcast_(
+    flat: Tensor, p2p: PointToPoint, src: int = 0, *, piece_bytes: int = PIECE_BYTES
+) -> Tensor:
+    """Replace 1-D ``flat`` by rank ``src``'s. Short: straight to every rank. Long: down a chain,
+    piece behind piece.
+    """
     world_size, rank = p2p.world_size, p2p.rank
     if world_size == 1 or flat.numel() == 0:
         return flat
@@ -71,7 +93,9 @@ def broadcast_(flat: Tensor, p2p: PointToPoint, src: int = 0, *, piece_bytes: in
 def _pass_down(p2p: PointToPoint, pieces: list[Tensor], src: int) -> None:
     world_size, rank = p2p.world_size, p2p.rank
     following = (rank + 1) % world_size
-    receives = [] if rank == src else [p2p.irecv(piece, (rank - 1) % world_size) for piece in pieces]
+    receives = (
+        [] if rank == src else [p2p.irecv(piece, (rank - 1) % world_size) for piece in pieces]
+    )
     sends: list[Request] = []
     for index, piece in enumerate(pieces):
         if receives:
@@ -82,15 +106,29 @@ def _pass_down(p2p: PointToPoint, pieces: list[Tensor], src: int) -> None:
 
 
 def all_to_all(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], p2p: PointToPoint, *, piece_bytes: int = PIECE_BYTES
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    p2p: PointToPoint,
+    *,
+    piece_bytes: int = PIECE_BYTES,
 ) -> None:
-    """Rank r gets this rank's ``inputs[r]``, and ``outputs[r]`` (1-D) becomes what rank r has for this rank."""
+    """Rank r gets this rank's ``inputs[r]``, and ``outputs[r]`` (1-D) becomes what rank r has
+    for this rank.
+    """
     outputs[p2p.rank].copy_(inputs[p2p.rank])
     peers = [peer for peer in range(p2p.world_size) if peer != p2p.rank]
-    receives = [p2p.irecv(piece, peer) for peer in peers for piece in _sendable(outputs[peer], piece_bytes)]
-    sends = [p2p.isend(piece, peer) for peer in peers for piece in _sendable(inputs[peer], piece_bytes)]
+    receives = [
+        p2p.irecv(piece, peer) for peer in peers for piece in _sendable(outputs[peer], piece_bytes)
+    ]
+    sends = [
+        p2p.isend(piece, peer) for peer in peers for piece in _sendable(inputs[peer], piece_bytes)
+    ]
     p2p.wait(receives + sends)
 
 
 def _sendable(flat: Tensor, piece_bytes: int) -> list[Tensor]:
-    return cut(flat, num_pieces(flat.numel(), flat.element_size(), piece_bytes)) if flat.numel() else []
+    return (
+        cut(flat, num_pieces(flat.numel(), flat.element_size(), piece_bytes))
+        if flat.numel()
+        else []
+    )

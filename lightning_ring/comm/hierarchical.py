@@ -1,9 +1,11 @@
-"""Several nodes with several ranks each: node first, then across nodes, so that every byte crosses the wire once.
+"""Several nodes with several ranks each: node first, then across nodes, so that every byte crosses
+the wire once.
 
-An all-reduce is three collectives in a row: a reduce-scatter among the ranks of a node, an all-reduce of each rank's
-part with its peers on the other nodes, an all-gather in the node. Of M hosts each then sends 2·(M−1)/M of the tensor,
-where one ring over all ranks, placed round-robin, sends as much from every rank. Source: the 2D-torus all-reduce of
-Mikami et al., "Massively distributed SGD: ImageNet/ResNet-50 training in a flash" (2018), arXiv:1811.05233.
+An all-reduce is three collectives in a row: a reduce-scatter among the ranks of a node, an
+all-reduce of each rank's part with its peers on the other nodes, an all-gather in the node. Of M
+hosts each then sends 2·(M−1)/M of the tensor, where one ring over all ranks, placed round-robin,
+sends as much from every rank. Source: the 2D-torus all-reduce of Mikami et al., "Massively
+distributed SGD: ImageNet/ResNet-50 training in a flash" (2018), arXiv:1811.05233.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class _PieceStages:
 
 
 class _PipelinedWork:
-    """The `Work` of a tensor whose pieces pass through the stages. ``finish`` is run once, by the first `wait`."""
+    """The `Work` of a tensor whose pieces pass through the stages. ``finish`` is run once, by
+    the first `wait`.
+    """
 
     def __init__(self, policy: WaitPolicy, finish: Callable[[], object]) -> None:
         self.agreed: Work = CompletedWork()  # ends once the ranks have agreed on the call
@@ -78,20 +82,23 @@ class _PipelinedWork:
 
 
 class HierarchicalCommunicator(RingCommunicator):
-    """CPU tensors between nodes that hold equally many ranks, from communicators over parts of the ranks.
+    """CPU tensors between nodes that hold equally many ranks, from communicators over parts of the
+    ranks.
 
     NCCL arranges its rings and trees by node itself, so there is no such thing for CUDA.
 
-    Calls are agreed on, and small tensors and objects travel, over ``transport``, between all ranks. Large tensors are
-    cut into pieces which follow each other through three stages, so that one piece, or one bucket, is reduced in the
-    node (``intra_first``, ``intra_last``) while another one is on the wire (``across``: this rank's peers, one on each
-    node). Each stage has a communicator and hence an order of its own: which of two pieces enters its last stage before
+    Calls are agreed on, and small tensors and objects travel, over ``transport``, between all
+    ranks. Large tensors are cut into pieces which follow each other through three stages, so that
+    one piece, or one bucket, is reduced in the node (``intra_first``, ``intra_last``) while another
+    one is on the wire (``across``: this rank's peers, one on each node). Each stage has a
+    communicator and hence an order of its own: which of two pieces enters its last stage before
     which enters its first differs from rank to rank.
 
-    ``peers`` tells, by local rank, which ranks ``across`` joins, in its order; the same list on every rank. ``policy``
-    is shared with the three, so that the first error ends what all of them have under way. The size of an all-reduce's
-    pieces follows from its own and the number of nodes (`num_nested_pieces`), unless ``piece_bytes`` is given.
-    ``open_node`` opens what `of_node` returns.
+    ``peers`` tells, by local rank, which ranks ``across`` joins, in its order; the same list on
+    every rank. ``policy`` is shared with the three, so that the first error ends what all of them
+    have under way. The size of an all-reduce's pieces follows from its own and the number of nodes
+    (`num_nested_pieces`), unless ``piece_bytes`` is given. ``open_node`` opens what `of_node`
+    returns.
     """
 
     def __init__(
@@ -127,11 +134,14 @@ class HierarchicalCommunicator(RingCommunicator):
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         memory: list[Tensor] = []
 
-        def make() -> Work:  # in the thread that calls `intra_first`, whose calls come in one order on all ranks
+        # in the thread that calls `intra_first`, whose calls come in one order on all ranks
+        def make() -> Work:
             memory.append(self._intra_first.empty(numel, dtype, device))
             return CompletedWork()
 
-        self._send(describe("empty", dtype, f"{numel} elements"), lambda: [_PieceStages(intra_first=make)]).wait()
+        self._send(
+            describe("empty", dtype, f"{numel} elements"), lambda: [_PieceStages(intra_first=make)]
+        ).wait()
         return memory[0]
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
@@ -158,7 +168,9 @@ class HierarchicalCommunicator(RingCommunicator):
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         flat = contiguous_flat(flat, "reduce_scatter_")
         ring.check_reducible(flat, op)
-        what = describe("reduce_scatter", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
+        what = describe(
+            "reduce_scatter", op.value, flat.dtype, f"{flat.numel()} elements", name=name
+        )
         nested = _nested_op(op, flat.dtype)
         rows = PaddedRows(flat, self.world_size)
 
@@ -167,7 +179,9 @@ class HierarchicalCommunicator(RingCommunicator):
             of_node = shard(rows.flat, self._intra_first.world_size, self._intra_first.rank)
             return [
                 _PieceStages(
-                    intra_first=lambda: self._intra_first.reduce_scatter_(rows.flat, op=nested, name=name),
+                    intra_first=lambda: self._intra_first.reduce_scatter_(
+                        rows.flat, op=nested, name=name
+                    ),
                     across=lambda: self._across.reduce_scatter_(of_node, op=nested, name=name),
                     after_across=lambda: self._finish_(rows[self.shard_index], op, nested),
                 )
@@ -201,13 +215,16 @@ class HierarchicalCommunicator(RingCommunicator):
             self._node = self._open_node()
         return self._node
 
-    def average_by(self, flat: Tensor, average: Callable[[Tensor, Communicator], Work], *, name: str = "") -> Work:
+    def average_by(
+        self, flat: Tensor, average: Callable[[Tensor, Communicator], Work], *, name: str = ""
+    ) -> Work:
         flat = contiguous_flat(flat, "average_by")
         what = describe("average_by", flat.dtype, f"{flat.numel()} elements", name=name)
         part = shard(flat, self._intra_first.world_size, self._intra_first.rank)
 
         def across() -> Work:
-            # To its end: `average` may start several collectives, which must not mix with those of the next tensor.
+            # To its end: `average` may start several collectives, which must not mix with those of
+            # the next tensor.
             average(part, self._across).wait()
             return CompletedWork()
 
@@ -223,7 +240,9 @@ class HierarchicalCommunicator(RingCommunicator):
             return super().broadcast_(tensor, src=src, name=name)
         flat = contiguous_flat(tensor, "broadcast_")
         check_rank(src, self.world_size, "src")
-        what = describe("broadcast", f"from rank {src}", flat.dtype, f"{flat.numel()} elements", name=name)
+        what = describe(
+            "broadcast", f"from rank {src}", flat.dtype, f"{flat.numel()} elements", name=name
+        )
         local_rank = next(index for index, ranks in enumerate(self._peers) if src in ranks)
         position = self._peers[local_rank].index(src)
 
@@ -249,7 +268,10 @@ class HierarchicalCommunicator(RingCommunicator):
                     level.close()
 
     def _send(
-        self, what: str, pieces: Callable[[], list[_PieceStages]], finish: Callable[[], object] = nothing
+        self,
+        what: str,
+        pieces: Callable[[], list[_PieceStages]],
+        finish: Callable[[], object] = nothing,
     ) -> Work:
         work = _PipelinedWork(self._policy, finish)
 
@@ -263,7 +285,9 @@ class HierarchicalCommunicator(RingCommunicator):
         return work
 
     def _start_stages(self, what: str, piece: _PieceStages, work: _PipelinedWork | None) -> None:
-        """Two threads move ``piece`` from stage to stage. The last piece comes with the ``work`` of all."""
+        """Two threads move ``piece`` from stage to stage. The last piece comes with the ``work``
+        of all.
+        """
 
         def through_the_first() -> None:
             piece.intra_first().wait()
@@ -290,5 +314,9 @@ class HierarchicalCommunicator(RingCommunicator):
 
 
 def _nested_op(op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
-    """What each level does. An average divides once, after both; in 16 bits, where sums overflow, at each level."""
-    return ReduceOp.SUM if op is ReduceOp.AVG and dtype not in (torch.float16, torch.bfloat16) else op
+    """What each level does. An average divides once, after both; in 16 bits, where sums
+    overflow, at each level.
+    """
+    return (
+        ReduceOp.SUM if op is ReduceOp.AVG and dtype not in (torch.float16, torch.bfloat16) else op
+    )

@@ -1,4 +1,6 @@
-"""Copies of a device's tensors on the host, waited for with the patience of the collectives before them."""
+"""Copies of a device's tensors on the host, waited for with the patience of the collectives
+before them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ WaitUntil = Callable[[Callable[[], bool]], None]
 
 
 class HostCopy:
-    """A copy of ``tensor``, which may be overwritten at once. On a device the copy is queued behind what computes it.
+    """A copy of ``tensor``, which may be overwritten at once. On a device the copy is queued behind
+    what computes it.
 
     ``wait_until`` is `Communicator.wait_until`; without one the driver waits.
     """

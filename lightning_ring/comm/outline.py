@@ -1,4 +1,6 @@
-"""Nested values with tensors in them, parted into a small outline, which is pickled, and the tensors, which are not."""
+"""Nested values with tensors in them, parted into a small outline, which is pickled, and the
+tensors, which are not.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class TensorSpec:
     on_accelerator: bool
 
     def empty(self, device: torch.device) -> Tensor:
-        """In the sender's order of memory: sums over it (LAMB's norms) then have the same bits on all ranks."""
+        """In the sender's order of memory: sums over it (LAMB's norms) then have the same bits
+        on all ranks.
+        """
         on = device if self.on_accelerator else "cpu"
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=on)
 
@@ -30,8 +34,11 @@ def outline(value: Any, tensors: list[Tensor]) -> Any:
     """``value`` with a `TensorSpec` for each tensor, which is appended to ``tensors``."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        strides = torch.empty_like(value, device="meta").stride()  # dense, also of a tensor that repeats elements
-        return TensorSpec(len(tensors) - 1, value.dtype, tuple(value.shape), strides, value.device.type != "cpu")
+        # dense, also of a tensor that repeats elements
+        strides = torch.empty_like(value, device="meta").stride()
+        return TensorSpec(
+            len(tensors) - 1, value.dtype, tuple(value.shape), strides, value.device.type != "cpu"
+        )
     if isinstance(value, dict):
         return {key: outline(item, tensors) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -58,7 +65,8 @@ def specs_in(outlined: Any) -> list[TensorSpec]:
 def tensors_for(outlined: Any, own: Any, device: torch.device) -> tuple[list[Tensor], list[int]]:
     """A tensor for each spec of ``outlined``, and the indices of new ones.
 
-    It is that of ``own`` in the same place, if it has the same form; else an empty one on ``device``.
+    It is that of ``own`` in the same place, if it has the same form; else an empty one on
+    ``device``.
     """
     mine: list[Tensor] = []
     there = dict(_by_place(outline(own, mine)))
@@ -67,7 +75,12 @@ def tensors_for(outlined: Any, own: Any, device: torch.device) -> tuple[list[Ten
     for place, spec in _by_place(outlined):
         other = there.get(place)
         form = (spec.dtype, spec.shape, spec.strides, spec.on_accelerator)
-        if other is not None and form == (other.dtype, other.shape, other.strides, other.on_accelerator):
+        if other is not None and form == (
+            other.dtype,
+            other.shape,
+            other.strides,
+            other.on_accelerator,
+        ):
             tensors.append(mine[other.index])
         else:
             new.append(len(tensors))

@@ -8,7 +8,9 @@ from lightning_ring.comm.communicator import shard
 
 
 class PaddedRows:
-    """1-D ``flat`` as equal rows, one a shard: its own memory or, where shards differ in length, a padded copy."""
+    """1-D ``flat`` as equal rows, one a shard: its own memory or, where shards differ in length,
+    a padded copy.
+    """
 
     def __init__(self, flat: Tensor, num_rows: int) -> None:
         self._source = flat
@@ -29,7 +31,9 @@ class PaddedRows:
             source.copy_(row)
 
     def _pairs(self, index: int | None) -> list[tuple[Tensor, Tensor]]:
-        """Rows beside the parts of the tensor that they stand for; none if they are the same memory."""
+        """Rows beside the parts of the tensor that they stand for; none if they are the same
+        memory.
+        """
         if not self._num_longer:
             return []
         if index is not None:
@@ -38,7 +42,10 @@ class PaddedRows:
         rows = self.flat.view(self._num_rows, self._length + 1)
         boundary = self._num_longer * (self._length + 1)
         return [
-            (rows[: self._num_longer], self._source[:boundary].view(self._num_longer, self._length + 1)),
+            (
+                rows[: self._num_longer],
+                self._source[:boundary].view(self._num_longer, self._length + 1),
+            ),
             (
                 rows[self._num_longer :, : self._length],
                 self._source[boundary:].view(self._num_rows - self._num_longer, self._length),

@@ -1,4 +1,6 @@
-"""Broadcasts of parameters, buffers and optimizer state in a few flat messages, and the check that models are equal."""
+"""Broadcasts of parameters, buffers and optimizer state in a few flat messages, and the check
+that models are equal.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def broadcast_module(module: nn.Module, comm: Communicator, src: int = 0) -> Non
     The ranks' modules must have equal shapes: `check_same_model` first.
 
     Raises:
-        ConfigurationError: A parameter or buffer holds no values yet (meta device, lazy) or is sparse.
+        ConfigurationError: A parameter or buffer holds no values yet (meta device, lazy) or is
+            sparse.
     """
     named = dict(chain(module.named_parameters(), module.named_buffers()))
     _require_values(named)
@@ -42,7 +45,9 @@ def broadcast_buffers(module: nn.Module, comm: Communicator, src: int = 0) -> No
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], comm: Communicator, src: int = 0) -> None:
-    """Replace ``tensors`` (same shapes and dtypes on all ranks, any strides) by rank ``src``'s, in place."""
+    """Replace ``tensors`` (same shapes and dtypes on all ranks, any strides) by rank ``src``'s,
+    in place.
+    """
     if comm.world_size == 1:
         return
     for message in _messages(tensors):
@@ -58,7 +63,9 @@ def broadcast_tensors(tensors: Iterable[Tensor], comm: Communicator, src: int = 
 
 
 def _messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype and device together, up to `MESSAGE_BYTES`; what is longer travels alone."""
+    """Tensors of one dtype and device together, up to `MESSAGE_BYTES`; what is longer travels
+    alone.
+    """
     open_messages: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in map(_without_repeats, tensors):
         if tensor.numel() == 0:
@@ -72,7 +79,9 @@ def _messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _without_repeats(tensor: Tensor) -> Tensor:
-    """One of each element that `Tensor.expand` repeats: several places of one memory cannot be written."""
+    """One of each element that `Tensor.expand` repeats: several places of one memory cannot be
+    written.
+    """
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -84,9 +93,9 @@ def _require_values(named: dict[str, Tensor]) -> None:
         if is_lazy(tensor) or tensor.is_meta:
             state = "lazy" if is_lazy(tensor) else "on the meta device"
             raise ConfigurationError(
-                f"{name} holds no values yet (it is {state}), so one rank's cannot be "
-                "sent to the others. Materialise the model first: run one batch through lazy modules, or "
-                "call to_empty() and initialise."
+                f"{name} holds no values yet (it is {state}), so one rank's cannot be sent to the "
+                "others. Materialise the model first: run one batch through lazy modules, or call "
+                "to_empty() and initialise."
             )
         if tensor.layout is not torch.strided:
             raise ConfigurationError(
@@ -103,14 +112,16 @@ def broadcast_optimizer_state(
     src: int = 0,
     send: Callable[[list[Tensor], Sequence[int]], object] | None = None,
 ) -> None:
-    """Replace the optimizer's state and its groups' values by rank ``src``'s; ranks that have none yet get it.
+    """Replace the optimizer's state and its groups' values by rank ``src``'s; ranks that have none
+    yet get it.
 
-    Tensors keep their dtype (`Optimizer.load_state_dict` would cast them to the parameter's). With ``send``
-    ranks keep the tensors that have rank ``src``'s form, and it is called in the place of `broadcast_tensors`, with all
-    tensors and the indices of those that are new, and empty.
+    Tensors keep their dtype (`Optimizer.load_state_dict` would cast them to the parameter's). With
+    ``send`` ranks keep the tensors that have rank ``src``'s form, and it is called in the place of
+    `broadcast_tensors`, with all tensors and the indices of those that are new, and empty.
 
     Raises:
-        ModelMismatchError: The ranks' optimizers differ in kind or in the parameters of their groups.
+        ModelMismatchError: The ranks' optimizers differ in kind or in the parameters of their
+            groups.
     """
     if comm.world_size == 1:
         return
@@ -118,10 +129,16 @@ def broadcast_optimizer_state(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     tensors: list[Tensor] = []
     new: list[int] = []
-    state = {index: optimizer.state[param] for index, param in enumerate(params) if param in optimizer.state}
+    state = {
+        index: optimizer.state[param]
+        for index, param in enumerate(params)
+        if param in optimizer.state
+    }
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     outlined = comm.broadcast_object(
-        outline((state, groups), tensors) if comm.rank == src else None, src=src, name="optimizer state"
+        outline((state, groups), tensors) if comm.rank == src else None,
+        src=src,
+        name="optimizer state",
     )
     if comm.rank != src:
         device = params[0].device if params else torch.device("cpu")
@@ -150,30 +167,37 @@ def broadcast_groups(optimizer: Optimizer, comm: Communicator, src: int = 0) -> 
     check_same_optimizer(optimizer, comm)
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     for group, values in zip(
-        optimizer.param_groups, comm.broadcast_object(groups, src=src, name="parameter groups"), strict=True
+        optimizer.param_groups,
+        comm.broadcast_object(groups, src=src, name="parameter groups"),
+        strict=True,
     ):
         group.update(values)
 
 
 def check_same_optimizer(optimizer: Optimizer, comm: Communicator) -> None:
-    """Compare the optimizer's class and the number of parameters in each of its groups over all ranks.
+    """Compare the optimizer's class and the number of parameters in each of its groups over all
+    ranks.
 
     Raises:
         ModelMismatchError: They differ; the message is the same on every rank.
     """
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     kinds = comm.all_gather_object(
-        f"{type(optimizer).__name__} with {sizes} parameters in its groups", name="kinds of optimizers"
+        f"{type(optimizer).__name__} with {sizes} parameters in its groups",
+        name="kinds of optimizers",
     )
     if len(set(kinds)) > 1:
-        raise ModelMismatchError(f"the ranks have different optimizers: {by_rank(kinds)}. Build the same on all.")
+        raise ModelMismatchError(
+            f"the ranks have different optimizers: {by_rank(kinds)}. Build the same on all."
+        )
 
 
 # --- are the models the same?
 
 
 def check_same_model(module: nn.Module, comm: Communicator) -> None:
-    """Compare names, shapes, dtypes, devices and ``requires_grad`` of all parameters and buffers over all ranks.
+    """Compare names, shapes, dtypes, devices and ``requires_grad`` of all parameters and buffers
+    over all ranks.
 
     Raises:
         ModelMismatchError: They differ; the message is the same on every rank.
@@ -184,8 +208,13 @@ def check_same_model(module: nn.Module, comm: Communicator) -> None:
 
 
 def check_same_description(description: dict[str, str], comm: Communicator) -> None:
-    """Raise `ModelMismatchError`, the same on every rank, where ranks have described what they train in other words."""
-    if comm.world_size > 1 and len(set(comm.all_gather_object(_digest(description), name="digests of models"))) > 1:
+    """Raise `ModelMismatchError`, the same on every rank, where ranks have described what they
+    train in other words.
+    """
+    if (
+        comm.world_size > 1
+        and len(set(comm.all_gather_object(_digest(description), name="digests of models"))) > 1
+    ):
         raise ModelMismatchError(_difference(comm.all_gather_object(description, name="models")))
 
 
@@ -199,7 +228,9 @@ def _digest(description: dict[str, str]) -> str:
 
 
 def _description(module: nn.Module) -> dict[str, str]:
-    return described("parameter", module.named_parameters()) | described("buffer", module.named_buffers())
+    return described("parameter", module.named_parameters()) | described(
+        "buffer", module.named_buffers()
+    )
 
 
 def described(kind: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
@@ -223,10 +254,15 @@ def _difference(descriptions: list[dict[str, str]]) -> str:
         lines.append(f"and {len(different) - SHOWN} more")
     if not different:
         at = next(i for i, row in enumerate(zip(*descriptions, strict=True)) if len(set(row)) > 1)
-        lines = [f"they come in another order, from number {at}: {by_rank([list(d)[at] for d in descriptions])}"]
+        lines = [
+            f"they come in another order, from number {at}: "
+            f"{by_rank([list(d)[at] for d in descriptions])}"
+        ]
     if len(set(counts)) > 1:
         lines.insert(0, by_rank(counts))
     return (
-        "the ranks hold different models, and cannot be trained as one: " + ". ".join(lines) + ". Build the model "
+        "the ranks hold different models, and cannot be trained as one: "
+        + ". ".join(lines)
+        + ". Build the model "
         "from the same code and configuration on every rank."
     )

@@ -1,4 +1,6 @@
-"""Questions from rank to rank, in no order that all ranks share: threads answer them beside the computation."""
+"""Questions from rank to rank, in no order that all ranks share: threads answer them beside the
+computation.
+"""
 
 from __future__ import annotations
 
@@ -36,33 +38,42 @@ _STUCK_SECONDS = 1.0
 
 
 class Requests:
-    """This rank asks other ranks, and answers their questions, at any time, over two ``transports`` of its own.
+    """This rank asks other ranks, and answers their questions, at any time, over two ``transports``
+    of its own.
 
-    One carries questions to lower ranks with their answers, the other one those to higher ranks. Between two ranks
-    only one message then is under way over each. Over a single connection Gloo's notice that a receive is ready would
-    queue behind this rank's own long message, so that the two ranks' messages would take turns on the wire.
+    One carries questions to lower ranks with their answers, the other one those to higher ranks.
+    Between two ranks only one message then is under way over each. Over a single connection Gloo's
+    notice that a receive is ready would queue behind this rank's own long message, so that the two
+    ranks' messages would take turns on the wire.
 
-    A question and its answer are 1-D uint8 tensors of any length. A thread for each peer answers its questions, one
-    after another, with ``answer(peer, question)``. The question's memory may change with the next question, and that of
-    the answer with the next but one, or with the next `ask`. Lengths travel before all questions, so that both ranks
-    begin to receive before they need a message, and none waits until a thread of the other rank gets a core. What
-    ``answer`` raises is a `CollectiveError` where the question was asked. An error of the transport, or of a collective
-    with the same ``policy``, ends all questions, and breaks the other communicators of the ``policy``.
+    A question and its answer are 1-D uint8 tensors of any length. A thread for each peer answers
+    its questions, one after another, with ``answer(peer, question)``. The question's memory may
+    change with the next question, and that of the answer with the next but one, or with the next
+    `ask`. Lengths travel before all questions, so that both ranks begin to receive before they need
+    a message, and none waits until a thread of the other rank gets a core. What ``answer`` raises
+    is a `CollectiveError` where the question was asked. An error of the transport, or of a
+    collective with the same ``policy``, ends all questions, and breaks the other communicators of
+    the ``policy``.
     """
 
-    def __init__(self, transports: tuple[Transport, Transport], policy: WaitPolicy, answer: Answer) -> None:
+    def __init__(
+        self, transports: tuple[Transport, Transport], policy: WaitPolicy, answer: Answer
+    ) -> None:
         self._transports = transports
         self._rank, world_size = transports[0].rank, transports[0].world_size
         self._policy = policy
         self._answer = answer
         self._asking = CollectiveThread(policy)
-        self._received: dict[tuple[Transport, int, int], Tensor] = {}  # kept: fresh memory costs page faults
+        # kept: fresh memory costs page faults
+        self._received: dict[tuple[Transport, int, int], Tensor] = {}
         self._stopped = False
         for transport in transports:
             transport.while_waiting = self._while_waiting
         peers = [peer for peer in range(world_size) if peer != self._rank]
         self._threads = {
-            peer: threading.Thread(target=self._serve, args=(peer,), name=f"ring-answers-{peer}", daemon=True)
+            peer: threading.Thread(
+                target=self._serve, args=(peer,), name=f"ring-answers-{peer}", daemon=True
+            )
             for peer in peers
         }
         _open.add(self)
@@ -79,21 +90,25 @@ class Requests:
         use: Use | None = None,
         lengths: Mapping[int, Sequence[int]] | None = None,
     ) -> Answers:
-        """Ask each peer its questions, all at the same time, and without waiting for answers between them.
+        """Ask each peer its questions, all at the same time, and without waiting for answers
+        between them.
 
-        Answers then come while later questions still go: a long message and its answer, cut in parts, travel at the
-        same time. They may not change before `Answers.wait`. This rank itself may be among the peers.
+        Answers then come while later questions still go: a long message and its answer, cut in
+        parts, travel at the same time. They may not change before `Answers.wait`. This rank itself
+        may be among the peers.
 
         Args:
             questions: By peer; at most 16 each.
             name: Stands in errors and stall reports.
-            use: Called in a thread with the peer, the number of the question and the answer, in order for each peer.
-                The next answer of that peer may overwrite that memory.
+            use: Called in a thread with the peer, the number of the question and the answer, in
+                order for each peer. The next answer of that peer may overwrite that memory.
             lengths: Of the answers, in bytes; those of their questions if not given.
         """
         self.check()  # where nobody waits for a peer that has failed, nothing else would tell
         if lengths is None:
-            lengths = {peer: [question.numel() for question in each] for peer, each in questions.items()}
+            lengths = {
+                peer: [question.numel() for question in each] for peer, each in questions.items()
+            }
         answers: dict[int, tuple[str, Tensor]] = {}
 
         def take(peer: int, index: int, told: Tensor, answer: Tensor) -> None:
@@ -114,7 +129,11 @@ class Requests:
                 for peer, transport in others.items()
             }
             for index, question in enumerate(questions.get(self._rank, ())):
-                take(self._rank, index, *self._answered(self._rank, question, lengths[self._rank][index]))
+                take(
+                    self._rank,
+                    index,
+                    *self._answered(self._rank, question, lengths[self._rank][index]),
+                )
             for peer, transport in others.items():
                 for index, (told, answer) in enumerate(arriving[peer]):
                     take(peer, index, told, answer)
@@ -123,14 +142,18 @@ class Requests:
         return Answers(self._asking.submit(name, run), answers)
 
     def check(self) -> None:
-        """Raise what ends a wait of ``answer``: this rank closes, a collective failed, or a peer."""
+        """Raise what ends a wait of ``answer``: this rank closes, a collective failed, or a
+        peer.
+        """
         if self._stopped:
             raise CollectiveError("this rank answers no more.")
         self._policy.raise_if_broken()
         self._policy.check_peers()
 
     def close(self, *, wait: bool = True) -> None:
-        """Say goodbye, and wait until every peer has; with ``wait=False`` end what is under way. Twice is fine."""
+        """Say goodbye, and wait until every peer has; with ``wait=False`` end what is under way.
+        Twice is fine.
+        """
         if self._stopped:
             return
         ended = False
@@ -151,7 +174,10 @@ class Requests:
                 transport.close(broken=not ended)
 
     def _say_goodbye(self) -> None:
-        goodbyes = {peer: self._send(self._asked_by_us(peer), peer, [_head(_GOODBYE)]) for peer in self._threads}
+        goodbyes = {
+            peer: self._send(self._asked_by_us(peer), peer, [_head(_GOODBYE)])
+            for peer in self._threads
+        }
         for peer, sends in goodbyes.items():
             self._asked_by_us(peer).wait(sends)
 
@@ -160,7 +186,9 @@ class Requests:
         while asking := [peer for peer, thread in self._threads.items() if thread.is_alive()]:
             self.check()
             if time.monotonic() > until:
-                raise self._policy.fail(self._policy.timeout_error("the end of questions between ranks", asking))
+                raise self._policy.fail(
+                    self._policy.timeout_error("the end of questions between ranks", asking)
+                )
             self._threads[asking[0]].join(CHECK_SECONDS)
 
     # -- in the threads
@@ -177,7 +205,9 @@ class Requests:
                     return
                 before: list[ring.Request] = []
                 questions = self._receives(transport, peer, lengths[:number])
-                for (_, question), length in zip(questions, lengths[_MOST_QUESTIONS:], strict=False):
+                for (_, question), length in zip(
+                    questions, lengths[_MOST_QUESTIONS:], strict=False
+                ):
                     sends = self._send(transport, peer, self._answered(peer, question, length))
                     transport.wait(before)
                     before = sends
@@ -194,7 +224,9 @@ class Requests:
             assert answer.numel() == length, f"{answer.numel()} bytes where {length} were asked for"
             return told, answer
         except Exception as error:
-            text = str(error) if isinstance(error, RingError) else f"{type(error).__name__}: {error}"
+            text = (
+                str(error) if isinstance(error, RingError) else f"{type(error).__name__}: {error}"
+            )
             encoded = (text.encode() or b"unknown")[:_ERROR_BYTES]
             told[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
             return told, torch.zeros(length, dtype=torch.uint8)
@@ -224,13 +256,18 @@ class Requests:
         head = _head(len(questions), [question.numel() for question in questions], lengths)
         return self._send(transport, peer, [head, *questions])
 
-    def _send(self, transport: Transport, peer: int, messages: Sequence[Tensor]) -> list[ring.Request]:
-        return [transport.isend(piece, peer, _TAG) for message in messages for piece in _pieces(message)]
+    def _send(
+        self, transport: Transport, peer: int, messages: Sequence[Tensor]
+    ) -> list[ring.Request]:
+        return [
+            transport.isend(piece, peer, _TAG) for message in messages for piece in _pieces(message)
+        ]
 
     def _receives(
         self, transport: Transport, peer: int, lengths: Sequence[int], *, are_answers: bool = False
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """What went wrong, of answers, and the message, as they arrive. The memory stays while the next one is used.
+        """What went wrong, of answers, and the message, as they arrive. The memory stays while the
+        next one is used.
 
         The first receives have begun when this returns.
         """
@@ -272,7 +309,8 @@ class Answers:
         return self._work.done()
 
     def wait(self) -> dict[int, Tensor]:
-        """By peer the answer to its last question, in memory that the next question to that peer overwrites.
+        """By peer the answer to its last question, in memory that the next question to that peer
+        overwrites.
 
         Raises:
             CollectiveError: A peer could not answer; or as `Work.wait`.
@@ -285,7 +323,9 @@ class Answers:
 
 
 def _head(number: int = 0, lengths: Sequence[int] = (), of_answers: Sequence[int] = ()) -> Tensor:
-    """How many questions follow, and the lengths of all of them and of their answers: int64, always as long."""
+    """How many questions follow, and the lengths of all of them and of their answers: int64,
+    always as long.
+    """
     head = torch.zeros(1 + 2 * _MOST_QUESTIONS, dtype=torch.int64)
     head[0] = number
     for start, values in ((1, lengths), (1 + _MOST_QUESTIONS, of_answers)):
@@ -294,7 +334,11 @@ def _head(number: int = 0, lengths: Sequence[int] = (), of_answers: Sequence[int
 
 
 def _text(told: Tensor) -> str:
-    return bytes(told.tolist()).rstrip(b"\0").decode(errors="replace") if told.numel() and told[0] else ""
+    return (
+        bytes(told.tolist()).rstrip(b"\0").decode(errors="replace")
+        if told.numel() and told[0]
+        else ""
+    )
 
 
 def _pieces(message: Tensor) -> list[Tensor]:
@@ -306,6 +350,8 @@ _open: weakref.WeakSet[Requests] = weakref.WeakSet()
 
 @atexit.register
 def _stop_threads() -> None:
-    """A thread that comes back from Gloo or torch when the interpreter ends would abort the process."""
+    """A thread that comes back from Gloo or torch when the interpreter ends would abort the
+    process.
+    """
     for requests in list(_open):
         requests.close(wait=False)

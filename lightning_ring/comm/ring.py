@@ -1,9 +1,10 @@
 """The ring, written once over send and receive: a reduce-scatter, an all-gather, and both in a row.
 
-Every rank sends to the next and receives from the one before it, so that each link carries the same bytes whatever the
-number of ranks: 2·(N−1)/N of the tensor for an all-reduce. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce
-algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69 (2009). Chunks travel as small pieces, several
-at a time: a rank sums one piece while the next one arrives, and no message is longer than transports like.
+Every rank sends to the next and receives from the one before it, so that each link carries the same
+bytes whatever the number of ranks: 2·(N−1)/N of the tensor for an all-reduce. Source: Patarasuk and
+Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel Distrib.
+Comput. 69 (2009). Chunks travel as small pieces, several at a time: a rank sums one piece while the
+next one arrives, and no message is longer than transports like.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor
 from lightning_ring.comm.communicator import ReduceOp, shard, shard_bounds
 from lightning_ring.errors import ConfigurationError
 
-PIECE_BYTES = 1024 * 1024  # measured over MPI and Gloo on one node: 256 KiB take twice as long, 4 MiB gain nothing
+# measured over MPI and Gloo on one node: 256 KiB take twice as long, 4 MiB gain nothing
+PIECE_BYTES = 1024 * 1024
 WINDOW = 4  # pieces under way in each direction
 
 COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
@@ -48,9 +50,9 @@ class Request(Protocol):
 class PointToPoint(Protocol):
     """Send and receive between fixed ranks: all that the ring asks of a transport.
 
-    Messages of one ``tag`` between two ranks arrive in the order they were sent. Tensors are contiguous and not empty;
-    a sent one may not change, and a received one may not be read, before `wait`. `isend` and `irecv` may be called
-    while another thread waits.
+    Messages of one ``tag`` between two ranks arrive in the order they were sent. Tensors are
+    contiguous and not empty; a sent one may not change, and a received one may not be read, before
+    `wait`. `isend` and `irecv` may be called while another thread waits.
     """
 
     @property
@@ -65,7 +67,9 @@ class PointToPoint(Protocol):
         """Receive exactly ``tensor.nbytes`` bytes."""
 
     def wait(self, requests: Sequence[Any]) -> None:
-        """Block until all these requests of this transport are over, or raise what interrupts the wait."""
+        """Block until all these requests of this transport are over, or raise what interrupts
+        the wait.
+        """
 
 
 def reduce_scatter_(
@@ -76,10 +80,12 @@ def reduce_scatter_(
     piece_bytes: int = PIECE_BYTES,
     scratch: Tensor | None = None,
 ) -> Tensor:
-    """Reduce 1-D ``flat`` in place so that rank r's shard holds the result; the rest of it is left half-summed.
+    """Reduce 1-D ``flat`` in place so that rank r's shard holds the result; the rest of it is left
+    half-summed.
 
-    N−1 steps. The chunk that ends at rank r starts at rank r+1 and is summed on its way around, so that its summation
-    order is one and the same for all who receive it later. ``scratch`` is uint8 memory of at least `scratch_bytes`.
+    N−1 steps. The chunk that ends at rank r starts at rank r+1 and is summed on its way around, so
+    that its summation order is one and the same for all who receive it later. ``scratch`` is uint8
+    memory of at least `scratch_bytes`.
     """
     world_size, rank = p2p.world_size, p2p.rank
     if world_size == 1:
@@ -108,22 +114,28 @@ def all_reduce_(
     piece_bytes: int = PIECE_BYTES,
     scratch: Tensor | None = None,
 ) -> Tensor:
-    """Reduce 1-D ``flat`` in place. Each shard is summed on one path only, so all ranks end with the same bits."""
+    """Reduce 1-D ``flat`` in place. Each shard is summed on one path only, so all ranks end with
+    the same bits.
+    """
     reduce_scatter_(flat, p2p, op, piece_bytes=piece_bytes, scratch=scratch)
     return all_gather_(flat, p2p, piece_bytes=piece_bytes)
 
 
 def scratch_bytes(piece_bytes: int = PIECE_BYTES) -> int:
     """Memory in which arriving pieces land during a `reduce_scatter_`."""
-    return WINDOW * (piece_bytes + 16)  # a piece is rounded up to a whole element, of at most 16 bytes
+    # a piece is rounded up to a whole element, of at most 16 bytes
+    return WINDOW * (piece_bytes + 16)
 
 
 def check_reducible(tensor: Tensor, op: ReduceOp) -> None:
     """Raise `ConfigurationError` if ``op`` means nothing for this dtype."""
     if op not in _REDUCIBLE.get(tensor.dtype, ()):
-        able = ", ".join(str(dtype).removeprefix("torch.") for dtype, ops in _REDUCIBLE.items() if op in ops)
+        able = ", ".join(
+            str(dtype).removeprefix("torch.") for dtype, ops in _REDUCIBLE.items() if op in ops
+        )
         raise ConfigurationError(
-            f"cannot reduce {tensor.dtype} by {op.name}. {op.name} takes {able}; convert the tensor first."
+            f"cannot reduce {tensor.dtype} by {op.name}. {op.name} takes {able}; convert the "
+            "tensor first."
         )
 
 
@@ -141,7 +153,9 @@ def finish_(reduced: Tensor, op: ReduceOp, world_size: int) -> None:
 
 
 def divides_first(dtype: torch.dtype) -> bool:
-    """16-bit sums overflow where their average would not; wider ones are divided once, after the sum."""
+    """16-bit sums overflow where their average would not; wider ones are divided once, after the
+    sum.
+    """
     return dtype in (torch.float16, torch.bfloat16)
 
 
@@ -156,14 +170,20 @@ def num_pieces(numel: int, itemsize: int, piece_bytes: int) -> int:
 
 
 def _cut(flat: Tensor, world_size: int, piece_bytes: int) -> list[list[Tensor]]:
-    """The pieces of every chunk: as many in each, so that step and piece are known from a running number."""
+    """The pieces of every chunk: as many in each, so that step and piece are known from a
+    running number.
+    """
     longest = -(-flat.numel() // world_size)
     count = num_pieces(longest, flat.element_size(), piece_bytes)
     return [cut(shard(flat, world_size, rank), count) for rank in range(world_size)]
 
 
-def landing_places(longest: Tensor, window: int, num_peers: int, scratch: Tensor | None) -> list[list[Tensor]]:
-    """For each piece under way, memory as long as ``longest`` for every peer: of ``scratch``, where that is enough."""
+def landing_places(
+    longest: Tensor, window: int, num_peers: int, scratch: Tensor | None
+) -> list[list[Tensor]]:
+    """For each piece under way, memory as long as ``longest`` for every peer: of ``scratch``,
+    where that is enough.
+    """
     num_bytes = longest.numel() * longest.element_size()
     if scratch is None or scratch.numel() < window * num_peers * num_bytes:
         scratch = torch.empty(window * num_peers * num_bytes, dtype=torch.uint8)
@@ -179,10 +199,12 @@ def _pass_around(
     landing: list[Tensor] | None,
     combine: Callable[..., Tensor] | None,
 ) -> None:
-    """Send chunks ``first``, ``first - 1``, … onward while ``first - 1``, ``first - 2``, … come from the previous rank.
+    """Send chunks ``first``, ``first - 1``, … onward while ``first - 1``, ``first - 2``, … come
+    from the previous rank.
 
-    What arrives in one step is sent in the next: piece p of step s+1 leaves as soon as piece p of step s is here. With
-    ``combine`` pieces land beside ``pieces`` and are reduced into them, without it they land in place.
+    What arrives in one step is sent in the next: piece p of step s+1 leaves as soon as piece p of
+    step s is here. With ``combine`` pieces land beside ``pieces`` and are reduced into them,
+    without it they land in place.
     """
     world_size = p2p.world_size
     following, previous = (p2p.rank + 1) % world_size, (p2p.rank - 1) % world_size

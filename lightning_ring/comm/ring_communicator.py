@@ -38,29 +38,34 @@ class Transport(ring.PointToPoint, Protocol):
     """A `PointToPoint` whose waits can be ended from outside."""
 
     while_waiting: Callable[[Sequence[int]], float]
-    """Called with the ranks waited for, again and again during a wait, which goes on for as many more seconds as it
-    returns; what it raises ends the wait."""
+    """Called with the ranks waited for, again and again during a wait, which goes on for as many
+    more seconds as it returns; what it raises ends the wait."""
 
     def interrupt(self) -> None:
-        """End the waits of other threads that ask `while_waiting` too seldom; no message travels after that."""
+        """End the waits of other threads that ask `while_waiting` too seldom; no message travels
+        after that.
+        """
 
     def duplicate(self, policy: WaitPolicy) -> Transport:
-        """Another one between the same ranks, whose messages do not meet those of this one. Collective."""
+        """Another one between the same ranks, whose messages do not meet those of this one.
+        Collective.
+        """
 
     def close(self, broken: bool) -> None: ...
 
 
 class RingCommunicator(Communicator):
-    """Collectives run in threads beside the computation, in the order of the calls: one after another in each channel.
+    """Collectives run in threads beside the computation, in the order of the calls: one after
+    another in each channel.
 
-    With several channels several are on the wire at a time: while one waits for messages, the others fill it.
-    For each, the ranks exchange a header (`calls`), so that diverged calls are an error on every rank. It leaves
-    with the call, and arrives while earlier collectives are still under way. After an error the communicator is broken:
-    what is under way and every later call raise that same error. So do those of the other communicators that share its
-    ``policy``.
+    With several channels several are on the wire at a time: while one waits for messages, the
+    others fill it. For each, the ranks exchange a header (`calls`), so that diverged calls are an
+    error on every rank. It leaves with the call, and arrives while earlier collectives are still
+    under way. After an error the communicator is broken: what is under way and every later call
+    raise that same error. So do those of the other communicators that share its ``policy``.
 
-    ``members`` are the ranks' numbers in the job, for errors. Without ``checked`` no headers are exchanged: for what is
-    called by a communicator that has exchanged its own.
+    ``members`` are the ranks' numbers in the job, for errors. Without ``checked`` no headers are
+    exchanged: for what is called by a communicator that has exchanged its own.
     """
 
     def __init__(
@@ -76,12 +81,14 @@ class RingCommunicator(Communicator):
         self._policy = policy
         channels = [Channel(transport, tag, policy) for tag in _CHANNEL_TAGS[:num_channels]]
         self._channels = ChannelSelector(channels)
-        self._threads = [channel.thread for channel in channels]  # in the order in which a collective passes
+        # in the order in which a collective passes
+        self._threads = [channel.thread for channel in channels]
         self._checked = checked
         self._members = list(members) or list(range(transport.world_size))
         transport.while_waiting = self._while_waiting
         self._num_calls = 0
-        self._starting = threading.Lock()  # of two threads that call, the one announced first also sends first
+        # of two threads that call, the one announced first also sends first
+        self._starting = threading.Lock()
         self._closed = False
         _open.add(self)
 
@@ -90,16 +97,28 @@ class RingCommunicator(Communicator):
         ring.check_reducible(flat, op)
         what = describe("all_reduce", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
         if flat.nbytes * (self.world_size - 1) <= DIRECT_BYTES:
-            return self._start(what, lambda channel: exchange.all_reduce_directly_(flat, channel, op))
+            return self._start(
+                what, lambda channel: exchange.all_reduce_directly_(flat, channel, op)
+            )
         way = wide_sum.all_reduce_ if wide_sum.wants_wide_sum(flat.dtype, op) else ring.all_reduce_
-        return self._start(what, lambda channel: way(flat, channel, op, scratch=channel.landing), flat.nbytes)
+        return self._start(
+            what, lambda channel: way(flat, channel, op, scratch=channel.landing), flat.nbytes
+        )
 
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         flat = contiguous_flat(flat, "reduce_scatter_")
         ring.check_reducible(flat, op)
-        what = describe("reduce_scatter", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
-        way = wide_sum.reduce_scatter_ if wide_sum.wants_wide_sum(flat.dtype, op) else ring.reduce_scatter_
-        return self._start(what, lambda channel: way(flat, channel, op, scratch=channel.landing), flat.nbytes)
+        what = describe(
+            "reduce_scatter", op.value, flat.dtype, f"{flat.numel()} elements", name=name
+        )
+        way = (
+            wide_sum.reduce_scatter_
+            if wide_sum.wants_wide_sum(flat.dtype, op)
+            else ring.reduce_scatter_
+        )
+        return self._start(
+            what, lambda channel: way(flat, channel, op, scratch=channel.landing), flat.nbytes
+        )
 
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
         flat = contiguous_flat(flat, "all_gather_")
@@ -108,7 +127,9 @@ class RingCommunicator(Communicator):
             return self._start(what, lambda channel: exchange.all_gather_directly_(flat, channel))
         return self._start(what, lambda channel: ring.all_gather_(flat, channel), flat.nbytes)
 
-    def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
+    def all_to_all(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = ""
+    ) -> Work:
         what = describe("all_to_all", name=name)
         check_all_to_all(inputs, outputs, self.world_size, what)
         sources = [as_bytes(contiguous_flat(tensor, "all_to_all")) for tensor in inputs]
@@ -126,8 +147,12 @@ class RingCommunicator(Communicator):
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
         flat = contiguous_flat(tensor, "broadcast_")
         check_rank(src, self.world_size, "src")
-        what = describe("broadcast", f"from rank {src}", flat.dtype, f"{flat.numel()} elements", name=name)
-        return self._start(what, lambda channel: exchange.broadcast_(flat, channel, src), flat.nbytes)
+        what = describe(
+            "broadcast", f"from rank {src}", flat.dtype, f"{flat.numel()} elements", name=name
+        )
+        return self._start(
+            what, lambda channel: exchange.broadcast_(flat, channel, src), flat.nbytes
+        )
 
     def barrier(self, *, name: str = "") -> None:
         assert self._checked, "the exchange of headers is the barrier"
@@ -161,7 +186,8 @@ class RingCommunicator(Communicator):
     ) -> Work:
         """Queue one collective; with one rank nothing is done, unless it does something ``alone``.
 
-        ``num_bytes`` chooses a channel; collectives that must begin in the order of the calls name theirs.
+        ``num_bytes`` chooses a channel; collectives that must begin in the order of the calls name
+        theirs.
         """
         if self.world_size == 1 and not alone:
             self._policy.raise_if_broken()
@@ -178,7 +204,9 @@ class RingCommunicator(Communicator):
             return chosen.thread.submit(what, agree_and_run)
 
     def _announce(self, what: str) -> Callable[[], None]:
-        """Tell the others what is called; returns what waits until they have told it too, and compares."""
+        """Tell the others what is called; returns what waits until they have told it too, and
+        compares.
+        """
         self._num_calls += 1
         call = self._num_calls
         headers = torch.empty(self.world_size, HEADER_BYTES, dtype=torch.uint8)
@@ -209,9 +237,11 @@ _open: weakref.WeakSet[RingCommunicator] = weakref.WeakSet()
 
 @atexit.register
 def _stop_threads() -> None:
-    """End what is under way: a thread that comes back from Gloo or torch when the interpreter ends aborts the process.
+    """End what is under way: a thread that comes back from Gloo or torch when the interpreter ends
+    aborts the process.
 
-    Registered with the import, and so called after the handlers in which a rank of a job waits for the others.
+    Registered with the import, and so called after the handlers in which a rank of a job waits for
+    the others.
     """
     for comm in list(_open):
         if any(thread.busy for thread in comm._threads):

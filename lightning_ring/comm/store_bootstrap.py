@@ -14,9 +14,13 @@ from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy
 
 
 class StoreBootstrap:
-    """``members`` are ranks of the job, numbered in that order. ``store`` is theirs alone (`dist.PrefixStore`)."""
+    """``members`` are ranks of the job, numbered in that order. ``store`` is theirs alone
+    (`dist.PrefixStore`).
+    """
 
-    def __init__(self, store: dist.Store, members: Sequence[int], rank: int, policy: WaitPolicy) -> None:
+    def __init__(
+        self, store: dist.Store, members: Sequence[int], rank: int, policy: WaitPolicy
+    ) -> None:
         self.rank = members.index(rank)
         self.world_size = len(members)
         self._store = store
@@ -25,7 +29,9 @@ class StoreBootstrap:
         self._num_calls = 0
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Everybody's ``obj``, which JSON can carry. An error names the ranks of the job that were not here in time."""
+        """Everybody's ``obj``, which JSON can carry. An error names the ranks of the job that
+        were not here in time.
+        """
         self._num_calls += 1
         self._store.set(f"{self._num_calls}/{self.rank}", json.dumps(obj))
         keys = [f"{self._num_calls}/{member}" for member in range(self.world_size)]
@@ -34,7 +40,13 @@ class StoreBootstrap:
             self._policy.check_peers()
             if time.monotonic() > until:
                 here = [self._store.check([key]) for key in keys]
-                missing = [member for member, is_here in zip(self._members, here, strict=True) if not is_here]
-                raise self._policy.timeout_error(describe("opening shared memory", f"{self.world_size} ranks"), missing)
+                missing = [
+                    member
+                    for member, is_here in zip(self._members, here, strict=True)
+                    if not is_here
+                ]
+                raise self._policy.timeout_error(
+                    describe("opening shared memory", f"{self.world_size} ranks"), missing
+                )
             time.sleep(CHECK_SECONDS / 10)
         return [json.loads(self._store.get(key)) for key in keys]

@@ -1,4 +1,6 @@
-"""Marks by the host's clock or in a GPU's stream, the seconds between them, and what a collective takes by them."""
+"""Marks by the host's clock or in a GPU's stream, the seconds between them, and what a
+collective takes by them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ Mark = Any  # a float, or an event
 
 
 def now(device: torch.device) -> Mark:
-    """On a GPU when the current stream comes to it: the host is far ahead of it, and does not wait."""
+    """On a GPU when the current stream comes to it: the host is far ahead of it, and does not
+    wait.
+    """
     if not is_gpu(device):
         return time.perf_counter()
     event = timed_event(device)
@@ -31,7 +35,9 @@ def is_reached(mark: Mark) -> bool:
 
 def elapsed(began: Any, ended: Any) -> float:
     """Seconds between two marks that the device has reached."""
-    seconds: float = ended - began if isinstance(ended, (int, float)) else began.elapsed_time(ended) / 1e3
+    seconds: float = (
+        ended - began if isinstance(ended, (int, float)) else began.elapsed_time(ended) / 1e3
+    )
     return seconds
 
 
@@ -45,8 +51,12 @@ def seconds_between(began: Mark, ended: Mark, comm: Communicator | None) -> floa
     return elapsed(began, ended)
 
 
-def time_collective(comm: Communicator, collective: Collective, flat: Tensor, repeats: int, name: str) -> list[float]:
-    """Seconds of ``collective`` on ``flat``, ``repeats`` times, after a call that opens what others use. Collective."""
+def time_collective(
+    comm: Communicator, collective: Collective, flat: Tensor, repeats: int, name: str
+) -> list[float]:
+    """Seconds of ``collective`` on ``flat``, ``repeats`` times, after a call that opens what
+    others use. Collective.
+    """
     seconds = []
     for _ in range(1 + repeats):
         comm.barrier()

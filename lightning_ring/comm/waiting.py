@@ -1,4 +1,6 @@
-"""How a communicator waits for other ranks: the timeout, the check on peers, and the first error, which stays."""
+"""How a communicator waits for other ranks: the timeout, the check on peers, and the first
+error, which stays.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from lightning_ring.errors import CollectiveError, RingError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 SPIN_SECONDS = 50e-6
-SLEEP_SHARE = 0.1  # of the time waited so far: a late answer is late by a tenth, and the waiting costs next to nothing
+# of the time waited so far: a late answer is late by a tenth, and the waiting costs next to nothing
+SLEEP_SHARE = 0.1
 LONGEST_SLEEP_SECONDS = 1e-3
 CHECK_SECONDS = 0.02  # how often a waiting rank asks whether its peers are alive
 GRACE_SECONDS = 1.0  # a transport often sees a dead peer before the job's watch can name it
@@ -25,11 +28,15 @@ Check = Callable[[], None]
 
 
 class TransportError(CollectiveError):
-    """An error of MPI or torch.distributed. The cause is often a peer that failed, which a check may name later."""
+    """An error of MPI or torch.distributed. The cause is often a peer that failed, which a check
+    may name later.
+    """
 
 
 class Engine(Protocol):
-    """Runs the collectives of one communicator in order. Its progress can be read from any thread."""
+    """Runs the collectives of one communicator in order. Its progress can be read from any
+    thread.
+    """
 
     @property
     def last(self) -> tuple[str, float] | None:
@@ -46,17 +53,21 @@ class StallReports(Protocol):
         """A collective is late; returns at once."""
 
     def verdict(self, description: str, late: str, advice: str) -> str:
-        """The text of every rank's error for a collective that is too late: ``late``, all answers, ``advice``."""
+        """The text of every rank's error for a collective that is too late: ``late``, all
+        answers, ``advice``.
+        """
 
 
 class WaitPolicy:
     """How long collectives wait, and the first error, shared by all collectives of a communicator.
 
-    Several communicators may share one policy: the first error of any of them then ends the others' collectives.
+    Several communicators may share one policy: the first error of any of them then ends the others'
+    collectives.
 
-    ``check`` raises a `RingError` once a peer is known to have failed. A rank that has waited for ``stall_warning``
-    logs what it waits for, once a collective; with ``stalls``, all ranks are asked instead, and again after twice, four
-    times, eight times as long. ``verdict`` is the error of a collective that was late on some rank, for all ranks.
+    ``check`` raises a `RingError` once a peer is known to have failed. A rank that has waited for
+    ``stall_warning`` logs what it waits for, once a collective; with ``stalls``, all ranks are
+    asked instead, and again after twice, four times, eight times as long. ``verdict`` is the error
+    of a collective that was late on some rank, for all ranks.
     """
 
     def __init__(
@@ -82,14 +93,18 @@ class WaitPolicy:
         return self.timeout.total_seconds()
 
     def fail(self, error: RingError) -> RingError:
-        """Break the communicator with ``error``, unless an earlier one did; returns the one that holds."""
+        """Break the communicator with ``error``, unless an earlier one did; returns the one that
+        holds.
+        """
         with self._lock:
             if self.error is None:
                 self.error = error
             return self.error
 
     def end(self, verdict: RingError) -> None:
-        """Break the communicator, and end waits that a transport cannot interrupt, because a collective is too late."""
+        """Break the communicator, and end waits that a transport cannot interrupt, because a
+        collective is too late.
+        """
         self.verdict = self.fail(verdict)
 
     def raise_if_broken(self) -> None:
@@ -104,14 +119,16 @@ class WaitPolicy:
         try:
             self.check()
         except RingError as error:
-            # a peer that failed right after this collective has sent its part of it: what is on the way may arrive,
-            # and this rank then meets the same error itself
+            # a peer that failed right after this collective has sent its part of it: what is on the
+            # way may arrive, and this rank then meets the same error itself
             self._doomed_since = self._doomed_since or time.monotonic()
             if time.monotonic() - self._doomed_since >= self.grace:
                 raise self.fail(error) from None
 
     def raise_named(self, error: RingError) -> None:
-        """Raise ``error``; a bare transport error gives the check a moment to say which rank failed."""
+        """Raise ``error``; a bare transport error gives the check a moment to say which rank
+        failed.
+        """
         if isinstance(error, TransportError) and self.check is not None:
             until = time.monotonic() + GRACE_SECONDS
             while time.monotonic() < until:
@@ -123,9 +140,15 @@ class WaitPolicy:
                 time.sleep(CHECK_SECONDS)
         raise error
 
-    def warn_of_stall(self, description: str, seconds: float, peers: Sequence[int] = (), before: int = 0) -> bool:
-        """Report a wait of ``seconds``, reported ``before`` times, if the next report is due; returns whether it is."""
-        if self.stall_warning is None or seconds < self.stall_warning.total_seconds() * (2 ** (before + 1) - 1):
+    def warn_of_stall(
+        self, description: str, seconds: float, peers: Sequence[int] = (), before: int = 0
+    ) -> bool:
+        """Report a wait of ``seconds``, reported ``before`` times, if the next report is due;
+        returns whether it is.
+        """
+        if self.stall_warning is None or seconds < self.stall_warning.total_seconds() * (
+            2 ** (before + 1) - 1
+        ):
             return False
         if self.stalls is not None:
             self.stalls.notice(description, seconds)
@@ -133,27 +156,32 @@ class WaitPolicy:
         if before:
             return False
         whom = f" for {ranks_text(peers)}" if peers else ""
-        _log.warning("%s has waited %.0f s%s; it fails after %g s.", description, seconds, whom, self.seconds)
+        _log.warning(
+            "%s has waited %.0f s%s; it fails after %g s.", description, seconds, whom, self.seconds
+        )
         return True
 
     def timeout_error(self, description: str, peers: Sequence[int] = ()) -> CollectiveError:
-        """The error of a collective that ran out of time. With `stalls` it takes a few seconds to ask all ranks."""
+        """The error of a collective that ran out of time. With `stalls` it takes a few seconds
+        to ask all ranks.
+        """
         late = f"{description} did not finish within {self.seconds:g} s"
         waits = f": still waiting for {ranks_text(peers)}" if peers else ""
         advice = "If a rank is only slow, give a longer timeout."
         if self.stalls is not None:
             return CollectiveError(self.stalls.verdict(description, late + waits, advice))
         return CollectiveError(
-            f"{late}{waits or ': it is not known which ranks are missing'}. A rank left the job, is busy elsewhere or "
-            f"never called this collective: see that rank's output. {advice}"
+            f"{late}{waits or ': it is not known which ranks are missing'}. A rank left the job, "
+            f"is busy elsewhere or never called this collective: see that rank's output. {advice}"
         )
 
 
 def poll_until(test: Callable[[], bool], while_waiting: Callable[[], object]) -> None:
-    """Poll ``test`` without taking a core from the computation: spin a moment, then sleep a tenth of the time waited.
+    """Poll ``test`` without taking a core from the computation: spin a moment, then sleep a tenth
+    of the time waited.
 
-    MPI's own waits spin for as long as they last; Gloo's end in an exception where their time is up, which is made at
-    backward's cost. ``while_waiting`` is called every 20 ms and may raise.
+    MPI's own waits spin for as long as they last; Gloo's end in an exception where their time is
+    up, which is made at backward's cost. ``while_waiting`` is called every 20 ms and may raise.
     """
     if test():
         return
@@ -171,7 +199,8 @@ def poll_until(test: Callable[[], bool], while_waiting: Callable[[], object]) ->
 def transport_error(description: str, error: BaseException) -> TransportError:
     """What a transport raised, as an error that names the collective."""
     wrapped = TransportError(
-        f"{description} failed: {type(error).__name__}: {error}. Most likely another rank failed first: see its output."
+        f"{description} failed: {type(error).__name__}: {error}. Most likely another rank failed "
+        "first: see its output."
     )
     wrapped.__cause__ = error
     return wrapped

@@ -1,10 +1,12 @@
 """16-bit tensors summed in float32 and rounded once, where a ring would round at every hop.
 
-Everybody sends everybody's shard straight to its owner, which takes the same bytes on the wire as the ring does:
-(N−1)/N of the tensor. The owner adds them in the order of the ranks, so that the result does not depend on who owns it.
+Everybody sends everybody's shard straight to its owner, which takes the same bytes on the wire as
+the ring does: (N−1)/N of the tensor. The owner adds them in the order of the ranks, so that the
+result does not depend on who owns it.
 
-Of two values, one addition in 16 bits is that sum: torch adds in float32 and rounds the result. An average of bfloat16
-is the sum of halves then, which are exact but for values below 2⁻¹²⁵; with one of those it may differ in its last bit.
+Of two values, one addition in 16 bits is that sum: torch adds in float32 and rounds the result. An
+average of bfloat16 is the sum of halves then, which are exact but for values below 2⁻¹²⁵; with one
+of those it may differ in its last bit.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from lightning_ring.comm.ring import (
     num_pieces,
 )
 
-_CHUNK = 64 * 1024  # elements that are summed at once: two such float32 buffers stay in the second-level cache
+# elements that are summed at once: two such float32 buffers stay in the second-level cache
+_CHUNK = 64 * 1024
 
 
 def wants_wide_sum(dtype: torch.dtype, op: ReduceOp) -> bool:
@@ -36,11 +39,18 @@ def wants_wide_sum(dtype: torch.dtype, op: ReduceOp) -> bool:
 
 
 def reduce_scatter_(
-    flat: Tensor, p2p: PointToPoint, op: ReduceOp, *, scratch: Tensor | None = None, piece_bytes: int = PIECE_BYTES
+    flat: Tensor,
+    p2p: PointToPoint,
+    op: ReduceOp,
+    *,
+    scratch: Tensor | None = None,
+    piece_bytes: int = PIECE_BYTES,
 ) -> Tensor:
-    """Reduce 16-bit 1-D ``flat`` by SUM or AVG in place: rank r's shard then holds the result, the rest is untouched.
+    """Reduce 16-bit 1-D ``flat`` by SUM or AVG in place: rank r's shard then holds the result, the
+    rest is untouched.
 
-    ``scratch`` is uint8 memory of at least `ring.scratch_bytes`. A piece is summed while the next one arrives.
+    ``scratch`` is uint8 memory of at least `ring.scratch_bytes`. A piece is summed while the next
+    one arrives.
     """
     world_size, rank = p2p.world_size, p2p.rank
     peers = [peer for peer in range(world_size) if peer != rank]
@@ -60,8 +70,16 @@ def reduce_scatter_(
         while num_posted < min(index + window, count):
             numel = pieces[rank][num_posted].numel()
             places = [place[:numel] for place in landing[num_posted % window]]
-            receives = [p2p.irecv(place, peer) for place, peer in zip(places, peers, strict=True)] if numel else []
-            sends += [p2p.isend(pieces[peer][num_posted], peer) for peer in peers if pieces[peer][num_posted].numel()]
+            receives = (
+                [p2p.irecv(place, peer) for place, peer in zip(places, peers, strict=True)]
+                if numel
+                else []
+            )
+            sends += [
+                p2p.isend(pieces[peer][num_posted], peer)
+                for peer in peers
+                if pieces[peer][num_posted].numel()
+            ]
             arriving.append((places, receives))
             num_posted += 1
         places, receives = arriving.popleft()
@@ -73,12 +91,17 @@ def reduce_scatter_(
 
 
 def all_reduce_(
-    flat: Tensor, p2p: PointToPoint, op: ReduceOp, *, scratch: Tensor | None = None, piece_bytes: int = PIECE_BYTES
+    flat: Tensor,
+    p2p: PointToPoint,
+    op: ReduceOp,
+    *,
+    scratch: Tensor | None = None,
+    piece_bytes: int = PIECE_BYTES,
 ) -> Tensor:
     """Reduce 16-bit 1-D ``flat`` by SUM or AVG in place; ``scratch`` as above.
 
-    Two ranks send each other all they have, and both add: as many bytes as both halves of a ring, but nothing that is
-    sent waits for a sum.
+    Two ranks send each other all they have, and both add: as many bytes as both halves of a ring,
+    but nothing that is sent waits for a sum.
     """
     if p2p.world_size == 2:
         return _exchange_and_add_(flat, p2p, halved_(flat, op, 2), scratch, piece_bytes)
@@ -90,8 +113,14 @@ def _exchange_and_add_(
     flat: Tensor, p2p: PointToPoint, op: ReduceOp, scratch: Tensor | None, piece_bytes: int
 ) -> Tensor:
     peer = 1 - p2p.rank
-    pieces = cut(flat, num_pieces(flat.numel(), flat.element_size(), piece_bytes)) if flat.numel() else []
-    landing = [places[0] for places in landing_places(pieces[0], WINDOW, 1, scratch)] if pieces else []
+    pieces = (
+        cut(flat, num_pieces(flat.numel(), flat.element_size(), piece_bytes))
+        if flat.numel()
+        else []
+    )
+    landing = (
+        [places[0] for places in landing_places(pieces[0], WINDOW, 1, scratch)] if pieces else []
+    )
     wide = torch.empty(2, min(_CHUNK, flat.numel()), dtype=torch.float32)
     under_way: deque[tuple[Tensor, list[Request]]] = deque()
     num_posted = 0
@@ -119,8 +148,12 @@ def halved_(flat: Tensor, op: ReduceOp, world_size: int) -> ReduceOp:
     return ReduceOp.SUM
 
 
-def sum_into_(target: Tensor, parts: Sequence[Tensor], op: ReduceOp, wide: Tensor | None = None) -> None:
-    """``target`` (it may be one of ``parts``) becomes their SUM or AVG; ``wide`` is float32 memory for two chunks."""
+def sum_into_(
+    target: Tensor, parts: Sequence[Tensor], op: ReduceOp, wide: Tensor | None = None
+) -> None:
+    """``target`` (it may be one of ``parts``) becomes their SUM or AVG; ``wide`` is float32
+    memory for two chunks.
+    """
     if op is ReduceOp.SUM and len(parts) == 2:
         torch.add(parts[0], parts[1], out=target)
         return
@@ -132,7 +165,9 @@ def sum_into_(target: Tensor, parts: Sequence[Tensor], op: ReduceOp, wide: Tenso
         own = target[start : start + _CHUNK]
         total, arrived = wide[0, : own.numel()], wide[1, : own.numel()]
         total.copy_(parts[0][start : start + _CHUNK])
-        if scale < 1:  # by a power of two, which is exact: bfloat16 reaches as far as float32, and must not overflow it
+        # by a power of two, which is exact: bfloat16 reaches as far as float32, and must not
+        # overflow it
+        if scale < 1:
             total.mul_(scale)
         for part in parts[1:]:
             total.add_(arrived.copy_(part[start : start + _CHUNK]), alpha=scale)

@@ -1,4 +1,6 @@
-"""Images for training: packed into shards, read back, sampled, decoded, and brought to the device."""
+"""Images for training: packed into shards, read back, sampled, decoded, and brought to the
+device.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -9,7 +11,11 @@ if TYPE_CHECKING:
     from lightning_ring.data.loading.images import image_loader
     from lightning_ring.data.loading.items import item_loader
     from lightning_ring.data.loading.loader import Loader
-    from lightning_ring.data.loading.transforms import CenterCrop, DeviceTransform, RandomResizedCrop
+    from lightning_ring.data.loading.transforms import (
+        CenterCrop,
+        DeviceTransform,
+        RandomResizedCrop,
+    )
     from lightning_ring.data.mixture import Mixture
     from lightning_ring.data.sampling.balanced import BalancedSampler
     from lightning_ring.data.sampling.mixture import MixtureSampler

@@ -12,7 +12,8 @@ from PIL import Image
 
 
 def decode_rgb(data: bytes | bytearray | memoryview) -> npt.NDArray[np.uint8]:
-    """Pixels of an encoded image, height x width x 3, uint8. JPEGs release the GIL while they are decoded.
+    """Pixels of an encoded image, height x width x 3, uint8. JPEGs release the GIL while they are
+    decoded.
 
     Raises:
         ValueError, OSError: Neither simplejpeg nor Pillow can decode it.
@@ -27,7 +28,8 @@ def decode_rgb(data: bytes | bytearray | memoryview) -> npt.NDArray[np.uint8]:
         return rgb_pixels(Image.open(BytesIO(data)))
     except (ValueError, OSError, MemoryError):
         raise
-    except Exception as error:  # SyntaxError, DecompressionBombError, ...: Pillow's plugins raise of every kind
+    # SyntaxError, DecompressionBombError, ...: Pillow's plugins raise of every kind
+    except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
@@ -44,8 +46,11 @@ def rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
         ValueError: The range of its pixels is not known.
     """
     if has_16_bits(image):
-        gray = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)  # Pillow's own conversion clips at 255
+        # Pillow's own conversion clips at 255
+        gray = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
         return np.repeat(gray[..., None], 3, axis=2)
     if image.mode in ("I", "F"):
-        raise ValueError(f"pixels of mode {image.mode} have no known range, expected 8 or 16 bits a channel")
+        raise ValueError(
+            f"pixels of mode {image.mode} have no known range, expected 8 or 16 bits a channel"
+        )
     return np.array(image.convert("RGB"))

@@ -17,12 +17,15 @@ from lightning_ring.errors import ConfigurationError
 
 
 class Mixture(Dataset[tuple[Any, int]]):
-    """The images of ``sources`` one after the other, for `MixtureSampler`, which draws from each set by its weight.
+    """The images of ``sources`` one after the other, for `MixtureSampler`, which draws from each
+    set by its weight.
 
-    Classes are joined by name: the numbers of the first set stay, and classes that only a later set has follow.
+    Classes are joined by name: the numbers of the first set stay, and classes that only a later set
+    has follow.
 
     Args:
-        sources: `ShardDataset`, `ImageFolder`, or other `ImageSource` objects: all with ``classes``, or none.
+        sources: `ShardDataset`, `ImageFolder`, or other `ImageSource` objects: all with
+            ``classes``, or none.
 
     Attributes:
         sizes: Images in each set.
@@ -37,14 +40,16 @@ class Mixture(Dataset[tuple[Any, int]]):
         named = [source for source in sources if hasattr(source, "classes")]
         if named and len(named) < len(sources):
             raise ConfigurationError(
-                f"{len(named)} of {len(sources)} sets name their classes, expected all or none: else equal numbers may "
-                "mean different classes."
+                f"{len(named)} of {len(sources)} sets name their classes, expected all or none: "
+                "else equal numbers may mean different classes."
             )
         self.sources = list(sources)
         self.sizes = [len(source) for source in sources]
         self._ends = list(accumulate(self.sizes))
         self.classes = list(dict.fromkeys(name for source in named for name in source.classes))
-        self.labels: npt.NDArray[np.int32] = np.concatenate([self._labels(source) for source in sources])
+        self.labels: npt.NDArray[np.int32] = np.concatenate(
+            [self._labels(source) for source in sources]
+        )
         self.chunk = max(getattr(source, "chunk", 8) for source in sources)
         parts = [str(getattr(source, "fingerprint", len(source))) for source in sources]
         self.fingerprint = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()

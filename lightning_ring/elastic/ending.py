@@ -25,7 +25,8 @@ def end_job_on_error(member: Member) -> Callable[[], None]:
         if os.getpid() != pid:  # a forked child
             return previous(kind, error, trace)
         if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-            # torch.distributed wraps this hook in one that collects its output, to be printed when it returns
+            # torch.distributed wraps this hook in one that collects its output, to be printed when
+            # it returns
             sys.stderr = sys.__stderr__
         if isinstance(error, JobEnded):
             if not error.finished:
@@ -35,8 +36,8 @@ def end_job_on_error(member: Member) -> Callable[[], None]:
         summary = f"process {member.number} (pid {pid}) failed: {in_one_line(error)}"
         if type(error) is GenerationOver:  # not Horovod's, which a script may catch
             summary += (
-                " The job cannot go on before its first training step, nor outside of a fit: a rank that dies there "
-                "ends it. Start it again."
+                " The job cannot go on before its first training step, nor outside of a fit: a "
+                "rank that dies there ends it. Start it again."
             )
         leave_cause(summary)
         member.fail(summary)

@@ -1,4 +1,6 @@
-"""The connections of this process to the ranks of a view: opened for each generation, ended when it is over."""
+"""The connections of this process to the ranks of a view: opened for each generation, ended when
+it is over.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,13 @@ from lightning_ring.membership.view import View
 
 
 class Generations:
-    """Opens a `Job` for each view of ``member``, with the communicator and torch.distributed's default group.
+    """Opens a `Job` for each view of ``member``, with the communicator and torch.distributed's
+    default group.
 
-    ``backend``, ``timeout``, ``stall_warning`` and ``topology`` are those of `open_communicator`. A hierarchy becomes
-    one flat ring while nodes hold different numbers of ranks. When a view is over the member's thread ends all waits of
-    this rank; `close` then makes sure that this rank writes into no other's memory.
+    ``backend``, ``timeout``, ``stall_warning`` and ``topology`` are those of `open_communicator`. A
+    hierarchy becomes one flat ring while nodes hold different numbers of ranks. When a view is over
+    the member's thread ends all waits of this rank; `close` then makes sure that this rank writes
+    into no other's memory.
     """
 
     def __init__(
@@ -83,21 +87,25 @@ class Generations:
         info = RankInfo(rank, world_size, 0, 1, node, node + 1, "ringrun", view.generation)
         store = self._store = StewardStore(self._member, self._timeout.total_seconds())
         own = own_member(info, self._member.number, self._device)
-        members = exchange_members(own, info, store)  # all have come: what follows takes milliseconds
+        # all have come: what follows takes milliseconds
+        members = exchange_members(own, info, store)
         info = info_of(rank, members, "ringrun", view.generation)
         prefer_interface(self._member.address)
         self._memory.regroup([one.launch_rank for one in members if one.node == own.node])
         lasting = Lasting(self._member.check, self._memory)
         self.job = job = Job(info, members, store, None, self._device, self._timeout, lasting)
         job.open_default_group()
-        topology = "auto" if self._topology == "hierarchical" and view.generation else self._topology
+        topology = (
+            "auto" if self._topology == "hierarchical" and view.generation else self._topology
+        )
         limits = self._timeout, self._stall_warning
         communicator = open_communicator(job, self._backend, self._device, *limits, topology)
         self._member.check()
         return communicator
 
     def all_admit(self, members: Sequence[int], own: bool | None) -> bool:
-        """Whether each of ``members`` has called this with ``own=True``, in the current view. Blocks until all have.
+        """Whether each of ``members`` has called this with ``own=True``, in the current view.
+        Blocks until all have.
 
         Raises:
             PeerFailedError: The view is over.
@@ -105,10 +113,14 @@ class Generations:
         store = StewardStore(self._member, self._timeout.total_seconds())
         if own is not None:
             store.set(f"admits/{self._member.number}", str(int(own)))
-        return all(value == b"1" for value in store.multi_get([f"admits/{member}" for member in members]))
+        return all(
+            value == b"1" for value in store.multi_get([f"admits/{member}" for member in members])
+        )
 
     def close(self, error: RingError | None = None) -> None:
-        """End this generation, broken by ``error``, or in peace. From here on this rank sends and writes nothing."""
+        """End this generation, broken by ``error``, or in peace. From here on this rank sends
+        and writes nothing.
+        """
         if self.job is None:
             return
         job, self.job = self.job, None
@@ -121,26 +133,33 @@ class Generations:
             job.communicator = None
         if dist.is_initialized():
             if error is not None and is_gpu(self._device):
-                _abort_process_group()  # NCCL's kernels wait for the dead rank, and destroying waits for them
+                # NCCL's kernels wait for the dead rank, and destroying waits for them
+                _abort_process_group()
             else:
                 dist.destroy_process_group()
         job.closed = True
         self._store = None
 
     def settle(self) -> None:
-        """Return when everything that this rank has queued on its device is done. A broken generation raises."""
+        """Return when everything that this rank has queued on its device is done. A broken
+        generation raises.
+        """
         if is_gpu(self._device):
             done = torch.cuda.Event()
             done.record()
-            self.communicator.wait_until(done.query)  # no synchronize: a dead rank's collective never ends
+            # no synchronize: a dead rank's collective never ends
+            self.communicator.wait_until(done.query)
 
     def _end_waits(self, error: PeerFailedError) -> None:
-        """In the member's thread, while this rank computes, waits for a collective or opens connections."""
+        """In the member's thread, while this rank computes, waits for a collective or opens
+        connections.
+        """
         job, store = self.job, self._store
         if job is not None and job.policy is not None:
             job.policy.fail(error)
         self._shut_down()
-        if self._opening and job is not None and store is not None:  # else it asks the store first, which refuses
+        # else it asks the store first, which refuses
+        if self._opening and job is not None and store is not None:
             self._give_up_opening(store, job.info.world_size)
 
     def _give_up_opening(self, store: StewardStore, num_ranks: int) -> None:
@@ -148,7 +167,9 @@ class Generations:
             return self._opening and self._store is store
 
         arguments = store.values, num_ranks, is_opening
-        threading.Thread(target=give_up_opening, args=arguments, name="ring-opening", daemon=True).start()
+        threading.Thread(
+            target=give_up_opening, args=arguments, name="ring-opening", daemon=True
+        ).start()
 
     def _shut_down(self) -> None:
         if (store := self._store) is not None:
@@ -157,10 +178,12 @@ class Generations:
 
 @functools.cache
 def leave_garbage_to_parent() -> None:
-    """Let no garbage collection in a process that is forked from this one destroy what this one has dropped.
+    """Let no garbage collection in a process that is forked from this one destroy what this one has
+    dropped.
 
-    Groups of an earlier generation may be among it. Their threads are not in a loader's worker process, where their
-    destructors therefore crash or wait for ever. Nor may what others do after a fork begin a collection before that.
+    Groups of an earlier generation may be among it. Their threads are not in a loader's worker
+    process, where their destructors therefore crash or wait for ever. Nor may what others do after
+    a fork begin a collection before that.
     """
     forking, was_enabled = threading.Lock(), True  # threads may fork at the same time
 

@@ -1,4 +1,6 @@
-"""Ends Gloo's waits from another thread: nothing in torch or Gloo does, `ProcessGroup.abort` included."""
+"""Ends Gloo's waits from another thread: nothing in torch or Gloo does, `ProcessGroup.abort`
+included.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +25,35 @@ _LOOK_SECONDS = 0.01
 
 
 def shut_down_sockets(exchanged: Iterable[bytes]) -> None:
-    """Shut down the connections to addresses that ranks have exchanged. Whoever waits on them has an error in 20 ms.
+    """Shut down the connections to addresses that ranks have exchanged. Whoever waits on them has
+    an error in 20 ms.
 
-    ``exchanged`` are the values of the store in which the groups were opened. Gloo writes its listening addresses there
-    as the kernel has them (``struct sockaddr``), and one end of each of its connections has such an address. So sockets
-    of other libraries and of other threads are left alone. Linux; elsewhere nothing is found.
+    ``exchanged`` are the values of the store in which the groups were opened. Gloo writes its
+    listening addresses there as the kernel has them (``struct sockaddr``), and one end of each of
+    its connections has such an address. So sockets of other libraries and of other threads are left
+    alone. Linux; elsewhere nothing is found.
     """
     values = list(exchanged)
     for one in _sockets():
         with contextlib.suppress(OSError):
-            ends = [_as_stored(one.family, address) for address in (one.getsockname(), one.getpeername())]
+            ends = [
+                _as_stored(one.family, address)
+                for address in (one.getsockname(), one.getpeername())
+            ]
             if any(_is_among(values, end) for end in ends):
                 one.shutdown(socket.SHUT_RDWR)
 
 
-def give_up_opening(exchanged: Sequence[bytes], num_ranks: int, is_opening: Callable[[], bool]) -> None:
-    """End the waits for connections that do not come up, while groups of ``num_ranks`` are being opened.
+def give_up_opening(
+    exchanged: Sequence[bytes], num_ranks: int, is_opening: Callable[[], bool]
+) -> None:
+    """End the waits for connections that do not come up, while groups of ``num_ranks`` are being
+    opened.
 
-    Gloo waits for each connection five times as long as its timeout, also for a rank that has gone, or a host that does
-    not answer. The first is given another connection, which ends at once, the second none. So the group may be there
-    afterwards, and its first collective is an error. Returns when ``is_opening()`` does not hold any more.
+    Gloo waits for each connection five times as long as its timeout, also for a rank that has gone,
+    or a host that does not answer. The first is given another connection, which ends at once, the
+    second none. So the group may be there afterwards, and its first collective is an error. Returns
+    when ``is_opening()`` does not hold any more.
     """
     for one in _sockets():
         with contextlib.suppress(OSError):
@@ -56,7 +67,9 @@ def give_up_opening(exchanged: Sequence[bytes], num_ranks: int, is_opening: Call
 
 
 def _connect_for_a_peer(listener: socket.socket, pair: int) -> None:
-    """Connect and hang up. The number that the listener has given this pair of ranks, from 0 on, comes first."""
+    """Connect and hang up. The number that the listener has given this pair of ranks, from 0 on,
+    comes first.
+    """
     with socket.socket(listener.family) as connection:
         connection.settimeout(_CONNECT_SECONDS)
         connection.connect(listener.getsockname())
@@ -64,7 +77,9 @@ def _connect_for_a_peer(listener: socket.socket, pair: int) -> None:
 
 
 def _shut_down_unanswered(values: list[bytes]) -> None:
-    """End this process's attempts to connect to exchanged addresses. Gloo tries each again, three times."""
+    """End this process's attempts to connect to exchanged addresses. Gloo tries each again,
+    three times.
+    """
     unanswered = _unanswered()
     for one in _sockets() if unanswered else ():
         address = unanswered.get(os.fstat(one.fileno()).st_ino)
@@ -74,21 +89,26 @@ def _shut_down_unanswered(values: list[bytes]) -> None:
 
 
 def _unanswered() -> dict[int, bytes]:
-    """By the number of the socket, the addresses, as stored, to which a connection is on its way (proc_pid_net(5))."""
+    """By the number of the socket, the addresses, as stored, to which a connection is on its way
+    (proc_pid_net(5)).
+    """
     found: dict[int, bytes] = {}
     for family, table in _TABLES.items():
         with contextlib.suppress(OSError):
             for fields in map(str.split, table.read_text().splitlines()[1:]):
                 if fields[3] == _SYN_SENT:
                     host, _, port = fields[2].partition(":")
-                    words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]  # as they lie in memory
+                    # as they lie in memory
+                    words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
                     packed = struct.pack(f"={len(words)}I", *words)
                     found[int(fields[9])] = _stored(family, int(port, 16), packed, _NO_FLOW)
     return found
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """This process's sockets of the internet: copies, since the number of a descriptor may be given out again."""
+    """This process's sockets of the internet: copies, since the number of a descriptor may be
+    given out again.
+    """
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
@@ -105,7 +125,12 @@ def _as_stored(family: int, address: Any) -> bytes:
 
 
 def _stored(family: int, port: int, packed: bytes, flow: bytes) -> bytes:
-    return _FAMILY.pack(family) + _PORT.pack(port) + (b"" if family == socket.AF_INET else flow) + packed
+    return (
+        _FAMILY.pack(family)
+        + _PORT.pack(port)
+        + (b"" if family == socket.AF_INET else flow)
+        + packed
+    )
 
 
 def _is_among(values: list[bytes], address: bytes) -> bool:

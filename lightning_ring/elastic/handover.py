@@ -9,11 +9,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.replicate import broadcast_module, broadcast_optimizer_state, check_same_model
+from lightning_ring.comm.replicate import (
+    broadcast_module,
+    broadcast_optimizer_state,
+    check_same_model,
+)
 
 
 class Stateful(Protocol):
-    """A part with state beside module and optimizers: a learning rate schedule, a loss scaler, counters."""
+    """A part with state beside module and optimizers: a learning rate schedule, a loss scaler,
+    counters.
+    """
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -28,7 +34,8 @@ def hand_over(
     *,
     receives: bool,
 ) -> None:
-    """Replace module, optimizer state, and where a rank ``receives`` also ``parts``, by rank 0's. Collective.
+    """Replace module, optimizer state, and where a rank ``receives`` also ``parts``, by rank 0's.
+    Collective.
 
     A rank that has state already gets the same values again.
 

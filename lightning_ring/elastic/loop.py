@@ -23,18 +23,20 @@ from lightning_ring.membership.view import View
 
 
 class ElasticLoop:
-    """Trains ``module`` step by step over the ranks that are there. ``algorithm`` is not attached yet.
+    """Trains ``module`` step by step over the ranks that are there. ``algorithm`` is not attached
+    yet.
 
     A loop of all ranks, newcomers included::
 
         loop.start()
         while loop.step < num_steps:
-            loop.take_step(lambda: compute_gradients(loop.position, loop.rank, loop.world_size), samples=batch_size)
+            loop.take_step(lambda: compute_gradients(loop.position, loop.rank), samples=batch_size)
         loop.finish()
 
-    The function computes the gradients of this rank, with backward inside ``algorithm.backward()``; where a rank dies
-    it is called again, with other ranks, from the same position. Rank 0's initial values count, and newcomers get
-    ``module``, optimizer state and ``parts`` from a rank that has them.
+    The function computes the gradients of this rank, with backward inside ``algorithm.backward()``;
+    where a rank dies it is called again, with other ranks, from the same position. Rank 0's initial
+    values count, and newcomers get ``module``, optimizer state and ``parts`` from a rank that has
+    them.
 
     Attributes:
         position: Number of samples that all ranks together have trained on.
@@ -55,8 +57,8 @@ class ElasticLoop:
         sharded = "it shards the optimizer's state" if algorithm.sharded else ""
         if refusal := algorithm.refusal_of_deaths() or sharded:
             raise ConfigurationError(
-                f"An elastic training cannot use this algorithm: {refusal}. Use Averaging (strategy='ring'), or a job "
-                "that ends when a rank dies."
+                f"An elastic training cannot use this algorithm: {refusal}. Use Averaging "
+                "(strategy='ring'), or a job that ends when a rank dies."
             )
         self.position = 0
         self._samples = 0  # of all ranks, in the step under way
@@ -89,7 +91,9 @@ class ElasticLoop:
         self._recovery.start()
 
     def take_step(self, compute_gradients: Callable[[], object], samples: int) -> None:
-        """Compute gradients, on ``samples`` samples of this rank, average them and step the optimizers, once."""
+        """Compute gradients, on ``samples`` samples of this rank, average them and step the
+        optimizers, once.
+        """
         after = self.step + 1
         while self.step < after:
             self._under_way.begin(remember(self._module))
@@ -123,9 +127,15 @@ class ElasticLoop:
         self._generations.close()
 
     def _training_is_over(self) -> bool:
-        """Whether another rank has finished. It may have hung up before the steward's word of that comes here."""
+        """Whether another rank has finished. It may have hung up before the steward's word of
+        that comes here.
+        """
         until = time.monotonic() + BLAME_SECONDS
-        while not self._member.training_is_over and not self._member.is_over(0.01) and time.monotonic() < until:
+        while (
+            not self._member.training_is_over
+            and not self._member.is_over(0.01)
+            and time.monotonic() < until
+        ):
             pass
         return self._member.training_is_over
 
@@ -153,7 +163,13 @@ class ElasticLoop:
         for param in self._module.parameters():
             param.grad = None  # part of a step that is done again; and its memory is used again
         if view.step is None or view.newcomers:
-            hand_over(self._module, self._optimizers, self._parts, comm, receives=self._recovery.step is None)
+            hand_over(
+                self._module,
+                self._optimizers,
+                self._parts,
+                comm,
+                receives=self._recovery.step is None,
+            )
         self._algorithm.attach(self._module, self._optimizers, comm)
 
 

@@ -24,7 +24,9 @@ class RankChanges:
     members: tuple[int, ...] = ()
 
     def of_view(self, members: Sequence[int], step: int, seconds: float) -> bool:
-        """``members`` are the numbers of the processes. Returns whether they are others than before."""
+        """``members`` are the numbers of the processes. Returns whether they are others than
+        before.
+        """
         before, self.members, self.world_size = self.members, tuple(members), len(members)
         if not before or set(before) == set(members):
             return False
@@ -50,7 +52,11 @@ class RankChanges:
         return {"deaths": self.deaths, "joins": self.joins, "members": self.members}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.deaths, self.joins, self.members = state["deaths"], state["joins"], tuple(state["members"])
+        self.deaths, self.joins, self.members = (
+            state["deaths"],
+            state["joins"],
+            tuple(state["members"]),
+        )
 
 
 def _processes(numbers: Sequence[int]) -> str:

@@ -1,4 +1,6 @@
-"""A rank whose view is over stops, reports, finishes a step that others have finished, and connects anew."""
+"""A rank whose view is over stops, reports, finishes a step that others have finished, and
+connects anew.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ import torch
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp
 from lightning_ring.elastic.generations import Generations
-from lightning_ring.errors import ConfigurationError, ModelMismatchError, PeerFailedError, RingError, StateLostError
+from lightning_ring.errors import (
+    ConfigurationError,
+    ModelMismatchError,
+    PeerFailedError,
+    RingError,
+    StateLostError,
+)
 from lightning_ring.job.watch.peers import comes_from_a_peer
 from lightning_ring.membership.agreement import Report
 from lightning_ring.membership.endings import JobEnded, TooFewRanks
@@ -19,7 +27,8 @@ from lightning_ring.membership.member import Member
 from lightning_ring.membership.view import View
 
 BLAME_SECONDS = 3.0  # a transport may see a death before the steward says so
-VIEW_SECONDS = 24 * 3600.0  # for the next view: the steward ends the job where there are too few ranks
+# for the next view: the steward ends the job where there are too few ranks
+VIEW_SECONDS = 24 * 3600.0
 LOOK_SECONDS = 0.5  # how often a process that is left out looks whether the training is over
 NUM_ATTEMPTS = 5  # to connect without that anybody died
 
@@ -33,29 +42,39 @@ class Training(Protocol):
         """Whether newcomers can be let in after the current step. The same on all ranks."""
 
     def admits(self, ranks: int) -> bool:
-        """Whether newcomers, with whom there are ``ranks``, can be let in where this rank stands."""
+        """Whether newcomers, with whom there are ``ranks``, can be let in where this rank
+        stands.
+        """
 
     def commit(self) -> None:
         """Finish the step whose averages are complete: step the optimizers. Calls no collective."""
 
     def take_back(self) -> None:
-        """Undo what the step under way has changed: it is done again. Called before `enter`, which may send state."""
+        """Undo what the step under way has changed: it is done again. Called before `enter`,
+        which may send state.
+        """
 
     def enter(self, view: View, comm: Communicator) -> None:
-        """Go on over ``comm``, and give newcomers their state. Collective; may be called again if a rank dies in it."""
+        """Go on over ``comm``, and give newcomers their state. Collective; may be called again
+        if a rank dies in it.
+        """
 
 
 class Recovery:
-    """Keeps count of the finished steps, and brings ``training`` from one view of ``member`` to the next.
+    """Keeps count of the finished steps, and brings ``training`` from one view of ``member`` to the
+    next.
 
-    A training step is: gradients and averages; ``complete = True``; `agree`; `commit`. Collectives of the step raise
-    when the view is over. Whoever catches that calls `after`, and does the step again unless `step` has risen.
+    A training step is: gradients and averages; ``complete = True``; `agree`; `commit`. Collectives
+    of the step raise when the view is over. Whoever catches that calls `after`, and does the step
+    again unless `step` has risen.
 
     Attributes:
-        step: Number of optimizer steps that this rank has finished; `None` as long as it has no state.
+        step: Number of optimizer steps that this rank has finished; `None` as long as it has no
+            state.
         complete: Whether this rank holds the complete averages of the next step.
         view: The current view, of the ranks that are connected.
-        newcomers_wait: Whether all ranks have agreed to let newcomers in: `pause` has to follow the step.
+        newcomers_wait: Whether all ranks have agreed to let newcomers in: `pause` has to follow the
+            step.
         pausing: Whether this rank is in `pause`.
         parted: Whether this rank holds a part of the training's state.
         since: When this rank left the view before, in seconds of `time.perf_counter`.
@@ -73,19 +92,23 @@ class Recovery:
         self._member = member
         self._generations = generations
         self._some_left_out = False  # newcomers of the view, which are not connected
-        self._untried: tuple[int, ...] = ()  # newcomers of the view, until they have finished a step with the others
+        # newcomers of the view, until they have finished a step with the others
+        self._untried: tuple[int, ...] = ()
 
     def start(self) -> None:
         """Take part: in the first view, or as a newcomer. Blocks until this rank is connected."""
         self._go_on(None)
 
     def agree(self) -> None:
-        """The commit barrier: returns once every rank of the view is here, with complete averages. Collective.
+        """The commit barrier: returns once every rank of the view is here, with complete averages.
+        Collective.
 
         `newcomers_wait` is the same on all ranks afterwards.
         """
         self._generations.settle()  # else the averages may not be what their collectives promised
-        wait = (self._member.newcomers_wait or self._some_left_out) and self.training.welcomes_newcomers()
+        wait = (
+            self._member.newcomers_wait or self._some_left_out
+        ) and self.training.welcomes_newcomers()
         flag = torch.tensor([float(wait)])
         self._generations.communicator.all_reduce_(flag, op=ReduceOp.MAX, name="commit").wait()
         self.newcomers_wait = bool(flag.item())
@@ -108,7 +131,8 @@ class Recovery:
         """Let newcomers in, between two steps. Collective."""
         self.pausing = True
         try:
-            self._generations.communicator.barrier()  # else the first one here would stop others before they are
+            # else the first one here would stop others before they are
+            self._generations.communicator.barrier()
         except Exception as error:
             self.after(error)
         else:
@@ -170,11 +194,13 @@ class Recovery:
                 return
 
     def _turn_away(self, error: Exception) -> None:
-        """Have the newcomers of the view removed, which do not fit, or fail in their first step with the others.
+        """Have the newcomers of the view removed, which do not fit, or fail in their first step
+        with the others.
 
         Raises:
             JobEnded: This rank is one of them.
-            Exception: ``error``, if there are none, or if it is that of this newcomer's own program.
+            Exception: ``error``, if there are none, or if it is that of this newcomer's own
+                program.
         """
         newcomers = self._untried
         if not newcomers:
@@ -182,7 +208,11 @@ class Recovery:
         if self._member.number not in newcomers:
             self._member.turn_away(newcomers)
             if self.view is not None and self.view.members[0] == self._member.number:
-                them = f"Process {newcomers[0]}" if len(newcomers) == 1 else f"Processes {[*newcomers]}"
+                them = (
+                    f"Process {newcomers[0]}"
+                    if len(newcomers) == 1
+                    else f"Processes {[*newcomers]}"
+                )
                 what_follows = "the job goes on without, and starts no other in its place"
                 why = f"{type(error).__name__}: {error}"
                 _log.warning("lightning_ring: %s cannot join, and %s. %s", them, what_follows, why)
@@ -193,7 +223,9 @@ class Recovery:
             raise error
 
     def _connected(self, view: View) -> View:
-        """``view`` without its newcomers, unless all other ranks can let them in where they stand."""
+        """``view`` without its newcomers, unless all other ranks can let them in where they
+        stand.
+        """
         self._some_left_out = False
         if not view.newcomers:
             return view
@@ -212,7 +244,9 @@ class Recovery:
 
 
 def is_from_a_peer(error: BaseException) -> bool:
-    """Whether ``error`` may come from a rank that has gone: of transports, which do not know the reason, as well."""
+    """Whether ``error`` may come from a rank that has gone: of transports, which do not know the
+    reason, as well.
+    """
     if isinstance(error, JobEnded):
         return False
     return isinstance(error, RingError | TimeoutError) or comes_from_a_peer(error)

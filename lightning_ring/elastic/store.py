@@ -11,17 +11,20 @@ from lightning_ring.membership.member import Member
 
 
 class StewardStore(Store):
-    """The store of the current view of ``member``. Once that view is over every call raises `GenerationOver`.
+    """The store of the current view of ``member``. Once that view is over every call raises
+    `GenerationOver`.
 
-    Whoever hands it to torch keeps a reference: torch's own reference does not keep the Python object.
-    ``wait_seconds`` bounds each wait for a key. Values are bytes, which travel as the characters of the same numbers: a
-    text of digits stays one, which `add` counts on.
+    Whoever hands it to torch keeps a reference: torch's own reference does not keep the Python
+    object. ``wait_seconds`` bounds each wait for a key. Values are bytes, which travel as the
+    characters of the same numbers: a text of digits stays one, which `add` counts on.
 
     Attributes:
         values: All values that this rank has set or got, in any copy of this store.
     """
 
-    def __init__(self, member: Member, wait_seconds: float, values: list[bytes] | None = None) -> None:
+    def __init__(
+        self, member: Member, wait_seconds: float, values: list[bytes] | None = None
+    ) -> None:
         super().__init__()
         self._member = member
         self._seconds = wait_seconds
@@ -44,11 +47,18 @@ class StewardStore(Store):
             self.set(key, value)
 
     def add(self, key: str, value: int) -> int:
-        total: int = self._member.request({"op": "add", "key": key, "value": int(value)}, self._seconds)
+        total: int = self._member.request(
+            {"op": "add", "key": key, "value": int(value)}, self._seconds
+        )
         return total
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        message = {"op": "compare_set", "key": key, "expected": _text(expected), "value": _text(value)}
+        message = {
+            "op": "compare_set",
+            "key": key,
+            "expected": _text(expected),
+            "value": _text(value),
+        }
         return _bytes(self._member.request(message, self._seconds))
 
     def check(self, keys: Sequence[str]) -> bool:

@@ -12,19 +12,21 @@ from torch.nn import Parameter
 
 
 class BackwardPasses:
-    """A backward is reduced inside `reduced`, or as a plain ``loss.backward()`` inside ``plain(reduced=True)``.
+    """A backward is reduced inside `reduced`, or as a plain ``loss.backward()`` inside
+    ``plain(reduced=True)``.
 
-    Any other backward stays local: it sends nothing, and its gradients in ``param.grad`` are this rank's own. As under
-    DistributedDataParallel, the next reduced backward sends all of ``param.grad``, and a parameter with a local
-    gradient counts as used.
+    Any other backward stays local: it sends nothing, and its gradients in ``param.grad`` are this
+    rank's own. As under DistributedDataParallel, the next reduced backward sends all of
+    ``param.grad``, and a parameter with a local gradient counts as used.
 
-    Autograd's engine tells neither a hook of the parameters nor the caller of ``loss.backward()`` that a backward has
-    raised. But it deletes the callbacks of that backward without calling them (`_End`), before the caller can catch
-    the exception.
+    Autograd's engine tells neither a hook of the parameters nor the caller of ``loss.backward()``
+    that a backward has raised. But it deletes the callbacks of that backward without calling them
+    (`_End`), before the caller can catch the exception.
 
     Args:
         begin: Starts the reduction of a backward, and sets ``active``.
-        finish: Completes the reduction of the current backward, and clears ``active``. Does nothing without one.
+        finish: Completes the reduction of the current backward, and clears ``active``. Does nothing
+            without one.
         abandon: Called when the current backward has raised. It may neither send nor wait.
 
     Attributes:
@@ -36,7 +38,10 @@ class BackwardPasses:
     """
 
     def __init__(
-        self, begin: Callable[[], None], finish: Callable[[], None], abandon: Callable[[], None] = lambda: None
+        self,
+        begin: Callable[[], None],
+        finish: Callable[[], None],
+        abandon: Callable[[], None] = lambda: None,
     ) -> None:
         self.enabled = True
         self.reduces = False
@@ -46,7 +51,8 @@ class BackwardPasses:
         self._begin = begin
         self._finish = finish
         self._abandon = abandon
-        self._awaited: set[object] = set()  # graph tasks, or nodes in them, of a plain backward that have yet to end
+        # graph tasks, or nodes in them, of a plain backward that have yet to end
+        self._awaited: set[object] = set()
 
     @contextmanager
     def reduced(self) -> Iterator[None]:
@@ -105,7 +111,9 @@ class BackwardPasses:
     # -- the end of a plain backward
 
     def watch(self) -> None:
-        """In a hook of a plain backward: have its end finish the reduction, and an exception abandon it."""
+        """In a hook of a plain backward: have its end finish the reduction, and an exception
+        abandon it.
+        """
         task = torch._C._current_graph_task_id()
         if task not in self._awaited:
             self._awaited.add(task)
@@ -113,7 +121,12 @@ class BackwardPasses:
 
     def note_raised(self) -> None:
         """Between two backwards: abandon a plain one that has begun and not ended."""
-        if self.active and not self.explicit and self._awaited and torch._C._current_graph_task_id() == -1:
+        if (
+            self.active
+            and not self.explicit
+            and self._awaited
+            and torch._C._current_graph_task_id() == -1
+        ):
             self._raised()
 
     def task_ended(self, task: object) -> None:
@@ -127,7 +140,8 @@ class BackwardPasses:
                 raise
             return
 
-        # this was the inner backward of a reentrant checkpoint, which is a node of the outer one: that goes on
+        # this was the inner backward of a reentrant checkpoint, which is a node of the outer one:
+        # that goes on
 
         def resume(*_: Any) -> None:
             handle.remove()
@@ -150,7 +164,9 @@ class BackwardPasses:
 
 
 class _End:
-    """A callback at the end of one of the engine's graph tasks, which is deleted uncalled if the task raises."""
+    """A callback at the end of one of the engine's graph tasks, which is deleted uncalled if the
+    task raises.
+    """
 
     def __init__(self, passes: BackwardPasses, task: object) -> None:
         self._passes = passes

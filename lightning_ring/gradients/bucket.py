@@ -42,21 +42,25 @@ class Bucket:
 
     Layout of ``flat`` (1-D, the parameters' dtype and device)::
 
-        gradient 0 | padding | gradient 1 | padding | ... | used flags (one per parameter) | stop flag
+        gradient 0 | padding | gradient 1 | padding | ... | used flags (one each) | stop flag
 
-    Its length is divisible by ``num_shards``, so that shards travel without a padded copy, and each of several shards
-    begins at a multiple of 64 bytes: elsewhere NCCL and the optimizers' kernels leave their 16-byte paths.
+    Its length is divisible by ``num_shards``, so that shards travel without a padded copy, and each
+    of several shards begins at a multiple of 64 bytes: elsewhere NCCL and the optimizers' kernels
+    leave their 16-byte paths.
 
-    A flag is 0 or 1 before the reduction, and positive after it if any rank had set it. The flags tell whether any
-    rank has a gradient of a parameter, and whether any rank was asked to stop, without a message of their own.
+    A flag is 0 or 1 before the reduction, and positive after it if any rank had set it. The flags
+    tell whether any rank has a gradient of a parameter, and whether any rank was asked to stop,
+    without a message of their own.
 
-    ``param.grad`` is a view of ``flat``, without a copy, until other code keeps a gradient past the next backward. The
-    bucket then moves to new memory, and gradients are separate tensors from then on.
+    ``param.grad`` is a view of ``flat``, without a copy, until other code keeps a gradient past the
+    next backward. The bucket then moves to new memory, and gradients are separate tensors from then
+    on.
 
     Attributes:
         gradients: ``flat`` without its flags.
         flags: The flags, as the last elements of ``flat``.
-        wire: What `fill` writes and what travels: ``flat`` itself, unless a compressor called `travel_as`.
+        wire: What `fill` writes and what travels: ``flat`` itself, unless a compressor called
+            `travel_as`.
         copies: Whether gradients are copies. It differs from rank to rank.
         produced: For each parameter, whether this backward has produced its gradient.
         pending: Number of parameters whose gradient this backward has yet to produce.
@@ -66,7 +70,11 @@ class Bucket:
     """
 
     def __init__(
-        self, names: Sequence[str], params: Sequence[Parameter], empty: Empty = torch_empty, num_shards: int = 1
+        self,
+        names: Sequence[str],
+        params: Sequence[Parameter],
+        empty: Empty = torch_empty,
+        num_shards: int = 1,
     ) -> None:
         self.names = list(names)
         self.params = list(params)
@@ -89,7 +97,8 @@ class Bucket:
         return len(self.params) + 1
 
     def travel_as(self, dtype: torch.dtype) -> None:
-        """Have `fill` write gradients into a second buffer, of ``dtype``, so that conversion needs no extra pass.
+        """Have `fill` write gradients into a second buffer, of ``dtype``, so that conversion needs
+        no extra pass.
 
         The caller brings the reduction back into ``flat``. A second call changes nothing.
         """
@@ -98,8 +107,15 @@ class Bucket:
 
     def _use(self, layout: Layout) -> None:
         self._layout = layout
-        self.flat, self.views, self.used, self.stop = layout.flat, layout.views, layout.used, layout.stop
-        self.gradients, self.flags = self.flat.split([self.flat.numel() - self.num_flags, self.num_flags])
+        self.flat, self.views, self.used, self.stop = (
+            layout.flat,
+            layout.views,
+            layout.used,
+            layout.stop,
+        )
+        self.gradients, self.flags = self.flat.split(
+            [self.flat.numel() - self.num_flags, self.num_flags]
+        )
 
     def _lay_out(self, dtype: torch.dtype) -> Layout:
         _, end = _offsets(self.params)
@@ -110,7 +126,10 @@ class Bucket:
     def _cut(self, flat: Tensor) -> Layout:
         offsets, _ = _offsets(self.params)
         end = flat.numel() - self.num_flags
-        views = [_view_like(flat, offset, param) for offset, param in zip(offsets, self.params, strict=True)]
+        views = [
+            _view_like(flat, offset, param)
+            for offset, param in zip(offsets, self.params, strict=True)
+        ]
         flags = flat[end:].real if flat.is_complex() else flat[end:]
         return Layout(flat, views, flags[:-1], flags[-1:])
 
@@ -123,11 +142,12 @@ class Bucket:
         return self.pending > 0
 
     def fill(self, fresh: Sequence[bool], *, stop: bool) -> None:
-        """Copy every ``param.grad`` into ``wire``, or zeros if it is `None`. ``fresh`` gradients count as used.
+        """Copy every ``param.grad`` into ``wire``, or zeros if it is `None`. ``fresh`` gradients
+        count as used.
 
-        Gradients that are views of ``wire`` need no copy; one multi-tensor call copies the others. Fresh gradients are
-        dropped from ``param.grad``: a further part from the same backward then accumulates outside the buffer, which
-        the reduction uses.
+        Gradients that are views of ``wire`` need no copy; one multi-tensor call copies the others.
+        Fresh gradients are dropped from ``param.grad``: a further part from the same backward then
+        accumulates outside the buffer, which the reduction uses.
         """
         self.fillers.join(param.grad for param in self.params)
         grads: dict[int, Tensor] = {}  # not views of `flat`
@@ -154,7 +174,9 @@ class Bucket:
         if self.wire is not self._layout:
             grads |= {index: self.views[index] for index in in_place}
         if grads:
-            dense = [grad.to_dense() if grad.is_sparse else grad.detach() for grad in grads.values()]
+            dense = [
+                grad.to_dense() if grad.is_sparse else grad.detach() for grad in grads.values()
+            ]
             torch._foreach_copy_([targets[index] for index in grads], dense)
         if absent:
             torch._foreach_zero_([targets[index] for index in absent])
@@ -166,7 +188,8 @@ class Bucket:
         self.launched = True
 
     def _leave_what_is_held(self, in_place: Sequence[int]) -> None:
-        """Move to new memory if other code holds a gradient of an earlier backward. Copies ``in_place`` gradients too.
+        """Move to new memory if other code holds a gradient of an earlier backward. Copies
+        ``in_place`` gradients too.
 
         The new memory is not from `Communicator.empty`, which is collective.
         """
@@ -180,15 +203,25 @@ class Bucket:
             self.wire = self._layout
 
     def _keep(self, grads: dict[int, Tensor]) -> None:
-        """Note ``grads`` that other code holds, or all after a move: averages are copied into them."""
+        """Note ``grads`` that other code holds, or all after a move: averages are copied into
+        them.
+        """
         indices = [index for index in grads if self.copies or self.contributed[index]]
-        held = are_held([grads[index] for index in indices]) if not self.copies else [True] * len(indices)
-        self._kept.update((index, grads[index]) for index, is_held in zip(indices, held, strict=True) if is_held)
+        held = (
+            are_held([grads[index] for index in indices])
+            if not self.copies
+            else [True] * len(indices)
+        )
+        self._kept.update(
+            (index, grads[index]) for index, is_held in zip(indices, held, strict=True) if is_held
+        )
 
     def publish(self, read: Callable[[Tensor], Tensor] = lambda flags: flags) -> list[Parameter]:
-        """Set ``.grad`` of each used parameter to the reduced gradient, and return these parameters.
+        """Set ``.grad`` of each used parameter to the reduced gradient, and return these
+        parameters.
 
-        A parameter that no rank used keeps its ``.grad``. ``read`` brings a tensor to the host (`Communicator.read`).
+        A parameter that no rank used keeps its ``.grad``. ``read`` brings a tensor to the host
+        (`Communicator.read`).
         """
         published = self._used_params(read)
         for index, param in published.items():
@@ -198,29 +231,43 @@ class Bucket:
         return list(published.values())
 
     def withdraw(self, read: Callable[[Tensor], Tensor]) -> set[Parameter]:
-        """Instead of `publish`: return these parameters. Gradients that other code holds can no longer be read."""
+        """Instead of `publish`: return these parameters. Gradients that other code holds can no
+        longer be read.
+        """
         used = self._used_params(read)
         for index in self._kept.keys() & used.keys():
             if self._kept[index].is_sparse:  # which has no memory of its own to be made unreadable
                 continue
             make_unreadable(
                 self._kept[index],
-                f"a tensor was read that was {self.names[index]}.grad before a backward averaged it. Under "
-                "strategy='ring_sharded' it cannot hold the average, as it does with strategy='ring'. Read it, or copy "
-                "it, before that backward.",
+                f"a tensor was read that was {self.names[index]}.grad before a backward averaged "
+                "it. Under strategy='ring_sharded' it cannot hold the average, as it does with "
+                "strategy='ring'. Read it, or copy it, before that backward.",
             )
         self._kept.clear()
         return set(used.values())
 
     def lend(self, start: int, stop: int) -> Tensor:
-        """Elements of ``flat``, as memory that other code may hold: a view, or where such code was found a copy."""
-        return self._lent.part(start, stop) if self._lent is not None else self.flat[start:stop].clone()
+        """Elements of ``flat``, as memory that other code may hold: a view, or where such code
+        was found a copy.
+        """
+        return (
+            self._lent.part(start, stop)
+            if self._lent is not None
+            else self.flat[start:stop].clone()
+        )
 
     def _used_params(self, read: Callable[[Tensor], Tensor]) -> dict[int, Parameter]:
         """Those to get the reduced gradient, by index."""
-        others = [param for param, own in zip(self.params, self.contributed, strict=True) if not own]
+        others = [
+            param for param, own in zip(self.params, self.contributed, strict=True) if not own
+        ]
         # it waits for the device: only if needed
-        used = read(self.used).tolist() if any(param.requires_grad for param in others) else [0] * len(self.params)
+        used = (
+            read(self.used).tolist()
+            if any(param.requires_grad for param in others)
+            else [0] * len(self.params)
+        )
         members = zip(self.params, self.contributed, used, strict=True)
         return {
             index: param
@@ -232,31 +279,49 @@ class Bucket:
     def lent_params(self) -> list[Parameter]:
         """The parameters whose ``.grad`` is a view of ``flat``."""
         views = self._lent.views if self._lent is not None else []
-        return [param for param, view in zip(self.params, views, strict=False) if param.grad is view]
+        return [
+            param for param, view in zip(self.params, views, strict=False) if param.grad is view
+        ]
 
     def take_over(self, index: int) -> None:
-        """Move a ``.grad`` that is a view of an earlier bucket into this one, so that the other's memory is free."""
+        """Move a ``.grad`` that is a view of an earlier bucket into this one, so that the
+        other's memory is free.
+        """
         assert self._lent is not None
         param, view = self.params[index], self._lent.views[index]
         assert param.grad is not None
         param.grad = view.copy_(param.grad)
 
     def _copied(self, index: int) -> Tensor:
-        """As DistributedDataParallel: the average is copied into the kept gradient, for its holder to see."""
+        """As DistributedDataParallel: the average is copied into the kept gradient, for its
+        holder to see.
+        """
         view, kept = self.views[index], self._kept.get(index)
-        if kept is None or kept.is_sparse or kept.stride() != view.stride() or kept.dtype != view.dtype:
+        if (
+            kept is None
+            or kept.is_sparse
+            or kept.stride() != view.stride()
+            or kept.dtype != view.dtype
+        ):
             return view.clone()
         kept.detach().copy_(view)
         return kept
 
     def describe(self) -> str:
         others = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
-        return f"{self.names[0]}{others}, {self.flat.numel() * self.flat.element_size() / _MIB:.3g} MiB"
+        return (
+            f"{self.names[0]}{others}, {self.flat.numel() * self.flat.element_size() / _MIB:.3g} "
+            "MiB"
+        )
 
 
 def same_memory(tensor: Tensor, view: Tensor) -> bool:
     """Whether ``tensor`` has the address and the strides of ``view``."""
-    return not tensor.is_sparse and tensor.data_ptr() == view.data_ptr() and tensor.stride() == view.stride()
+    return (
+        not tensor.is_sparse
+        and tensor.data_ptr() == view.data_ptr()
+        and tensor.stride() == view.stride()
+    )
 
 
 def plan_buckets(
@@ -265,21 +330,26 @@ def plan_buckets(
     empty: Empty = torch_empty,
     num_shards: int = 1,
 ) -> list[Bucket]:
-    """Fill buckets with ``named_params`` in the given order (the reverse of use), one dtype and device per bucket.
+    """Fill buckets with ``named_params`` in the given order (the reverse of use), one dtype and
+    device per bucket.
 
-    ``bucket_cap_mb`` is the size in MiB past which a bucket takes no further parameter (`number_by_size`); the first
-    bucket of each dtype and device is smaller, so that the wire starts early. ``empty`` allocates buffers, as
-    `Communicator.empty`. ``num_shards``, the world size, divides each buffer's length.
+    ``bucket_cap_mb`` is the size in MiB past which a bucket takes no further parameter
+    (`number_by_size`); the first bucket of each dtype and device is smaller, so that the wire
+    starts early. ``empty`` allocates buffers, as `Communicator.empty`. ``num_shards``, the world
+    size, divides each buffer's length.
     """
     kinds = by_kind(named_params)
     ends = [ends_by_size([param for _, param in members], bucket_cap_mb) for members in kinds]
     return cut_buckets(named_params, ends, empty, num_shards)
 
 
-def cut_buckets(named_params: Named, ends: Sequence[Sequence[int]], empty: Empty, num_shards: int) -> list[Bucket]:
+def cut_buckets(
+    named_params: Named, ends: Sequence[Sequence[int]], empty: Empty, num_shards: int
+) -> list[Bucket]:
     """Buckets of ``named_params`` cut at ``ends``, kind by kind (`by_kind`).
 
-    A bucket is complete with its last gradient: the position of that gradient decides the order, alike on all ranks.
+    A bucket is complete with its last gradient: the position of that gradient decides the order,
+    alike on all ranks.
     """
     position = {param: index for index, (_, param) in enumerate(named_params)}
     groups = []
@@ -291,7 +361,10 @@ def cut_buckets(named_params: Named, ends: Sequence[Sequence[int]], empty: Empty
 
 def make_buckets(groups: Sequence[Named], empty: Empty, num_shards: int) -> list[Bucket]:
     """One of each of ``groups``."""
-    return [Bucket([name for name, _ in group], [param for _, param in group], empty, num_shards) for group in groups]
+    return [
+        Bucket([name for name, _ in group], [param for _, param in group], empty, num_shards)
+        for group in groups
+    ]
 
 
 def by_kind(named_params: Named) -> list[list[tuple[str, Parameter]]]:
@@ -304,8 +377,14 @@ def by_kind(named_params: Named) -> list[list[tuple[str, Parameter]]]:
 
 def ends_by_size(params: Sequence[Parameter], cap_mb: float) -> list[int]:
     """One past the last parameter of each bucket, as `number_by_size` numbers them."""
-    numbers = number_by_size([param.nbytes for param in params], cap_mb * _MIB, FIRST_BUCKET_MB * _MIB)
-    return [last + 1 for last in range(len(numbers)) if last + 1 == len(numbers) or numbers[last] < numbers[last + 1]]
+    numbers = number_by_size(
+        [param.nbytes for param in params], cap_mb * _MIB, FIRST_BUCKET_MB * _MIB
+    )
+    return [
+        last + 1
+        for last in range(len(numbers))
+        if last + 1 == len(numbers) or numbers[last] < numbers[last + 1]
+    ]
 
 
 def _offsets(params: Sequence[Parameter]) -> tuple[list[int], int]:
@@ -319,6 +398,8 @@ def _offsets(params: Sequence[Parameter]) -> tuple[list[int], int]:
 
 
 def _view_like(flat: Tensor, offset: int, param: Parameter) -> Tensor:
-    """View of ``flat`` with the shape of ``param``, and its strides (such as channels-last) if they are dense."""
+    """View of ``flat`` with the shape of ``param``, and its strides (such as channels-last) if
+    they are dense.
+    """
     strides = torch.empty_like(param, device="meta").stride()
     return flat.as_strided(param.size(), strides, flat.storage_offset() + offset)

@@ -13,18 +13,21 @@ from torch.utils.hooks import RemovableHandle
 class GradientHooks:
     """Calls ``on_gradient`` with each parameter whose ``.grad`` backward has just accumulated.
 
-    Hooks that users registered on the same parameter may change the gradient: they must run first. The hook of this
-    class moves behind them between two backward passes (`move_last`); ``order_changed`` tells whether, in this
-    backward, a user's hook still had to run when a gradient was reported.
+    Hooks that users registered on the same parameter may change the gradient: they must run first.
+    The hook of this class moves behind them between two backward passes (`move_last`);
+    ``order_changed`` tells whether, in this backward, a user's hook still had to run when a
+    gradient was reported.
     """
 
     def __init__(self, on_gradient: Callable[[Parameter], None]) -> None:
         self._on_gradient = on_gradient
-        self._lock = threading.RLock()  # autograd has a thread for each device, and a module may be on several
+        # autograd has a thread for each device, and a module may be on several
+        self._lock = threading.RLock()
         self._ids: dict[Parameter, int] = {}
         self._handles: list[RemovableHandle] = []
         self._not_last: list[Parameter] = []
-        # torch refuses to swap a tensor that has one (`torch.utils.swap_tensors`): hooks would go with the other tensor
+        # torch refuses to swap a tensor that has one (`torch.utils.swap_tensors`): hooks would go
+        # with the other tensor
         self._refs: list[weakref.ref[Parameter]] = []
 
     def add(self, param: Parameter) -> None:

@@ -1,4 +1,6 @@
-"""Gradients that one backward produces in several parts: a shared module under reentrant checkpointing."""
+"""Gradients that one backward produces in several parts: a shared module under reentrant
+checkpointing.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ _TO_DO = "Use `checkpoint(..., use_reentrant=False)` to get the overlap back."
 
 
 class GradientParts:
-    """Ends the overlap on all ranks if a gradient comes in parts, and averages parts whose bucket was already sent.
+    """Ends the overlap on all ranks if a gradient comes in parts, and averages parts whose bucket
+    was already sent.
 
-    ``warn`` is called with a message for the user. Unless ``overlaps``, all buckets are sent at the end of backward.
+    ``warn`` is called with a message for the user. Unless ``overlaps``, all buckets are sent at the
+    end of backward.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -30,24 +34,30 @@ class GradientParts:
         self._late.clear()
 
     def add(self, param: Parameter, *, sent: bool) -> None:
-        """Backward produced a further part of the gradient of ``param``. ``sent``: its bucket was sent before."""
+        """Backward produced a further part of the gradient of ``param``. ``sent``: its bucket
+        was sent before.
+        """
         self._found = True
         if sent:
             self._late.add(param)
 
     def agree(self, comm: Communicator) -> None:
-        """After the first backward: end the overlap if some rank has gradients in several parts. Collective."""
+        """After the first backward: end the overlap if some rank has gradients in several parts.
+        Collective.
+        """
         if any(comm.all_gather_object(self._found, name="gradients in parts")):
             self.overlaps = False
             self._warn(
-                "backward produces a gradient in several parts (reentrant checkpointing of a module that is used more "
-                f"than once). Gradients are therefore sent after backward, without overlap. {_TO_DO}"
+                "backward produces a gradient in several parts (reentrant checkpointing of a "
+                "module that is used more than once). Gradients are therefore sent after "
+                f"backward, without overlap. {_TO_DO}"
             )
 
     def average_late(
         self, buckets: Sequence[Bucket], comm: Communicator, active_ranks: int | None, prefix: str
     ) -> None:
-        """Average the parts in ``param.grad`` whose bucket was sent before, and add them to the bucket.
+        """Average the parts in ``param.grad`` whose bucket was sent before, and add them to the
+        bucket.
 
         Collective if there are any. ``prefix`` begins the names of the collectives.
         """
@@ -56,9 +66,9 @@ class GradientParts:
             return
         self.overlaps = False
         self._warn(
-            "backward produced a gradient again after it had been sent (reentrant checkpointing of a module that is "
-            "used more than once). It was sent a second time; from now on gradients are sent after backward, without "
-            f"overlap. {_TO_DO}"
+            "backward produced a gradient again after it had been sent (reentrant checkpointing "
+            "of a module that is used more than once). It was sent a second time; from now on "
+            f"gradients are sent after backward, without overlap. {_TO_DO}"
         )
         grads = {param: param.grad for param in late if param.grad is not None}
         for bucket in buckets:
@@ -68,6 +78,8 @@ class GradientParts:
             offset = bucket.flat.storage_offset()
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 if param in grads:
-                    flat.as_strided(view.size(), view.stride(), view.storage_offset() - offset).copy_(grads[param])
+                    flat.as_strided(
+                        view.size(), view.stride(), view.storage_offset() - offset
+                    ).copy_(grads[param])
             average_(flat, comm, active_ranks, f"{prefix}late part of {bucket.describe()}").wait()
             bucket.flat.add_(flat)

@@ -1,4 +1,6 @@
-"""The buckets of a model: which parameters share one, and in which order buckets are sent. The same on every rank."""
+"""The buckets of a model: which parameters share one, and in which order buckets are sent. The
+same on every rank.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,15 @@ from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 
 
 class BucketLayout:
-    """Buckets in the order given at first, and after the first backward in the order of rank 0's gradients.
+    """Buckets in the order given at first, and after the first backward in the order of rank 0's
+    gradients.
 
     A resumed training begins with the order that it had (`restore`).
 
-    With ``auto``, which measures, sizes and order change once more, after `backwards_before_auto` backward passes.
-    ``on_new_bucket`` is called with each bucket before its first use. Old buckets go before memory for those that
-    replace them is taken: ``on_replace`` drops the caller's references.
+    With ``auto``, which measures, sizes and order change once more, after `backwards_before_auto`
+    backward passes. ``on_new_bucket`` is called with each bucket before its first use. Old buckets
+    go before memory for those that replace them is taken: ``on_replace`` drops the caller's
+    references.
 
     Attributes:
         buckets: In the order of sending.
@@ -44,7 +48,8 @@ class BucketLayout:
         self._auto = auto
         self._on_new_bucket = on_new_bucket
         self._on_replace = on_replace
-        self._order: list[str] | None = []  # of the first backward's gradients; None once it was used
+        # of the first backward's gradients; None once it was used
+        self._order: list[str] | None = []
 
     def add(self, params: Sequence[tuple[str, Parameter]]) -> None:
         """Put ``params`` into new buckets, in their order."""
@@ -87,11 +92,15 @@ class BucketLayout:
 
     @property
     def names(self) -> list[list[str]]:
-        """Those of the parameters of each bucket, in the order of sending; none before ``auto`` has chosen."""
+        """Those of the parameters of each bucket, in the order of sending; none before ``auto``
+        has chosen.
+        """
         return [list(bucket.names) for bucket in self.buckets] if self._auto is None else []
 
     def restore(self, names: Sequence[Sequence[str]]) -> None:
-        """Before the first backward: begin with the buckets of an earlier training, for the same rounding as there."""
+        """Before the first backward: begin with the buckets of an earlier training, for the same
+        rounding as there.
+        """
         members = dict(self._members())
         if sorted(name for group in names for name in group) != sorted(members):
             return  # another model, or ``auto`` had not chosen
@@ -117,7 +126,9 @@ class BucketLayout:
         return True
 
     def _plan(self, params: Sequence[tuple[str, Parameter]]) -> list[Bucket]:
-        return plan_buckets(params, self._cap_mb, empty=self._comm.empty, num_shards=self._comm.world_size)
+        return plan_buckets(
+            params, self._cap_mb, empty=self._comm.empty, num_shards=self._comm.world_size
+        )
 
     def _replace(self, build: Callable[[], Sequence[Bucket]]) -> None:
         self.buckets, self.slots = [], {}
@@ -132,4 +143,8 @@ class BucketLayout:
                 self.slots[param] = bucket, index
 
     def _members(self) -> list[tuple[str, Parameter]]:
-        return [pair for bucket in self.buckets for pair in zip(bucket.names, bucket.params, strict=True)]
+        return [
+            pair
+            for bucket in self.buckets
+            for pair in zip(bucket.names, bucket.params, strict=True)
+        ]

@@ -34,22 +34,25 @@ log = logging.getLogger(__name__)
 
 
 class Reducer:
-    """Averages parameters' gradients over the ranks of ``comm``, bucket by bucket, overlapping backward.
+    """Averages parameters' gradients over the ranks of ``comm``, bucket by bucket, overlapping
+    backward.
 
-    A bucket is sent when its gradients are complete and every bucket before it was sent. `finish` sends the rest,
-    waits, and puts the averages into ``param.grad``. `backward` calls it; for a plain ``loss.backward()`` inside
-    ``plain_backwards(reduced=True)`` the autograd engine does.
+    A bucket is sent when its gradients are complete and every bucket before it was sent. `finish`
+    sends the rest, waits, and puts the averages into ``param.grad``. `backward` calls it; for a
+    plain ``loss.backward()`` inside ``plain_backwards(reduced=True)`` the autograd engine does.
 
-    Buckets are sent in one order on every rank, the reverse of use (`BucketLayout`). If some ranks used a parameter,
-    the others contribute zeros; if none did, it keeps its ``.grad``. Sparse gradients are averaged in `finish`, outside
-    the buckets (`SparseGradients`). The name of each collective contains the number of its backward and of the
-    optimizer's step, so that ranks with different counts get an error.
+    Buckets are sent in one order on every rank, the reverse of use (`BucketLayout`). If some ranks
+    used a parameter, the others contribute zeros; if none did, it keeps its ``.grad``. Sparse
+    gradients are averaged in `finish`, outside the buckets (`SparseGradients`). The name of each
+    collective contains the number of its backward and of the optimizer's step, so that ranks with
+    different counts get an error.
 
-    After a backward that raised, what it has sent is dropped, and so must be what it left in ``param.grad``: until
-    ``zero_grad()`` the next backward or step is an error.
+    After a backward that raised, what it has sent is dropped, and so must be what it left in
+    ``param.grad``: until ``zero_grad()`` the next backward or step is an error.
 
     Args:
-        named_parameters: Name and parameter, in order of registration. Shared parameters may repeat.
+        named_parameters: Name and parameter, in order of registration. Shared parameters may
+            repeat.
         bucket_cap_mb, auto: As of `BucketLayout`.
         compressor: Sends the buckets whose dtype it accepts; `None` sends all in their own dtype.
         warn: Called with a message for the user, at most once a message.
@@ -71,7 +74,8 @@ class Reducer:
         sparse_weights: Callable[[], set[Parameter]] = set,
         before_backward: Callable[[], None] = nothing,
     ) -> None:
-        self.stop_requested = False  # set to ask all ranks to stop: the next backward sends the request
+        # set to ask all ranks to stop: the next backward sends the request
+        self.stop_requested = False
         self.active_ranks: int | None = None  # that the sum is divided by; None: all
         self.num_finished = 0  # backward passes reduced so far
         self.num_raised = 0  # backward passes that were begun and raised an exception
@@ -80,7 +84,9 @@ class Reducer:
         self._before_backward = before_backward
         self._warn_once = functools.cache(warn)
         self._compressor = compressor
-        self.layout = BucketLayout(comm, bucket_cap_mb, auto, self._prepare_to_send, self._forget_buckets)
+        self.layout = BucketLayout(
+            comm, bucket_cap_mb, auto, self._prepare_to_send, self._forget_buckets
+        )
         self._passes = BackwardPasses(self._begin, self.finish, self._abandon)
         self._hooks = GradientHooks(self._take_gradient)
         self._unreduced = UnreducedGradients()
@@ -103,12 +109,15 @@ class Reducer:
         return self.layout.buckets
 
     def restore(self, names: Sequence[Sequence[str]]) -> None:
-        """Go on with the buckets of a checkpoint, unless a backward has begun. The same on every rank."""
+        """Go on with the buckets of a checkpoint, unless a backward has begun. The same on every
+        rank.
+        """
         if not self.num_finished and not self._passes.active:
             self.layout.restore(names)
 
     def track(self, named_parameters: Iterable[tuple[str, Parameter]]) -> list[Parameter]:
-        """Reduce the gradients of new parameters (later added or thawed) too. All ranks call it at the same point.
+        """Reduce the gradients of new parameters (later added or thawed) too. All ranks call it at
+        the same point.
 
         Returns the new parameters.
         """
@@ -129,12 +138,15 @@ class Reducer:
         return [(name, param) for param, name in self._names.items()]
 
     def is_tracked(self, param: Parameter) -> bool:
-        return id(param) in self._ids  # asked of all parameters at each backward: to hash a tensor takes longer
+        # asked of all parameters at each backward: to hash a tensor takes longer
+        return id(param) in self._ids
 
     # -- which backward passes are reduced
 
     def backward(self) -> AbstractContextManager[None]:
-        """Around the outermost backward: on leaving, gradients are averaged. Nothing happens inside `no_sync`."""
+        """Around the outermost backward: on leaving, gradients are averaged. Nothing happens
+        inside `no_sync`.
+        """
         return self._passes.reduced()
 
     def plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
@@ -158,7 +170,8 @@ class Reducer:
         return self._passes.discarding(self._names)
 
     def finish(self) -> None:
-        """Send the remaining buckets, wait for all, publish the averages. Does nothing without a current backward.
+        """Send the remaining buckets, wait for all, publish the averages. Does nothing without a
+        current backward.
 
         A bucket that did not arrive in time is named in the error.
         """
@@ -170,8 +183,14 @@ class Reducer:
         self._turns.finish_before(self)
         while self._next < len(self._queue):
             self._launch()
-        fresh = {param for param in self._sparse.params if param in self._produced_sparse or param in self._unreduced}
-        told_to_stop = self._sparse.average(fresh, self.active_ranks, stop=self.stop_requested, prefix=self._named(""))
+        fresh = {
+            param
+            for param in self._sparse.params
+            if param in self._produced_sparse or param in self._unreduced
+        }
+        told_to_stop = self._sparse.average(
+            fresh, self.active_ranks, stop=self.stop_requested, prefix=self._named("")
+        )
         for _, work in self._works:
             advance(work)
         for _, work in self._works:
@@ -197,12 +216,15 @@ class Reducer:
             self._revise_layout()
 
     def send_zeros(self, averages: Sequence[Tensor | None] = ()) -> list[Tensor | None]:
-        """Take part in a backward of the other ranks, with zeros. This rank's gradients, `no_sync` ones too, stay.
+        """Take part in a backward of the other ranks, with zeros. This rank's gradients, `no_sync`
+        ones too, stay.
 
-        Returns the averages, in the order of the parameters. With those of the backward before, on which the others'
-        gradients of this one were added, the same is done here.
+        Returns the averages, in the order of the parameters. With those of the backward before, on
+        which the others' gradients of this one were added, the same is done here.
         """
-        kept = [(param, None if param.grad is None else param.grad.clone()) for param in self._names]
+        kept = [
+            (param, None if param.grad is None else param.grad.clone()) for param in self._names
+        ]
         unreduced, self._unreduced = self._unreduced, UnreducedGradients()
         enabled, self._passes.enabled = self._passes.enabled, True
         for param, average in itertools.zip_longest(self._names, averages):
@@ -233,24 +255,31 @@ class Reducer:
         self._passes.note_raised()
 
     def check_reduced(self, params: Iterable[Parameter]) -> None:
-        """Raise `RingError` if the gradient of one of ``params`` is not an average, but this rank's own."""
+        """Raise `RingError` if the gradient of one of ``params`` is not an average, but this
+        rank's own.
+        """
         self._unreduced.check(params, self._names)
 
     def agreed_to_stop(self) -> bool:
-        """Whether some rank had asked to stop in the last finished backward, on CUDA in the one before.
+        """Whether some rank had asked to stop in the last finished backward, on CUDA in the one
+        before.
 
         The same answer on every rank, once.
         """
         return self._stop_flag.take()
 
     def remove(self) -> None:
-        """Remove the hooks and let go of the buckets; the gradients stay, and with them their memory."""
+        """Remove the hooks and let go of the buckets; the gradients stay, and with them their
+        memory.
+        """
         self._hooks.remove()
         self.layout.buckets, self.layout.slots = [], {}
         self._queue, self._works = [], []
 
     def _revise_layout(self) -> bool:
-        """`BucketLayout.revise` while gradients are in the buckets, whose memory the new ones take over."""
+        """`BucketLayout.revise` while gradients are in the buckets, whose memory the new ones
+        take over.
+        """
         lent = [param for bucket in self.buckets for param in bucket.lent_params]
         if not self.layout.revise(self.num_finished):
             return False
@@ -272,8 +301,8 @@ class Reducer:
             prepare_compressed(bucket, self._compressor)
             return
         self._warn_once(
-            f"compression {self._compressor.name!r} does not take gradients of {bucket.flat.dtype}: those travel as "
-            "they are."
+            f"compression {self._compressor.name!r} does not take gradients of "
+            f"{bucket.flat.dtype}: those travel as they are."
         )
 
     def _begin(self) -> None:
@@ -282,7 +311,8 @@ class Reducer:
         self._unreduced.check_dropped(self._names, self._names)
         self._drop_sent()
         self._turns.begin(self)
-        self._revise_at_end = not self._turns.is_first(self)  # the others' buckets are still being sent
+        # the others' buckets are still being sent
+        self._revise_at_end = not self._turns.is_first(self)
         if not self._revise_at_end:
             self.layout.revise(self.num_finished)
         if self._compressor is not None:
@@ -295,19 +325,26 @@ class Reducer:
         self._next = 0
         # a bucket of frozen parameters only (a GAN's other half) is not sent
         accumulated = self._unreduced.accumulated
-        self._queue = [bucket for bucket in self.buckets if bucket.begin() or not accumulated.isdisjoint(bucket.params)]
+        self._queue = [
+            bucket
+            for bucket in self.buckets
+            if bucket.begin() or not accumulated.isdisjoint(bucket.params)
+        ]
 
     def _check_dtypes(self) -> None:
         for bucket in self.buckets:
             if bucket.params and bucket.params[0].dtype != bucket.flat.dtype:
                 raise RingError(
-                    f"{bucket.names[0]} has become {bucket.params[0].dtype}, but was {bucket.flat.dtype} when the "
-                    "training began. Convert the module (.double(), .to(torch.bfloat16)) before that, or close the "
-                    "training and begin another one."
+                    f"{bucket.names[0]} has become {bucket.params[0].dtype}, but was "
+                    f"{bucket.flat.dtype} when the training began. Convert the module (.double(), "
+                    ".to(torch.bfloat16)) before that, or close the training and begin another "
+                    "one."
                 )
 
     def _abandon(self) -> None:
-        """The current backward has raised. Ranks may differ in that: nothing here waits for another one."""
+        """The current backward has raised. Ranks may differ in that: nothing here waits for
+        another one.
+        """
         self.num_raised += 1
         self._sparse.forget_seen()
         changed = set(self._produced_sparse)
@@ -332,7 +369,8 @@ class Reducer:
         bucket.publish(self._comm.read)
 
     def _take_gradient(self, param: Parameter) -> None:
-        # the host's time here is paid once a parameter: a look-up by parameter alone costs as much as all the rest
+        # the host's time here is paid once a parameter: a look-up by parameter alone costs as much
+        # as all the rest
         passes, sparse = self._passes, self._sparse.params
         if passes.discards:
             return
@@ -368,7 +406,8 @@ class Reducer:
         while (
             self.num_finished  # the first backward shows whether a gradient comes in several parts
             and self._parts.overlaps
-            and not self._hooks.order_changed  # a user's hook has yet to run: `finish` sends this backward's buckets
+            # a user's hook has yet to run: `finish` sends this backward's buckets
+            and not self._hooks.order_changed
             and self._next < len(self._queue)
             and self._queue[self._next].pending == 0
             and self._turns.may_send(self)
@@ -380,7 +419,8 @@ class Reducer:
         dense = self._sparse.take(named)
         if self._compressor is not None and len(dense) < len(named):
             self._warn_once(
-                f"compression {self._compressor.name!r} does not take sparse gradients: those travel as they are."
+                f"compression {self._compressor.name!r} does not take sparse gradients: those "
+                "travel as they are."
             )
         return dense
 
@@ -389,7 +429,9 @@ class Reducer:
             self._warn_once(message)
 
     def _agree_on_sparse(self) -> None:
-        """After the first backward: take parameters with a sparse gradient on some rank out of the buckets."""
+        """After the first backward: take parameters with a sparse gradient on some rank out of
+        the buckets.
+        """
         fresh = self._produced_sparse | self._unreduced.accumulated
         for bucket in self.buckets:
             fresh.update(itertools.compress(bucket.params, bucket.produced))
@@ -399,11 +441,16 @@ class Reducer:
     def _launch(self) -> None:
         bucket = self._queue[self._next]
         copies = bucket.copies
-        fresh = [own or param in self._unreduced for own, param in zip(bucket.produced, bucket.params, strict=True)]
+        fresh = [
+            own or param in self._unreduced
+            for own, param in zip(bucket.produced, bucket.params, strict=True)
+        ]
         bucket.fill(fresh, stop=self.stop_requested)
         if bucket.copies and not copies:
             self._prepare_to_send(bucket)
-        self._works.append((bucket, self._send(bucket, self._named(f"bucket {self._next} ({bucket.describe()})"))))
+        self._works.append(
+            (bucket, self._send(bucket, self._named(f"bucket {self._next} ({bucket.describe()})")))
+        )
         self._next += 1
 
     def _was_sent(self, param: Parameter) -> bool:

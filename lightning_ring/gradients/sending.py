@@ -5,17 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work, advance, shard
+from lightning_ring.comm.communicator import (
+    ChainedWork,
+    Communicator,
+    ReduceOp,
+    Work,
+    advance,
+    shard,
+)
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression.between_nodes import bounds_of
 from lightning_ring.gradients.compression.compressor import Compressor
 
 
 def average_(flat: Tensor, comm: Communicator, active_ranks: int | None, name: str) -> Work:
-    """Start to average ``flat`` in place over all ranks; or its sum is divided by ``active_ranks`` of them."""
+    """Start to average ``flat`` in place over all ranks; or its sum is divided by
+    ``active_ranks`` of them.
+    """
     if active_ranks is None:
         return comm.all_reduce_(flat, op=ReduceOp.AVG, name=name)
-    return ChainedWork(comm.all_reduce_(flat, op=ReduceOp.SUM, name=name), lambda: flat.div_(active_ranks))
+    return ChainedWork(
+        comm.all_reduce_(flat, op=ReduceOp.SUM, name=name), lambda: flat.div_(active_ranks)
+    )
 
 
 def prepare_compressed(bucket: Bucket, compressor: Compressor) -> None:
@@ -29,13 +40,18 @@ def prepare_compressed(bucket: Bucket, compressor: Compressor) -> None:
 def average_compressed_(
     bucket: Bucket, compressor: Compressor, comm: Communicator, active_ranks: int | None, name: str
 ) -> Work:
-    """As `average_`, through ``compressor``. The bucket's flags arrive exactly: positive where any rank had a 1."""
-    if compressor.buffer_dtype is not None:  # a conversion keeps 0 and 1: they travel in the same buffer
+    """As `average_`, through ``compressor``. The bucket's flags arrive exactly: positive where
+    any rank had a 1.
+    """
+    # a conversion keeps 0 and 1: they travel in the same buffer
+    if compressor.buffer_dtype is not None:
         work = compressor.all_reduce(bucket.wire.flat, comm, name=name)
         return _converted_back(work, bucket.flat, bucket.wire.flat, comm, active_ranks)
     flags = comm.all_reduce_(bucket.flags, name=f"{name}, flags")
     work = compressor.all_reduce(bucket.gradients, comm, name=name)
-    return ChainedWork(_BehindFlags(flags, work), lambda: _rescale_(bucket.gradients, comm, active_ranks))
+    return ChainedWork(
+        _BehindFlags(flags, work), lambda: _rescale_(bucket.gradients, comm, active_ranks)
+    )
 
 
 class _BehindFlags:
@@ -60,7 +76,9 @@ class _BehindFlags:
 def scatter_compressed_(
     bucket: Bucket, compressor: Compressor, comm: Communicator, active_ranks: int | None, name: str
 ) -> Work:
-    """The same, for this rank's shard of ``bucket.flat``; the rest of it, flags included, is scratch."""
+    """The same, for this rank's shard of ``bucket.flat``; the rest of it, flags included, is
+    scratch.
+    """
     sent = bucket.wire.flat
     if compressor.buffer_dtype is None:
         torch._foreach_zero_(_between_gradients(bucket))  # it would spoil a block's scale
@@ -72,11 +90,16 @@ def scatter_compressed_(
 def _between_gradients(bucket: Bucket) -> list[Tensor]:
     """What else lies in ``bucket.flat``: padding, and the flags."""
     bounds = bounds_of(bucket.flat, bucket)
-    starts, ends = [*(start for start, _ in bounds), bucket.flat.numel()], [0, *(end for _, end in bounds)]
+    starts, ends = (
+        [*(start for start, _ in bounds), bucket.flat.numel()],
+        [0, *(end for _, end in bounds)],
+    )
     return [bucket.flat[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
 
 
-def _converted_back(work: Work, flat: Tensor, sent: Tensor, comm: Communicator, active_ranks: int | None) -> Work:
+def _converted_back(
+    work: Work, flat: Tensor, sent: Tensor, comm: Communicator, active_ranks: int | None
+) -> Work:
     # the division comes after: a sum in 16 bits overflows where the average would not
     return ChainedWork(work, lambda: flat.copy_(sent), lambda: _rescale_(flat, comm, active_ranks))
 

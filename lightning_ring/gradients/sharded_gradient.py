@@ -1,4 +1,6 @@
-"""`ShardedGradient`: what ``param.grad`` is after a backward that leaves each rank its part of the averages."""
+"""`ShardedGradient`: what ``param.grad`` is after a backward that leaves each rank its part of
+the averages.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,17 @@ _MORE_ELEMENTWISE = {"copy", "fill", "zero", "masked_fill", "clone", "_to_copy"}
 
 
 _TO_DO = (
-    "Under strategy='ring_sharded' each rank has a part of an averaged gradient, and can only change its elements "
-    "(param.grad.mul_(0.5)). To clip, or to measure a norm (max_norm=float('inf')), call clip_grad_norm_(parameters, "
-    "max_norm) of the strategy, or of what distribute(...) returned. To read whole gradients use strategy='ring', or "
+    "Under strategy='ring_sharded' each rank has a part of an averaged gradient, and can only "
+    "change its elements (param.grad.mul_(0.5)). To clip, or to measure a norm "
+    "(max_norm=float('inf')), call clip_grad_norm_(parameters, max_norm) of the strategy, or of "
+    "what distribute(...) returned. To read whole gradients use strategy='ring', or "
     "torch.autograd.grad(...) for those of this rank."
 )
 
 
 class GradientPart:
-    """This rank's part of the gradient ``name``: ``numel`` elements from ``first`` on, in the order of memory.
+    """This rank's part of the gradient ``name``: ``numel`` elements from ``first`` on, in the order
+    of memory.
 
     Args:
         like: A tensor with the size and the dense strides of the gradient.
@@ -52,14 +56,22 @@ class GradientPart:
         if whole.size() == self.size and whole.stride() == self.strides and not whole.is_sparse:
             return whole
         dense = whole.to_dense() if whole.is_sparse else whole
-        return torch.empty_strided(self.size, self.strides, dtype=whole.dtype, device=whole.device).copy_(dense)
+        return torch.empty_strided(
+            self.size, self.strides, dtype=whole.dtype, device=whole.device
+        ).copy_(dense)
 
     def blank(self, like: Tensor) -> Tensor:
-        """A tensor without readable values that has the form of the gradient, with dtype and device of ``like``."""
+        """A tensor without readable values that has the form of the gradient, with dtype and
+        device of ``like``.
+        """
         blank = self._blanks.get(like.dtype)
         if blank is None or blank.device != like.device:
-            form = torch.empty_strided(self.size, self.strides, dtype=like.dtype, device=like.device)
-            blank = self._blanks[like.dtype] = unreadable_like(form, f"{self.name}.grad was read. {_TO_DO}")
+            form = torch.empty_strided(
+                self.size, self.strides, dtype=like.dtype, device=like.device
+            )
+            blank = self._blanks[like.dtype] = unreadable_like(
+                form, f"{self.name}.grad was read. {_TO_DO}"
+            )
         return blank
 
 
@@ -68,15 +80,17 @@ class _Contents:
     """Those of a gradient, and of everything that ``detach()`` made of it."""
 
     average: Tensor  # this rank's part, 1-D
-    local: Tensor | None = None  # what backward has added since, of this rank alone; the whole gradient
+    # what backward has added since, of this rank alone; the whole gradient
+    local: Tensor | None = None
 
 
 class ShardedGradient(Tensor):
     """A gradient that was averaged over ranks, of which this rank has a part.
 
-    Elementwise operations, in place or not, work on the part. A loss scaler's search for infinities covers the parts of
-    all ranks. Any other operation is an error, on every rank. A backward that adds to the average leaves it apart from
-    the sum over its own gradients, which alone is averaged next.
+    Elementwise operations, in place or not, work on the part. A loss scaler's search for infinities
+    covers the parts of all ranks. Any other operation is an error, on every rank. A backward that
+    adds to the average leaves it apart from the sum over its own gradients, which alone is averaged
+    next.
     """
 
     part: GradientPart
@@ -100,14 +114,17 @@ class ShardedGradient(Tensor):
         self._check_is_of(part)
         if self.contents.local is not None:
             raise RingError(
-                f"a backward has added to {self.part.name}.grad after it was averaged, and this is not averaged yet: "
-                "inside no_sync(), outside the training, or in a hook that backward calls. Use the gradient when a "
-                "backward that is averaged has ended, or call zero_grad() first."
+                f"a backward has added to {self.part.name}.grad after it was averaged, and this is "
+                "not averaged yet: inside no_sync(), outside the training, or in a hook that "
+                "backward calls. Use the gradient when a backward that is averaged has ended, or "
+                "call zero_grad() first."
             )
         return self.contents.average
 
     def set_aside(self, part: GradientPart | None) -> Tensor | None:
-        """Leave the memory of the average, which is about to be used. Returns what backward has added to it."""
+        """Leave the memory of the average, which is about to be used. Returns what backward has
+        added to it.
+        """
         self._check_is_of(part)
         contents, local = self.contents, self.contents.local
         contents.average, contents.local = contents.average.clone(), None
@@ -117,14 +134,19 @@ class ShardedGradient(Tensor):
         if self.part is not part:
             of = "a parameter of an earlier training" if part is None else part.name
             raise RingError(
-                f"the gradient of {self.part.name} was used as that of {of}. Under strategy='ring_sharded' each rank "
-                "has a part of a gradient, and other elements of another one. Call zero_grad() before a new training; "
-                "give a parameter its own gradient, or a whole tensor."
+                f"the gradient of {self.part.name} was used as that of {of}. Under "
+                "strategy='ring_sharded' each rank has a part of a gradient, and other elements "
+                "of another one. Call zero_grad() before a new training; give a parameter its own "
+                "gradient, or a whole tensor."
             )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is aten.detach.default:
             return cls(args[0].part, args[0].contents)
@@ -153,10 +175,15 @@ class ShardedGradient(Tensor):
 
     def _elementwise(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         changes = func._schema.is_mutable
-        if changes and not (isinstance(args[0], ShardedGradient) and func._schema.name.endswith("_")):
+        if changes and not (
+            isinstance(args[0], ShardedGradient) and func._schema.name.endswith("_")
+        ):
             self._refuse(func)
         part = self.part
-        result = func(*(_own(value, part) for value in args), **{key: _own(kwargs[key], part) for key in kwargs})
+        result = func(
+            *(_own(value, part) for value in args),
+            **{key: _own(kwargs[key], part) for key in kwargs},
+        )
         return args[0] if changes else ShardedGradient.of(self.part, result)
 
     def _refuse(self, what: Any) -> NoReturn:
@@ -178,7 +205,10 @@ class ShardedGradient(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         first, size = self.part.first, tuple(self.part.size)
-        return f"ShardedGradient({self.part.name}, size={size}, elements {first} to {first + self.part.numel})"
+        return (
+            f"ShardedGradient({self.part.name}, size={size}, elements {first} to "
+            f"{first + self.part.numel})"
+        )
 
     def numpy(self, **_: Any) -> NoReturn:
         self._refuse("numpy()")
@@ -200,17 +230,29 @@ def _backward_accumulates() -> bool:
 
 @functools.cache
 def _is_elementwise(func: Any) -> bool:
-    """Whether each element of the result depends on one element of each argument, and on nothing else."""
+    """Whether each element of the result depends on one element of each argument, and on nothing
+    else.
+    """
     schema = func._schema
     name = schema.name.removeprefix("aten::").removesuffix("_")
     if name.removeprefix("_foreach_") in _MORE_ELEMENTWISE:
         return True
     if name.startswith("_foreach_"):  # these have no tags
         operator = getattr(aten, name.removeprefix("_foreach_"), None)
-        found = [getattr(operator, overload) for overload in operator.overloads()] if operator is not None else []
-        return name not in ("_foreach_max", "_foreach_min") and any(torch.Tag.pointwise in one.tags for one in found)
+        found = (
+            [getattr(operator, overload) for overload in operator.overloads()]
+            if operator is not None
+            else []
+        )
+        return name not in ("_foreach_max", "_foreach_min") and any(
+            torch.Tag.pointwise in one.tags for one in found
+        )
     gives_tensor = all(isinstance(value.type, torch.TensorType) for value in schema.returns)
-    return gives_tensor and torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+    return (
+        gives_tensor
+        and torch.Tag.pointwise in func.tags
+        and torch.Tag.nondeterministic_seeded not in func.tags
+    )
 
 
 def _refuse(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
@@ -219,7 +261,9 @@ def _refuse(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoRetu
 
 
 def _own(value: Any, part: GradientPart | None) -> Any:
-    """This rank's ``part`` of ``value``, if it is a tensor: an argument of an elementwise operation."""
+    """This rank's ``part`` of ``value``, if it is a tensor: an argument of an elementwise
+    operation.
+    """
     if isinstance(value, ShardedGradient):
         return value.own(part)
     if part is not None and isinstance(value, Tensor) and value.dim():
@@ -229,12 +273,18 @@ def _own(value: Any, part: GradientPart | None) -> Any:
 
 def _on_each(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
     """``func``, an elementwise operation on lists of tensors."""
-    lists = [value for value in args if isinstance(value, (list, tuple)) and isinstance(value[0], Tensor)]
+    lists = [
+        value for value in args if isinstance(value, (list, tuple)) and isinstance(value[0], Tensor)
+    ]
     columns = zip(*lists, strict=True)
-    parts = [next((one.part for one in column if isinstance(one, ShardedGradient)), None) for column in columns]
+    parts = [
+        next((one.part for one in column if isinstance(one, ShardedGradient)), None)
+        for column in columns
+    ]
     changes = func._schema.is_mutable
     if changes and any(
-        part and not isinstance(one, ShardedGradient) for one, part in zip(lists[0], parts, strict=True)
+        part and not isinstance(one, ShardedGradient)
+        for one, part in zip(lists[0], parts, strict=True)
     ):
         _refuse(func, args, kwargs)
 
@@ -246,12 +296,18 @@ def _on_each(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     results = func(*map(own, args), **kwargs)
     if changes:
         return None
-    return [one if part is None else ShardedGradient.of(part, one) for one, part in zip(results, parts, strict=True)]
+    return [
+        one if part is None else ShardedGradient.of(part, one)
+        for one, part in zip(results, parts, strict=True)
+    ]
 
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """As `GradScaler` calls it, on all ranks: an infinity in one rank's part counts on all."""
     sharded = [gradient for gradient in gradients if isinstance(gradient, ShardedGradient)]
-    own = [gradient.own(gradient.part) if isinstance(gradient, ShardedGradient) else gradient for gradient in gradients]
+    own = [
+        gradient.own(gradient.part) if isinstance(gradient, ShardedGradient) else gradient
+        for gradient in gradients
+    ]
     torch._amp_foreach_non_finite_check_and_unscale_(own, found_inf, inverse_scale)
     sharded[0].part.comm.all_reduce_(found_inf.view(1), op=ReduceOp.MAX, name="found inf").wait()

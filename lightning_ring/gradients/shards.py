@@ -23,10 +23,12 @@ class GradientShards:
         self._layout = layout
         self.comm = comm
         self._parts: dict[Parameter, GradientPart] = {}
-        self._sizes: dict[Bucket, list[int]] = {}  # of the pieces of its shard: a gap and a part in turn
+        # of the pieces of its shard: a gap and a part in turn
+        self._sizes: dict[Bucket, list[int]] = {}
 
     def bounds(self, param: Parameter, shard_index: int | None = None) -> tuple[Bucket, int, int]:
-        """The bucket of ``param``, and begin and end of a rank's part in its ``flat``; the part may be empty.
+        """The bucket of ``param``, and begin and end of a rank's part in its ``flat``; the part may
+        be empty.
 
         This rank's, unless another ``shard_index`` is given.
         """
@@ -48,16 +50,22 @@ class GradientShards:
         return part
 
     def averages(self, bucket: Bucket) -> dict[Parameter, Tensor]:
-        """This rank's parts of the gradients in ``bucket``, 1-D, as memory that other code may hold."""
+        """This rank's parts of the gradients in ``bucket``, 1-D, as memory that other code may
+        hold.
+        """
         if (sizes := self._sizes.get(bucket)) is None:
             first, last = self._shard(bucket)
             bounds = [edge for param in bucket.params for edge in self.bounds(param)[1:]]
             edges = [first, *(min(max(edge, first), last) for edge in bounds), last]
             self._sizes[bucket] = sizes = [stop - start for start, stop in pairwise(edges)]
-        return dict(zip(bucket.params, bucket.lend(*self._shard(bucket)).split(sizes)[1::2], strict=True))
+        return dict(
+            zip(bucket.params, bucket.lend(*self._shard(bucket)).split(sizes)[1::2], strict=True)
+        )
 
     def of_gradient(self, param: Parameter) -> Tensor | None:
-        """This rank's part of ``param.grad`` in the order of memory, 1-D, to be changed in place."""
+        """This rank's part of ``param.grad`` in the order of memory, 1-D, to be changed in
+        place.
+        """
         grad, part = param.grad, self.part(param)
         if grad is None:
             return None

@@ -1,4 +1,6 @@
-"""Sparse gradients (``nn.Embedding(sparse=True)``): ranks gather indices and values, and averages stay sparse."""
+"""Sparse gradients (``nn.Embedding(sparse=True)``): ranks gather indices and values, and
+averages stay sparse.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +17,35 @@ _ABSENT, _DENSE = -1, -2  # in place of a number of entries
 
 
 def sparse_weights(module: nn.Module) -> set[Parameter]:
-    """Weights of embeddings with ``sparse=True``: DistributedDataParallel finds sparse gradients the same way."""
-    embeddings = (each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
+    """Weights of embeddings with ``sparse=True``: DistributedDataParallel finds sparse gradients
+    the same way.
+    """
+    embeddings = (
+        each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))
+    )
     weights = (embedding.weight for embedding in embeddings if embedding.sparse)
-    return {weight for weight in weights if isinstance(weight, Parameter)}  # a parametrisation computes it
+    # a parametrisation computes it
+    return {weight for weight in weights if isinstance(weight, Parameter)}
 
 
 class SparseGradients:
     """Parameters whose gradients are averaged outside the buckets, because they may be sparse.
 
-    These are the weights of embeddings with ``sparse=True`` (``declared`` returns them, the same on every rank), and
-    every parameter with a sparse gradient on some rank in the first backward. If not ``enabled``, all gradients stay in
-    buckets, which make them dense. ``params`` has the name of each parameter, in the same order on all ranks.
+    These are the weights of embeddings with ``sparse=True`` (``declared`` returns them, the same on
+    every rank), and every parameter with a sparse gradient on some rank in the first backward. If
+    not ``enabled``, all gradients stay in buckets, which make them dense. ``params`` has the name
+    of each parameter, in the same order on all ranks.
     """
 
-    def __init__(self, comm: Communicator, declared: Callable[[], set[Parameter]], *, enabled: bool) -> None:
+    def __init__(
+        self, comm: Communicator, declared: Callable[[], set[Parameter]], *, enabled: bool
+    ) -> None:
         self.params: dict[Parameter, str] = {}
         self._comm = comm
         self._declared = declared
         self._enabled = enabled
-        self._seen: dict[Parameter, Tensor] = {}  # sparse gradients of parameters in buckets, of the first backward
+        # sparse gradients of parameters in buckets, of the first backward
+        self._seen: dict[Parameter, Tensor] = {}
         self._agreed = False
 
     def take(self, named: Sequence[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
@@ -44,16 +55,19 @@ class SparseGradients:
         return [(name, param) for name, param in named if param not in declared]
 
     def notice(self, param: Parameter, name: str) -> str:
-        """A parameter in a bucket got a sparse gradient. Returns a message for the user, or ``""``."""
+        """A parameter in a bucket got a sparse gradient. Returns a message for the user, or
+        ``""``.
+        """
         if not self._enabled:
             return (
-                f"the gradient of {name} is sparse. With the strategy `ring_sharded` it travels dense, and reaches the "
-                "optimizer dense; with the strategy `ring` it stays sparse."
+                f"the gradient of {name} is sparse. With the strategy `ring_sharded` it travels "
+                "dense, and reaches the optimizer dense; with the strategy `ring` it stays sparse."
             )
         if self._agreed:
             return (
-                f"the gradient of {name} is sparse, but was so on no rank in the first backward. It travels dense, and "
-                "reaches the optimizer dense. The weight of an nn.Embedding(sparse=True) stays sparse."
+                f"the gradient of {name} is sparse, but was so on no rank in the first backward. "
+                "It travels dense, and reaches the optimizer dense. The weight of an "
+                "nn.Embedding(sparse=True) stays sparse."
             )
         assert param.grad is not None
         self._seen[param] = param.grad
@@ -64,17 +78,25 @@ class SparseGradients:
         self._seen.clear()
 
     def agree(
-        self, names: dict[Parameter, str], fresh: set[Parameter], active_ranks: int | None, prefix: str
+        self,
+        names: dict[Parameter, str],
+        fresh: set[Parameter],
+        active_ranks: int | None,
+        prefix: str,
     ) -> set[Parameter]:
-        """After the first backward: add parameters with an undeclared sparse gradient, and return them. Collective.
+        """After the first backward: add parameters with an undeclared sparse gradient, and return
+        them. Collective.
 
-        The buckets averaged their ``.grad`` dense. It is averaged again, sparse unless some rank's gradient was dense.
+        The buckets averaged their ``.grad`` dense. It is averaged again, sparse unless some rank's
+        gradient was dense.
         """
         if self._agreed or not self._enabled:
             return set()
         self._agreed = True
         seen, self._seen = self._seen, {}
-        wanted = set().union(*self._comm.all_gather_object({names[param] for param in seen}, name="sparse gradients"))
+        wanted = set().union(
+            *self._comm.all_gather_object({names[param] for param in seen}, name="sparse gradients")
+        )
         found = {param: name for param, name in names.items() if name in wanted}
         if found:
             mine = {name for param, name in found.items() if param in fresh and param not in seen}
@@ -85,15 +107,21 @@ class SparseGradients:
             self.params |= found
         return set(found)
 
-    def average(self, fresh: set[Parameter], active_ranks: int | None, *, stop: bool, prefix: str) -> bool:
-        """Average ``param.grad`` of all ``params``. Returns whether some rank has ``stop``. Collective if not empty.
+    def average(
+        self, fresh: set[Parameter], active_ranks: int | None, *, stop: bool, prefix: str
+    ) -> bool:
+        """Average ``param.grad`` of all ``params``. Returns whether some rank has ``stop``.
+        Collective if not empty.
 
-        Gradients of ``fresh`` parameters were computed since the last average; one that no rank has computed is kept.
+        Gradients of ``fresh`` parameters were computed since the last average; one that no rank has
+        computed is kept.
         """
         if not self.params:
             return stop
         grads = {param: param.grad for param in self.params if param.grad is not None}
-        return average_gradients(self.params, grads, fresh, self._comm, active_ranks, stop=stop, prefix=prefix)
+        return average_gradients(
+            self.params, grads, fresh, self._comm, active_ranks, stop=stop, prefix=prefix
+        )
 
 
 @torch.no_grad()
@@ -107,27 +135,37 @@ def average_gradients(
     stop: bool = False,
     prefix: str = "",
 ) -> bool:
-    """Set ``.grad`` of ``params`` to the average of all ranks' ``grads``, the same bits on all ranks. Collective.
+    """Set ``.grad`` of ``params`` to the average of all ranks' ``grads``, the same bits on all
+    ranks. Collective.
 
-    Sparse if every rank's is sparse or absent, dense if some rank's is dense, unchanged if none is ``fresh``.
+    Sparse if every rank's is sparse or absent, dense if some rank's is dense, unchanged if none is
+    ``fresh``.
     """
     local = [grads.get(param) for param in params]
     local = [grad.coalesce() if grad is not None and grad.is_sparse else grad for grad in local]
     sizes = [(_size(grad), grad.sparse_dim() if grad is not None else 0) for grad in local]
-    mine = [[*size, int(param in fresh)] for size, param in zip(sizes, params, strict=True)] + [[0, 0, int(stop)]]
+    mine = [[*size, int(param in fresh)] for size, param in zip(sizes, params, strict=True)] + [
+        [0, 0, int(stop)]
+    ]
     table = torch.tensor(mine, device=next(iter(params)).device)
     # by rank and parameter: the three numbers; the last row has the request to stop
-    by_rank = comm.read(torch.stack(comm.all_gather(table, name=f"{prefix}sizes of sparse gradients"))).tolist()
+    by_rank = comm.read(
+        torch.stack(comm.all_gather(table, name=f"{prefix}sizes of sparse gradients"))
+    ).tolist()
     for index, (param, name) in enumerate(params.items()):
         rows = [rank[index] for rank in by_rank]
         if not any(is_fresh for _, _, is_fresh in rows):
             continue
         dims = {dim for size, dim, _ in rows if size != _ABSENT}
         if any(size == _DENSE for size, _, _ in rows) or len(dims) > 1:
-            param.grad = _dense_average(local[index], param, comm, active_ranks, f"{prefix}dense gradient of {name}")
+            param.grad = _dense_average(
+                local[index], param, comm, active_ranks, f"{prefix}dense gradient of {name}"
+            )
             continue
         counts = [max(size, 0) for size, _, _ in rows]
-        param.grad = _SparseAverage(param, dims.pop(), comm, name, prefix)(local[index], counts, active_ranks)
+        param.grad = _SparseAverage(param, dims.pop(), comm, name, prefix)(
+            local[index], counts, active_ranks
+        )
     return any(rank[-1][2] for rank in by_rank)
 
 
@@ -151,11 +189,14 @@ def _dense_average(
 class _SparseAverage:
     """Averages one parameter's sparse gradients; the first ``dim`` dimensions are indexed.
 
-    Ranks gather the indices, which are row-major numbers. If all ranks' values together are smaller than the parameter,
-    ranks gather them too. Else they all-reduce one dense tensor, and take its indexed entries.
+    Ranks gather the indices, which are row-major numbers. If all ranks' values together are smaller
+    than the parameter, ranks gather them too. Else they all-reduce one dense tensor, and take its
+    indexed entries.
     """
 
-    def __init__(self, param: Parameter, dim: int, comm: Communicator, name: str, prefix: str) -> None:
+    def __init__(
+        self, param: Parameter, dim: int, comm: Communicator, name: str, prefix: str
+    ) -> None:
         self._param = param
         self._comm = comm
         self._name = name
@@ -166,7 +207,9 @@ class _SparseAverage:
         strides = [self._indexed[axis + 1 :].numel() for axis in range(dim)]
         self._strides = torch.tensor(strides, device=param.device).unsqueeze(1)
 
-    def __call__(self, grad: Tensor | None, counts: Sequence[int], active_ranks: int | None) -> Tensor:
+    def __call__(
+        self, grad: Tensor | None, counts: Sequence[int], active_ranks: int | None
+    ) -> Tensor:
         """``counts``: each rank's number of entries."""
         param, length = self._param, self._row.numel()
         index = torch.empty(0, dtype=torch.int64, device=param.device)
@@ -187,18 +230,29 @@ class _SparseAverage:
             total = flat[unique]
         unravelled = torch.stack(torch.unravel_index(unique, self._indexed))
         return torch.sparse_coo_tensor(
-            unravelled, total.reshape(-1, *self._row), param.shape, is_coalesced=True, check_invariants=False
+            unravelled,
+            total.reshape(-1, *self._row),
+            param.shape,
+            is_coalesced=True,
+            check_invariants=False,
         )
 
     def _sum(
-        self, gathered: Iterable[Tensor], positions: Iterable[Tensor], num_entries: int, active_ranks: int | None
+        self,
+        gathered: Iterable[Tensor],
+        positions: Iterable[Tensor],
+        num_entries: int,
+        active_ranks: int | None,
     ) -> Tensor:
-        """Sum rank by rank, so that all ranks get the same bits. Divides first, as DistributedDataParallel does."""
+        """Sum rank by rank, so that all ranks get the same bits. Divides first, as
+        DistributedDataParallel does.
+        """
         divisor = active_ranks or self._comm.world_size
         wide = torch.promote_types(self._param.dtype, torch.float32)
         total = self._param.new_zeros(num_entries, self._row.numel(), dtype=wide)
         for values, position in zip(gathered, positions, strict=True):
-            total.index_add_(0, position, values.to(wide) / divisor)  # no index twice: a rank's entries are coalesced
+            # no index twice: a rank's entries are coalesced
+            total.index_add_(0, position, values.to(wide) / divisor)
         return total.to(self._param.dtype)
 
     def _gather(self, mine: Tensor, counts: Sequence[int], what: str) -> list[Tensor]:

@@ -11,21 +11,32 @@ from torch.nn import Parameter
 
 @torch.no_grad()
 def sum_of_squares(
-    params: Sequence[Parameter], world_size: int, parts: Mapping[Parameter, Tensor | None] | None = None
+    params: Sequence[Parameter],
+    world_size: int,
+    parts: Mapping[Parameter, Tensor | None] | None = None,
 ) -> Tensor:
     """What this rank adds to the squared norm of the gradients of ``params``.
 
-    0-d, float64, on the gradients' device; the host does not wait for it. A parameter without a gradient counts as
-    zero. ``parts`` has this rank's part of each sharded gradient; other gradients are the same on all ranks: each rank
-    adds 1/N of their squares.
+    0-d, float64, on the gradients' device; the host does not wait for it. A parameter without a
+    gradient counts as zero. ``parts`` has this rank's part of each sharded gradient; other
+    gradients are the same on all ranks: each rank adds 1/N of their squares.
     """
     parts = parts or {}
-    found = [(parts.get(param, param.grad), 1.0 if param in parts else 1.0 / world_size) for param in params]
-    grads = [(grad.coalesce().values() if grad.is_sparse else grad, share) for grad, share in found if grad is not None]
+    found = [
+        (parts.get(param, param.grad), 1.0 if param in parts else 1.0 / world_size)
+        for param in params
+    ]
+    grads = [
+        (grad.coalesce().values() if grad.is_sparse else grad, share)
+        for grad, share in found
+        if grad is not None
+    ]
     if not grads:
         return torch.zeros((), dtype=torch.float64)
     # 16-bit types have too little range and precision for a sum of squares
-    norms = torch._foreach_norm([grad.float() if grad.element_size() < 4 else grad for grad, _ in grads])
+    norms = torch._foreach_norm(
+        [grad.float() if grad.element_size() < 4 else grad for grad, _ in grads]
+    )
     device = grads[0][0].device
     squares = torch.stack([norm.to(device, torch.float64) for norm in norms]).square_()
     shares = torch.tensor([share for _, share in grads], dtype=torch.float64)

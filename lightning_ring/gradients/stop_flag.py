@@ -11,10 +11,12 @@ from lightning_ring.comm.host_copy import HostCopy
 
 
 class StopFlag:
-    """The flags of the last backward passes. On a GPU the flag of the last pass is not read before the next pass.
+    """The flags of the last backward passes. On a GPU the flag of the last pass is not read before
+    the next pass.
 
-    Reading it earlier would make the host wait for the device, and the device then for the host's next kernel. A rank
-    that was asked to stop sets every flag from then on, so that no request is missed.
+    Reading it earlier would make the host wait for the device, and the device then for the host's
+    next kernel. A rank that was asked to stop sets every flag from then on, so that no request is
+    missed.
     """
 
     def __init__(self, comm: Communicator) -> None:

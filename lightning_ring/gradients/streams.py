@@ -1,7 +1,8 @@
-"""The order of a device's streams that fill and read one bucket. Nothing of this happens on the CPU.
+"""The order of a device's streams that fill and read one bucket. Nothing of this happens on the
+CPU.
 
-Autograd computes a gradient on the stream of its forward, and hooks run there: gradients of one bucket may come from
-several streams.
+Autograd computes a gradient on the stream of its forward, and hooks run there: gradients of one
+bucket may come from several streams.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Fillers:
             self._streams.append(stream)
 
     def join(self, grads: Iterable[Tensor | None]) -> None:
-        """Have the current stream, which is about to read ``grads``, go on after all that computed them."""
+        """Have the current stream, which is about to read ``grads``, go on after all that
+        computed them.
+        """
         streams, self._streams = self._streams, []
         if not streams:
             return

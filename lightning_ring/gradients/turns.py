@@ -1,4 +1,6 @@
-"""Turns of reducers that share a communicator: one backward through several modules sends in one order."""
+"""Turns of reducers that share a communicator: one backward through several modules sends in one
+order.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,13 @@ class Turn(Protocol):
 class Turns:
     """Reducers send one after the other, in the order in which a backward reached their modules.
 
-    Else the first one's last bucket, which waits for a parameter that only some ranks use, would be sent before the
-    second one's on some ranks, and after it on others.
+    Else the first one's last bucket, which waits for a parameter that only some ranks use, would be
+    sent before the second one's on some ranks, and after it on others.
     """
 
     def __init__(self) -> None:
-        # a reducer holds the communicator, and these turns live as long as that: they must not hold the reducer
+        # a reducer holds the communicator, and these turns live as long as that: they must not hold
+        # the reducer
         self._begun: list[ReferenceType[Turn]] = []
 
     def begin(self, reducer: Turn) -> None:

@@ -13,31 +13,40 @@ from lightning_ring.errors import RingError
 
 
 class UnreducedGradients:
-    """Parameters whose ``.grad`` holds values of this rank alone since before the current backward."""
+    """Parameters whose ``.grad`` holds values of this rank alone since before the current
+    backward.
+    """
 
     def __init__(self) -> None:
-        self.accumulated: set[Parameter] = set()  # inside `no_sync`: the next reduced backward sends the gradient
+        # inside `no_sync`: the next reduced backward sends the gradient
+        self.accumulated: set[Parameter] = set()
         self.local: set[Parameter] = set()  # by a backward outside the training; ranks may differ
-        self._spoiled: dict[Parameter, Tensor] = {}  # gradients of a backward that raised, until ``zero_grad()``
+        # gradients of a backward that raised, until ``zero_grad()``
+        self._spoiled: dict[Parameter, Tensor] = {}
 
     def __contains__(self, param: Parameter) -> bool:
         return param in self.accumulated or (param in self.local and param.requires_grad)
 
     def drop_local(self, sent: Callable[[Parameter], bool]) -> None:
-        """A backward has averaged the gradients of the trainable parameters for which ``sent`` is true."""
+        """A backward has averaged the gradients of the trainable parameters for which ``sent``
+        is true.
+        """
         self.local = {param for param in self.local if not (param.requires_grad and sent(param))}
 
     def spoil(self, params: Sequence[Parameter]) -> None:
-        """A backward that raised has changed the gradients of ``params``: they become NaN until ``zero_grad()``.
+        """A backward that raised has changed the gradients of ``params``: they become NaN until
+        ``zero_grad()``.
 
-        Sent gradients are in a bucket instead of ``.grad``. One of them, the smallest, becomes NaN: after an exception
-        memory may be short.
+        Sent gradients are in a bucket instead of ``.grad``. One of them, the smallest, becomes NaN:
+        after an exception memory may be short.
         """
         sent = [param for param in params if param.grad is None]
         if sent:
             smallest = min(sent, key=Parameter.numel)
             smallest.grad = torch.zeros_like(smallest)
-        self._spoiled = {param: param.grad for param in {*self._spoiled, *params} if param.grad is not None}
+        self._spoiled = {
+            param: param.grad for param in {*self._spoiled, *params} if param.grad is not None
+        }
         for grad in self._spoiled.values():
             _values(grad).fill_(torch.nan)
 
@@ -48,13 +57,16 @@ class UnreducedGradients:
             # another gradient is of the backward that has begun, and may be NaN by itself
             if param.grad is self._spoiled[param] and _values(param.grad).isnan().any():
                 raise RingError(
-                    f"a backward raised an exception before it had averaged the gradient of {names[param]}. What is "
-                    "left in .grad is incomplete. On all ranks call zero_grad() before the next backward or step."
+                    "a backward raised an exception before it had averaged the gradient of "
+                    f"{names[param]}. What is left in .grad is incomplete. On all ranks call "
+                    "zero_grad() before the next backward or step."
                 )
             del self._spoiled[param]
 
     def check(self, params: Iterable[Parameter], names: Mapping[Parameter, str]) -> None:
-        """Raise `RingError` if the gradient of one of ``params`` is local, or of a backward that raised."""
+        """Raise `RingError` if the gradient of one of ``params`` is local, or of a backward that
+        raised.
+        """
         if not (self.local or self._spoiled or self.accumulated):
             return
         params = list(params)
@@ -62,25 +74,31 @@ class UnreducedGradients:
         left = [param for param in params if param.grad is not None and param.requires_grad]
         if late := [param for param in left if param in self.accumulated]:
             raise RingError(
-                f"an optimizer is about to step {names[late[0]]} with a gradient of this rank alone: the last backward "
-                "was inside no_sync(), and none has averaged its gradient since. The ranks' parameters would drift "
-                "apart. Run the last backward before each step outside of no_sync()."
+                f"an optimizer is about to step {names[late[0]]} with a gradient of this rank "
+                "alone: the last backward was inside no_sync(), and none has averaged its "
+                "gradient since. The ranks' parameters would drift apart. Run the last backward "
+                "before each step outside of no_sync()."
             )
         if own := [param for param in left if param in self.local]:
             raise RingError(
-                f"an optimizer is about to step {names[own[0]]} with a gradient of this rank alone: a backward outside "
-                "the training added to it, and no backward of the training has averaged it since. The ranks' "
-                "parameters would drift apart. With manual optimization use self.manual_backward(loss) for training. "
-                "Drop gradients of any other backward with zero_grad(), or take them with torch.autograd.grad(...)."
+                f"an optimizer is about to step {names[own[0]]} with a gradient of this rank "
+                "alone: a backward outside the training added to it, and no backward of the "
+                "training has averaged it since. The ranks' parameters would drift apart. With "
+                "manual optimization use self.manual_backward(loss) for training. Drop gradients "
+                "of any other backward with zero_grad(), or take them with "
+                "torch.autograd.grad(...)."
             )
 
 
 def check_outside_backward(optimizer: Optimizer) -> None:
-    """Raise `RingError` if ``optimizer`` steps in a hook of backward, where gradients are not averaged yet."""
+    """Raise `RingError` if ``optimizer`` steps in a hook of backward, where gradients are not
+    averaged yet.
+    """
     if torch._C._current_graph_task_id() != -1:
         raise RingError(
-            f"{type(optimizer).__name__} steps inside backward (in a hook of a gradient or a module), where a gradient "
-            "is this rank's alone: the ranks' parameters would drift apart. Call step() after backward."
+            f"{type(optimizer).__name__} steps inside backward (in a hook of a gradient or a "
+            "module), where a gradient is this rank's alone: the ranks' parameters would drift "
+            "apart. Call step() after backward."
         )
 
 

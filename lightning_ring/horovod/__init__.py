@@ -13,7 +13,18 @@ from lightning_ring.horovod.builds import (
     nccl_built,
     rocm_built,
 )
-from lightning_ring.horovod.collectives import Adasum, Average, Max, Min, Product, Sum, barrier, join, poll, synchronize
+from lightning_ring.horovod.collectives import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    barrier,
+    join,
+    poll,
+    synchronize,
+)
 from lightning_ring.horovod.compression import Compression
 from lightning_ring.horovod.context import (
     ProcessSet,

@@ -1,4 +1,6 @@
-"""``python -m lightning_ring.horovod script.py``: run a script for Horovod as it is, over the ring."""
+"""``python -m lightning_ring.horovod script.py``: run a script for Horovod as it is, over the
+ring.
+"""
 
 import sys
 

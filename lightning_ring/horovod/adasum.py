@@ -1,8 +1,9 @@
 """Adasum: a sum of gradients that counts once what they have in common.
 
-Two gradients a and b become (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: their sum where they are orthogonal, their mean
-where they are equal. Ranks are combined in pairs, then pairs of pairs, and so on, each tensor by itself. Maleki et al.,
-"Scaling distributed training with adaptive summation", 2020 (arXiv 2006.02924), section 4.
+Two gradients a and b become (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: their sum where they are
+orthogonal, their mean where they are equal. Ranks are combined in pairs, then pairs of pairs, and
+so on, each tensor by itself. Maleki et al., "Scaling distributed training with adaptive summation",
+2020 (arXiv 2006.02924), section 4.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ _LEAST_NORM = math.sqrt(sys.float_info.min)  # of a vector that is not taken for
 
 
 def adasum_(flat: Tensor, numels: Sequence[int], comm: Communicator) -> None:
-    """Combine 1-D ``flat`` over all ranks, a power of two of them, in place. Tensors of ``numels`` follow each other.
+    """Combine 1-D ``flat`` over all ranks, a power of two of them, in place. Tensors of ``numels``
+    follow each other.
 
-    Vector halving, distance doubling: in each round a rank gives half of its segment to its partner, gets the partner's
-    other half, and combines those, until it has one part of the result; then the ranks gather the parts. Dot products
-    of a segment are sums over the ranks that have the other segments of the same vectors. They are float64.
+    Vector halving, distance doubling: in each round a rank gives half of its segment to its
+    partner, gets the partner's other half, and combines those, until it has one part of the result;
+    then the ranks gather the parts. Dot products of a segment are sums over the ranks that have the
+    other segments of the same vectors. They are float64.
     """
     distance = 1
     while distance < comm.world_size:
@@ -35,7 +38,9 @@ def adasum_(flat: Tensor, numels: Sequence[int], comm: Communicator) -> None:
         if comm.rank & distance:  # the vector of the lower ranks comes first
             products = products[[0, 2, 1]]
         first = comm.rank // (2 * distance) * (2 * distance)
-        everyones = comm.all_gather(products, name="adasum of products")[first : first + 2 * distance]
+        everyones = comm.all_gather(products, name="adasum of products")[
+            first : first + 2 * distance
+        ]
         dot, lower, upper = torch.stack(everyones).sum(0)
         factors = [_factors(dot, lower), _factors(dot, upper)]
         own, other = factors[::-1] if comm.rank & distance else factors
@@ -88,8 +93,16 @@ def _factors(dot: Tensor, squared_norm: Tensor) -> Tensor:
     return torch.where(squared_norm >= _LEAST_NORM, 1.0 - dot / squared_norm / 2, 1.0)
 
 
-def _combine(mine: Tensor, theirs: Tensor, own: Tensor, other: Tensor, counts: Sequence[int]) -> None:
-    parts = zip(mine.split(list(counts)), theirs.split(list(counts)), own.tolist(), other.tolist(), strict=True)
+def _combine(
+    mine: Tensor, theirs: Tensor, own: Tensor, other: Tensor, counts: Sequence[int]
+) -> None:
+    parts = zip(
+        mine.split(list(counts)),
+        theirs.split(list(counts)),
+        own.tolist(),
+        other.tolist(),
+        strict=True,
+    )
     for part, their_part, factor, their_factor in parts:
         wide = torch.promote_types(part.dtype, torch.float32)
         part.copy_(part.to(wide) * factor + their_part.to(wide) * their_factor)
@@ -100,5 +113,7 @@ def _gather(flat: Tensor, comm: Communicator) -> None:
     padded = flat.new_zeros(max(stop - start for start, stop in bounds))
     start, stop = bounds[comm.rank]
     padded[: stop - start] = flat[start:stop]
-    for (start, stop), part in zip(bounds, comm.all_gather(padded, name="adasum of parts"), strict=True):
+    for (start, stop), part in zip(
+        bounds, comm.all_gather(padded, name="adasum of parts"), strict=True
+    ):
         flat[start:stop] = part[: stop - start]

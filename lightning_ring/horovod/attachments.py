@@ -1,4 +1,6 @@
-"""What is attached to the ranks of a generation, and to those of the next one: `DistributedOptimizer`s."""
+"""What is attached to the ranks of a generation, and to those of the next one:
+`DistributedOptimizer`s.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ class Attachment(Protocol):
         """Take that back. The ranks may be gone."""
 
 
-attachments: WeakKeyDictionary[Optimizer, Attachment] = WeakKeyDictionary()  # in the order in which they were made
+# in the order in which they were made
+attachments: WeakKeyDictionary[Optimizer, Attachment] = WeakKeyDictionary()
 
 
 def detach_all() -> None:

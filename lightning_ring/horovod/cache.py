@@ -1,7 +1,7 @@
 """Collectives that all ranks have agreed on before: each has a number, the same on every rank.
 
-A rank then says with one byte of a mask that it has submitted one of them again. All ranks add and drop entries at the
-same points of the negotiation, so that numbers need no exchange.
+A rank then says with one byte of a mask that it has submitted one of them again. All ranks add and
+drop entries at the same points of the negotiation, so that numbers need no exchange.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Cache:
         self._metas: dict[str, Metas] = {}  # in the order of adding
         self._names: list[str | None] = []  # by number
         self._free: list[int] = []
-        self._changing: set[str] = set()  # names and groups whose tensors came in other sizes: they are told each time
+        # names and groups whose tensors came in other sizes: they are told each time
+        self._changing: set[str] = set()
 
     @property
     def size(self) -> int:
@@ -53,8 +54,14 @@ class Cache:
         return next(iter(self._metas))
 
     def takes(self, name: str, meta: Meta) -> bool:
-        """Whether a name is expected again, with tensors of the same size. All members of a group get one answer."""
-        return UNNAMED not in name and (meta.group[0] or name) not in self._changing and meta.group[1] <= CAPACITY
+        """Whether a name is expected again, with tensors of the same size. All members of a
+        group get one answer.
+        """
+        return (
+            UNNAMED not in name
+            and (meta.group[0] or name) not in self._changing
+            and meta.group[1] <= CAPACITY
+        )
 
     def add(self, name: str, metas: Metas) -> None:
         """Number a collective that all ranks have agreed on."""
@@ -66,7 +73,9 @@ class Cache:
     def drop(self, name: str, *, changed: bool = False) -> list[str]:
         """Forget a name, and with it the group in which it was called. Returns their names."""
         group = self._metas[name][self._rank].group
-        grouped = [other for other, metas in self._metas.items() if metas[self._rank].group == group]
+        grouped = [
+            other for other, metas in self._metas.items() if metas[self._rank].group == group
+        ]
         names = grouped if group[0] else [name]
         for one in names:
             number, _ = self._own.pop(one)

@@ -44,7 +44,8 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for a collective, and return its result; a list for a grouped one, a pair for an alltoall.
+    """Wait for a collective, and return its result; a list for a grouped one, a pair for an
+    alltoall.
 
     The handle is used up: a second call returns `None`, as Horovod's does.
 
@@ -104,23 +105,41 @@ def start(
     requests = []
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor) or tensor.is_meta:
-            found = "a tensor without values (device='meta')" if isinstance(tensor, Tensor) else repr(type(tensor))
+            found = (
+                "a tensor without values (device='meta')"
+                if isinstance(tensor, Tensor)
+                else repr(type(tensor))
+            )
             raise ValueError(f"{base}: found {found}, expected a torch.Tensor with values.")
         if tensor.is_conj() or tensor.is_neg():
             if outputs is not None:
-                raise ValueError(f"{base}: a conjugated view cannot be written in place. Use tensor.resolve_conj().")
+                raise ValueError(
+                    f"{base}: a conjugated view cannot be written in place. Use "
+                    "tensor.resolve_conj()."
+                )
             tensor = tensor.resolve_conj().resolve_neg()
         if tensor.dtype == torch.bool and op in (Average, Sum):
-            raise ValueError(f"{base}: op={op} got a tensor of torch.bool. Use op=Max (any), op=Min (all), or .int().")
+            raise ValueError(
+                f"{base}: op={op} got a tensor of torch.bool. Use op=Max (any), "
+                "op=Min (all), or .int()."
+            )
         if tensor.is_sparse:
-            raise ValueError(f"{base}: a sparse tensor was given. Use sparse_allreduce_async, or tensor.to_dense().")
+            raise ValueError(
+                f"{base}: a sparse tensor was given. Use sparse_allreduce_async, or "
+                "tensor.to_dense()."
+            )
         if not tensor.is_cpu and is_gpu(tensor.device):
-            gpu_module(tensor.device).current_stream(tensor.device).synchronize()  # another thread reads it
+            # another thread reads it
+            gpu_module(tensor.device).current_stream(tensor.device).synchronize()
         if outputs is not None and not tensor.is_contiguous() and _overlaps(tensor):
-            raise ValueError(f"{base}: an expanded tensor cannot be written in place. Use tensor.contiguous().")
+            raise ValueError(
+                f"{base}: an expanded tensor cannot be written in place. Use tensor.contiguous()."
+            )
         own = f"{base}[{index}]" if grouped else base
         device = "cpu" if tensor.is_cpu else tensor.device.type
-        described = Meta(kind, tensor.dtype, tensor.shape, op, prescale, postscale, root, splits, device, group)
+        described = Meta(
+            kind, tensor.dtype, tensor.shape, op, prescale, postscale, root, splits, device, group
+        )
         output = outputs[index] if outputs is not None else None
         requests.append(Request(own, described, tensor, output))
     return _submit(negotiation, requests, grouped=grouped)
@@ -128,7 +147,9 @@ def start(
 
 def _overlaps(tensor: Tensor) -> bool:
     """Whether elements share memory, as in an expanded tensor."""
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def _submit(negotiation: Negotiation, requests: list[Request], *, grouped: bool = False) -> int:
@@ -172,43 +193,71 @@ def check_adasum(tensors: Sequence[Tensor], process_set: ProcessSet) -> None:
     """Raise an error, the same on every rank, where ``op=Adasum`` cannot work."""
     if (num_ranks := process_set.size()) & (num_ranks - 1):
         raise NotImplementedError(
-            f"op=Adasum combines ranks in pairs and needs a power of two of them; there are {num_ranks}. Use "
-            "op=Average, or a process set of 2, 4, 8, ... ranks."
+            "op=Adasum combines ranks in pairs and needs a power of two of them; there are "
+            f"{num_ranks}. Use op=Average, or a process set of 2, 4, 8, ... ranks."
         )
     for tensor in tensors:
         if tensor.dtype not in ADASUM_DTYPES:
-            raise ValueError(f"op=Adasum got a tensor of {tensor.dtype}, expected floating point. Use op=Sum.")
+            raise ValueError(
+                f"op=Adasum got a tensor of {tensor.dtype}, expected floating point. Use op=Sum."
+            )
 
 
 def start_broadcast(
-    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    in_place: bool = False,
 ) -> int:
     if root_rank not in process_set.ranks:
-        raise ValueError(f"broadcast got root_rank={root_rank}, which is not one of the ranks {process_set.ranks}.")
+        raise ValueError(
+            f"broadcast got root_rank={root_rank}, which is not one of the ranks "
+            f"{process_set.ranks}."
+        )
     root = process_set.ranks.index(root_rank)
-    return start("broadcast", [tensor], name, process_set, outputs=[tensor] if in_place else None, root=root)
+    return start(
+        "broadcast", [tensor], name, process_set, outputs=[tensor] if in_place else None, root=root
+    )
 
 
-def start_alltoall(tensor: Tensor, splits: Tensor | None, name: str | None, process_set: ProcessSet) -> int:
-    return start("alltoall", [tensor], name, process_set, splits=checked_splits(tensor, splits, process_set.size()))
+def start_alltoall(
+    tensor: Tensor, splits: Tensor | None, name: str | None, process_set: ProcessSet
+) -> int:
+    return start(
+        "alltoall",
+        [tensor],
+        name,
+        process_set,
+        splits=checked_splits(tensor, splits, process_set.size()),
+    )
 
 
-def checked_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> tuple[int, ...]:
+def checked_splits(
+    tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int
+) -> tuple[int, ...]:
     if tensor.dim() == 0:
-        raise ValueError("alltoall got a tensor without dimensions; rows of the first dimension are sent.")
+        raise ValueError(
+            "alltoall got a tensor without dimensions; rows of the first dimension are sent."
+        )
     rows = tensor.shape[0]
     if splits is None:
         if rows % size:
-            raise ValueError(f"alltoall got {rows} rows and no splits; {rows} is not a multiple of {size} ranks.")
+            raise ValueError(
+                f"alltoall got {rows} rows and no splits; {rows} is not a multiple of {size} ranks."
+            )
         return (rows // size,) * size
     given = torch.as_tensor(splits)
-    if given.dtype not in (torch.int32, torch.int64) or (isinstance(splits, Tensor) and given.dtype != torch.int32):
+    if given.dtype not in (torch.int32, torch.int64) or (
+        isinstance(splits, Tensor) and given.dtype != torch.int32
+    ):
         raise ValueError(f"alltoall got splits of {given.dtype}, expected torch.int32.")
     numbers = tuple(int(number) for number in given.tolist())
     if len(numbers) != size or min(numbers, default=0) < 0 or sum(numbers) > rows:
         raise ValueError(
-            f"alltoall got splits {list(numbers)} for {rows} rows and {size} ranks, expected {size} numbers of rows "
-            f"whose sum is at most {rows}."
+            f"alltoall got splits {list(numbers)} for {rows} rows and {size} ranks, expected "
+            f"{size} numbers of rows whose sum is at most {rows}."
         )
     return numbers
 
@@ -220,9 +269,11 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """This rank has no more data: it takes part with zeros in the others' all-reduces until every rank has joined.
+    """This rank has no more data: it takes part with zeros in the others' all-reduces until every
+    rank has joined.
 
-    So it does in those of `DistributedOptimizer`. Averages still divide by all ranks. Returns the rank that joined
-    last, whose parameters have made all steps: `broadcast_parameters` from there. ``device`` is not needed here.
+    So it does in those of `DistributedOptimizer`. Averages still divide by all ranks. Returns the
+    rank that joined last, whose parameters have made all steps: `broadcast_parameters` from there.
+    ``device`` is not needed here.
     """
     return global_process_set.negotiation.join()

@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 class Compressor:
-    """Converts a tensor before it is sent, and back afterwards. ``name`` is that of a compressor of `RingStrategy`."""
+    """Converts a tensor before it is sent, and back afterwards. ``name`` is that of a compressor
+    of `RingStrategy`.
+    """
 
     name: str | None = None
 

@@ -33,7 +33,9 @@ STALL_WARNING = timedelta(seconds=60)
 
 
 class ProcessSet:
-    """Some ranks of the job, which communicate by themselves. `add_process_set` and ``init`` make it usable."""
+    """Some ranks of the job, which communicate by themselves. `add_process_set` and ``init``
+    make it usable.
+    """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = sorted(set(ranks))
@@ -55,8 +57,14 @@ class ProcessSet:
     def negotiation(self) -> Negotiation:
         context()
         if self._negotiation is None:
-            where = "was not added, or was removed" if self.process_set_id is None else "does not contain this rank"
-            raise ValueError(f"the process set of ranks {self.ranks} {where}, so rank {rank()} cannot use it.")
+            where = (
+                "was not added, or was removed"
+                if self.process_set_id is None
+                else "does not contain this rank"
+            )
+            raise ValueError(
+                f"the process set of ranks {self.ranks} {where}, so rank {rank()} cannot use it."
+            )
         return self._negotiation
 
     def __repr__(self) -> str:
@@ -68,14 +76,16 @@ class _Context:
         self.info = info
         self.job = job
         self.sets: dict[int, ProcessSet] = {}
-        self.on_gpu: Communicator | None = None  # for buckets, opened by the first optimizer that needs it
+        # for buckets, opened by the first optimizer that needs it
+        self.on_gpu: Communicator | None = None
         self.num_sets = 0
         self.keeps_freed_memory = False
 
 
 global_process_set = ProcessSet([])
 _context: _Context | None = None
-_views: Views | None = None  # where a steward started the ranks (`ringrun --min-ranks`); until the process ends
+# where a steward started the ranks (`ringrun --min-ranks`); until the process ends
+_views: Views | None = None
 
 
 def context() -> _Context:
@@ -92,18 +102,24 @@ def context() -> _Context:
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | None = None) -> None:
     """Meet the other ranks, however they were started. Collective; a second call does nothing.
 
-    Where a collective ended because another rank called `shutdown`, it closes what is left, and meets the ranks anew.
+    Where a collective ended because another rank called `shutdown`, it closes what is left, and
+    meets the ranks anew.
 
     Args:
         comm: Not taken: the ranks are those that the launcher started. Use ``process_sets``.
         process_sets: Added at once, as by `add_process_set`.
     """
     if _context is not None:
-        if not any(one._negotiation is not None and one._negotiation.ended for one in _context.sets.values()):
+        if not any(
+            one._negotiation is not None and one._negotiation.ended
+            for one in _context.sets.values()
+        ):
             return
         shutdown()  # as some other rank did
     if comm is not None:
-        raise ValueError(f"init got comm={comm!r}; only the ranks of the launcher are taken. Use process_sets.")
+        raise ValueError(
+            f"init got comm={comm!r}; only the ranks of the launcher are taken. Use process_sets."
+        )
     with within_start_timeout():
         if Member.is_wanted():
             _open_view()
@@ -112,11 +128,14 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | None = None) -> 
             negotiated = _open(job)
             job.communicator = None  # the next one would close it
             _begin(job, negotiated, _open(job))
-    atexit.register(shutdown)  # here: before the job says goodbye, whose handler was registered before
+    # here: before the job says goodbye, whose handler was registered before
+    atexit.register(shutdown)
     for process_set in process_sets or ():
         add_process_set(process_set)
     if (path := os.environ.get("HOROVOD_TIMELINE")) and path != "DYNAMIC":
-        start_timeline(path, mark_cycles=os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
+        start_timeline(
+            path, mark_cycles=os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0")
+        )
 
 
 def _begin(job: Job, negotiated: Communicator, gradients: Communicator) -> None:
@@ -135,7 +154,8 @@ def _open_view() -> None:
 
 
 def reset() -> None:
-    """Meet the ranks that there are now: `shutdown` and `init`, where the others may be gone. Collective.
+    """Meet the ranks that there are now: `shutdown` and `init`, where the others may be gone.
+    Collective.
 
     Every `DistributedOptimizer` goes on over the new ranks, without gradients.
     """
@@ -173,34 +193,49 @@ def elastic_views() -> Views | None:
 
 
 def newcomers_wait() -> bool | None:
-    """Whether ranks wait to take part, as far as this one knows; `None` in a job that takes no others."""
+    """Whether ranks wait to take part, as far as this one knows; `None` in a job that takes no
+    others.
+    """
     return None if _views is None else _views.newcomers_wait
 
 
 def _open(job: Job) -> Communicator:
-    return open_communicator(job, cpu_backend(), torch.device("cpu"), TIMEOUT, stall_warning=STALL_WARNING)
+    return open_communicator(
+        job, cpu_backend(), torch.device("cpu"), TIMEOUT, stall_warning=STALL_WARNING
+    )
 
 
 def gradient_communicator(process_set: ProcessSet, device: torch.device) -> Communicator | None:
-    """What carries buckets of ``device``; `None` on a rank outside of the set. Collective the first time on a GPU."""
+    """What carries buckets of ``device``; `None` on a rank outside of the set. Collective the
+    first time on a GPU.
+    """
     found = context()
     if device.type == "cpu" or process_set.gradients is None:
         if process_set.gradients is not None and process_set.gradients.world_size > 1:
-            found.keeps_freed_memory = found.keeps_freed_memory or keep_freed_memory()  # as under `RingStrategy`
+            # as under `RingStrategy`
+            found.keeps_freed_memory = found.keeps_freed_memory or keep_freed_memory()
         return process_set.gradients
     if process_set is not global_process_set:
-        raise ValueError("DistributedOptimizer got a process_set and parameters on a GPU; that works on CPUs only.")
+        raise ValueError(
+            "DistributedOptimizer got a process_set and parameters on a GPU; that "
+            "works on CPUs only."
+        )
     if found.on_gpu is None:
         found.job.communicator = None  # the new one would close it; `shutdown` does
         gpu_module(device).set_device(device)
-        found.on_gpu = open_communicator(found.job, "auto", device, TIMEOUT, stall_warning=STALL_WARNING)
+        found.on_gpu = open_communicator(
+            found.job, "auto", device, TIMEOUT, stall_warning=STALL_WARNING
+        )
         assert found.job.policy is not None
         process_set.negotiation.policies.append(found.job.policy)
     return found.on_gpu
 
 
 def _enter(
-    process_set: ProcessSet, comm: Communicator | None, gradients: Communicator | None, policy: WaitPolicy
+    process_set: ProcessSet,
+    comm: Communicator | None,
+    gradients: Communicator | None,
+    policy: WaitPolicy,
 ) -> None:
     found = context()
     process_set.process_set_id = found.num_sets
@@ -212,13 +247,16 @@ def _enter(
 
 
 def shutdown() -> None:
-    """Close what `init` opened. Collective; `init` may be called again. Runs at the normal end of a script too."""
+    """Close what `init` opened. Collective; `init` may be called again. Runs at the normal end
+    of a script too.
+    """
     global _context
     if _context is None:
         return
     atexit.unregister(shutdown)
     stop_timeline()
-    for process_set in _context.sets.values():  # all at once: another rank may wait in any of them, and gets an error
+    # all at once: another rank may wait in any of them, and gets an error
+    for process_set in _context.sets.values():
         if process_set._negotiation is not None:
             process_set._negotiation.leave()
     for process_set in reversed(_context.sets.values()):
@@ -246,26 +284,34 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a process set usable. All ranks call it, those outside of the set too.
 
     Raises:
-        ValueError: Ranks ask for different sets, or for a rank that is not there, or a set of the same ranks is there
-            already.
+        ValueError: Ranks ask for different sets, or for a rank that is not there, or a set of the
+            same ranks is there already.
     """
     found = context()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     assert global_process_set.gradients is not None
     global_process_set.negotiation.meet("add_process_set")
-    asked: list[list[int]] = global_process_set.gradients.all_gather_object(added.ranks, name="process sets")
+    asked: list[list[int]] = global_process_set.gradients.all_gather_object(
+        added.ranks, name="process sets"
+    )
     if any(ranks != asked[0] for ranks in asked):
         told = ", ".join(f"rank {rank} {ranks}" for rank, ranks in enumerate(asked))
-        raise ValueError(f"the ranks asked for different process sets: {told}. All ranks add the same, in one order.")
+        raise ValueError(
+            f"the ranks asked for different process sets: {told}. All ranks add the "
+            "same, in one order."
+        )
     if not added.ranks or added.ranks[0] < 0 or added.ranks[-1] >= found.info.world_size:
         raise ValueError(
-            f"a process set of ranks {added.ranks} was asked for; there are {found.info.world_size} ranks."
+            f"a process set of ranks {added.ranks} was asked for; there are "
+            f"{found.info.world_size} ranks."
         )
     if any(other.ranks == added.ranks for other in found.sets.values()):
         raise ValueError(f"a process set of ranks {added.ranks} is there already.")
     assert found.job.policy is not None
     policy = WaitPolicy(TIMEOUT, found.job.check, STALL_WARNING)
-    groups: list[Any] = [dist.new_group(added.ranks, timeout=TIMEOUT, backend="gloo") for _ in range(2)]
+    groups: list[Any] = [
+        dist.new_group(added.ranks, timeout=TIMEOUT, backend="gloo") for _ in range(2)
+    ]
     inside = found.info.rank in added.ranks
     comm, gradients = (GlooCommunicator(group, policy) if inside else None for group in groups)
     _enter(added, comm, gradients, policy)
@@ -273,10 +319,16 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Close a process set. All ranks call it. Returns whether it was there; the set of all ranks stays."""
+    """Close a process set. All ranks call it. Returns whether it was there; the set of all ranks
+    stays.
+    """
     found = context()
     number = process_set.process_set_id
-    if process_set is global_process_set or number is None or found.sets.get(number) is not process_set:
+    if (
+        process_set is global_process_set
+        or number is None
+        or found.sets.get(number) is not process_set
+    ):
         return False
     del found.sets[number]
     _close(process_set)
@@ -284,7 +336,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Record what the ranks negotiate and run from here to `stop_timeline`, in a Chrome trace that rank 0 writes."""
+    """Record what the ranks negotiate and run from here to `stop_timeline`, in a Chrome trace
+    that rank 0 writes.
+    """
     stop_timeline()
     if rank() == 0:
         global_process_set.negotiation.timeline = Timeline(Path(file_path), mark_cycles=mark_cycles)

@@ -18,7 +18,7 @@ def cpu_backend() -> str:
     text = os.environ.get(_VARIABLE, "")
     if text.lower() not in ("", "gloo", "mpi"):
         raise ConfigurationError(
-            f"{_VARIABLE}={text!r}: expected GLOO or MPI. Leave it out for shared memory within a node, and the better "
-            "of the two between nodes."
+            f"{_VARIABLE}={text!r}: expected GLOO or MPI. Leave it out for shared memory within a "
+            "node, and the better of the two between nodes."
         )
     return text.lower() or "auto"

@@ -1,4 +1,6 @@
-"""`DistributedOptimizer(op=Adasum)`: each rank steps by itself, and the ranks' steps are combined by Adasum."""
+"""`DistributedOptimizer(op=Adasum)`: each rank steps by itself, and the ranks' steps are
+combined by Adasum.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,19 @@ from lightning_ring.horovod.context import ProcessSet
 
 
 class Deltas:
-    """What a step has added to the parameters of one optimizer, combined over the ranks after the step.
+    """What a step has added to the parameters of one optimizer, combined over the ranks after the
+    step.
 
-    Gradients stay this rank's own, summed over the backwards since `zero_grad`. A rank whose step left a parameter as
-    it was takes part with zeros.
+    Gradients stay this rank's own, summed over the backwards since `zero_grad`. A rank whose step
+    left a parameter as it was takes part with zeros.
     """
 
     def __init__(
-        self, optimizer: Optimizer, named: list[tuple[str, Parameter]], process_set: ProcessSet, compression: Any
+        self,
+        optimizer: Optimizer,
+        named: list[tuple[str, Parameter]],
+        process_set: ProcessSet,
+        compression: Any,
     ) -> None:
         check_adasum([param for _, param in named if param.requires_grad], process_set)
         self._named = named
@@ -38,12 +45,18 @@ class Deltas:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        raise AssertionError(
+            "Skipping synchronization is not supported when using Adasum optimizer."
+        )
         yield
 
     @torch.no_grad()
     def _before_step(self, *ignored: Any) -> None:
-        self._starts = [(name, param, param.detach().clone()) for name, param in self._named if param.requires_grad]
+        self._starts = [
+            (name, param, param.detach().clone())
+            for name, param in self._named
+            if param.requires_grad
+        ]
 
     @torch.no_grad()
     def _after_step(self, *ignored: Any) -> None:
@@ -51,7 +64,14 @@ class Deltas:
         for name, param, start in self._starts:
             short, context = self._compression.compress(param - start)
             handle = start_reduction(
-                "allreduce", [short], f"adasum.{name}", Adasum, 1.0, 1.0, self._process_set, in_place=True
+                "allreduce",
+                [short],
+                f"adasum.{name}",
+                Adasum,
+                1.0,
+                1.0,
+                self._process_set,
+                in_place=True,
             )
             sent.append((handle, context))
         for (handle, context), (_, param, start) in zip(sent, self._starts, strict=True):

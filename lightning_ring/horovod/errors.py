@@ -6,7 +6,9 @@ from lightning_ring.errors import RingError
 
 
 class HorovodInternalError(RingError):
-    """A collective failed, on every rank: tensors that do not fit together, or a rank that is gone."""
+    """A collective failed, on every rank: tensors that do not fit together, or a rank that is
+    gone.
+    """
 
 
 class HostsUpdatedInterrupt(RuntimeError):

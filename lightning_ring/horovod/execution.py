@@ -17,7 +17,8 @@ from lightning_ring.horovod.requests import GRADIENTS, Meta, Metas, Request, sca
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 
 FUSION_BYTES = 64 * 2**20  # of one collective
-FUSED_BYTES = 2**20  # a tensor up to this is copied beside others; a longer one costs less where it is
+# a tensor up to this is copied beside others; a longer one costs less where it is
+FUSED_BYTES = 2**20
 _OPS = {
     "Average": ReduceOp.AVG,
     "Sum": ReduceOp.SUM,
@@ -44,7 +45,9 @@ Step = tuple[list[str], Callable[[Requests], None]]
 
 
 class Planner:
-    """Cuts what the ranks have agreed on into steps. All ranks do so with the same collectives, in one order."""
+    """Cuts what the ranks have agreed on into steps. All ranks do so with the same collectives,
+    in one order.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -59,7 +62,9 @@ class Planner:
         return functools.partial(_RUN[batch[0].meta.kind], batch[0], self._comm)
 
     def _memory(self, num_bytes: int) -> Tensor:
-        """Memory of the fused tensors of one step, which runs to its end before the next one begins."""
+        """Memory of the fused tensors of one step, which runs to its end before the next one
+        begins.
+        """
         if num_bytes > self._buffer.numel():
             rounded = 2 ** max(20, (num_bytes - 1).bit_length())
             self._buffer = self._comm.empty(rounded, torch.uint8, torch.device("cpu"))
@@ -67,7 +72,9 @@ class Planner:
 
 
 def _batches(agreed: Sequence[Agreed]) -> list[list[Agreed]]:
-    """Collectives that run as one: short all-reduces of one dtype and operation, wherever they stand."""
+    """Collectives that run as one: short all-reduces of one dtype and operation, wherever they
+    stand.
+    """
     batches = []
     filling: dict[tuple[object, ...], tuple[list[Agreed] | None, int]] = {}
     for one in agreed:
@@ -119,7 +126,11 @@ def _allreduce(one: Agreed, comm: Communicator, requests: Requests) -> None:
     if request is None:
         _reduce(torch.zeros(math.prod(meta.shape), dtype=meta.dtype), meta, comm)
         return
-    if request.output is not None and request.output is request.tensor and _is_plain(request.output):
+    if (
+        request.output is not None
+        and request.output is request.tensor
+        and _is_plain(request.output)
+    ):
         _reduce(request.output.detach().view(-1), meta, comm)
         request.result = request.output
         return
@@ -129,7 +140,9 @@ def _allreduce(one: Agreed, comm: Communicator, requests: Requests) -> None:
 
 
 def _reduce(flat: Tensor, meta: Meta, comm: Communicator, numels: Sequence[int] = ()) -> None:
-    """Reduce 1-D ``flat`` in place. Tensors of ``numels`` follow each other in it; by default there is one."""
+    """Reduce 1-D ``flat`` in place. Tensors of ``numels`` follow each other in it; by default
+    there is one.
+    """
     if meta.prescale != 1.0:
         flat.copy_(scaled(flat, meta.prescale))
     if meta.op == "Adasum":
@@ -182,7 +195,11 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy under the mode in which ``targets`` may be written."""
     if not targets:
         return
-    with torch.inference_mode() if any(target.is_inference() for target in targets) else nullcontext():
+    with (
+        torch.inference_mode()
+        if any(target.is_inference() for target in targets)
+        else nullcontext()
+    ):
         torch._foreach_copy_(targets, sources)
 
 
@@ -192,8 +209,12 @@ def _allgather(one: Agreed, comm: Communicator, requests: Requests) -> None:
     rows = [one.metas[rank].shape[0] for rank in range(comm.world_size)]
     padded = mine.new_zeros((max(rows), *one.meta.shape[1:]))
     padded[: mine.shape[0]] = mine
-    gathered = comm.all_gather(padded, name="allgather") if padded.numel() else [padded] * comm.world_size
-    _hand_over(request, torch.cat([part[:count] for part, count in zip(gathered, rows, strict=True)]))
+    gathered = (
+        comm.all_gather(padded, name="allgather") if padded.numel() else [padded] * comm.world_size
+    )
+    _hand_over(
+        request, torch.cat([part[:count] for part, count in zip(gathered, rows, strict=True)])
+    )
 
 
 def _broadcast(one: Agreed, comm: Communicator, requests: Requests) -> None:

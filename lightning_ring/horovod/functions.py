@@ -19,19 +19,30 @@ T = TypeVar("T")
 
 
 def broadcast_object(
-    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+    obj: T,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> T:
-    """Rank ``root_rank``'s picklable ``obj``, on every rank. The others may give anything, such as `None`."""
+    """Rank ``root_rank``'s picklable ``obj``, on every rank. The others may give anything, such
+    as `None`.
+    """
     name = name or "broadcast_object"
     mine = pickle.dumps(obj) if rank() == root_rank else b""
     size = broadcast_(torch.tensor([len(mine)]), root_rank, f"{name}.size", process_set)
-    data = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(int(size), dtype=torch.uint8)
+    data = (
+        torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        if mine
+        else torch.empty(int(size), dtype=torch.uint8)
+    )
     broadcast_(data, root_rank, f"{name}.object", process_set)
     found: T = obj if rank() == root_rank else pickle.loads(data.numpy().tobytes())
     return found
 
 
-def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
     """Every rank's picklable ``obj``, of any types, by rank of the process set."""
     name = name or "allgather_object"
     buffer = io.BytesIO()
@@ -49,14 +60,21 @@ def broadcast_parameters(
 ) -> None:
     """Replace parameters by rank ``root_rank``'s, in place.
 
-    They are those of ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``. What is no tensor
-    is left alone.
+    They are those of ``model.state_dict()``, ``model.named_parameters()`` or
+    ``model.parameters()``. What is no tensor is left alone.
     """
     given = params.items() if isinstance(params, Mapping) else params
-    named = [pair if isinstance(pair, tuple) else (f"parameter.{i:06}", pair) for i, pair in enumerate(given)]
+    named = [
+        pair if isinstance(pair, tuple) else (f"parameter.{i:06}", pair)
+        for i, pair in enumerate(given)
+    ]
     handles = [
         start_broadcast(
-            value.data if isinstance(value, torch.nn.Parameter) else value, root_rank, name, process_set, in_place=True
+            value.data if isinstance(value, torch.nn.Parameter) else value,
+            root_rank,
+            name,
+            process_set,
+            in_place=True,
         )
         for name, value in sorted(named, key=lambda pair: pair[0])
         if isinstance(value, Tensor)
@@ -66,9 +84,14 @@ def broadcast_parameters(
 
 
 def broadcast_optimizer_state(
-    optimizer: Optimizer, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
+    optimizer: Optimizer,
+    root_rank: int,
+    model: Any = None,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Replace the optimizer's state, and the values of its groups, by rank ``root_rank``'s. ``model`` is not needed."""
+    """Replace the optimizer's state, and the values of its groups, by rank ``root_rank``'s.
+    ``model`` is not needed.
+    """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     state = optimizer.state_dict() if rank() == root_rank else None
@@ -76,6 +99,10 @@ def broadcast_optimizer_state(
     assert state is not None
     if rank() != root_rank:
         kept = [[*group["params"]] for group in optimizer.param_groups]
-        if [len(group["params"]) for group in state["param_groups"]] != [len(params) for params in kept]:
-            raise ValueError("the ranks' optimizers have different numbers of parameters. Build the same on all.")
+        if [len(group["params"]) for group in state["param_groups"]] != [
+            len(params) for params in kept
+        ]:
+            raise ValueError(
+                "the ranks' optimizers have different numbers of parameters. Build the same on all."
+            )
         optimizer.load_state_dict(state)

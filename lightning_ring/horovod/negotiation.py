@@ -1,12 +1,15 @@
-"""Ranks may submit named collectives in different orders: here they agree on one order, and run them in it.
+"""Ranks may submit named collectives in different orders: here they agree on one order, and run
+them in it.
 
-A *cycle* tells the others what this rank has submitted and not run yet. A mask has one byte for each collective that
-all ranks have run before (`Cache`), and the minimum over the ranks leaves those that all have submitted: a steady step
-costs this one short message. Only names that are new to some rank travel as objects, in a second message.
+A *cycle* tells the others what this rank has submitted and not run yet. A mask has one byte for
+each collective that all ranks have run before (`Cache`), and the minimum over the ranks leaves
+those that all have submitted: a steady step costs this one short message. Only names that are new
+to some rank travel as objects, in a second message.
 
-A rank takes part in cycles while it has a request that is not done; a rank without one holds the others up only where
-they wait for it anyway. A thread that waits for a result runs the cycles itself, so that a short collective costs no
-change of threads; while nobody waits a thread of this module does.
+A rank takes part in cycles while it has a request that is not done; a rank without one holds the
+others up only where they wait for it anyway. A thread that waits for a result runs the cycles
+itself, so that a short collective costs no change of threads; while nobody waits a thread of this
+module does.
 """
 
 from __future__ import annotations
@@ -33,12 +36,14 @@ from lightning_ring.horovod.pending import ALL_LEAVE, HEAD, NO_NEWS, STAYS, Pend
 from lightning_ring.horovod.requests import GRADIENTS, JOIN, Meta, Request, problem_of
 from lightning_ring.horovod.timeline import Timeline
 
-CYCLE_SECONDS = 0.001  # after a submission, until the thread begins a cycle; and the longest pause between idle cycles
+# after a submission, until the thread begins a cycle; and the longest pause between idle cycles
+CYCLE_SECONDS = 0.001
 SHORTEST_PAUSE = 50e-6
 STALL_SECONDS = 60.0
 _SHUTDOWN = (
-    "the Horovod API was shut down on {}, or the script has ended there, while other ranks need it for a collective or "
-    "for gradients. All ranks make the same calls; a rank that has fewer batches calls hvd.join() after its last one."
+    "the Horovod API was shut down on {}, or the script has ended there, while other ranks need "
+    "it for a collective or for gradients. All ranks make the same calls; a rank that has fewer "
+    "batches calls hvd.join() after its last one."
 )
 _MOST_PLANS = 64
 _AGAIN = ", without a step since the last time"
@@ -50,14 +55,18 @@ class Gradients(Protocol):
     """The gradients of one optimizer, which travel outside of the negotiation."""
 
     def send_zeros(self, *, again: bool) -> None:
-        """Take part where the ranks that have not joined reduce theirs; ``again``: without a step in between."""
+        """Take part where the ranks that have not joined reduce theirs; ``again``: without a
+        step in between.
+        """
 
 
 class Negotiation:
-    """Of the ranks of one process set, over ``comm``, which belongs to it. ``ranks`` are their numbers in the job.
+    """Of the ranks of one process set, over ``comm``, which belongs to it. ``ranks`` are their
+    numbers in the job.
 
-    Buckets of gradients do not wait for it. A rank announces each reduction of them by a request: ranks that have
-    joined then take part in it, and where a rank has left instead, the wait for the buckets ends with an error.
+    Buckets of gradients do not wait for it. A rank announces each reduction of them by a request:
+    ranks that have joined then take part in it, and where a rank has left instead, the wait for the
+    buckets ends with an error.
     """
 
     def __init__(self, comm: Communicator, ranks: list[int], policy: WaitPolicy) -> None:
@@ -65,11 +74,13 @@ class Negotiation:
         self.ranks = ranks
         self.policies = [policy]  # of the communicators that carry gradients
         self.num_optimizers = 0  # so far
-        self.gradients: WeakValueDictionary[str, Gradients] = WeakValueDictionary()  # by the name of the announcement
+        # by the name of the announcement
+        self.gradients: WeakValueDictionary[str, Gradients] = WeakValueDictionary()
         self._announced: Request | None = None  # the last announcement
         self._owed: deque[str] = deque()  # announcements of other ranks since this one joined
         self.timeline: Timeline | None = None  # set by `start_timeline`
-        self.unnamed: defaultdict[str, count[int]] = defaultdict(count)  # calls without a name so far, by kind
+        # calls without a name so far, by kind
+        self.unnamed: defaultdict[str, count[int]] = defaultdict(count)
         self._pending = Pending(comm.rank)
         self._leaving = False
         self._ended: str | None = None
@@ -105,7 +116,9 @@ class Negotiation:
             HorovodInternalError: The job is over.
         """
         if self._ended is not None or self._leaving:
-            raise HorovodInternalError(self._ended or _SHUTDOWN.format("this rank")) from self._cause
+            raise HorovodInternalError(
+                self._ended or _SHUTDOWN.format("this rank")
+            ) from self._cause
         self._pending.add(requests)
         if self._ended is not None:  # meanwhile
             self._pending.finish_all(self._ended, self._cause)
@@ -113,7 +126,9 @@ class Negotiation:
             self._wake_thread()
 
     def meet(self, name: str, op: str = "") -> None:
-        """Return when every rank is here: before what would wait for ever for a rank that has left or has joined."""
+        """Return when every rank is here: before what would wait for ever for a rank that has
+        left or has joined.
+        """
         request = Request(name, Meta("meeting", op=op))
         self.submit([request])
         self.wait([request])
@@ -134,19 +149,23 @@ class Negotiation:
             policy.fail(_raised(error, cause))
 
     def join(self) -> int:
-        """Take part in the others' all-reduces and gradients with zeros until all ranks are here; the last one's."""
+        """Take part in the others' all-reduces and gradients with zeros until all ranks are
+        here; the last one's.
+        """
         request = Request(JOIN, Meta(JOIN))
         self.submit([request])
         while True:
             self.wait([request], or_owed=True)
             if not self._owed:
                 break
-            name = self._owed.popleft()  # in this thread: others run the cycles that the ranks need meanwhile
+            # in this thread: others run the cycles that the ranks need meanwhile
+            name = self._owed.popleft()
             gradients = self.gradients.get(name.removesuffix(_AGAIN))
             if gradients is None:
                 raise HorovodInternalError(
-                    f"other ranks reduce the {name}, which rank {self.ranks[self.comm.rank]} does not have, and has "
-                    "called join(). All ranks make the same optimizers, in one order."
+                    f"other ranks reduce the {name}, which rank {self.ranks[self.comm.rank]} does "
+                    "not have, and has called join(). All ranks make the same optimizers, in one "
+                    "order."
                 )
             gradients.send_zeros(again=name.endswith(_AGAIN))
         if request.error is not None:
@@ -156,7 +175,9 @@ class Negotiation:
         return last
 
     def wait(self, requests: Sequence[Request], *, or_owed: bool = False) -> None:
-        """Run cycles until all of ``requests`` are done; or, with ``or_owed``, there are gradients to take part in."""
+        """Run cycles until all of ``requests`` are done; or, with ``or_owed``, there are
+        gradients to take part in.
+        """
         self._waiters.append(None)
         try:
             for request in requests:
@@ -182,7 +203,9 @@ class Negotiation:
         return self._ended is not None
 
     def leave(self) -> None:
-        """Tell the others that this rank submits no more, without waiting for them: what they wait for ends."""
+        """Tell the others that this rank submits no more, without waiting for them: what they
+        wait for ends.
+        """
         self._leaving = self._pending.fresh = True
         self._wake_thread()
 
@@ -206,7 +229,8 @@ class Negotiation:
     def _move_in_this_thread(self, request: Request | None, *, or_owed: bool = False) -> None:
         """Run a cycle, unless the other thread has done meanwhile what this one waits for.
 
-        Another cycle would then wait for ranks that wait, outside of the negotiation, for this thread.
+        Another cycle would then wait for ranks that wait, outside of the negotiation, for this
+        thread.
         """
         if self._moving.acquire(timeout=CHECK_SECONDS):
             try:
@@ -223,9 +247,14 @@ class Negotiation:
         """Run cycles while nobody waits; one who does runs them, and sets the alarm afterwards."""
         while not self._closed:
             self._alarm.wait()
-            self._alarm_is_set = False  # before it looks: what is submitted from now on sets it again
+            # before it looks: what is submitted from now on sets it again
+            self._alarm_is_set = False
             idle_since = time.monotonic()
-            while (self._pending.requests or self._leaving) and not self._waiters and self._ended is None:
+            while (
+                (self._pending.requests or self._leaving)
+                and not self._waiters
+                and self._ended is None
+            ):
                 waited = time.monotonic() - idle_since
                 with self._moving:  # a wait of its own tells of ranks that failed
                     moved = self._move(wait=waited > CHECK_SECONDS)
@@ -236,7 +265,9 @@ class Negotiation:
     # -- a cycle, under `_moving`
 
     def _move(self, *, wait: bool) -> bool:
-        """Begin a cycle, end the one that is under way, or both if ``wait``; whether a cycle ended."""
+        """Begin a cycle, end the one that is under way, or both if ``wait``; whether a cycle
+        ended.
+        """
         if self._ended is not None:
             return False
         try:
@@ -266,7 +297,9 @@ class Negotiation:
         """After an error of this rank alone: the others get one as soon as they need this rank."""
         if self.comm.world_size > 1:
             with suppress(RingError):
-                self.comm.all_reduce_(torch.zeros(1, dtype=torch.uint8), name="the end, after an error of some rank")
+                self.comm.all_reduce_(
+                    torch.zeros(1, dtype=torch.uint8), name="the end, after an error of some rank"
+                )
 
     def _begin(self, *, wait: bool) -> bool:
         """Tell what was submitted; returns whether there was a reason to."""
@@ -288,7 +321,9 @@ class Negotiation:
             self._exchange = CompletedWork()
         else:
             sent = torch.frombuffer(self._sent, dtype=torch.uint8)
-            self._exchange = self.comm.all_reduce_(sent, op=ReduceOp.MIN, name="names that all ranks have submitted")
+            self._exchange = self.comm.all_reduce_(
+                sent, op=ReduceOp.MIN, name="names that all ranks have submitted"
+            )
         return True
 
     def _finish(self) -> None:
@@ -316,7 +351,8 @@ class Negotiation:
 
     def _run_numbered(self, common: bytes) -> bool:
         """Run what the mask tells. Its steps are planned once."""
-        steps = None if self._joined else self._plans.get(common)  # a rank that has joined takes part in less
+        # a rank that has joined takes part in less
+        steps = None if self._joined else self._plans.get(common)
         if steps is None:
             numbers = [number for number, byte in enumerate(common) if byte]
             steps = self._planner.steps(self._fitting(whole_groups(map(self._agreed, numbers))))
@@ -334,10 +370,14 @@ class Negotiation:
         return Agreed(name, self._pending.cache.metas(name))
 
     def _hear(self) -> None:
-        """Exchange names that some rank submits for the first time, or with another tensor than before."""
+        """Exchange names that some rank submits for the first time, or with another tensor than
+        before.
+        """
         now = time.monotonic()
         mine = [(request.name, request.meta, now - request.since) for request in self._told]
-        told: list[list[tuple[str, Meta, float]]] = self.comm.all_gather_object(mine, name="negotiation")
+        told: list[list[tuple[str, Meta, float]]] = self.comm.all_gather_object(
+            mine, name="negotiation"
+        )
         for rank, entries in enumerate(told):
             for name, meta, age in entries:
                 if meta.kind == JOIN:
@@ -367,7 +407,9 @@ class Negotiation:
             del self._table[one.name], self._since[one.name]
         fitting = self._fitting(ready)
         for one in fitting:
-            if len(one.metas) == self.comm.world_size and self._pending.cache.takes(one.name, one.meta):
+            if len(one.metas) == self.comm.world_size and self._pending.cache.takes(
+                one.name, one.meta
+            ):
                 if self._pending.cache.is_full:
                     self._forget(self._pending.cache.oldest)
                 self._pending.number(one.name, one.metas)
@@ -384,15 +426,28 @@ class Negotiation:
         return True
 
     def _fitting(self, ready: Sequence[Agreed]) -> list[Agreed]:
-        """Those of ``ready`` whose tensors fit together. The others end with an error, and their groups with them."""
+        """Those of ``ready`` whose tensors fit together. The others end with an error, and their
+        groups with them.
+        """
         joined = list(self._joined)
-        problems = {one.name: text for one in ready if (text := problem_of(*one, joined, self.ranks)) is not None}
+        problems = {
+            one.name: text
+            for one in ready
+            if (text := problem_of(*one, joined, self.ranks)) is not None
+        }
         if not problems:
             return list(ready)
-        groups = {group: problems[one.name] for one in ready if one.name in problems for group in groups_of(one)}
+        groups = {
+            group: problems[one.name]
+            for one in ready
+            if one.name in problems
+            for group in groups_of(one)
+        }
         good = []
         for one in (*ready, *map(Agreed, self._table.keys(), self._table.values())):
-            problem = problems.get(one.name) or next((groups[group] for group in groups_of(one) & groups.keys()), None)
+            problem = problems.get(one.name) or next(
+                (groups[group] for group in groups_of(one) & groups.keys()), None
+            )
             if problem is not None:
                 self._pending.finish([one.name], problem)
                 self._table.pop(one.name, None)
@@ -407,7 +462,11 @@ class Negotiation:
             if timeline is None:
                 run(self._pending.requests)
             else:
-                own = [request for name in names if (request := self._pending.requests.get(name)) is not None]
+                own = [
+                    request
+                    for name in names
+                    if (request := self._pending.requests.get(name)) is not None
+                ]
                 for request in own:
                     timeline.negotiated(request.name, request.meta.kind, request.since)
                 run(self._pending.requests)
@@ -429,7 +488,11 @@ class Negotiation:
         for name in late:
             self._since[name] = now
             if self.comm.rank == 0:
-                missing = [self.ranks[rank] for rank in range(self.comm.world_size) if rank not in self._table[name]]
+                missing = [
+                    self.ranks[rank]
+                    for rank in range(self.comm.world_size)
+                    if rank not in self._table[name]
+                ]
                 log.warning(
                     "%s was not submitted by rank(s) %s for %.0f s, while others wait for it.",
                     name,

@@ -37,7 +37,9 @@ def allreduce_async(
     process_set: ProcessSet = _ALL,
 ) -> int:
     chosen = reduction(average, op)
-    return start_reduction("allreduce", [tensor], name, chosen, prescale_factor, postscale_factor, process_set)
+    return start_reduction(
+        "allreduce", [tensor], name, chosen, prescale_factor, postscale_factor, process_set
+    )
 
 
 def allreduce_async_(
@@ -51,7 +53,9 @@ def allreduce_async_(
 ) -> int:
     chosen = reduction(average, op)
     factors = prescale_factor, postscale_factor
-    return start_reduction("allreduce", [tensor], name, chosen, *factors, process_set, in_place=True)
+    return start_reduction(
+        "allreduce", [tensor], name, chosen, *factors, process_set, in_place=True
+    )
 
 
 def allreduce_(
@@ -71,7 +75,9 @@ def allreduce_(
 
 class _Allreduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grouped: bool, name: str | None, options: tuple[Any, ...], *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, grouped: bool, name: str | None, options: tuple[Any, ...], *tensors: Tensor
+    ) -> Any:
         ctx.grouped, ctx.options = grouped, options
         handle = start_reduction("allreduce", tensors, name, *options, grouped=grouped)
         found = synchronize(handle)
@@ -79,7 +85,9 @@ class _Allreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        found = synchronize(start_reduction("allreduce", grads, None, *ctx.options, grouped=ctx.grouped))
+        found = synchronize(
+            start_reduction("allreduce", grads, None, *ctx.options, grouped=ctx.grouped)
+        )
         return None, None, None, *(found if ctx.grouped else [found])
 
 
@@ -110,7 +118,9 @@ def grouped_allreduce_async(
     process_set: ProcessSet = _ALL,
 ) -> int:
     factors = prescale_factor, postscale_factor
-    return start_reduction("allreduce", tensors, name, reduction(average, op), *factors, process_set, grouped=True)
+    return start_reduction(
+        "allreduce", tensors, name, reduction(average, op), *factors, process_set, grouped=True
+    )
 
 
 def grouped_allreduce_async_(
@@ -136,7 +146,9 @@ def grouped_allreduce_(
     process_set: ProcessSet = _ALL,
 ) -> list[Tensor]:
     result: list[Tensor] = synchronize(
-        grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+        grouped_allreduce_async_(
+            tensors, average, name, op, prescale_factor, postscale_factor, process_set
+        )
     )
     return result
 
@@ -155,13 +167,17 @@ def grouped_allreduce(
     sent, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
     options = reduction(average, op), prescale_factor, postscale_factor, process_set
     found = _Allreduce.apply(True, name, options, *sent)
-    return [compression.decompress(one, context) for one, context in zip(found, contexts, strict=True)]
+    return [
+        compression.decompress(one, context) for one, context in zip(found, contexts, strict=True)
+    ]
 
 
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: str = Average, process_set: ProcessSet = _ALL
 ) -> Callable[[], Tensor]:
-    """All-reduce a sparse tensor: every rank gets all entries. Returns a function that waits for the result."""
+    """All-reduce a sparse tensor: every rank gets all entries. Returns a function that waits for
+    the result.
+    """
     if reduction(None, op) not in (Average, Sum):
         raise NotImplementedError(f"sparse_allreduce_async got op={op}, expected Average or Sum.")
     whole = tensor.coalesce()
@@ -193,7 +209,9 @@ def _with_rows(tensor: Tensor) -> Tensor:
 
 class _Allgather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grouped: bool, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, grouped: bool, name: str | None, process_set: ProcessSet, *tensors: Tensor
+    ) -> Any:
         ctx.process_set = process_set
         ctx.rows = [tensor.shape[0] for tensor in tensors]
         found = synchronize(start("allgather", tensors, name, process_set, grouped=grouped))
@@ -215,8 +233,12 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     return found
 
 
-def grouped_allgather_async(tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = _ALL) -> int:
-    return start("allgather", [_with_rows(tensor) for tensor in tensors], name, process_set, grouped=True)
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = _ALL
+) -> int:
+    return start(
+        "allgather", [_with_rows(tensor) for tensor in tensors], name, process_set, grouped=True
+    )
 
 
 def grouped_allgather(
@@ -228,32 +250,44 @@ def grouped_allgather(
 # -- broadcast
 
 
-def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL) -> int:
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL
+) -> int:
     return start_broadcast(tensor, root_rank, name, process_set)
 
 
-def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL) -> int:
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL
+) -> int:
     return start_broadcast(tensor, root_rank, name, process_set, in_place=True)
 
 
-def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL) -> Tensor:
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL
+) -> Tensor:
     result: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return result
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
+    def forward(
+        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> Any:
         ctx.root_rank, ctx.process_set = root_rank, process_set
         return synchronize(start_broadcast(tensor, root_rank, name, process_set))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        mean = synchronize(start_reduction("allreduce", grads, None, Average, 1.0, 1.0, ctx.process_set))
+        mean = synchronize(
+            start_reduction("allreduce", grads, None, Average, 1.0, 1.0, ctx.process_set)
+        )
         return (mean if rank() == ctx.root_rank else torch.zeros_like(mean)), None, None, None
 
 
-def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL) -> Tensor:
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL
+) -> Tensor:
     """Rank ``root_rank``'s ``tensor``, in new memory. The rank is that of the job."""
     found: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
     return found
@@ -263,15 +297,22 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_s
 
 
 def alltoall_async(
-    tensor: Tensor, splits: Tensor | None = None, name: str | None = None, process_set: ProcessSet = _ALL
+    tensor: Tensor,
+    splits: Tensor | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = _ALL,
 ) -> int:
-    """As `alltoall`; `synchronize` returns the rows and the received splits, also where no splits were given."""
+    """As `alltoall`; `synchronize` returns the rows and the received splits, also where no
+    splits were given.
+    """
     return start_alltoall(tensor, splits, name, process_set)
 
 
 class _Alltoall(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, splits: Tensor | None, name: str | None, process_set: ProcessSet) -> Any:
+    def forward(
+        ctx: Any, tensor: Tensor, splits: Tensor | None, name: str | None, process_set: ProcessSet
+    ) -> Any:
         found, received = synchronize(start_alltoall(tensor, splits, name, process_set))
         ctx.received, ctx.process_set, ctx.rows = received, process_set, tensor.shape[0]
         ctx.mark_non_differentiable(received)
@@ -279,17 +320,29 @@ class _Alltoall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad, _ = synchronize(start_alltoall(grads[0].contiguous(), ctx.received, None, ctx.process_set))
+        grad, _ = synchronize(
+            start_alltoall(grads[0].contiguous(), ctx.received, None, ctx.process_set)
+        )
         missing = ctx.rows - grad.shape[0]  # rows that no rank got
-        return (torch.cat([grad, grad.new_zeros(missing, *grad.shape[1:])]) if missing else grad), None, None, None
+        return (
+            (torch.cat([grad, grad.new_zeros(missing, *grad.shape[1:])]) if missing else grad),
+            None,
+            None,
+            None,
+        )
 
 
 def alltoall(
-    tensor: Tensor, splits: Tensor | None = None, name: str | None = None, process_set: ProcessSet = _ALL
+    tensor: Tensor,
+    splits: Tensor | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = _ALL,
 ) -> Any:
-    """Send ``splits[r]`` rows of ``tensor`` to rank r, and return what this rank got from ranks 0, 1, ...
+    """Send ``splits[r]`` rows of ``tensor`` to rank r, and return what this rank got from ranks 0,
+    1, ...
 
-    Without ``splits`` every rank gets as many rows. With them the numbers of received rows are returned too.
+    Without ``splits`` every rank gets as many rows. With them the numbers of received rows are
+    returned too.
     """
     found, received = _Alltoall.apply(tensor, splits, name, process_set)
     return found if splits is None else (found, received)
@@ -320,7 +373,10 @@ def _start_reducescatter(
     grouped: bool = False,
 ) -> int:
     if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError("reducescatter got a tensor without dimensions; rows of the first dimension are scattered.")
+        raise ValueError(
+            "reducescatter got a tensor without dimensions; rows of the first "
+            "dimension are scattered."
+        )
     if reduction(None, op) not in (Average, Sum):
         raise NotImplementedError(f"reducescatter got op={op}, expected Average or Sum.")
     return start_reduction("reducescatter", tensors, name, op, pre, post, own, grouped=grouped)
@@ -328,7 +384,9 @@ def _start_reducescatter(
 
 class _Reducescatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grouped: bool, name: str | None, options: tuple[Any, ...], *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, grouped: bool, name: str | None, options: tuple[Any, ...], *tensors: Tensor
+    ) -> Any:
         ctx.grouped, ctx.options = grouped, options
         found = synchronize(_start_reducescatter(tensors, name, *options, grouped=grouped))
         return tuple(found) if grouped else found
@@ -337,7 +395,9 @@ class _Reducescatter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         op, pre, post, own = ctx.options
         factor = pre * post * (own.size() if op == Sum else 1)
-        found = synchronize(start("allgather", [grad * factor for grad in grads], None, own, grouped=ctx.grouped))
+        found = synchronize(
+            start("allgather", [grad * factor for grad in grads], None, own, grouped=ctx.grouped)
+        )
         return None, None, None, *(found if ctx.grouped else [found])
 
 
@@ -350,10 +410,14 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce ``tensor`` over the ranks. Each gets its rows of the result; the first ranks may get one more."""
+    """Reduce ``tensor`` over the ranks. Each gets its rows of the result; the first ranks may
+    get one more.
+    """
     sent, context = compression.compress(tensor)
     options = op, prescale_factor, postscale_factor, process_set
-    found: Tensor = compression.decompress(_Reducescatter.apply(False, name, options, sent), context)
+    found: Tensor = compression.decompress(
+        _Reducescatter.apply(False, name, options, sent), context
+    )
     return found
 
 
@@ -365,7 +429,9 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    return _start_reducescatter(tensors, name, op, prescale_factor, postscale_factor, process_set, grouped=True)
+    return _start_reducescatter(
+        tensors, name, op, prescale_factor, postscale_factor, process_set, grouped=True
+    )
 
 
 def grouped_reducescatter(
@@ -378,5 +444,9 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     sent, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
-    found = _Reducescatter.apply(True, name, (op, prescale_factor, postscale_factor, process_set), *sent)
-    return [compression.decompress(one, context) for one, context in zip(found, contexts, strict=True)]
+    found = _Reducescatter.apply(
+        True, name, (op, prescale_factor, postscale_factor, process_set), *sent
+    )
+    return [
+        compression.decompress(one, context) for one, context in zip(found, contexts, strict=True)
+    ]

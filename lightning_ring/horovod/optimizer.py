@@ -45,16 +45,20 @@ def DistributedOptimizer(
 ) -> Any:
     """Have ``optimizer`` step gradients that are reduced over all ranks. Returns the same object.
 
-    It gets the methods ``synchronize()``, which completes the gradients, for clipping them, ``skip_synchronize()``,
-    around the step after it, and ``set_backward_passes_per_step()``. All ranks call it, in one order.
+    It gets the methods ``synchronize()``, which completes the gradients, for clipping them,
+    ``skip_synchronize()``, around the step after it, and ``set_backward_passes_per_step()``. All
+    ranks call it, in one order.
 
     Args:
         named_parameters: All parameters of the optimizer, with a name of its own each.
-        compression: ``Compression.none``, ``fp16`` or ``bf16``; or one of `RingStrategy`'s, by its name (``"int8"``) or
-            as an object of `lightning_ring.gradients.compression`. What an error feedback keeps is in no state dict.
+        compression: ``Compression.none``, ``fp16`` or ``bf16``; or one of `RingStrategy`'s, by its
+            name (``"int8"``) or as an object of `lightning_ring.gradients.compression`. What an
+            error feedback keeps is in no state dict.
         backward_passes_per_step: Backwards whose gradients are summed before they are reduced.
-        op: Average or Sum of the gradients; or Adasum, which combines what each rank's own step changes.
-        gradient_predivide_factor: Only with Average; buckets divide by themselves, without overflow.
+        op: Average or Sum of the gradients; or Adasum, which combines what each rank's own step
+            changes.
+        gradient_predivide_factor: Only with Average; buckets divide by themselves, without
+            overflow.
         num_groups, groups: Accepted; buckets take the place of groups.
         sparse_as_dense: Send sparse gradients as dense ones.
         process_set: The ranks that train together; on others the optimizer stays as it is.
@@ -83,16 +87,26 @@ def DistributedOptimizer(
 
 
 def _format_of(compression: Any, op: str) -> str | Compressor | None:
-    """A name of `COMPRESSORS`, or a compressor. Steps that Adasum combines are converted by ``compression`` itself."""
+    """A name of `COMPRESSORS`, or a compressor. Steps that Adasum combines are converted by
+    ``compression`` itself.
+    """
     if op == Adasum and hasattr(compression, "decompress"):
         return None
-    found = compression if isinstance(compression, str | Compressor) else getattr(compression, "name", None)
-    if compression is Compression.none or (op != Adasum and (isinstance(found, Compressor) or found in COMPRESSORS)):
+    found = (
+        compression
+        if isinstance(compression, str | Compressor)
+        else getattr(compression, "name", None)
+    )
+    if compression is Compression.none or (
+        op != Adasum and (isinstance(found, Compressor) or found in COMPRESSORS)
+    ):
         return found
-    ours = f", one of {', '.join(COMPRESSORS)} or a Compressor of lightning_ring.gradients.compression"
+    ours = (
+        f", one of {', '.join(COMPRESSORS)} or a Compressor of lightning_ring.gradients.compression"
+    )
     raise ValueError(
-        f"DistributedOptimizer got compression={compression!r} with op={op}, expected Compression.none, fp16 or "
-        f"bf16{'' if op == Adasum else ours}."
+        f"DistributedOptimizer got compression={compression!r} with op={op}, expected "
+        f"Compression.none, fp16 or bf16{'' if op == Adasum else ours}."
     )
 
 
@@ -103,23 +117,33 @@ def _named(
     if named_parameters is None:
         return [(f"parameter.{index}", param) for index, param in enumerate(params)]
     named = list(named_parameters)
-    if any(not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)) for pair in named):
+    if any(
+        not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str))
+        for pair in named
+    ):
         raise ValueError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually model.named_parameters()."
+            "named_parameters should be a sequence of tuples (name, parameter), usually "
+            "model.named_parameters()."
         )
     if twice := [name for name, count in Counter(name for name, _ in named).items() if count > 1]:
-        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
+        raise ValueError(
+            "Parameter names in named_parameters must be unique. Found duplicates: "
+            f"{', '.join(twice)}"
+        )
     unnamed = {id(param) for param in params} - {id(param) for _, param in named}
     if unnamed:
         raise ValueError(
-            f"named_parameters was specified, but one or more model parameters were not named ({len(unnamed)} of them)."
+            "named_parameters was specified, but one or more model parameters were not named "
+            f"({len(unnamed)} of them)."
         )
     return named
 
 
 @dataclass(slots=True)
 class _Attachment:
-    """An optimizer and how its gradients are reduced, over the ranks of one generation after the other."""
+    """An optimizer and how its gradients are reduced, over the ranks of one generation after the
+    other.
+    """
 
     optimizer: ref[Optimizer]
     named: list[tuple[str, Parameter]]
@@ -134,8 +158,9 @@ class _Attachment:
             optimizer.set_backward_passes_per_step = self.set_backward_passes_per_step  # type: ignore[attr-defined]
         if self.process_set.process_set_id is None:
             raise ValueError(
-                f"DistributedOptimizer: the process set of ranks {self.process_set.ranks} is not there. Add it first, "
-                "with hvd.add_process_set; it ends when the ranks of an elastic job change."
+                f"DistributedOptimizer: the process set of ranks {self.process_set.ranks} is not "
+                "there. Add it first, with hvd.add_process_set; it ends when the ranks of an "
+                "elastic job change."
             )
         if self.process_set.included() and self.process_set.size() > 1:
             negotiation = self.process_set.negotiation
@@ -148,7 +173,12 @@ class _Attachment:
             passes = {"backward_passes_per_step": str(self.how[1])}
             check_same_description(described("parameter", self.named) | passes, comm)
             self.gradients = _Gradients(
-                optimizer, self.named, comm, negotiation, *self.how, sparse_as_dense=self.sparse_as_dense
+                optimizer,
+                self.named,
+                comm,
+                negotiation,
+                *self.how,
+                sparse_as_dense=self.sparse_as_dense,
             )
         else:
             optimizer.synchronize = lambda: None  # type: ignore[attr-defined]
@@ -166,7 +196,8 @@ class _Attachment:
         if gradients is not None:
             gradients.remove()
             for _, param in self.named:
-                param.grad = None  # part of a step that is done again, in memory of the last generation
+                # part of a step that is done again, in memory of the last generation
+                param.grad = None
 
 
 class _Gradients:
@@ -192,7 +223,8 @@ class _Gradients:
         self._completed = False  # since the last step
         self._skips = False
         self._has_joined = False
-        self._averages: Sequence[Tensor | None] = ()  # of the last reduction that this rank took part in by joining
+        # of the last reduction that this rank took part in by joining
+        self._averages: Sequence[Tensor | None] = ()
         self._stepped = True  # since the last reduction, or there was none
         number = negotiation.num_optimizers
         negotiation.num_optimizers += 1
@@ -202,12 +234,16 @@ class _Gradients:
         self._world_size = comm.world_size
         self._sparse: set[Tensor] = set()  # with gradients that travel dense
         kind = _DenseReducer if sparse_as_dense else Reducer
-        frozen = [param for _, param in named if not param.requires_grad and param.is_floating_point()]
+        frozen = [
+            param for _, param in named if not param.requires_grad and param.is_floating_point()
+        ]
         for param in frozen:
-            param.requires_grad_(True)  # for a moment: those that become trainable later are reduced too
+            # for a moment: those that become trainable later are reduced too
+            param.requires_grad_(True)
         self._hooks = hooks = list[Any]()
         for param in dict.fromkeys(param for _, param in named if param.requires_grad):
-            hooks.append(param.register_post_accumulate_grad_hook(self._count))  # before the reducer's
+            # before the reducer's
+            hooks.append(param.register_post_accumulate_grad_hook(self._count))
         # a new one, without what an earlier generation has kept
         named_one = COMPRESSORS[compression].build() if isinstance(compression, str) else None
         compressor = named_one or copy.deepcopy(compression)
@@ -236,7 +272,9 @@ class _Gradients:
         self._finalizer.atexit = False
 
     def remove(self) -> None:
-        """Leave the optimizer and its parameters as they were. What is under way is not waited for."""
+        """Leave the optimizer and its parameters as they were. What is under way is not waited
+        for.
+        """
         for hook in self._hooks:
             hook.remove()
         self._finalizer()  # removes the reducer's
@@ -256,7 +294,11 @@ class _Gradients:
                 pass
         if self._op == Sum and not self._completed:
             optimizer = self._optimizer()
-            own = {id(param) for group in optimizer.param_groups for param in group["params"]} if optimizer else set()
+            own = (
+                {id(param) for group in optimizer.param_groups for param in group["params"]}
+                if optimizer
+                else set()
+            )
             named = {id(param): param for _, param in self._named if id(param) in own}  # each once
             grads = [param.grad for param in named.values() if param.grad is not None]
             if grads:
@@ -276,7 +318,9 @@ class _Gradients:
             self._skips = False
 
     def send_zeros(self, *, again: bool) -> None:
-        """Take part where the others reduce their gradients, after `join`: see `negotiation.Gradients`."""
+        """Take part where the others reduce their gradients, after `join`: see
+        `negotiation.Gradients`.
+        """
         self._has_joined, self._stepped = True, not again
         try:
             self._averages = self._reducer.send_zeros(self._averages if again else ())
@@ -309,20 +353,24 @@ class _Gradients:
         if self._counts[param] == self._passes:
             self._pause.close()
 
-    def _before_step(self, optimizer: Optimizer, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}
+    ) -> None:
         check_outside_backward(optimizer)
         if self._op == Sum and (any(map(callable, args)) or kwargs.get("closure") is not None):
             raise ValueError(
-                "step(closure) was called with DistributedOptimizer(op=Sum), whose sums are complete only after the "
-                "backward of the closure. Use op=Average with a learning rate times hvd.size(), or step() alone."
+                "step(closure) was called with DistributedOptimizer(op=Sum), whose sums are "
+                "complete only after the backward of the closure. Use op=Average with a learning "
+                "rate times hvd.size(), or step() alone."
             )
         if self._skips:
             return
         if self._synchronized:
             warnings.warn(
-                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
-                "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
-                "if you use optimizer.synchronize() in your code.",
+                "optimizer.step() called without optimizer.skip_synchronize() context after "
+                "optimizer.synchronize(). This can cause training slowdown. You may want to "
+                "consider using optimizer.skip_synchronize() context if you use "
+                "optimizer.synchronize() in your code.",
                 stacklevel=3,
             )
         self.synchronize()

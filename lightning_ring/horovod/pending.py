@@ -16,10 +16,11 @@ HEAD = 3
 
 
 class Pending:
-    """Requests by name. Callers add them in any thread; the cycles of `Negotiation` take them, in one at a time.
+    """Requests by name. Callers add them in any thread; the cycles of `Negotiation` take them, in
+    one at a time.
 
-    A request is told by number, in a mask of a byte for each entry of the cache, if it is one that all ranks have run
-    before, and else by name.
+    A request is told by number, in a mask of a byte for each entry of the cache, if it is one that
+    all ranks have run before, and else by name.
     """
 
     def __init__(self, rank: int) -> None:
@@ -42,8 +43,9 @@ class Pending:
                     for before in requests[:index]:
                         del self.requests[before.name]
                     raise ValueError(
-                        f"{request.name}: a collective of this name was submitted and is not done yet. Give each a "
-                        "name of its own, or synchronize the first one before the second."
+                        f"{request.name}: a collective of this name was submitted and is not done "
+                        "yet. Give each a name of its own, or synchronize the first one before "
+                        "the second."
                     )
                 self.requests[request.name] = request
             if requests[0].name == JOIN:  # from here on the mask tells that this rank has joined
@@ -67,10 +69,14 @@ class Pending:
             self._mask[NO_NEWS] = not news
             return self._mask[:], news
 
-    def finish(self, names: Iterable[str], error: str | None = None, cause: BaseException | None = None) -> None:
+    def finish(
+        self, names: Iterable[str], error: str | None = None, cause: BaseException | None = None
+    ) -> None:
         """The requests of ``names`` are done."""
         with self._lock:  # first: the caller may submit the name again at once
-            done = [request for name in names if (request := self.requests.pop(name, None)) is not None]
+            done = [
+                request for name in names if (request := self.requests.pop(name, None)) is not None
+            ]
             for request in done:
                 if request.number is not None:
                     self._mask[HEAD + request.number] = 0

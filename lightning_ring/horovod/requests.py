@@ -1,4 +1,6 @@
-"""What a rank submits, what it tells the others of it, and whether the ranks' tensors fit together."""
+"""What a rank submits, what it tells the others of it, and whether the ranks' tensors fit
+together.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import torch
 from torch import Tensor
 
 JOIN = "join"  # the name and the kind of `join`
-GRADIENTS = "gradients"  # the kind, and the beginning of the name, of what `DistributedOptimizer` announces
+# the kind, and the beginning of the name, of what `DistributedOptimizer` announces
+GRADIENTS = "gradients"
 
 
 class Meta(NamedTuple):
@@ -48,7 +51,9 @@ class Request:
         "tensor",
     )
 
-    def __init__(self, name: str, meta: Meta, tensor: Tensor | None = None, output: Tensor | None = None) -> None:
+    def __init__(
+        self, name: str, meta: Meta, tensor: Tensor | None = None, output: Tensor | None = None
+    ) -> None:
         self.name = name
         self.meta = meta
         self.tensor = tensor
@@ -59,14 +64,17 @@ class Request:
         self.result: Any = None
         self.error: str | None = None
         self.cause: BaseException | None = None  # of ``error``: another rank failed
-        self.on_error: Callable[[str, BaseException | None], object] | None = None  # called with both
+        # called with both
+        self.on_error: Callable[[str, BaseException | None], object] | None = None
 
 
 Metas = Mapping[int, Meta]
 """What each rank of a process set has submitted under one name."""
 
 
-def problem_of(name: str, metas: Metas, joined: Sequence[int], members: Sequence[int]) -> str | None:
+def problem_of(
+    name: str, metas: Metas, joined: Sequence[int], members: Sequence[int]
+) -> str | None:
     """Why the ranks' requests of one name cannot run together; the same text on every rank.
 
     ``members`` are the ranks of the process set by their numbers in the job, which the text shows.
@@ -86,7 +94,9 @@ def problem_of(name: str, metas: Metas, joined: Sequence[int], members: Sequence
     ):
         values = [getattr(metas[rank], attribute) for rank in ranks]
         if len(set(values)) > 1:
-            return f"{name}: the ranks submitted it with different {what}: {_by_rank(shown, values)}."
+            return (
+                f"{name}: the ranks submitted it with different {what}: {_by_rank(shown, values)}."
+            )
     whole = first.kind in ("allreduce", "broadcast", "reducescatter")
     shapes = [metas[rank].shape if whole else metas[rank].shape[1:] for rank in ranks]
     if len(set(shapes)) > 1 or len({len(metas[rank].shape) for rank in ranks}) > 1:
@@ -105,7 +115,9 @@ def _by_rank(ranks: Sequence[int], values: Sequence[Any]) -> str:
 
 
 def scaled(tensor: Tensor, factor: float) -> Tensor:
-    """``tensor`` times ``factor``: integers by way of float64, 16-bit floats on the CPU by way of float32."""
+    """``tensor`` times ``factor``: integers by way of float64, 16-bit floats on the CPU by way
+    of float32.
+    """
     if factor == 1.0:
         return tensor
     if not tensor.is_floating_point():

@@ -15,8 +15,8 @@ _VARIABLE = "HOROVOD_START_TIMEOUT"
 
 @contextmanager
 def within_start_timeout() -> Iterator[None]:
-    """End this process, and with it the job, where the block takes longer than the variable's seconds; without it
-    ranks wait as long as `init` does.
+    """End this process, and with it the job, where the block takes longer than the variable's
+    seconds; without it ranks wait as long as `init` does.
 
     Raises:
         ConfigurationError: The variable is not a number above 0.
@@ -30,11 +30,14 @@ def within_start_timeout() -> Iterator[None]:
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise ConfigurationError(f"{_VARIABLE}={text!r}: expected a number of seconds above 0, such as 30.")
+        raise ConfigurationError(
+            f"{_VARIABLE}={text!r}: expected a number of seconds above 0, such as 30."
+        )
 
     def give_up() -> None:
         say(
-            f"hvd.init() has waited {seconds:g} s for the other ranks ({_VARIABLE}, --start-timeout): this process ends"
+            f"hvd.init() has waited {seconds:g} s for the other ranks ({_VARIABLE}, "
+            "--start-timeout): this process ends"
         )
         end_process(1)
 

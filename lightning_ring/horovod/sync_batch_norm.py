@@ -13,7 +13,8 @@ from lightning_ring.horovod.context import global_process_set, size
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm whose training statistics are those of all ranks' samples together, whose numbers may differ.
+    """BatchNorm whose training statistics are those of all ranks' samples together, whose numbers
+    may differ.
 
     In evaluation the running statistics are used. On CPUs as on GPUs.
     """
@@ -41,15 +42,23 @@ class SyncBatchNorm(_BatchNorm):
             assert self.num_batches_tracked is not None
             with torch.no_grad():
                 self.num_batches_tracked.add_(1)
-                factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+                factor = (
+                    1.0 / float(self.num_batches_tracked)
+                    if self.momentum is None
+                    else self.momentum
+                )
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-                self.running_var.lerp_((var * count / (count - 1)).to(self.running_var.dtype), factor)
+                self.running_var.lerp_(
+                    (var * count / (count - 1)).to(self.running_var.dtype), factor
+                )
         result: Tensor = output
         return result
 
 
 class _Normalize(torch.autograd.Function):
-    """The normalized input; then the statistics, which have no gradient: mean, biased variance, samples a channel."""
+    """The normalized input; then the statistics, which have no gradient: mean, biased variance,
+    samples a channel.
+    """
 
     @staticmethod
     def forward(
@@ -71,13 +80,20 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         input, weight, mean, inverse, count = ctx.saved_tensors
         wide_grad = grad.to(_wide(input))
-        normalized = (input.to(_wide(input)) - _by_channel(mean, input)) * _by_channel(inverse, input)
-        bias_grad, weight_grad = _sums(wide_grad), _sums(wide_grad * normalized)  # of this rank, as any parameter's
+        normalized = (input.to(_wide(input)) - _by_channel(mean, input)) * _by_channel(
+            inverse, input
+        )
+        # of this rank, as any parameter's
+        bias_grad, weight_grad = _sums(wide_grad), _sums(wide_grad * normalized)
         input_grad = None
         if ctx.needs_input_grad[0]:
             everyones = _all_reduced(torch.stack([bias_grad, weight_grad])) / count
             scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
-            centred = wide_grad - _by_channel(everyones[0], input) - normalized * _by_channel(everyones[1], input)
+            centred = (
+                wide_grad
+                - _by_channel(everyones[0], input)
+                - normalized * _by_channel(everyones[1], input)
+            )
             input_grad = (centred * _by_channel(scale, input)).to(input.dtype)
         if weight is None:
             return input_grad, None, None, None
@@ -93,12 +109,15 @@ def _statistics(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     own_mean = _sums(wide) / max(own_count, 1)
     deviation = _sums((wide - _by_channel(own_mean, wide)).square())
     row = torch.stack([own_mean, deviation, torch.full_like(own_mean, own_count)])
-    rows = synchronize(start("allgather", [row[None]], _named("statistics", row), global_process_set))
+    rows = synchronize(
+        start("allgather", [row[None]], _named("statistics", row), global_process_set)
+    )
     means, deviations, counts = rows.unbind(1)
     total = counts[:, 0].sum()
     if total < 2:
         raise ValueError(
-            f"Expected more than 1 value per channel when training, got {int(total)} on all ranks together."
+            f"Expected more than 1 value per channel when training, got {int(total)} on all ranks "
+            "together."
         )
     mean = (means * counts).sum(0) / total
     var = (deviations + counts * (means - mean).square()).sum(0) / total
@@ -106,7 +125,9 @@ def _statistics(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _all_reduced(sums: Tensor) -> Tensor:
-    handle = start_reduction("allreduce", [sums], _named("sums", sums), Sum, 1.0, 1.0, global_process_set)
+    handle = start_reduction(
+        "allreduce", [sums], _named("sums", sums), Sum, 1.0, 1.0, global_process_set
+    )
     result: Tensor = synchronize(handle)
     return result
 

@@ -11,7 +11,9 @@ from typing import Any
 
 
 class Timeline:
-    """Events of one process set, in memory until `write`. Each name is a row: the wait for all ranks, then the run."""
+    """Events of one process set, in memory until `write`. Each name is a row: the wait for all
+    ranks, then the run.
+    """
 
     def __init__(self, path: Path, *, mark_cycles: bool) -> None:
         self.path = path
@@ -23,10 +25,14 @@ class Timeline:
 
     def cycle(self) -> None:
         if self._mark_cycles:
-            self._add({"name": "CYCLE_START", "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": self._now()})
+            self._add(
+                {"name": "CYCLE_START", "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": self._now()}
+            )
 
     def negotiated(self, name: str, kind: str, since: float) -> None:
-        """All ranks have submitted ``name``, the first one at ``since`` (seconds of `time.monotonic`)."""
+        """All ranks have submitted ``name``, the first one at ``since`` (seconds of
+        `time.monotonic`).
+        """
         waited = time.monotonic() - since
         self._slice(name, f"NEGOTIATE_{kind.upper()}", self._now() - waited * 1e6, waited)
 
@@ -41,7 +47,10 @@ class Timeline:
                 "name": "process_name",
                 "ph": "M",
                 "pid": 0,
-                "args": {"name": "horovod", "start_time_since_epoch_in_micros": int(self._began * 1e6)},
+                "args": {
+                    "name": "horovod",
+                    "start_time_since_epoch_in_micros": int(self._began * 1e6),
+                },
             },
             *(
                 {"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": name}}
@@ -56,7 +65,16 @@ class Timeline:
 
     def _slice(self, name: str, what: str, begin: float, seconds: float) -> None:
         row = self._rows.setdefault(name, len(self._rows) + 1)
-        self._add({"name": what, "ph": "X", "pid": 0, "tid": row, "ts": max(0.0, begin), "dur": seconds * 1e6})
+        self._add(
+            {
+                "name": what,
+                "ph": "X",
+                "pid": 0,
+                "tid": row,
+                "ts": max(0.0, begin),
+                "dur": seconds * 1e6,
+            }
+        )
 
     def _add(self, event: dict[str, Any]) -> None:
         with self._lock:

@@ -1,4 +1,6 @@
-"""The ranks of a job that goes on when ranks die (`lightning_ring.membership`), as `init` opens them."""
+"""The ranks of a job that goes on when ranks die (`lightning_ring.membership`), as `init` opens
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.elastic.ending import end_job_on_error
 from lightning_ring.elastic.generations import Generations
-from lightning_ring.elastic.recovery import BLAME_SECONDS, NUM_ATTEMPTS, VIEW_SECONDS, is_from_a_peer
+from lightning_ring.elastic.recovery import (
+    BLAME_SECONDS,
+    NUM_ATTEMPTS,
+    VIEW_SECONDS,
+    is_from_a_peer,
+)
 from lightning_ring.errors import ConfigurationError, RingError
 from lightning_ring.horovod.cpu_operations import cpu_backend
 from lightning_ring.horovod.errors import HorovodInternalError
@@ -26,11 +33,14 @@ from lightning_ring.membership.view import View
 
 
 class RanksChanged(HorovodInternalError, GenerationOver):
-    """A rank died, or others stop to let newcomers in: the collectives of this generation are over."""
+    """A rank died, or others stop to let newcomers in: the collectives of this generation are
+    over.
+    """
 
 
 class Views:
-    """This process in the job of a steward, from the first `init` to its end. Constructing it connects.
+    """This process in the job of a steward, from the first `init` to its end. Constructing it
+    connects.
 
     Attributes:
         has_state: Whether this rank has synchronised, so that others can get the state from it.
@@ -44,7 +54,9 @@ class Views:
         self._member.open()
         end_job_on_error(self._member)
         atexit.register(self._finish)
-        self._generations = Generations(self._member, cpu_backend(), torch.device("cpu"), timeout, stall_warning)
+        self._generations = Generations(
+            self._member, cpu_backend(), torch.device("cpu"), timeout, stall_warning
+        )
         self._policies: list[WaitPolicy] = []
 
     @property
@@ -58,11 +70,14 @@ class Views:
         assert view is not None, "open() comes first"
         return view.members
 
-    def open(self, enter: Callable[[Job, Communicator, Communicator], None], leave: Callable[[], None]) -> None:
-        """Take part in the next view, and call ``enter`` with its job and two communicators. Collective.
+    def open(
+        self, enter: Callable[[Job, Communicator, Communicator], None], leave: Callable[[], None]
+    ) -> None:
+        """Take part in the next view, and call ``enter`` with its job and two communicators.
+        Collective.
 
-        Blocks until all its ranks are there, and begins again where one dies meanwhile: ``leave`` closes what ``enter``
-        has opened.
+        Blocks until all its ranks are there, and begins again where one dies meanwhile: ``leave``
+        closes what ``enter`` has opened.
         """
         attempts = 0
         while True:
@@ -96,7 +111,8 @@ class Views:
         return job, negotiated, gradients
 
     def is_over(self, error: BaseException) -> bool:
-        """Whether ``error`` may come from a death or from newcomers, so that the job goes on after it.
+        """Whether ``error`` may come from a death or from newcomers, so that the job goes on after
+        it.
 
         Raises:
             JobEnded: It comes from the end of the job.

@@ -1,1 +1,3 @@
-"""Facts and settings of the machine that a rank runs on: cores, malloc, file locks, random generators."""
+"""Facts and settings of the machine that a rank runs on: cores, malloc, file locks, random
+generators.
+"""

@@ -1,4 +1,5 @@
-"""GPUs through torch's device-generic calls: NVIDIA's and AMD's are ``cuda`` to torch, Intel's ``xpu``.
+"""GPUs through torch's device-generic calls: NVIDIA's and AMD's are ``cuda`` to torch, Intel's
+``xpu``.
 
 What was run on which of them is in docs/compatibility.md.
 """

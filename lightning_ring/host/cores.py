@@ -1,4 +1,6 @@
-"""The cores that this process may run on, and the number of them at a time. Without torch: tools start at once."""
+"""The cores that this process may run on, and the number of them at a time. Without torch: tools
+start at once.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,22 @@ def bound_cores() -> list[int]:
 
 
 def available_cores(ranks_per_node: int = 1, root: Path = _CGROUP, own: Path = _OWN) -> int:
-    """Cores for one rank, at least 1: what affinity and processor quotas allow, divided by the ranks that share it.
+    """Cores for one rank, at least 1: what affinity and processor quotas allow, divided by the
+    ranks that share it.
 
-    Under ``mpirun --bind-to core`` each rank sees its own cores only: leave ``ranks_per_node`` at 1 there.
+    Under ``mpirun --bind-to core`` each rank sees its own cores only: leave ``ranks_per_node`` at 1
+    there.
     """
     return max(1, int(min(len(bound_cores()), cgroup_quota(root, own)) / ranks_per_node))
 
 
 def cgroup_quota(root: Path = _CGROUP, own: Path = _OWN) -> float:
-    """The number of cores at a time that the processor quotas over this process allow; infinite without a quota.
+    """The number of cores at a time that the processor quotas over this process allow; infinite
+    without a quota.
 
-    A container sees its own control group as ``root``; under systemd and Slurm a process lives in one below it, and
-    every group from there upwards limits it. Sources: the kernel's cgroup-v2.rst (``cpu.max``) and sched-bwc.rst
-    (version 1).
+    A container sees its own control group as ``root``; under systemd and Slurm a process lives in
+    one below it, and every group from there upwards limits it. Sources: the kernel's cgroup-v2.rst
+    (``cpu.max``) and sched-bwc.rst (version 1).
     """
     groups = [root, *_groups_below(root, "", own)]
     version_1 = [root / "cpu", *_groups_below(root / "cpu", "cpu", own)]
@@ -39,7 +44,9 @@ def cgroup_quota(root: Path = _CGROUP, own: Path = _OWN) -> float:
 
 
 def _groups_below(root: Path, controller: str, own: Path) -> Iterator[Path]:
-    """This process's group and those above it, without ``root``; ``controller`` is empty in version 2."""
+    """This process's group and those above it, without ``root``; ``controller`` is empty in
+    version 2.
+    """
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:

@@ -1,4 +1,6 @@
-"""A lock on an open file. The kernel releases it when the process that holds it ends. Windows has none of this kind."""
+"""A lock on an open file. The kernel releases it when the process that holds it ends. Windows
+has none of this kind.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ _held: set[int] = set()
 
 
 def claim(file: int) -> bool:
-    """Lock the open ``file`` against other processes, until `release`; OSError (``errno.EBUSY``) if one holds it.
+    """Lock the open ``file`` against other processes, until `release`; OSError (``errno.EBUSY``) if
+    one holds it.
 
     False where there are no locks: on Windows, and on some network file systems.
     """
@@ -60,7 +63,9 @@ def _lock(file: int) -> bool | None:
 
 
 def _leave_to_parent() -> None:
-    """A lock lives as long as some process has the file open: a data loader's worker may outlive its rank."""
+    """A lock lives as long as some process has the file open: a data loader's worker may outlive
+    its rank.
+    """
     for file in _held:
         with suppress(OSError):
             os.close(file)

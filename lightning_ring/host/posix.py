@@ -17,6 +17,7 @@ def require_posix(what: str) -> None:
     """Raises `ConfigurationError`: this is Windows."""
     if fcntl is None:
         raise ConfigurationError(
-            f"{what} needs Linux or macOS: it starts, signals and watches processes as Windows does not. "
-            "`lightning-ring pack`, lightning_ring.data, lightning_ring.optim and lightning_ring.schedules work here."
+            f"{what} needs Linux or macOS: it starts, signals and watches processes as Windows "
+            "does not. `lightning-ring pack`, lightning_ring.data, lightning_ring.optim and "
+            "lightning_ring.schedules work here."
         )

@@ -13,9 +13,14 @@ from lightning_ring.host.accelerator import COLLECTIVES, gpu_module, started_gpu
 
 
 def collect_random_state() -> dict[str, Any]:
-    """State of Python's, NumPy's and torch's generators (every GPU's too), picklable with ``weights_only``."""
+    """State of Python's, NumPy's and torch's generators (every GPU's too), picklable with
+    ``weights_only``.
+    """
     version, internal, gauss = random.getstate()
-    state: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
+    state: dict[str, Any] = {
+        "python": [version, list(internal), gauss],
+        "torch": torch.get_rng_state(),
+    }
     if numpy := _numpy_random():
         name, keys, position, has_gauss, cached = numpy.get_state()
         state["numpy"] = [name, keys.tolist(), int(position), int(has_gauss), float(cached)]
@@ -25,7 +30,9 @@ def collect_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Undo what was drawn since `collect_random_state`. GPUs' states are restored for as many as there are."""
+    """Undo what was drawn since `collect_random_state`. GPUs' states are restored for as many as
+    there are.
+    """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(own_memory(state["torch"]))
@@ -40,13 +47,16 @@ def restore_random_state(state: dict[str, Any]) -> None:
 def own_memory(state: Tensor) -> Tensor:
     """``state`` as torch's ``set_state`` needs it: on the host, at the start of its memory.
 
-    Of a view it reads where the whole memory begins: it would take another rank's state, or end the process.
+    Of a view it reads where the whole memory begins: it would take another rank's state, or end the
+    process.
     """
     return state.cpu().clone()
 
 
 def remember_random_state() -> Callable[[], None]:
-    """Keep the states of the same generators as they are, which is cheaper; the returned function restores them."""
+    """Keep the states of the same generators as they are, which is cheaper; the returned
+    function restores them.
+    """
     python, host, numpy = random.getstate(), torch.get_rng_state(), _numpy_random()
     of_numpy = numpy.get_state() if numpy else None
     of_gpus = [(gpus, gpus.get_rng_state_all()) for _, gpus in started_gpus()]

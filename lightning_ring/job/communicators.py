@@ -24,16 +24,23 @@ from lightning_ring.job.topology import backend_between_nodes, is_hierarchical, 
 
 
 def open_communicator(
-    job: Job, backend: str, device: torch.device, timeout: timedelta, stall_warning: timedelta, topology: str = "auto"
+    job: Job,
+    backend: str,
+    device: torch.device,
+    timeout: timedelta,
+    stall_warning: timedelta,
+    topology: str = "auto",
 ) -> Communicator:
     """Give ``job`` a new communicator, and close the one before. Collective.
 
-    The arguments are those of `RingStrategy`; ``device`` is where gradients live. ``backend="auto"`` is NCCL on CUDA,
-    XCCL on Intel's GPUs; on CPU shared memory in a node, else MPI where it started the ranks, else Gloo, and between
-    nodes Gloo, unless MPI may have a better network than TCP (`backend_between_nodes`).
+    The arguments are those of `RingStrategy`; ``device`` is where gradients live.
+    ``backend="auto"`` is NCCL on CUDA, XCCL on Intel's GPUs; on CPU shared memory in a node, else
+    MPI where it started the ranks, else Gloo, and between nodes Gloo, unless MPI may have a better
+    network than TCP (`backend_between_nodes`).
 
     Raises:
-        ConfigurationError: The backend cannot serve ``device``, MPI did not start the ranks, or the topology cannot be.
+        ConfigurationError: The backend cannot serve ``device``, MPI did not start the ranks, or the
+            topology cannot be.
     """
     job.drop_communicator()
     job.num_communicators += 1
@@ -45,15 +52,22 @@ def open_communicator(
         across = backend_between_nodes(job.members)
     policy = job.policy = WaitPolicy(timeout, job.check, stall_warning)
     if job.lasting is not None:
-        policy.grace = 0.0  # the generation is over: its ranks do the step again, or have all they need
+        # the generation is over: its ranks do the step again, or have all they need
+        policy.grace = 0.0
         policy.opening = job.lasting.opening
     if job.stalls is not None:
         job.stalls.follow(policy, job.num_communicators)
     if nested:
-        store = dist.PrefixStore(f"nodes/{job.num_communicators}", job.store) if backend == "auto" else None
+        store = (
+            dist.PrefixStore(f"nodes/{job.num_communicators}", job.store)
+            if backend == "auto"
+            else None
+        )
         mpi_comm = _mpi_comm(job) if "mpi" in (chosen, across) else None
         kept = job.lasting.memory if job.lasting is not None else None
-        job.communicator = open_hierarchical(nodes, job.info.rank, chosen, across, policy, store, mpi_comm, kept)
+        job.communicator = open_hierarchical(
+            nodes, job.info.rank, chosen, across, policy, store, mpi_comm, kept
+        )
     else:
         job.communicator = _open_flat(job, across, policy)
     return job.communicator
@@ -62,18 +76,24 @@ def open_communicator(
 def _chosen(backend: str, info: RankInfo, device: torch.device) -> str:
     if backend == "auto":
         one_node = 1 < info.world_size == info.local_size
-        backend = COLLECTIVES.get(device.type) or ("shared memory" if one_node else _by_messages(info))
+        backend = COLLECTIVES.get(device.type) or (
+            "shared memory" if one_node else _by_messages(info)
+        )
     if backend == "nccl" and device.type != "cuda":
-        raise ConfigurationError(f"backend='nccl' moves CUDA tensors, the model is on {device}. Use backend='auto'.")
+        raise ConfigurationError(
+            f"backend='nccl' moves CUDA tensors, the model is on {device}. Use backend='auto'."
+        )
     if backend == "mpi":
         if device.type != "cpu":
             raise ConfigurationError(
-                f"backend='mpi' moves CPU tensors, the model is on {device}. Use backend='auto' (NCCL on CUDA)."
+                f"backend='mpi' moves CPU tensors, the model is on {device}. Use backend='auto' "
+                "(NCCL on CUDA)."
             )
         if info.source != "mpi":
             raise ConfigurationError(
-                f"backend='mpi' needs ranks that MPI started, these come from {info.source}. Start them with "
-                "`mpirun -n N python ...` or `ringrun -n N python ...`, or use backend='gloo'."
+                f"backend='mpi' needs ranks that MPI started, these come from {info.source}. Start "
+                "them with `mpirun -n N python ...` or `ringrun -n N python ...`, or use "
+                "backend='gloo'."
             )
     return backend
 
@@ -97,12 +117,15 @@ def _open_flat(job: Job, backend: str, policy: WaitPolicy) -> Communicator:
 
 
 def _mpi_comm(job: Job) -> Any:
-    """MPI's communicator of this job's ranks: ``COMM_WORLD``, or a part of it in a job that goes on with fewer."""
+    """MPI's communicator of this job's ranks: ``COMM_WORLD``, or a part of it in a job that goes
+    on with fewer.
+    """
     mpi = import_mpi()
     launch_ranks = [member.launch_rank for member in job.members]
     if launch_ranks == list(range(mpi.COMM_WORLD.size)):
         return mpi.COMM_WORLD
     group = mpi.COMM_WORLD.group.Incl(launch_ranks)
-    part = mpi.COMM_WORLD.Create_group(group, tag=job.info.generation % 2**15)  # collective over the part alone
+    # collective over the part alone
+    part = mpi.COMM_WORLD.Create_group(group, tag=job.info.generation % 2**15)
     group.Free()
     return part

@@ -1,9 +1,11 @@
-"""An error on one rank ends the job: an uncaught exception, or an exit code that is not 0, anywhere in the script.
+"""An error on one rank ends the job: an uncaught exception, or an exit code that is not 0, anywhere
+in the script.
 
-``sys.exit`` is replaced because an exit handler cannot ask for the exit code. Without it the last handler would take
-``sys.exit(3)`` for a normal end. Measured (`tests/job/rank_script.py` with ``exit-3`` on 2 ranks): under mpirun the job
-then ends 5 s later (`watch.LEFT_GRACE`) and with exit code 1 instead of 3, since the rank waits for the others before
-MPI_Finalize; with plain processes the code is 3, and the other rank is told 5 s later.
+``sys.exit`` is replaced because an exit handler cannot ask for the exit code. Without it the last
+handler would take ``sys.exit(3)`` for a normal end. Measured (`tests/job/rank_script.py` with
+``exit-3`` on 2 ranks): under mpirun the job then ends 5 s later (`watch.LEFT_GRACE`) and with exit
+code 1 instead of 3, since the rank waits for the others before MPI_Finalize; with plain processes
+the code is 3, and the other rank is told 5 s later.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.watch.peers import comes_from_a_peer
 from lightning_ring.job.watch.watch import JobWatch
 
-_FIRST_ERROR_SECONDS = 5.0  # how long a rank whose peer failed lets that one print its error and end
+# how long a rank whose peer failed lets that one print its error and end
+_FIRST_ERROR_SECONDS = 5.0
 
 
 class _Installed:
@@ -39,9 +42,9 @@ class _Installed:
 def end_job_on_error(info: RankInfo, watch: JobWatch | None = None) -> None:
     """Let an uncaught exception, or a ``sys.exit`` with an error, on this rank end the whole job.
 
-    Call it as soon as ``info`` is known and again once there is a ``watch``. The traceback is printed first, except
-    that of a `PeerFailedError`: the other rank prints the error that matters. With one rank nothing is installed. At a
-    normal end the rank says goodbye (`JobWatch.leave`).
+    Call it as soon as ``info`` is known and again once there is a ``watch``. The traceback is
+    printed first, except that of a `PeerFailedError`: the other rank prints the error that matters.
+    With one rank nothing is installed. At a normal end the rank says goodbye (`JobWatch.leave`).
     """
     if info.world_size == 1:
         return
@@ -53,7 +56,8 @@ def end_job_on_error(info: RankInfo, watch: JobWatch | None = None) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-            # torch.distributed wraps this hook in one that collects its output, to be printed when it returns
+            # torch.distributed wraps this hook in one that collects its output, to be printed when
+            # it returns
             sys.stderr = sys.__stderr__
         if _Installed.info is None or os.getpid() != _Installed.pid:  # no job, or a forked child
             previous(kind, error, trace)
@@ -70,7 +74,9 @@ def end_job_on_error(info: RankInfo, watch: JobWatch | None = None) -> None:
 
 
 def _print_whole(hook: Callable[..., Any], *error: Any) -> None:
-    """Print what ``hook`` prints at once: ranks that fail together would mix the lines of their tracebacks."""
+    """Print what ``hook`` prints at once: ranks that fail together would mix the lines of their
+    tracebacks.
+    """
     stderr, text = sys.stderr, io.StringIO()
     with contextlib.redirect_stderr(text):
         hook(*error)
@@ -85,7 +91,9 @@ def stop_ending_job() -> None:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The `PeerFailedError` that explains an error of a transport, if the watch knows one; else ``error``."""
+    """The `PeerFailedError` that explains an error of a transport, if the watch knows one; else
+    ``error``.
+    """
     if isinstance(error.__cause__, PeerFailedError):  # raised as an error of an API's own
         return error.__cause__
     watch = _Installed.watch
@@ -108,7 +116,10 @@ def _end_after(error: BaseException) -> NoReturn:
             watch.wait_until_gone(failure.rank, _FIRST_ERROR_SECONDS)
             time.sleep(0.2)  # the launcher takes the first that ends for the culprit
         end_process(1)
-    say(f"{info.name} (host {os.uname().nodename}, pid {os.getpid()}) failed and ends the job: {in_one_line(error)}")
+    say(
+        f"{info.name} (host {os.uname().nodename}, pid {os.getpid()}) failed and ends the job: "
+        f"{in_one_line(error)}"
+    )
     leave_cause(f"{info.name} failed: {in_one_line(error)}")
     if watch is not None:
         watch.report(error)
@@ -116,8 +127,9 @@ def _end_after(error: BaseException) -> NoReturn:
 
 
 class _Exit(SystemExit):
-    """A `SystemExit` that knows whether it ended the script: the interpreter then reads ``code``, with no Python frame
-    left above; there is no other way to learn the exit code in an exit handler."""
+    """A `SystemExit` that knows whether it ended the script: the interpreter then reads ``code``,
+    with no Python frame left above; there is no other way to learn the exit code in an exit
+    handler."""
 
     def __init__(self, code: Any = None) -> None:
         super().__init__(code)
@@ -126,7 +138,9 @@ class _Exit(SystemExit):
     @property
     def code(self) -> Any:  # type: ignore[override]
         if sys._getframe().f_back is None:
-            _Installed.exit_code = self._code if isinstance(self._code, int) else int(self._code is not None)
+            _Installed.exit_code = (
+                self._code if isinstance(self._code, int) else int(self._code is not None)
+            )
         return self._code
 
 
@@ -134,7 +148,9 @@ _Exit.__name__ = _Exit.__qualname__ = "SystemExit"
 
 
 def _exit(status: Any = None, /) -> NoReturn:
-    """Exit the interpreter by raising SystemExit(status); `sys.exit`, which tells the other ranks."""
+    """Exit the interpreter by raising SystemExit(status); `sys.exit`, which tells the other
+    ranks.
+    """
     raise _Exit(status)
 
 
@@ -143,7 +159,10 @@ def _goodbye() -> None:
     if info is None or os.getpid() != _Installed.pid:
         return
     if code:
-        say(f"{info.name} (host {os.uname().nodename}, pid {os.getpid()}) exits with code {code} and ends the job")
+        say(
+            f"{info.name} (host {os.uname().nodename}, pid {os.getpid()}) exits with code {code} "
+            "and ends the job"
+        )
         leave_cause(f"{info.name} exited with code {code}")
         if watch is not None:
             watch.report(SystemExit(code))

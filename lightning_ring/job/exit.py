@@ -26,20 +26,26 @@ def say(line: str) -> None:
 
 
 def leave_cause(line: str) -> None:
-    """Hand ``line`` to the process that started the ranks, which prints it last. The first rank's counts.
+    """Hand ``line`` to the process that started the ranks, which prints it last. The first rank's
+    counts.
 
-    That process listens at the abstract socket ``RING_CAUSE`` (Linux), which nobody has to remove: on another host
-    there is none.
+    That process listens at the abstract socket ``RING_CAUSE`` (Linux), which nobody has to remove:
+    on another host there is none.
     """
     name = os.environ.get("RING_CAUSE")
     if name:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
+        ):
             sender.setblocking(False)
             sender.sendto(line.encode()[:CAUSE_BYTES], f"\0{name}")
 
 
 def in_one_line(error: BaseException) -> str:
-    """``error`` in a message; with the one whose handling raised it, as where cleaning up fails as well."""
+    """``error`` in a message; with the one whose handling raised it, as where cleaning up fails
+    as well.
+    """
     text = (str(error).strip().splitlines() or [""])[0]
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     first = None if error.__suppress_context__ else error.__context__
@@ -47,10 +53,12 @@ def in_one_line(error: BaseException) -> str:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process now, and with it the MPI job, without exit handlers: MPI_Finalize would wait for the others.
+    """End this process now, and with it the MPI job, without exit handlers: MPI_Finalize would wait
+    for the others.
 
-    The launcher (mpirun, torchrun, ringrun) sees a rank that ended with ``code`` and ends the rest; so does the job
-    watch. Not through MPI_Abort, which can block on a cut link, and prints ten lines over the one that matters.
+    The launcher (mpirun, torchrun, ringrun) sees a rank that ended with ``code`` and ends the rest;
+    so does the job watch. Not through MPI_Abort, which can block on a cut link, and prints ten
+    lines over the one that matters.
     """
     # a thread in C that ends the process anyway, should flushing block on a pipe that nobody reads
     faulthandler.dump_traceback_later(3, exit=True, file=os.open(os.devnull, os.O_WRONLY))
@@ -63,8 +71,9 @@ def end_process(code: int) -> NoReturn:
 class LauncherProbe:
     """Whether this process's parent still lives, and its launcher, which may be an older ancestor.
 
-    Open MPI leaves the ranks running when mpirun is killed with ``kill -9``. A shell between mpirun and the rank
-    survives mpirun too, so the ancestors up to the launcher are remembered, each with its start time.
+    Open MPI leaves the ranks running when mpirun is killed with ``kill -9``. A shell between mpirun
+    and the rank survives mpirun too, so the ancestors up to the launcher are remembered, each with
+    its start time.
     """
 
     def __init__(self) -> None:
@@ -74,16 +83,23 @@ class LauncherProbe:
         self._orphaned = self._parent == 1 and os.environ.get("RING_LAUNCHER_PID", "1") != "1"
 
     def end_soon(self) -> None:
-        """End the Open MPI launcher of this host in a few seconds. It waits for ever for a host that it lost.
+        """End the Open MPI launcher of this host in a few seconds. It waits for ever for a host
+        that it lost.
 
-        mpirun gives up at the third SIGTERM, with exit code 1 and its files removed. Should it end by itself, as it
-        does when the link comes back, nothing happens.
+        mpirun gives up at the third SIGTERM, with exit code 1 and its files removed. Should it end
+        by itself, as it does when the link comes back, nothing happens.
         """
         if self._ancestors and self._ancestors[-1][2] in OPEN_MPI_LAUNCHERS:
             launcher = self._ancestors[-1][0]
             script = f"sleep 2; for i in 1 2 3; do kill -TERM {launcher} || exit; sleep 1; done"
             quiet = subprocess.DEVNULL
-            subprocess.Popen(["/bin/sh", "-c", script], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+            subprocess.Popen(
+                ["/bin/sh", "-c", script],
+                stdin=quiet,
+                stdout=quiet,
+                stderr=quiet,
+                start_new_session=True,
+            )
 
     def gone(self) -> str | None:
         """A sentence about the process that has gone, or ``None`` while all live."""
@@ -131,7 +147,9 @@ def remove_files_of_mpirun() -> None:
 
 
 def remove_segments(pid: int | str = "self") -> None:
-    """Remove the shared-memory files of MPI that process ``pid`` maps, which only mpirun would remove."""
+    """Remove the shared-memory files of MPI that process ``pid`` maps, which only mpirun would
+    remove.
+    """
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             path = line[line.find("/") :] if "/dev/shm/" in line else ""

@@ -36,8 +36,9 @@ _log = logging.getLogger("lightning_ring")
 class Lasting:
     """What a job has whose ranks come and go, instead of a watch.
 
-    ``check`` raises a `PeerFailedError` once its generation is over. ``memory`` outlives the generation. ``opening``
-    bounds the meeting of ranks that are all there: Gloo waits that long for a connection of a rank that has just died.
+    ``check`` raises a `PeerFailedError` once its generation is over. ``memory`` outlives the
+    generation. ``opening`` bounds the meeting of ranks that are all there: Gloo waits that long for
+    a connection of a rank that has just died.
     """
 
     check: Callable[[], None]
@@ -46,10 +47,11 @@ class Lasting:
 
 
 class Job:
-    """The ranks that work together, and what this process has opened to reach them. `open_job` and `connect` make one.
+    """The ranks that work together, and what this process has opened to reach them. `open_job` and
+    `connect` make one.
 
-    Who takes part never changes in a job. Fewer or other processes are the next *generation*: a new job with ranks of
-    its own (`reopen`). A process has one job at a time.
+    Who takes part never changes in a job. Fewer or other processes are the next *generation*: a new
+    job with ranks of its own (`reopen`). A process has one job at a time.
     """
 
     def __init__(
@@ -67,7 +69,8 @@ class Job:
         self.store = store  # for this generation alone; rank 0 serves it
         self.watch = watch  # None in a single process, as is `stalls`
         self.stalls = StallReporter(watch) if watch is not None else None
-        self.communicator: Communicator | None = None  # open until the next one is, or the job is closed
+        # open until the next one is, or the job is closed
+        self.communicator: Communicator | None = None
         self.num_communicators = 0
         self.policy: WaitPolicy | None = None  # of the communicator
         self.closed = False
@@ -85,49 +88,61 @@ class Job:
             self.watch.check()
 
     def start_fit(self) -> None:
-        """Make the job ready for another fit: errors that the script caught count no more. Collective."""
+        """Make the job ready for another fit: errors that the script caught count no more.
+        Collective.
+        """
         offer_interface()
         if self.watch is not None:
             self.watch.reset()
         if dist.is_initialized() and is_gpu(self._device) and self._any_rank_is_broken():
             self.drop_communicator()
             if dist.group.WORLD is self._default_group:
-                _abort_process_group()  # a kernel of SyncBatchNorm may wait for a rank that gave the last fit up
-        if not dist.is_initialized():  # or the script destroyed it, as scripts do before a test on one device
+                # a kernel of SyncBatchNorm may wait for a rank that gave the last fit up
+                _abort_process_group()
+        # or the script destroyed it, as scripts do before a test on one device
+        if not dist.is_initialized():
             self.drop_communicator()
             self.open_default_group()
 
     def _any_rank_is_broken(self) -> bool:
         """Whether the last fit ended in an error of a collective on some rank. Collective."""
         store = dist.PrefixStore(f"broken/{self.num_communicators}", self.store)
-        store.set(str(self.info.rank), str(int(self.policy is not None and self.policy.error is not None)))
+        store.set(
+            str(self.info.rank), str(int(self.policy is not None and self.policy.error is not None))
+        )
         return b"1" in [store.get(str(rank)) for rank in range(self.info.world_size)]
 
     def drop_communicator(self) -> None:
-        """Close the communicator. It may be broken, or hold a bucket that a failed peer never sent."""
+        """Close the communicator. It may be broken, or hold a bucket that a failed peer never
+        sent.
+        """
         if self.communicator is not None:
             self.communicator.abandon()
             self.communicator = None
 
     def open_default_group(self) -> None:
-        """Start torch.distributed, for torchmetrics and SyncBatchNorm: NCCL for a GPU's tensors, Gloo for CPU tensors.
+        """Start torch.distributed, for torchmetrics and SyncBatchNorm: NCCL for a GPU's tensors,
+        Gloo for CPU tensors.
 
         A group that is there, of the script or of another strategy, is left as it is.
         """
         if dist.is_initialized():
             return
         if self.lasting is not None:
-            # torch names the group after a count, in which a failed attempt stays: the next time that rank would look
-            # for the others under another name
+            # torch names the group after a count, in which a failed attempt stays: the next time
+            # that rank would look for the others under another name
             dist.distributed_c10d._world.group_count = 0
         library = COLLECTIVES.get(self._device.type, "")
         if library == "nccl":
             # gradients have a communicator of their own beside this one, which SyncBatchNorm and
-            # `all_gather(sync_grads=True)` use in the same backward. NCCL 2.26 and newer then runs kernels of several
-            # communicators in the order in which the host called them, the same on all ranks; else they could deadlock
+            # `all_gather(sync_grads=True)` use in the same backward. NCCL 2.26 and newer then runs
+            # kernels of several communicators in the order in which the host called them, the same
+            # on all ranks; else they could deadlock
             os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         dist.init_process_group(
-            f"cpu:gloo,{self._device.type}:{library}" if library and dist.is_backend_available(library) else "gloo",
+            f"cpu:gloo,{self._device.type}:{library}"
+            if library and dist.is_backend_available(library)
+            else "gloo",
             store=dist.PrefixStore(f"default/{self._num_groups}", self.store),
             rank=self.info.rank,
             world_size=self.info.world_size,
@@ -140,14 +155,16 @@ class Job:
             limit_waits(self._default_group, self._timeout)
 
     def reopen(self, ranks: Sequence[int]) -> Job | None:
-        """Close this job and open the next generation over ``ranks`` of it, which become ranks 0, 1, 2, ...
+        """Close this job and open the next generation over ``ranks`` of it, which become ranks 0,
+        1, 2, ...
 
-        Every rank of this job that still lives calls it with the same ``ranks``; it returns `None` on all others. Rank
-        0 must be among the callers, since it serves the store through which the next one is found.
+        Every rank of this job that still lives calls it with the same ``ranks``; it returns `None`
+        on all others. Rank 0 must be among the callers, since it serves the store through which the
+        next one is found.
 
         Raises:
-            ConfigurationError: ``ranks`` names none, one twice, or one that is not in this job; or a process group of
-                the script's own is open, which would keep its members.
+            ConfigurationError: ``ranks`` names none, one twice, or one that is not in this job; or
+                a process group of the script's own is open, which would keep its members.
             RankDiscoveryError: Rank 0, or the next rank 0, could not be reached.
         """
         self._check_reopen(ranks)
@@ -158,7 +175,12 @@ class Job:
         store = hand_over_store(self.store, self.info.rank, ranks, address, self._timeout)
         if ranks[0] == self.info.rank:
             shown = ", ".join(map(str, ranks))
-            _log.info("Generation %d of the job: %d ranks, before ranks %s.", generation, len(ranks), shown)
+            _log.info(
+                "Generation %d of the job: %d ranks, before ranks %s.",
+                generation,
+                len(ranks),
+                shown,
+            )
         self.close()
         if store is None:
             return None
@@ -167,16 +189,21 @@ class Job:
         return open_job(info, self._device, self._timeout, store=store, launch_rank=launch_rank)
 
     def close(self) -> None:
-        """Close the communicator, the default group if it is this job's, the watch, and the store. Collective.
+        """Close the communicator, the default group if it is this job's, the watch, and the store.
+        Collective.
 
-        Rank 0 serves the others, and waits up to `CLOSE_SECONDS` until they have closed too. An error in this
-        process ends no other one afterwards.
+        Rank 0 serves the others, and waits up to `CLOSE_SECONDS` until they have closed too. An
+        error in this process ends no other one afterwards.
         """
         if self.closed:
             return
         self.closed = True
         self.drop_communicator()
-        if self._default_group is not None and dist.is_initialized() and dist.group.WORLD is self._default_group:
+        if (
+            self._default_group is not None
+            and dist.is_initialized()
+            and dist.group.WORLD is self._default_group
+        ):
             dist.destroy_process_group()
         self._default_group = None
         stop_ending_job()
@@ -188,15 +215,22 @@ class Job:
         self.store = dist.HashStore()  # the last reference to a TCPStore ends its server
 
     def _check_reopen(self, ranks: Sequence[int]) -> None:
-        if self.closed or not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(len(self.members))):
+        if (
+            self.closed
+            or not ranks
+            or len(set(ranks)) != len(ranks)
+            or not set(ranks) <= set(range(len(self.members)))
+        ):
             raise ConfigurationError(
-                f"Job.reopen({list(ranks)}) on {'a closed job' if self.closed else f'{len(self.members)} ranks'}: name "
-                "each rank that goes on once, by its number in the open job."
+                f"Job.reopen({list(ranks)}) on "
+                f"{'a closed job' if self.closed else f'{len(self.members)} ranks'}: name each "
+                "rank that goes on once, by its number in the open job."
             )
         if dist.is_initialized() and dist.group.WORLD is not self._default_group:
             raise ConfigurationError(
-                "Job.reopen: the script opened torch.distributed's default group, whose ranks cannot change. Call "
-                "torch.distributed.destroy_process_group() first, or leave the group to lightning_ring."
+                "Job.reopen: the script opened torch.distributed's default group, whose ranks "
+                "cannot change. Call torch.distributed.destroy_process_group() first, or leave "
+                "the group to lightning_ring."
             )
 
 
@@ -204,7 +238,9 @@ _last: Job | None = None  # of this process, open or closed
 
 
 def current_job() -> Job | None:
-    """The open job of this process, if any. It outlives a fit: a rank that dies between two fits is seen too."""
+    """The open job of this process, if any. It outlives a fit: a rank that dies between two fits
+    is seen too.
+    """
     return _last if _last is not None and not _last.closed else None
 
 
@@ -215,7 +251,9 @@ def adopt(job: Job) -> None:
 
 
 def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
-    """The current job, made ready for another fit, if its ranks are those of ``info``; else a new one (`open_job`)."""
+    """The current job, made ready for another fit, if its ranks are those of ``info``; else a
+    new one (`open_job`).
+    """
     job = current_job()
     if job is not None and (job.info.rank, job.info.world_size) == (info.rank, info.world_size):
         job.start_fit()
@@ -233,10 +271,11 @@ def open_job(
 ) -> Job:
     """Open a job, and close the current one. Collective over the ranks of ``info``.
 
-    torch.distributed's default group is up afterwards. With more than one rank an uncaught exception in this process,
-    or an exit code that is not 0, ends the job from here on. A generation that this process has seen already is
-    replaced by the next one. ``timeout`` bounds each wait for another rank. The ranks meet in ``store``, by default at
-    the place that the launcher's variables tell. ``launch_rank`` is that of `Member`, by default the rank.
+    torch.distributed's default group is up afterwards. With more than one rank an uncaught
+    exception in this process, or an exit code that is not 0, ends the job from here on. A
+    generation that this process has seen already is replaced by the next one. ``timeout`` bounds
+    each wait for another rank. The ranks meet in ``store``, by default at the place that the
+    launcher's variables tell. ``launch_rank`` is that of `Member`, by default the rank.
 
     Raises:
         RankDiscoveryError: Rank 0 cannot be reached, or two ranks were given one GPU.
@@ -250,7 +289,9 @@ def open_job(
     members = [own]
     if info.world_size > 1:
         end_job_on_error(info)
-        store = dist.PrefixStore(f"generation {info.generation}", store or open_store(info, timeout))
+        store = dist.PrefixStore(
+            f"generation {info.generation}", store or open_store(info, timeout)
+        )
         watch = JobWatch(info, store)
         members = exchange_members(own, info, store)
         fit_threads(info, members)

@@ -36,16 +36,25 @@ def own_member(info: RankInfo, launch_rank: int, device: torch.device) -> Member
     """This process as a member."""
     gpu = gpu_uuid(device) if is_gpu(device) else ""
     return Member(
-        launch_rank, info.node_rank, socket.gethostname(), tuple(bound_cores()), cgroup_quota(), has_rdma(), gpu
+        launch_rank,
+        info.node_rank,
+        socket.gethostname(),
+        tuple(bound_cores()),
+        cgroup_quota(),
+        has_rdma(),
+        gpu,
     )
 
 
 def gpu_uuid(device: torch.device, visible: str | None = None) -> str:
     """The UUID of a GPU. ``visible`` is ``CUDA_VISIBLE_DEVICES``, by default this process's.
 
-    A partition is named by that variable alone: the device that it shows may have the whole card's UUID.
+    A partition is named by that variable alone: the device that it shows may have the whole card's
+    UUID.
     """
-    entries = (os.environ.get("CUDA_VISIBLE_DEVICES", "") if visible is None else visible).split(",")
+    entries = (os.environ.get("CUDA_VISIBLE_DEVICES", "") if visible is None else visible).split(
+        ","
+    )
     index = device.index or 0
     if index < len(entries) and entries[index].strip().startswith("MIG-"):
         return entries[index].strip()
@@ -77,4 +86,6 @@ def info_of(rank: int, members: Sequence[Member], source: str, generation: int) 
     nodes = nodes_of(members)
     node_rank = next(number for number, ranks in enumerate(nodes) if rank in ranks)
     ranks = nodes[node_rank]
-    return RankInfo(rank, len(members), ranks.index(rank), len(ranks), node_rank, len(nodes), source, generation)
+    return RankInfo(
+        rank, len(members), ranks.index(rank), len(ranks), node_rank, len(nodes), source, generation
+    )

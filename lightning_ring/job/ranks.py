@@ -16,12 +16,14 @@ from lightning_ring.job.launchers.slurm import slurm_variables
 class RankInfo:
     """Rank and sizes of one process in one job.
 
-    Ranks of one node are numbered ``local_rank`` 0 to ``local_size`` - 1. Nodes are numbered by their lowest rank.
+    Ranks of one node are numbered ``local_rank`` 0 to ``local_size`` - 1. Nodes are numbered by
+    their lowest rank.
 
     Attributes:
-        source: Where the numbers come from: ``"mpi"``, ``"torchrun"``, ``"slurm"``, ``"ringrun"`` (plain processes that
-            our launcher started), ``"spawn"`` (``start_method`` spawn or fork), ``"group"`` (a process group of
-            torch.distributed that was open before) or ``"single"``.
+        source: Where the numbers come from: ``"mpi"``, ``"torchrun"``, ``"slurm"``, ``"ringrun"``
+            (plain processes that our launcher started), ``"spawn"`` (``start_method`` spawn or
+            fork), ``"group"`` (a process group of torch.distributed that was open before) or
+            ``"single"``.
         generation: The number of the job, 0 for the first one of a process (`Job`).
     """
 
@@ -37,16 +39,22 @@ class RankInfo:
     @property
     def name(self) -> str:
         """This rank in messages."""
-        return f"rank {self.rank}" + (f" of generation {self.generation}" if self.generation else "")
+        return f"rank {self.rank}" + (
+            f" of generation {self.generation}" if self.generation else ""
+        )
 
 
-SINGLE = RankInfo(rank=0, world_size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1, source="single")
+SINGLE = RankInfo(
+    rank=0, world_size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1, source="single"
+)
 
 
 def discover_ranks(environ: Mapping[str, str] | None = None) -> RankInfo:
-    """The `RankInfo` of this process. Collective where MPI started it: every rank must call it, and MPI starts.
+    """The `RankInfo` of this process. Collective where MPI started it: every rank must call it, and
+    MPI starts.
 
-    mpi4py is imported only when the launcher's variables (``environ``, default `os.environ`) say MPI.
+    mpi4py is imported only when the launcher's variables (``environ``, default `os.environ`) say
+    MPI.
     """
     environ = os.environ if environ is None else environ
     found = launcher_variables(environ)
@@ -57,7 +65,8 @@ def discover_ranks(environ: Mapping[str, str] | None = None) -> RankInfo:
     try:
         return _ask_mpi(found)
     except RankDiscoveryError:
-        slurm = slurm_variables(environ)  # a cluster whose srun always offers PMI, used without a matching MPI
+        # a cluster whose srun always offers PMI, used without a matching MPI
+        slurm = slurm_variables(environ)
         if slurm is None or (slurm.rank, slurm.world_size) != (found.rank, found.world_size):
             raise
         return info_from_variables(slurm)
@@ -75,15 +84,17 @@ def _ask_mpi(found: LaunchVariables) -> RankInfo:
     world = mpi.COMM_WORLD
     if (world.size, world.rank) != (found.world_size, found.rank):
         raise RankDiscoveryError(
-            f"mpi4py sees rank {world.rank} of {world.size} ranks, but {found.launcher} says rank {found.rank} of "
-            f"{found.world_size}. mpi4py and this launcher come from different MPI libraries (mpi4py loaded: "
-            f"{library_name(mpi.Get_library_version())}). {SAME_LIBRARY}"
+            f"mpi4py sees rank {world.rank} of {world.size} ranks, but {found.launcher} says rank "
+            f"{found.rank} of {found.world_size}. mpi4py and this launcher come from different MPI "
+            f"libraries (mpi4py loaded: {library_name(mpi.Get_library_version())}). {SAME_LIBRARY}"
         )
-    if found.num_nodes is not None:  # from Slurm: an MPI that its PMIx tells little takes every rank for a node
+    # from Slurm: an MPI that its PMIx tells little takes every rank for a node
+    if found.num_nodes is not None:
         return info_from_variables(found)
     node = world.Split_type(mpi.COMM_TYPE_SHARED, key=world.rank)
     local_rank, local_size = node.rank, node.size
-    leader = node.bcast(world.rank)  # the node's lowest rank names it, however the ranks were placed
+    # the node's lowest rank names it, however the ranks were placed
+    leader = node.bcast(world.rank)
     node.Free()
     leaders = sorted(set(world.allgather(leader)))
     return RankInfo(

@@ -10,7 +10,10 @@ from torch.distributed import PrefixStore, Store
 
 from lightning_ring.comm.backends.gloo import open_gloo_subgroup, open_gloo_transport
 from lightning_ring.comm.backends.mpi import open_mpi_subgroup, open_mpi_transport
-from lightning_ring.comm.backends.shared_memory.communicator import SharedMemoryCommunicator, open_shared_memory
+from lightning_ring.comm.backends.shared_memory.communicator import (
+    SharedMemoryCommunicator,
+    open_shared_memory,
+)
 from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
@@ -24,15 +27,21 @@ _log = logging.getLogger("lightning_ring")
 
 
 def backend_between_nodes(members: Sequence[Member]) -> str:
-    """The backend for CPU tensors between nodes, where MPI started the ranks: ``"gloo"`` or ``"mpi"``.
+    """The backend for CPU tensors between nodes, where MPI started the ranks: ``"gloo"`` or
+    ``"mpi"``.
 
-    Over TCP Gloo is the faster one (``benchmarks/network.py``). It cannot use RDMA, which MPI libraries can.
+    Over TCP Gloo is the faster one (``benchmarks/network.py``). It cannot use RDMA, which MPI
+    libraries can.
     """
     return "mpi" if all(member.rdma for member in members) else "gloo"
 
 
-def is_hierarchical(topology: str, nodes: Sequence[Sequence[int]], device_type: str, rank: int = 0) -> bool:
-    """Whether ranks on ``nodes`` take hierarchical communicators; for ``"auto"`` rank 0 logs why not, at INFO."""
+def is_hierarchical(
+    topology: str, nodes: Sequence[Sequence[int]], device_type: str, rank: int = 0
+) -> bool:
+    """Whether ranks on ``nodes`` take hierarchical communicators; for ``"auto"`` rank 0 logs why
+    not, at INFO.
+    """
     if topology == "flat":
         return False
     obstacle = _obstacle(nodes, device_type)
@@ -53,7 +62,8 @@ def _obstacle(nodes: Sequence[Sequence[int]], device_type: str) -> str:
     sizes = [len(ranks) for ranks in nodes]
     if len(set(sizes)) > 1:
         shown = ", ".join(
-            f"{size} (ranks {', '.join(map(str, ranks))})" for size, ranks in zip(sizes, nodes, strict=True)
+            f"{size} (ranks {', '.join(map(str, ranks))})"
+            for size, ranks in zip(sizes, nodes, strict=True)
         )
         return f"the nodes hold different numbers of ranks: {shown}"
     return "no two ranks share a node" if sizes[0] == 1 else ""
@@ -71,27 +81,44 @@ def open_hierarchical(
 ) -> Communicator:
     """One communicator over those of each node and those of equal local ranks. Collective.
 
-    ``backend`` (gloo or mpi) moves small tensors, and tensors in a node that cannot share memory; ``across_backend``
-    those between nodes. In ``store``, which is still empty, ranks of a node meet to share memory; without it they do
-    not; ``kept`` lends it. ``mpi_comm`` is mpi4py's communicator of all ranks.
+    ``backend`` (gloo or mpi) moves small tensors, and tensors in a node that cannot share memory;
+    ``across_backend`` those between nodes. In ``store``, which is still empty, ranks of a node meet
+    to share memory; without it they do not; ``kept`` lends it. ``mpi_comm`` is mpi4py's
+    communicator of all ranks.
     """
     peers = [sorted(ranks) for ranks in zip(*nodes, strict=True)]
-    transport: Transport = open_mpi_transport(mpi_comm, policy) if backend == "mpi" else open_gloo_transport(policy)
+    transport: Transport = (
+        open_mpi_transport(mpi_comm, policy) if backend == "mpi" else open_gloo_transport(policy)
+    )
 
     def over(backend: str, parts: Sequence[Sequence[int]]) -> Communicator:
-        return open_gloo_subgroup(parts, policy) if backend == "gloo" else open_mpi_subgroup(mpi_comm, parts, policy)
+        return (
+            open_gloo_subgroup(parts, policy)
+            if backend == "gloo"
+            else open_mpi_subgroup(mpi_comm, parts, policy)
+        )
 
     def open_node() -> Communicator:
-        own = _through_memory(nodes, rank, policy, PrefixStore("of node", store), None, 1) if store is not None else []
+        own = (
+            _through_memory(nodes, rank, policy, PrefixStore("of node", store), None, 1)
+            if store is not None
+            else []
+        )
         return own[0] if own else over(backend, nodes)
 
-    in_node: Sequence[Communicator] = _through_memory(nodes, rank, policy, store, kept) if store is not None else []
+    in_node: Sequence[Communicator] = (
+        _through_memory(nodes, rank, policy, store, kept) if store is not None else []
+    )
     inward, outward = in_node or [over(backend, nodes), over(backend, nodes)]
     across = over(across_backend, peers)
     if rank == 0:
         names = type(inward).__name__, type(across).__name__
-        _log.info("%d nodes of %d ranks: %s in a node, %s between nodes.", len(nodes), len(peers), *names)
-    return HierarchicalCommunicator(transport, inward, outward, across, peers, policy, open_node=open_node)
+        _log.info(
+            "%d nodes of %d ranks: %s in a node, %s between nodes.", len(nodes), len(peers), *names
+        )
+    return HierarchicalCommunicator(
+        transport, inward, outward, across, peers, policy, open_node=open_node
+    )
 
 
 def _through_memory(
@@ -102,7 +129,9 @@ def _through_memory(
     kept: KeptMemory | None,
     count: int = 2,
 ) -> list[SharedMemoryCommunicator]:
-    """One or two communicators over this rank's node in the same shared memory; empty if some node cannot share it."""
+    """One or two communicators over this rank's node in the same shared memory; empty if some
+    node cannot share it.
+    """
     number, members = next((number, ranks) for number, ranks in enumerate(nodes) if rank in ranks)
     bootstrap = StoreBootstrap(PrefixStore(f"node/{number}", store), members, rank, policy)
     first = open_shared_memory(bootstrap, policy, members=members, kept=kept)

@@ -1,9 +1,10 @@
-"""The agent of one host: starts ranks there for a steward on another host, watches them, and ends them with itself.
+"""The agent of one host: starts ranks there for a steward on another host, watches them, and ends
+them with itself.
 
-``python -m lightning_ring.launch.agent`` reads an `Order` from standard input and connects to the process that sent it
-(`remote`). Each side tells the other four times a second that it lives. An agent that hears nothing for
-`AGENT_SECONDS` kills its ranks, before the steward, after `remote.LOST_SECONDS`, counts them as dead: the rest of the
-job goes on without them.
+``python -m lightning_ring.launch.agent`` reads an `Order` from standard input and connects to the
+process that sent it (`remote`). Each side tells the other four times a second that it lives. An
+agent that hears nothing for `AGENT_SECONDS` kills its ranks, before the steward, after
+`remote.LOST_SECONDS`, counts them as dead: the rest of the job goes on without them.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ _CONNECT_SECONDS = 5.0  # for each address
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What an agent is to do. ``addresses`` are those of the steward's host, one of which leads there.
+    """What an agent is to do. ``addresses`` are those of the steward's host, one of which leads
+    there.
 
-    The agent shows ``token`` and expects ``answer``: another host may have such an address too (a bridge of
-    containers), with another program at that port.
+    The agent shows ``token`` and expects ``answer``: another host may have such an address too (a
+    bridge of containers), with another program at that port.
     """
 
     host: str
@@ -61,7 +63,9 @@ class Agent:
         self._told: dict[int, str] = {}  # what the steward knows of each
         self._first: list[Message] = []  # that came with the welcome
         self._connection = self._connect()
-        self._guard = OrphanGuard(f"the agent of {order.host} (pid {os.getpid()}) has gone: its ranks end")
+        self._guard = OrphanGuard(
+            f"the agent of {order.host} (pid {os.getpid()}) has gone: its ranks end"
+        )
         self._over = False
 
     def run(self) -> int:
@@ -97,7 +101,9 @@ class Agent:
         failures = []
         for address in self._order.addresses:
             try:
-                connection = socket.create_connection((address, self._order.port), timeout=_CONNECT_SECONDS)
+                connection = socket.create_connection(
+                    (address, self._order.port), timeout=_CONNECT_SECONDS
+                )
             except OSError as error:
                 failures.append(f"{address}: {error}")
                 continue
@@ -110,19 +116,23 @@ class Agent:
             messages.close()
             failures.append(f"{address}: another program answers there, or none")
         raise RankDiscoveryError(
-            f"The agent of {self._order.host} could not reach port {self._order.port} of the host that started it "
-            f"({'; '.join(failures)}). Open the hosts' firewalls for each other."
+            f"The agent of {self._order.host} could not reach port {self._order.port} of the host "
+            f"that started it ({'; '.join(failures)}). Open the hosts' firewalls for each other."
         )
 
     def _is_welcome(self, messages: MessageConnection) -> bool:
-        """Whether the other side is who gave the order. What came behind its welcome is taken by `run`."""
+        """Whether the other side is who gave the order. What came behind its welcome is taken by
+        `run`.
+        """
         until = time.monotonic() + _CONNECT_SECONDS
         while (left := until - time.monotonic()) > 0:
             messages.wait(left)
             received, over = messages.receive()
             if received:
                 self._first = received[1:]
-                return received[0]["kind"] == "welcome" and is_token(received[0].get("answer"), self._order.answer)
+                return received[0]["kind"] == "welcome" and is_token(
+                    received[0].get("answer"), self._order.answer
+                )
             if over is not None:
                 return False
         return False
@@ -174,12 +184,16 @@ class Agent:
 
 def main() -> int:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # of a cancelled Slurm job: the steward says what the ranks do. A handler is not inherited, as SIG_IGN would be
+        # of a cancelled Slurm job: the steward says what the ranks do. A handler is not inherited,
+        # as SIG_IGN would be
         signal.signal(signum, lambda number, frame: None)
     line = sys.stdin.readline()
-    if not line.endswith("\n"):  # the process that started this one has gone, or what runs commands here gives no input
+    # the process that started this one has gone, or what runs commands here gives no input
+    if not line.endswith("\n"):
         print(
-            "lightning_ring: an agent was started without an order on its standard input", file=sys.stderr, flush=True
+            "lightning_ring: an agent was started without an order on its standard input",
+            file=sys.stderr,
+            flush=True,
         )
         return 1
     order = Order(**json.loads(line))

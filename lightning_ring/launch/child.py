@@ -1,7 +1,7 @@
 """A process that this one starts.
 
-Each child leads a session of its own, so that a terminal's Ctrl-C reaches this process alone, which then asks the ranks
-to stop; mpirun would kill them 0.2 s later, too soon for a checkpoint.
+Each child leads a session of its own, so that a terminal's Ctrl-C reaches this process alone, which
+then asks the ranks to stop; mpirun would kill them 0.2 s later, too soon for a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_ring.job.exit import remove_segments
-from lightning_ring.launch.processes import failure_of, is_dead, processes_of_sessions, processor_seconds, session_of
+from lightning_ring.launch.processes import (
+    failure_of,
+    is_dead,
+    processes_of_sessions,
+    processor_seconds,
+    session_of,
+)
 
 
 @dataclass(eq=False)
@@ -25,7 +31,8 @@ class Child:
     """A process to start. ``name`` is for messages: ``"rank 1"``, ``"mpirun"``.
 
     Attributes:
-        program: The process that runs the program, where ``command`` is a wrapper around it (`identify`).
+        program: The process that runs the program, where ``command`` is a wrapper around it
+            (`identify`).
     """
 
     name: str
@@ -36,13 +43,18 @@ class Child:
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     program: int | None = field(default=None, init=False)
     _session_is_over: bool = field(default=False, init=False)
-    _used: tuple[float, float] = field(default=(-1.0, 0.0), init=False)  # processor time, and when that was new
+    # processor time, and when that was new
+    _used: tuple[float, float] = field(default=(-1.0, 0.0), init=False)
 
     def start(self, cwd: str | None, **variables: str) -> None:
-        # A terminal's input cannot be read from another session; a file or a pipe goes to rank 0 as always
-        stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.closed or os.isatty(0) else None
+        # A terminal's input cannot be read from another session; a file or a pipe goes to rank 0 as
+        # always
+        stdin = (
+            subprocess.DEVNULL if sys.stdin is None or sys.stdin.closed or os.isatty(0) else None
+        )
         with warnings.catch_warnings():
-            # Python warns of forks from processes with threads; the child only calls prctl, whose symbol is loaded
+            # Python warns of forks from processes with threads; the child only calls prctl, whose
+            # symbol is loaded
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process = subprocess.Popen(
                 list(self.command),
@@ -74,8 +86,11 @@ class Child:
         return None if self.process is None else self.process.poll()
 
     def identify(self, pid: int) -> None:
-        """The program says that it is process ``pid``: another one than was started, if a wrapper runs it."""
-        if self.process is not None and session_of(pid) == self.process.pid:  # else a number of another container
+        """The program says that it is process ``pid``: another one than was started, if a
+        wrapper runs it.
+        """
+        # else a number of another container
+        if self.process is not None and session_of(pid) == self.process.pid:
             self.program = pid
 
     def is_dead(self) -> bool:
@@ -83,11 +98,15 @@ class Child:
         return self.process is not None and is_dead(self.program or self.process.pid)
 
     def failure(self) -> int | None:
-        """The program's exit code as soon as it is dead; `None` as long as it is not known, or 0."""
+        """The program's exit code as soon as it is dead; `None` as long as it is not known, or
+        0.
+        """
         return failure_of(self.program or self.pid)
 
     def idle(self, now: float) -> float:
-        """Seconds in which the program used no processor time. Known as exactly as this is called often."""
+        """Seconds in which the program used no processor time. Known as exactly as this is
+        called often.
+        """
         used = processor_seconds(self.program or self.pid) if self.process is not None else 0.0
         if used != self._used[0]:
             self._used = (used, now)
@@ -96,12 +115,18 @@ class Child:
     def send_signal(self, signum: int) -> None:
         """To the program, not to a wrapper around it, as long as the program runs."""
         if self.is_running:
-            program = self.program if self.program is not None and session_of(self.program) == self.pid else self.pid
+            program = (
+                self.program
+                if self.program is not None and session_of(self.program) == self.pid
+                else self.pid
+            )
             with contextlib.suppress(ProcessLookupError):
                 os.kill(program, signum)
 
     def session(self) -> list[int]:
-        """Processes that still live in this child's session. Once there are none its number may be another's."""
+        """Processes that still live in this child's session. Once there are none its number may
+        be another's.
+        """
         if self.process is None or self._session_is_over:
             return []
         found = processes_of_sessions({self.process.pid})
@@ -110,7 +135,8 @@ class Child:
 
     def kill_session(self) -> None:
         pids = self.session()
-        for pid in sorted(pids, key=lambda pid: pid != self.program):  # the rank first, then what it has started
+        # the rank first, then what it has started
+        for pid in sorted(pids, key=lambda pid: pid != self.program):
             remove_segments(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

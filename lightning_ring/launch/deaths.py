@@ -30,12 +30,17 @@ class Deaths:
         return self._respawns.take_due(now) if self._respawns is not None else []
 
     def add(self, death: str, slot: int, lived: float, *, replaced: bool) -> str:
-        """Note ``death``, a sentence without its end; ``replaced`` if the limits allow. Returns the rest of it."""
+        """Note ``death``, a sentence without its end; ``replaced`` if the limits allow. Returns
+        the rest of it.
+        """
         self.told.append(f"{time.strftime('%H:%M:%S')} {death}")
         if self._respawns is None or not replaced:
             return ""
         if self._respawns.died(slot, time.monotonic(), lived):
             return ", and a new process replaces it"
         count = self._respawns.in_a_row[slot]
-        self.given_up[slot] = f"slot {slot} stays empty, {count} processes died one after the other; the last: {death}"
+        self.given_up[slot] = (
+            f"slot {slot} stays empty, {count} processes died one after the other; the last: "
+            f"{death}"
+        )
         return f"; no other process replaces it, after {count} deaths in a row"

@@ -23,8 +23,8 @@ _LOOK_SECONDS = 0.05
 
 @dataclass(eq=False)
 class Discovery:
-    """Runs ``command`` again and again: it writes a host a line, ``host`` or ``host:slots``. None is called twice at
-    the same time. ``slots``: of a host whose line does not say.
+    """Runs ``command`` again and again: it writes a host a line, ``host`` or ``host:slots``. None
+    is called twice at the same time. ``slots``: of a host whose line does not say.
     """
 
     command: Sequence[str]
@@ -50,12 +50,16 @@ class Discovery:
                     if slots >= ranks:
                         return hosts
                     if not told:
-                        say(f"{slots} slots on {len(hosts)} hosts, waiting up to {seconds:g} s for {ranks}")
+                        say(
+                            f"{slots} slots on {len(hosts)} hosts, waiting up to {seconds:g} s "
+                            f"for {ranks}"
+                        )
                     told = True
                 if time.monotonic() > until:
                     raise ConfigurationError(
-                        f"`{shlex.join(self.command)}` has not listed {ranks} slots within {seconds:g} s. Ask for "
-                        "fewer ranks with -n, or wait longer with --wait-for-ranks."
+                        f"`{shlex.join(self.command)}` has not listed {ranks} slots within "
+                        f"{seconds:g} s. Ask for fewer ranks with -n, or wait longer with "
+                        "--wait-for-ranks."
                     )
                 time.sleep(_LOOK_SECONDS)
         except BaseException:  # Ctrl-C too
@@ -63,7 +67,8 @@ class Discovery:
             raise
 
     def look(self, now: float, must_work: bool = False) -> list[Host] | None:
-        """What a run that has just ended has listed; `None` otherwise, and where it failed, which is said.
+        """What a run that has just ended has listed; `None` otherwise, and where it failed, which
+        is said.
 
         Called again and again; never blocks.
 
@@ -106,7 +111,10 @@ class Discovery:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by _end)
         try:
             self._process = subprocess.Popen(
-                list(self.command), stdin=subprocess.DEVNULL, stdout=self._output, start_new_session=True
+                list(self.command),
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                start_new_session=True,
             )
         except OSError as error:
             self._end(now)
@@ -114,7 +122,8 @@ class Discovery:
 
     def _kill(self) -> None:
         assert self._process is not None
-        os.killpg(self._process.pid, signal.SIGKILL)  # not waited for yet: the number is still its own
+        # not waited for yet: the number is still its own
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._end(time.monotonic())
 
@@ -127,7 +136,9 @@ class Discovery:
     def _complain(self, what: str, must_work: bool) -> None:
         text = f"the command that lists the hosts, `{shlex.join(self.command)}`, {what}"
         if must_work:
-            raise ConfigurationError(f"{text}. It writes one host a line, such as gpu01:4, and ends with 0.")
+            raise ConfigurationError(
+                f"{text}. It writes one host a line, such as gpu01:4, and ends with 0."
+            )
         if text != self._complaint:
             self._complaint = text
             say(f"{text}; the hosts of before count")

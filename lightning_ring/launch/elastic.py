@@ -38,12 +38,13 @@ __all__ = ["ElasticJob", "ElasticLimits", "RespawnLimits"]
 
 @dataclass(slots=True)
 class ElasticJob:
-    """Runs ``command`` as the ranks of one job. A rank that is killed leaves; one that fails by itself ends the job
-    (`ProcessEnds`).
+    """Runs ``command`` as the ranks of one job. A rank that is killed leaves; one that fails by
+    itself ends the job (`ProcessEnds`).
 
-    Without ``hosts`` all ranks are on this host. Each other one gets an agent, which is started by ``line``; this
-    host, where the steward is, stays the one that must not die. ``discovery`` takes the place of ``hosts``: ranks start
-    on hosts that it lists later too, and nothing more starts on those that it lists no more, whose ranks go on.
+    Without ``hosts`` all ranks are on this host. Each other one gets an agent, which is started by
+    ``line``; this host, where the steward is, stays the one that must not die. ``discovery`` takes
+    the place of ``hosts``: ranks start on hosts that it lists later too, and nothing more starts on
+    those that it lists no more, whose ranks go on.
 
     Raises:
         ConfigurationError: Not on Linux.
@@ -71,31 +72,56 @@ class ElasticJob:
     _guard: OrphanGuard = field(init=False)
 
     def run(self, cwd: str | None = None) -> int:
-        """Run the job; its exit code is that of `Supervisor.run`, which leaves out the ranks that the job outlived."""
+        """Run the job; its exit code is that of `Supervisor.run`, which leaves out the ranks
+        that the job outlived.
+        """
         if not sys.platform.startswith("linux"):
             raise ConfigurationError(
-                f"A job that outlives its ranks runs on Linux only, and this is {sys.platform}: the kernel has to tell "
-                "that a rank is dead. Leave --min-ranks out, and use strategy='ring'."
+                f"A job that outlives its ranks runs on Linux only, and this is {sys.platform}: "
+                "the kernel has to tell that a rank is dead. Leave --min-ranks out, and use "
+                "strategy='ring'."
             )
         limits, hosts, ranks = self.limits, self.hosts, self.limits.ranks
         if self.discovery is not None:
             hosts = self.discovery.wait_for(ranks, limits.wait_for_ranks)
             ranks = min(sum(host.slots for host in hosts), limits.max_ranks or sys.maxsize)
-        say(f"{ranks} processes of: {shlex.join(self.command)} (goes on with {limits.min_ranks} or more)")
+        say(
+            f"{ranks} processes of: {shlex.join(self.command)} (goes on with {limits.min_ranks} "
+            "or more)"
+        )
         membership = Membership(limits.min_ranks, limits.max_ranks)
         grows = self.discovery is not None
         self._slots = Slots(
-            ranks, self.command, self.environ, hosts, self.line, grows=grows, start_seconds=limits.start_seconds
+            ranks,
+            self.command,
+            self.environ,
+            hosts,
+            self.line,
+            grows=grows,
+            start_seconds=limits.start_seconds,
         )
         self._steward = Steward(
-            membership, lambda *removal: self._ends.kill(*removal), self._slots.listens[0], limits.silence, self._idle
+            membership,
+            lambda *removal: self._ends.kill(*removal),
+            self._slots.listens[0],
+            limits.silence,
+            self._idle,
         )
         if self._slots.remote is not None:
             self._slots.remote.steward_port = self._steward.port
         self._deaths = Deaths(limits.respawn)
-        self._guard = OrphanGuard(f"the process that started the ranks (pid {os.getpid()}) has gone: they end")
+        self._guard = OrphanGuard(
+            f"the process that started the ranks (pid {os.getpid()}) has gone: they end"
+        )
         self._ends = ProcessEnds(
-            *(self._processes, self._steward, self._deaths, self._new_starts, self._slots, self._guard),
+            *(
+                self._processes,
+                self._steward,
+                self._deaths,
+                self._new_starts,
+                self._slots,
+                self._guard,
+            ),
             ending=lambda: self._supervisor.ending,
         )
         children = [self._next_child(slot) for slot in range(ranks)]
@@ -110,7 +136,10 @@ class ElasticJob:
             code = self._supervisor.run(cwd)
         finally:
             for process in self._processes:
-                if process.died is not None and process.number not in self._steward.membership.finishers:
+                if (
+                    process.died is not None
+                    and process.number not in self._steward.membership.finishers
+                ):
                     process.child.kill_session()
             if self.discovery is not None:
                 self.discovery.close()
@@ -119,7 +148,8 @@ class ElasticJob:
             self._steward.close()
             self._guard.close()
         if self._steward.ended is not None and not self._steward.membership.finished:
-            code = code or self._steward.exit_code  # also where a signal has ended every process since
+            # also where a signal has ended every process since
+            code = code or self._steward.exit_code
         self._say_why(code)
         return code
 
@@ -128,7 +158,9 @@ class ElasticJob:
         self._supervisor.kill(signum)
 
     def pids(self) -> dict[int, int]:
-        """The running processes, by number; none before the job runs. May be called from any thread."""
+        """The running processes, by number; none before the job runs. May be called from any
+        thread.
+        """
         running = [process for process in list(self._processes) if process.child.is_running]
         return {process.number: process.child.pid for process in running if process.died is None}
 
@@ -168,10 +200,11 @@ class ElasticJob:
         self._show_view()
         self._end_if_below_min_ranks(now)
         left = self._ends.left
-        if left and self._steward.pids and not self._ends.is_over:  # else none of the ranks takes part: a plain script
+        # else none of the ranks takes part: a plain script
+        if left and self._steward.pids and not self._ends.is_over:
             self._steward.end(
-                f"{left} left with exit code 0 without having finished its training. Leave a fit by "
-                "trainer.should_stop on all ranks, not by sys.exit() on one"
+                f"{left} left with exit code 0 without having finished its training. Leave a fit "
+                "by trainer.should_stop on all ranks, not by sys.exit() on one"
             )
         if self._ends.begins_again:
             self._begin_again(now)
@@ -179,26 +212,35 @@ class ElasticJob:
             self._end(now)
 
     def _begin_again(self, now: float) -> None:
-        """From a checkpoint, with new processes, once those that have lost their state have ended."""
+        """From a checkpoint, with new processes, once those that have lost their state have
+        ended.
+        """
         slots = self._new_starts.look(self._steward, self._unended, self._deaths.pending, now)
         if slots is None:
             return
         if self._steward.ended is not None:
             self._supervisor.fail(PEERS_SECONDS)
         self._ended_since, self._below_since, self._shown = None, None, -1
-        for slot in slots or self._deaths.take_due(math.inf):  # nobody lived: there is nothing to wait for
+        # nobody lived: there is nothing to wait for
+        for slot in slots or self._deaths.take_due(math.inf):
             self._supervisor.start(self._next_child(slot))
 
     def _grow(self, discovery: Discovery, now: float) -> None:
-        """Start ranks in slots that have had none, or whose host was gone for a while, up to the most ranks."""
+        """Start ranks in slots that have had none, or whose host was gone for a while, up to the
+        most ranks.
+        """
         hosts = discovery.look(now)
         if hosts is not None:
             new = self._slots.list_hosts(hosts)
-            self._filled -= {slot for slot in new if not any(other.slot == slot for other in self._unended)}
+            self._filled -= {
+                slot for slot in new if not any(other.slot == slot for other in self._unended)
+            }
         if self._steward.membership.takes_no_more:
             return
         room = (self.limits.max_ranks or sys.maxsize) - len(self._unended) - self._deaths.pending
-        for slot in [slot for slot in self._slots.open_slots() if slot not in self._filled][: max(0, room)]:
+        for slot in [slot for slot in self._slots.open_slots() if slot not in self._filled][
+            : max(0, room)
+        ]:
             self._supervisor.start(self._next_child(slot))
 
     @property
@@ -213,7 +255,10 @@ class ElasticJob:
         if view is not None and view.generation > self._shown:
             self._shown = view.generation
             new = f", {len(view.newcomers)} of them new" if view.newcomers else ""
-            say(f"generation {view.generation}: {len(view.members)} ranks{new}, after {view.step or 0} steps")
+            say(
+                f"generation {view.generation}: {len(view.members)} ranks{new}, after "
+                f"{view.step or 0} steps"
+            )
 
     def _end_if_below_min_ranks(self, now: float) -> None:
         membership = self._steward.membership
@@ -221,14 +266,19 @@ class ElasticJob:
             self._below_since = None
             return
         self._below_since = self._below_since or now
-        unreplaced = any(process.died is not None and not process.ended for process in self._processes)
-        others_may_come = unreplaced or self._deaths.pending or membership.expected or self.discovery is not None
+        unreplaced = any(
+            process.died is not None and not process.ended for process in self._processes
+        )
+        others_may_come = (
+            unreplaced or self._deaths.pending or membership.expected or self.discovery is not None
+        )
         if not others_may_come or now - self._below_since > self.limits.wait_for_ranks:
             left = len(membership.members) or len(membership.newcomers)
             waited = f" for {now - self._below_since:.0f} s" if others_may_come else ""
             self._steward.end_with_too_few(
-                f"{left} of its ranks are left{waited}, and it goes on with {self.limits.min_ranks} or more "
-                f"(--min-ranks). Dead: {'; '.join(self._deaths.told)}"
+                f"{left} of its ranks are left{waited}, and it goes on with "
+                f"{self.limits.min_ranks} or more (--min-ranks). Dead: "
+                f"{'; '.join(self._deaths.told)}"
             )
             self._supervisor.fail(stop_grace(self.environ))  # the ranks save a checkpoint
 
@@ -251,5 +301,10 @@ class ElasticJob:
             say(line)
         ended = self._steward.ended
         told = (self._supervisor.cause, self._ends.failed)
-        if code and ended is not None and not self._steward.membership.finished and ended not in told:
+        if (
+            code
+            and ended is not None
+            and not self._steward.membership.finished
+            and ended not in told
+        ):
             say(f"the job has ended: {ended}")

@@ -31,7 +31,9 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """One host a line, as Open MPI (``host slots=4``) and MPICH (``host:4``) write them; ``#`` begins a comment."""
+    """One host a line, as Open MPI (``host slots=4``) and MPICH (``host:4``) write them; ``#``
+    begins a comment.
+    """
     try:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
@@ -45,14 +47,20 @@ def read_hostfile(path: str) -> list[Host]:
         entry = f"{words[0]}:{slots[0]}" if slots else words[0]
         hosts.append(_host(entry, line.strip(), f"--hostfile {path}, line {number}"))
     if not hosts:
-        raise ConfigurationError(f"--hostfile {path} names no host. Write one a line, such as `gpu01 slots=4`.")
+        raise ConfigurationError(
+            f"--hostfile {path} names no host. Write one a line, such as `gpu01 slots=4`."
+        )
     return _distinct(hosts)
 
 
 def listed_hosts(lines: Iterable[str], slots: int, where: str) -> list[Host]:
-    """``host`` or ``host:slots`` a line, as a command that lists hosts writes them; there may be none."""
+    """``host`` or ``host:slots`` a line, as a command that lists hosts writes them; there may be
+    none.
+    """
     entries = [entry for line in lines if (entry := line.split("#")[0].strip())]
-    return _distinct([_host(entry if ":" in entry else f"{entry}:{slots}", entry, where) for entry in entries])
+    return _distinct(
+        [_host(entry if ":" in entry else f"{entry}:{slots}", entry, where) for entry in entries]
+    )
 
 
 def _host(entry: str, shown: str, where: str) -> Host:
@@ -63,7 +71,9 @@ def _host(entry: str, shown: str, where: str) -> Host:
         or (colon and not (slots.isdigit() and int(slots) > 0))
         or set(name) & set(" =/;")
     ):
-        raise ConfigurationError(f"{where}: {shown!r} is not host:slots with slots > 0, such as gpu01:4.")
+        raise ConfigurationError(
+            f"{where}: {shown!r} is not host:slots with slots > 0, such as gpu01:4."
+        )
     return Host(name, int(slots) if colon else 1)
 
 
@@ -81,17 +91,23 @@ def check_slots(ranks: int, hosts: list[Host]) -> None:
     if ranks > slots:
         described = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
         raise ConfigurationError(
-            f"-n {ranks} asks for more ranks than the {slots} slots of {described}. Raise the slots, or start {slots}."
+            f"-n {ranks} asks for more ranks than the {slots} slots of {described}. Raise the "
+            f"slots, or start {slots}."
         )
 
 
 def in_allocation(environ: Mapping[str, str]) -> bool:
-    """Whether this process is inside a batch system's allocation, whose hosts mpirun finds by itself."""
-    return any(name in environ for name in ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE"))
+    """Whether this process is inside a batch system's allocation, whose hosts mpirun finds by
+    itself.
+    """
+    return any(
+        name in environ for name in ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE")
+    )
 
 
 def hosts_of_allocation(environ: Mapping[str, str]) -> list[Host]:
-    """The nodes of this Slurm job with their tasks; the one that this process runs on is ``localhost``.
+    """The nodes of this Slurm job with their tasks; the one that this process runs on is
+    ``localhost``.
 
     Raises:
         ConfigurationError: Slurm does not tell them.
@@ -106,11 +122,15 @@ def hosts_of_allocation(environ: Mapping[str, str]) -> list[Host]:
         ).stdout.split()
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigurationError(
-            f"The nodes of Slurm's job {environ.get('SLURM_JOB_ID')} are not known ({error}). Name them with -H."
+            f"The nodes of Slurm's job {environ.get('SLURM_JOB_ID')} are not known ({error}). Name "
+            "them with -H."
         ) from error
     tasks = tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "")) or [1] * len(names)
     here = environ.get("SLURMD_NODENAME")
-    return [Host("localhost" if name == here else name, count) for name, count in zip(names, tasks, strict=True)]
+    return [
+        Host("localhost" if name == here else name, count)
+        for name, count in zip(names, tasks, strict=True)
+    ]
 
 
 def slots_of_allocation(environ: Mapping[str, str]) -> float:
@@ -118,5 +138,7 @@ def slots_of_allocation(environ: Mapping[str, str]) -> float:
 
     ``sbatch --ntasks=1 --cpus-per-task=8`` is one slot, as is a step of ``srun -n 1``.
     """
-    counts = tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "")) if "SLURM_JOB_ID" in environ else []
+    counts = (
+        tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "")) if "SLURM_JOB_ID" in environ else []
+    )
     return sum(counts) or math.inf

@@ -36,7 +36,11 @@ class JobProcess:
 
     def death(self, code: int, reason: str) -> str:
         """Who died how, without a full stop. ``reason``: what else is known, or nothing."""
-        how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
+        how = (
+            f"was killed by signal {-code} ({signal_name(-code)})"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         if isinstance(self.child, RemoteChild) and self.child.is_lost:
             how = "is lost with its host"
         return f"{self.name} {how}" + f" ({reason})" * bool(reason)

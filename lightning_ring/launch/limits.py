@@ -13,10 +13,11 @@ from lightning_ring.membership.silence import SilenceLimits
 class ElasticLimits:
     """How many ranks a job has.
 
-    ``ranks`` start; where hosts are discovered, all slots that there are, and at least ``ranks``. The job goes on with
-    ``min_ranks`` or more; with fewer it waits ``wait_for_ranks`` seconds for others, then ends. It never has more than
-    ``max_ranks``. With ``respawn`` a new process replaces a dead one. ``silence`` says when a process that does not
-    answer counts as dead. An agent on another host has ``start_seconds`` to come up.
+    ``ranks`` start; where hosts are discovered, all slots that there are, and at least ``ranks``.
+    The job goes on with ``min_ranks`` or more; with fewer it waits ``wait_for_ranks`` seconds for
+    others, then ends. It never has more than ``max_ranks``. With ``respawn`` a new process replaces
+    a dead one. ``silence`` says when a process that does not answer counts as dead. An agent on
+    another host has ``start_seconds`` to come up.
     """
 
     ranks: int
@@ -31,6 +32,7 @@ class ElasticLimits:
         most = self.ranks if self.max_ranks is None else self.max_ranks
         if not 1 <= self.min_ranks <= self.ranks <= most:
             raise ConfigurationError(
-                f"{self.ranks} ranks, at least {self.min_ranks} and at most {most}: the numbers have to ascend, from 1 "
-                "on. Change the number of ranks, --min-ranks or --max-ranks."
+                f"{self.ranks} ranks, at least {self.min_ranks} and at most {most}: the numbers "
+                "have to ascend, from 1 on. Change the number of ranks, --min-ranks or "
+                "--max-ranks."
             )

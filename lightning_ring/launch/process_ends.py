@@ -1,4 +1,6 @@
-"""What the end of a process means for a job that goes on when ranks die: a death, a failure, or nothing."""
+"""What the end of a process means for a job that goes on when ranks die: a death, a failure, or
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,14 @@ _WRAPPER_SECONDS = 2.0  # for the end of a wrapper whose rank has died
 
 @dataclass(slots=True)
 class ProcessEnds:
-    """Tells ``steward`` who is dead, and ends the job where a process of ``processes`` has failed by itself.
+    """Tells ``steward`` who is dead, and ends the job where a process of ``processes`` has failed
+    by itself.
 
-    The two are told apart by the exit code: a signal's, also as a shell reports it (128 + n), is a death. A process
-    that joins may fail until it has finished a step: the others do not need it. An exit code of 0 is a failure where
-    the rank has not said that it has finished, and so is each death once a rank has left its fit.
-    ``ending()``: whether the job was told to stop, or a process has failed.
+    The two are told apart by the exit code: a signal's, also as a shell reports it (128 + n), is a
+    death. A process that joins may fail until it has finished a step: the others do not need it. An
+    exit code of 0 is a failure where the rank has not said that it has finished, and so is each
+    death once a rank has left its fit. ``ending()``: whether the job was told to stop, or a process
+    has failed.
 
     Attributes:
         failing: The process that ended the job without a word.
@@ -56,7 +60,11 @@ class ProcessEnds:
     @property
     def living(self) -> list[JobProcess]:
         """The running processes, as far as they are known to run."""
-        return [process for process in list(self.processes) if process.child.is_running and process.died is None]
+        return [
+            process
+            for process in list(self.processes)
+            if process.child.is_running and process.died is None
+        ]
 
     def look_at(self, process: JobProcess, now: float) -> None:
         """Find out whether ``process``, which has not ended, is dead or has ended meanwhile."""
@@ -85,7 +93,9 @@ class ProcessEnds:
             child.kill_session()
 
     def note_end(self, process: JobProcess, code: int) -> None:
-        """A process has ended: tell whether the job outlives that, and have another one started in its slot."""
+        """A process has ended: tell whether the job outlives that, and have another one started
+        in its slot.
+        """
         if process.ended:
             return
         process.ended = True
@@ -106,7 +116,8 @@ class ProcessEnds:
         is_new = self._is_new(process)
         if self.is_over or (finished and code == 0):
             no_failure = by_signal(code) or (code and is_new and steward.membership.finished)
-            process.outlived = bool(no_failure) and not self.ending()  # the job ends for another reason
+            # the job ends for another reason
+            process.outlived = bool(no_failure) and not self.ending()
             ends_as_the_job = code == steward.exit_code and not steward.membership.finished
             if process.outlived and not ends_as_the_job:
                 self._note_death(process, code)
@@ -117,22 +128,30 @@ class ProcessEnds:
         others = (other.child.poll() for other in self.processes if other is not process)
         late = number in steward.membership.late
         if any(not self.processes[one].ended for one in steward.membership.late):
-            process.outlived = True  # it follows from a death that ends the job, and is still to be noted
+            # it follows from a death that ends the job, and is still to be noted
+            process.outlived = True
             self._note_death(process, code)
             return
         if (by_signal(code) or is_new) and not late and any(other in (None, 0) for other in others):
             process.outlived = True
             self._note_death(process, code)
         elif not finished:
-            self._fail(process, code, ", after the training had ended: what it had yet to do is missing" * late)
+            self._fail(
+                process,
+                code,
+                ", after the training had ended: what it had yet to do is missing" * late,
+            )
 
     def is_outlived(self, process: JobProcess, code: int) -> bool:
         """Whether the job has an exit code of its own although ``process`` ended with ``code``."""
         self.note_end(process, code)
-        return process.outlived or self.failing not in (None, process)  # the others end because of it, perhaps earlier
+        # the others end because of it, perhaps earlier
+        return process.outlived or self.failing not in (None, process)
 
     def kill(self, number: int, why: str, after: float) -> None:
-        """The steward has removed process ``number``, which gets ``after`` seconds to end by itself."""
+        """The steward has removed process ``number``, which gets ``after`` seconds to end by
+        itself.
+        """
         process = self.processes[number]
         if process.died is not None or process.child.is_dead():
             return
@@ -152,9 +171,15 @@ class ProcessEnds:
             self.steward.end(self.failed + when, exit_code=exit_code(code))
 
     def _note_death(self, process: JobProcess, code: int) -> None:
-        death = process.death(code, process.removed or self.steward.last_words.get(process.number, ""))
-        trains = (self.begins_again or not self.is_over) and not self.steward.membership.takes_no_more
+        death = process.death(
+            code, process.removed or self.steward.last_words.get(process.number, "")
+        )
+        trains = (
+            self.begins_again or not self.is_over
+        ) and not self.steward.membership.takes_no_more
         fits = process.number not in self.steward.turned_away
         replaced = trains and fits and self.slots.is_open(process.slot)
-        rest = self.deaths.add(death, process.slot, time.monotonic() - process.started, replaced=replaced)
+        rest = self.deaths.add(
+            death, process.slot, time.monotonic() - process.started, replaced=replaced
+        )
         say(f"{death}; {len(self.living)} ranks are left{rest}")

@@ -1,4 +1,6 @@
-"""What the kernel tells of processes (/proc, Linux): who is in a session, who is dead, who computes."""
+"""What the kernel tells of processes (/proc, Linux): who is in a session, who is dead, who
+computes.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,20 @@ _EXITING = 0x4  # PF_EXITING of linux/sched.h
 
 
 def processes_of_sessions(leaders: set[int]) -> list[int]:
-    """Pids of the live processes in the sessions that ``leaders`` lead (Linux; elsewhere the live leaders' own)."""
-    return [pid for pid, fields in _all_processes() if int(fields[3]) in leaders and fields[0] not in "ZX"]
+    """Pids of the live processes in the sessions that ``leaders`` lead (Linux; elsewhere the
+    live leaders' own).
+    """
+    return [
+        pid
+        for pid, fields in _all_processes()
+        if int(fields[3]) in leaders and fields[0] not in "ZX"
+    ]
 
 
 def children_of(parent: int) -> list[int]:
-    """Pids of the processes whose parent is ``parent``, also of ended ones that it has not waited for."""
+    """Pids of the processes whose parent is ``parent``, also of ended ones that it has not
+    waited for.
+    """
     return [pid for pid, fields in _all_processes() if int(fields[1]) == parent]
 
 
@@ -28,14 +38,19 @@ def session_of(pid: int) -> int | None:
 def processor_seconds(pid: int) -> float:
     """Processor time that all threads of ``pid`` have used; 0 if there is no such process."""
     fields = _fields(Path(f"/proc/{pid}/stat"))
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields is not None else 0.0
+    return (
+        (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        if fields is not None
+        else 0.0
+    )
 
 
 def is_dead(pid: int) -> bool:
-    """Whether ``pid`` runs no more of its program: every thread is on its way out of the kernel, or out of it.
+    """Whether ``pid`` runs no more of its program: every thread is on its way out of the kernel, or
+    out of it.
 
-    After ``kill -9`` a process first gives its memory back, then closes its sockets: 0.4 s later at 1 GB of memory, 2.1
-    s at 8 GB. Its parent is told still later. The flag is set at once.
+    After ``kill -9`` a process first gives its memory back, then closes its sockets: 0.4 s later at
+    1 GB of memory, 2.1 s at 8 GB. Its parent is told still later. The flag is set at once.
     """
     if not _is_exiting(Path(f"/proc/{pid}/stat")):
         return False
@@ -47,7 +62,8 @@ def is_dead(pid: int) -> bool:
 
 
 def failure_of(pid: int) -> int | None:
-    """The exit code of process ``pid``, which is dead (`is_dead`), -n for signal n; `None` if it is 0 or not known yet.
+    """The exit code of process ``pid``, which is dead (`is_dead`), -n for signal n; `None` if it is
+    0 or not known yet.
 
     Its parent is told later, when the memory is free.
     """
@@ -67,8 +83,8 @@ def _all_processes() -> Iterator[tuple[int, list[str]]]:
 
 
 def _fields(stat: Path) -> list[str] | None:
-    """``stat`` as in proc(5), what follows the name in brackets: state, parent, group, session, ..., 6: flags, ..., 11
-    and 12: clock ticks in the program and in the kernel, 49: exit status."""
+    """``stat`` as in proc(5), what follows the name in brackets: state, parent, group, session,
+    ..., 6: flags, ..., 11 and 12: clock ticks in the program and in the kernel, 49: exit status."""
     try:
         return stat.read_text().rpartition(")")[2].split()
     except OSError:  # it has ended

@@ -1,4 +1,6 @@
-"""Ranks on other hosts, as the process that supervises them sees them. An `agent` starts and watches them there."""
+"""Ranks on other hosts, as the process that supervises them sees them. An `agent` starts and
+watches them there.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,23 @@ def ssh_line(host: Host, command: str) -> list[str]:
 def srun_line(host: Host, command: str) -> list[str]:
     """As a step of this Slurm job, beside its other steps, with all cores of the node."""
     cores = max(tasks_per_node(os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")), default=1)
-    step = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", f"--cpus-per-task={cores}"]
-    return ["srun", *step, "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0", "sh", "-c", command]
+    step = [
+        "--overlap",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={host.name}",
+        f"--cpus-per-task={cores}",
+    ]
+    return [
+        "srun",
+        *step,
+        "--cpu-bind=none",
+        "--mpi=none",
+        "--kill-on-bad-exit=0",
+        "sh",
+        "-c",
+        command,
+    ]
 
 
 @dataclass(eq=False)
@@ -141,9 +158,14 @@ class RemoteHost:
             return
         if self.connection is None:
             if (code := self._process.poll()) is not None:
-                self._lose(f"`{shlex.join(self.line(self.host, '...'))}` ended with exit code {code}", code or 1)
+                self._lose(
+                    f"`{shlex.join(self.line(self.host, '...'))}` ended with exit code {code}",
+                    code or 1,
+                )
             elif now - self._started > self.start_seconds:
-                self._lose(f"its agent was not up within {self.start_seconds:g} s (--start-timeout)", 1)
+                self._lose(
+                    f"its agent was not up within {self.start_seconds:g} s (--start-timeout)", 1
+                )
             return
         messages, over = self.connection.receive()
         self._heard = now if messages else self._heard + gap
@@ -152,17 +174,24 @@ class RemoteHost:
         if over is not None:
             self._lose("the connection to its agent ended")
         elif now - self._heard > LOST_SECONDS:
-            self._lose(f"its agent has said nothing for {now - self._heard:.1f} s: the host or the way to it is gone")
+            self._lose(
+                f"its agent has said nothing for {now - self._heard:.1f} s: the host or "
+                "the way to it is gone"
+            )
 
     def ask_to_end(self) -> None:
-        """The agent ends its ranks and itself. One that has not connected yet finds nobody, and ends too."""
+        """The agent ends its ranks and itself. One that has not connected yet finds nobody, and
+        ends too.
+        """
         if self.connection is not None:
             self.connection.send({"kind": "end"})
         elif self._process is not None:
             self._process.kill()
 
     def close(self, until: float) -> None:
-        """Wait until the agent has ended, up to the monotonic clock's ``until``, after `ask_to_end`."""
+        """Wait until the agent has ended, up to the monotonic clock's ``until``, after
+        `ask_to_end`.
+        """
         if self._process is not None:
             try:
                 self._process.wait(max(0.0, until - time.monotonic()))
@@ -176,16 +205,22 @@ class RemoteHost:
         self.token, self.answer = secrets.token_hex(16), secrets.token_hex(16)
         names = {name: os.environ[name] for name in ("PYTHONPATH", "PATH") if name in os.environ}
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in names.items())
-        command = f"exec env {variables} {shlex.quote(sys.executable)} -m lightning_ring.launch.agent"
+        command = (
+            f"exec env {variables} {shlex.quote(sys.executable)} -m lightning_ring.launch.agent"
+        )
         self._started = time.monotonic()
-        environ = {**os.environ, "SSH_ASKPASS_REQUIRE": "never"}  # no window that asks for a password
-        # a file: ssh reads a pipe once it is connected, and an order that does not fit into it would block this process
+        # no window that asks for a password
+        environ = {**os.environ, "SSH_ASKPASS_REQUIRE": "never"}
+        # a file: ssh reads a pipe once it is connected, and an order that does not fit into it
+        # would block this process
         with tempfile.TemporaryFile() as order:
             order.write(self.order(self.host, self.token, self.answer).as_line().encode())
             order.seek(0)
             line = self.line(self.host, command)
             try:
-                self._process = subprocess.Popen(line, stdin=order, start_new_session=True, env=environ)
+                self._process = subprocess.Popen(
+                    line, stdin=order, start_new_session=True, env=environ
+                )
             except OSError as error:
                 self._lose(f"`{line[0]}` could not be run: {error.strerror}", 127)
 
@@ -206,7 +241,9 @@ class RemoteHost:
             child.dead, child.code = True, message["code"]
 
     def _lose(self, why: str, code: int = -9) -> None:
-        """Its ranks are dead: their agent kills them within the same time, and with them go its connections."""
+        """Its ranks are dead: their agent kills them within the same time, and with them go its
+        connections.
+        """
         left = [child for child in self.children.values() if child.code is None]
         if left:
             say(f"host {self.host.name} is lost with {len(left)} ranks: {why}")
@@ -224,13 +261,18 @@ class RemoteHosts:
     """The hosts whose agents connect to this process."""
 
     def __init__(
-        self, command: Sequence[str], environ: Mapping[str, str], line: HostLine, start_seconds: float = 60.0
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        line: HostLine,
+        start_seconds: float = 60.0,
     ) -> None:
         self._command, self._environ = list(command), environ
         self._line, self._start_seconds = line, start_seconds
         self._listener = socket.create_server(("", 0), backlog=64)
         self._listener.setblocking(False)
-        self._strangers: dict[MessageConnection, float] = {}  # that have not said who they are, and since when
+        # that have not said who they are, and since when
+        self._strangers: dict[MessageConnection, float] = {}
         self._next_alive = 0.0
         self._last_look = time.monotonic()
         self.steward_port = 0
@@ -283,10 +325,16 @@ class RemoteHosts:
                 host.connected(stranger, now)
 
     def _host_of(self, hello: Message) -> RemoteHost | None:
-        """The host whose agent says ``hello``; `None` for anybody else's message, whatever it is."""
+        """The host whose agent says ``hello``; `None` for anybody else's message, whatever it
+        is.
+        """
         name = hello.get("host")
         host = self.hosts.get(name) if isinstance(name, str) else None
-        if host is None or host.connection is not None or not is_token(hello.get("token"), host.token):
+        if (
+            host is None
+            or host.connection is not None
+            or not is_token(hello.get("token"), host.token)
+        ):
             return None
         return host
 
@@ -296,5 +344,14 @@ class RemoteHosts:
         port = self._listener.getsockname()[1]
         cwd = os.getcwd()
         return Order(
-            host.name, token, answer, addresses, port, self.steward_port, self._command, cwd, host.slots, exported
+            host.name,
+            token,
+            answer,
+            addresses,
+            port,
+            self.steward_port,
+            self._command,
+            cwd,
+            host.slots,
+            exported,
         )

@@ -20,9 +20,9 @@ from lightning_ring.errors import ConfigurationError
 def own_command() -> Iterator[list[str]]:
     """``python [options] script arguments`` or ``python -m module arguments`` of this process.
 
-    Under Hydra the arguments are replaced by this process's configuration, resolved, in a temporary file that lives as
-    long as the context: a rank that composed it again would choose an output folder of its own, and one that was
-    started with ``-m a=1,2`` would run the whole sweep.
+    Under Hydra the arguments are replaced by this process's configuration, resolved, in a temporary
+    file that lives as long as the context: a rank that composed it again would choose an output
+    folder of its own, and one that was started with ``-m a=1,2`` would run the whole sweep.
     """
     # the options that multiprocessing gives its own children: -W, -X, -O, -E, ...
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -31,17 +31,21 @@ def own_command() -> Iterator[list[str]]:
     if config is None:
         yield [*python, *script, *sys.argv[1:]]
         return
-    with tempfile.NamedTemporaryFile(prefix="lightning_ring_", suffix=".pickle", delete=False) as file:
+    with tempfile.NamedTemporaryFile(
+        prefix="lightning_ring_", suffix=".pickle", delete=False
+    ) as file:
         path = Path(file.name)
         pickle.dump(config, file)
         file.flush()
-        # where the ranks can open it through this process, nothing is left when this process is killed
+        # where the ranks can open it through this process, nothing is left when this process is
+        # killed
         through = Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
         if through.exists():
             path.unlink()
             path = through
         try:
-            # Hydra warns once a rank that the option takes the place of all others, as it should here
+            # Hydra warns once a rank that the option takes the place of all others, as it should
+            # here
             warning = "ignore:Experimental rerun CLI option"
             yield [*python, "-W", warning, *script, "--experimental-rerun", str(path)]
         finally:
@@ -58,14 +62,17 @@ def _script() -> list[str]:
     file = getattr(__main__, "__file__", None)
     if file is None or not os.path.exists(file):
         raise ConfigurationError(
-            "Ranks are started by running this script again, and there is none: this is an interactive session or "
-            "`python -c`. Write a script, use RingStrategy(start_method='fork') in a notebook, or start with mpirun."
+            "Ranks are started by running this script again, and there is none: this is an "
+            "interactive session or `python -c`. Write a script, use "
+            "RingStrategy(start_method='fork') in a notebook, or start with mpirun."
         )
     return [os.path.abspath(file)]
 
 
 def _hydra_config() -> Any:
-    """The resolved configuration of the Hydra job that runs now, its ``hydra`` node included, or ``None``."""
+    """The resolved configuration of the Hydra job that runs now, its ``hydra`` node included, or
+    ``None``.
+    """
     if "hydra.core.hydra_config" not in sys.modules:
         return None
     from hydra.core.hydra_config import HydraConfig
@@ -83,13 +90,18 @@ def _hydra_config() -> Any:
 
 
 def _task_config() -> Any:
-    """The configuration that Hydra handed to this process's main function; only Hydra's own frame still has it.
+    """The configuration that Hydra handed to this process's main function; only Hydra's own frame
+    still has it.
 
-    The saved ``.hydra/config.yaml`` is not the same: it may be switched off, and it loses enums and dataclasses.
+    The saved ``.hydra/config.yaml`` is not the same: it may be switched off, and it loses enums and
+    dataclasses.
     """
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "run_job" and frame.f_globals.get("__name__") == "hydra.core.utils":
+        if (
+            frame.f_code.co_name == "run_job"
+            and frame.f_globals.get("__name__") == "hydra.core.utils"
+        ):
             return frame.f_locals.get("task_cfg")
         frame = frame.f_back  # type: ignore[assignment]
     return None

@@ -1,4 +1,6 @@
-"""When a process replaces one that died: at once the first time, later each time, and not for ever."""
+"""When a process replaces one that died: at once the first time, later each time, and not for
+ever.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RespawnLimits:
-    """``limit``: deaths of one slot in a row, each within ``steady`` seconds after the start, that are made good.
+    """``limit``: deaths of one slot in a row, each within ``steady`` seconds after the start, that
+    are made good.
 
-    The first replacement comes after ``delay`` seconds, each further one after twice the time of the one before, at
-    most a minute. A process that lived for ``steady`` seconds starts the count anew. A slot is a rank's place on a
-    host: what is broken there kills one process after the other, and does not count for other slots.
+    The first replacement comes after ``delay`` seconds, each further one after twice the time of
+    the one before, at most a minute. A process that lived for ``steady`` seconds starts the count
+    anew. A slot is a rank's place on a host: what is broken there kills one process after the
+    other, and does not count for other slots.
     """
 
     limit: int = 5
@@ -28,7 +32,9 @@ class Respawns:
         self._due: dict[int, float] = {}
 
     def died(self, slot: int, now: float, lived: float) -> bool:
-        """A process died ``lived`` seconds after its start. Returns whether another one will replace it."""
+        """A process died ``lived`` seconds after its start. Returns whether another one will
+        replace it.
+        """
         in_a_row = 1 if lived >= self._limits.steady else self.in_a_row.get(slot, 0) + 1
         self.in_a_row[slot] = in_a_row
         if in_a_row > self._limits.limit:

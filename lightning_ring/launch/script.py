@@ -16,9 +16,11 @@ from lightning_ring.launch.supervisor import Supervisor
 
 
 class JobFinished(SystemExit):
-    """The ranks have run the script, so the process that started them ends with their exit code, in ``code``.
+    """The ranks have run the script, so the process that started them ends with their exit code, in
+    ``code``.
 
-    A Hydra sweep that starts its jobs with plain ``python`` catches it and goes on to the next job if ``code`` is 0.
+    A Hydra sweep that starts its jobs with plain ``python`` catches it and goes on to the next job
+    if ``code`` is 0.
     """
 
 
@@ -26,8 +28,9 @@ class JobFinished(SystemExit):
 def script_job(ranks: int, *, use_mpi: bool) -> Iterator[Supervisor]:
     """A job that runs this script on ``ranks`` ranks of this host, not yet started.
 
-    ``use_mpi``: through the mpirun that is found (beside this Python first), if any. Otherwise, without one, and where
-    a Slurm job has fewer tasks than ranks, which mpirun refuses, the ranks are plain processes.
+    ``use_mpi``: through the mpirun that is found (beside this Python first), if any. Otherwise,
+    without one, and where a Slurm job has fewer tasks than ranks, which mpirun refuses, the ranks
+    are plain processes.
     """
     sys.stdout.flush()  # before the ranks write to the same place
     sys.stderr.flush()
@@ -41,7 +44,9 @@ def script_job(ranks: int, *, use_mpi: bool) -> Iterator[Supervisor]:
 
 @contextmanager
 def elastic_script_job(limits: ElasticLimits) -> Iterator[ElasticJob]:
-    """A job that runs this script on this host and outlives its ranks, not yet started. This process is its steward."""
+    """A job that runs this script on this host and outlives its ranks, not yet started. This
+    process is its steward.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     with own_command() as command:

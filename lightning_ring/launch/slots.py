@@ -1,4 +1,6 @@
-"""Where the ranks of an elastic job run: slot by slot, on this host or through the agents of others."""
+"""Where the ranks of an elastic job run: slot by slot, on this host or through the agents of
+others.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ class _Place:
 class Slots:
     """The slots of ``hosts``, one host after the other. Whoever dies is replaced in its slot.
 
-    ``ranks`` start. With ``grows`` the list of hosts may change later: a slot keeps its number, also where its host is
-    listed no more, and new ones follow.
+    ``ranks`` start. With ``grows`` the list of hosts may change later: a slot keeps its number,
+    also where its host is listed no more, and new ones follow.
 
     Attributes:
         remote: The other hosts, if there are any, or may be.
-        listens: The address at which the steward listens, and the one at which ranks of this host find it: those of
-            several hosts meet at the addresses from which they connect to it.
+        listens: The address at which the steward listens, and the one at which ranks of this host
+            find it: those of several hosts meet at the addresses from which they connect to it.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class Slots:
         return host is not None and place.local_rank < host.slots
 
     def child(self, slot: int, number: int, variables: Mapping[str, str]) -> Child | RemoteChild:
-        """Process ``number``, which is to run in ``slot``, with ``variables`` by which it finds the steward."""
+        """Process ``number``, which is to run in ``slot``, with ``variables`` by which it finds
+        the steward.
+        """
         place = self._places[slot]
         used = [other.node for other in self._places[: max(self._ranks, slot + 1)]]
         # numbers to go on with until the first view tells the rank
@@ -98,4 +102,8 @@ class Slots:
         if not host.is_local:
             assert self.remote is not None
             return RemoteChild(name, number, own, self.remote.hosts[host.name])
-        return Child(name, self._command, rank_environment(self._ranks, [host], self._environ, STOP_SIGNAL) | own)
+        return Child(
+            name,
+            self._command,
+            rank_environment(self._ranks, [host], self._environ, STOP_SIGNAL) | own,
+        )

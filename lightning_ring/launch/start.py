@@ -1,4 +1,6 @@
-"""Starts the ranks of a job, through mpirun or as plain processes of this host, and supervises them."""
+"""Starts the ranks of a job, through mpirun or as plain processes of this host, and supervises
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from lightning_ring.launch.supervisor import STOP_SIGNAL, Supervisor, stop_grace
 
 
 def mpirun_job(
-    mpirun: Mpirun, ranks: int, command: Sequence[str], hosts: Sequence[Host], environ: Mapping[str, str]
+    mpirun: Mpirun,
+    ranks: int,
+    command: Sequence[str],
+    hosts: Sequence[Host],
+    environ: Mapping[str, str],
 ) -> Supervisor:
     """A job of one mpirun, not yet started; its line goes to standard error."""
     # Hydra passes SIGTERM on to the ranks, as often as it comes, and SIGUSR2 ends it
@@ -33,7 +39,8 @@ def mpirun_job(
 def plain_job(ranks: int, command: Sequence[str], environ: Mapping[str, str]) -> Supervisor:
     """A job of ``ranks`` plain processes on this host, not yet started.
 
-    Rank 0 inherits the socket at which the others find it, already listening: no other program can take its port.
+    Rank 0 inherits the socket at which the others find it, already listening: no other program can
+    take its port.
     """
     listener = listen("127.0.0.1")
     common = rank_environment(ranks, [], environ, STOP_SIGNAL) | {
@@ -41,9 +48,13 @@ def plain_job(ranks: int, command: Sequence[str], environ: Mapping[str, str]) ->
         "RING_STORE": f"127.0.0.1:{listener.getsockname()[1]}",
         "RING_JOB": secrets.token_hex(8),
     }
-    children = [Child(f"rank {rank}", command, common | {"RING_RANK": str(rank)}) for rank in range(ranks)]
+    children = [
+        Child(f"rank {rank}", command, common | {"RING_RANK": str(rank)}) for rank in range(ranks)
+    ]
     fd = listener.detach()
     children[0].environ = common | {"RING_RANK": "0", "RING_STORE_FD": str(fd)}
     children[0].pass_fds = (fd,)
-    print(f"lightning_ring: {ranks} processes of: {shlex.join(command)}", file=sys.stderr, flush=True)
+    print(
+        f"lightning_ring: {ranks} processes of: {shlex.join(command)}", file=sys.stderr, flush=True
+    )
     return Supervisor(children, grace=stop_grace(environ))

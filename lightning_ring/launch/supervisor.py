@@ -60,11 +60,12 @@ class Supervised(Protocol):
 
 
 class Supervisor:
-    """Runs ``children`` as one job: when one fails the others end, and when this process is told to stop, all do.
+    """Runs ``children`` as one job: when one fails the others end, and when this process is told to
+    stop, all do.
 
-    ``excuses(child, code)`` tells whether the job goes on although a child ended with ``code`` (-n for signal n), which
-    is not 0. ``wait`` is called between two looks at the children, and may `start` more of them: `run` ends when no
-    child runs and ``goes_on()`` is false.
+    ``excuses(child, code)`` tells whether the job goes on although a child ended with ``code`` (-n
+    for signal n), which is not 0. ``wait`` is called between two looks at the children, and may
+    `start` more of them: `run` ends when no child runs and ``goes_on()`` is false.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class Supervisor:
     def run(self, cwd: str | None = None) -> int:
         """Start the children, wait for all, and return the job's exit code.
 
-        That is 0, the code of the first child that failed (128 + n if signal n ended it), or 128 + n if signal n told
-        this process to stop.
+        That is 0, the code of the first child that failed (128 + n if signal n ended it), or 128 +
+        n if signal n told this process to stop.
         """
         self._cwd = cwd
         with self._catching_signals(), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as causes:
@@ -116,7 +117,8 @@ class Supervisor:
             with contextlib.suppress(BlockingIOError):
                 self.cause = causes.recv(CAUSE_BYTES).decode(errors="replace")
             if self._exit_code and not self._signals and self.cause:
-                say(self.cause)  # last, below what mpirun prints about any rank that did not end with 0
+                # last, below what mpirun prints about any rank that did not end with 0
+                say(self.cause)
         if self._signals:
             return 128 + self._signals[0]
         return self._exit_code or 0
@@ -136,8 +138,8 @@ class Supervisor:
             child.send_signal(signum)
 
     def fail(self, seconds: float, code: int = 1) -> None:
-        """The job has failed with ``code``, without that a child has ended so: all of them end within ``seconds``, by
-        themselves or not."""
+        """The job has failed with ``code``, without that a child has ended so: all of them end
+        within ``seconds``, by themselves or not."""
         if self._exit_code is None:
             self._exit_code = code
             self._end_in(seconds)
@@ -160,14 +162,18 @@ class Supervisor:
             self._plan.pop(0)[1]()
 
     def _failed(self) -> tuple[Supervised, int] | None:
-        """A child that failed, and its code (-n for signal n). Of several, one that a signal ended: that one did not
-        end because of another."""
+        """A child that failed, and its code (-n for signal n). Of several, one that a signal ended:
+        that one did not end because of another."""
         codes = [(child, child.poll() or 0) for child in self._children]
         failed = [pair for pair in codes if pair[1] != 0 and not self._excuses(*pair)]
         return min(failed, key=lambda pair: pair[1] > 0, default=None)
 
     def _on_failure(self, child: Supervised, code: int) -> None:
-        how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
+        how = (
+            f"was killed by signal {-code} ({signal_name(-code)})"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         if len(self._children) > 1 or code < 0:  # mpirun has named the rank itself
             say(f"{child.name} (pid {child.pid}) {how}; the job ends")
         if not self._signals:
@@ -175,7 +181,10 @@ class Supervisor:
 
     def _on_signal(self, signum: int, times: int) -> None:
         if times == 0:
-            say(f"{signal_name(signum)}: asking the ranks to stop, for up to {self._grace:.0f} s; again ends them now")
+            say(
+                f"{signal_name(signum)}: asking the ranks to stop, for up to {self._grace:.0f} s; "
+                "again ends them now"
+            )
             self.kill(self._stop_signal)
             self._end_in(self._grace)
         elif times == 1:
@@ -184,7 +193,9 @@ class Supervisor:
             self._kill_sessions()
 
     def _end_in(self, seconds: float) -> None:
-        """Leave the children ``seconds`` to end by themselves. A stopped one (SIGSTOP) could not: it is continued."""
+        """Leave the children ``seconds`` to end by themselves. A stopped one (SIGSTOP) could
+        not: it is continued.
+        """
         self.kill(signal.SIGCONT)
         now = time.monotonic()
         self._plan = [
@@ -197,8 +208,8 @@ class Supervisor:
         self.kill(signal.SIGCONT)  # a stopped process gets the other signal when it goes on
 
     def _clear(self) -> None:
-        """After a failure: wait until the processes of the children end by themselves (a rank sees that mpirun has
-        gone), then kill them, and remove the folder of a killed mpirun."""
+        """After a failure: wait until the processes of the children end by themselves (a rank sees
+        that mpirun has gone), then kill them, and remove the folder of a killed mpirun."""
         deadline = time.monotonic() + (_TERM_SECONDS if not self._running() else 0)
         while any(child.session() for child in self._children) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -1,1 +1,3 @@
-"""Loops of one's own: what keeps the replicas of a module together where no Trainer runs the training."""
+"""Loops of one's own: what keeps the replicas of a module together where no Trainer runs the
+training.
+"""

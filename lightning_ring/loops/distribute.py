@@ -57,24 +57,30 @@ def distribute(
 ) -> Training:
     """Train ``module`` on several ranks, in a plain PyTorch loop.
 
-    The ranks are those that mpirun, srun, torchrun or ringrun started. From here on all ranks hold rank 0's parameters,
-    buffers and optimizer state; each ``loss.backward()`` that reaches the module's parameters averages gradients over
-    the ranks while it runs, and each ``optimizer.step()`` leaves all ranks with the same parameters. Module and
-    optimizers stay the objects that they are. A rank that fails or dies ends the job. A single process communicates
+    The ranks are those that mpirun, srun, torchrun or ringrun started. From here on all ranks hold
+    rank 0's parameters, buffers and optimizer state; each ``loss.backward()`` that reaches the
+    module's parameters averages gradients over the ranks while it runs, and each
+    ``optimizer.step()`` leaves all ranks with the same parameters. Module and optimizers stay the
+    objects that they are. A rank that fails or dies ends the job. A single process communicates
     nothing and registers no hook.
 
-    It may be called for several modules: on all ranks, in one order. All ranks run the same backwards and steps.
+    It may be called for several modules: on all ranks, in one order. All ranks run the same
+        backwards and steps.
 
     Args:
         optimizers: The optimizers of the module's parameters.
-        algorithm: A name of `lightning_ring.algorithms.ALGORITHMS` (``"ring"``, ``"ring_sharded"``), or an `Algorithm`,
-            which then has its own ``bucket_cap_mb`` and ``compression``.
-        ranks: Without a launcher, run this script once on each of so many ranks of this host, and end this process with
-            their exit code. With a launcher, how many ranks it must have started. `None`: what was started.
-        device: Move the module there; ``"cuda"`` or ``"xpu"`` is this rank's GPU. `None`: it stays where it is.
-        broadcast_buffers: After each step rank 0's buffers (BatchNorm statistics) replace those of the other ranks.
-        backend, topology, bucket_cap_mb, compression, timeout, stall_warning, force_communication, timeline: As of
-            `RingStrategy`.
+        algorithm: A name of `lightning_ring.algorithms.ALGORITHMS` (``"ring"``,
+            ``"ring_sharded"``), or an `Algorithm`, which then has its own ``bucket_cap_mb`` and
+            ``compression``.
+        ranks: Without a launcher, run this script once on each of so many ranks of this host, and
+            end this process with their exit code. With a launcher, how many ranks it must have
+            started. `None`: what was started.
+        device: Move the module there; ``"cuda"`` or ``"xpu"`` is this rank's GPU. `None`: it stays
+            where it is.
+        broadcast_buffers: After each step rank 0's buffers (BatchNorm statistics) replace those of
+            the other ranks.
+        backend, topology, bucket_cap_mb, compression, timeout: As of `RingStrategy`.
+        stall_warning, force_communication, timeline: As of `RingStrategy`.
 
     Raises:
         ConfigurationError: An argument cannot work; the message says what was expected.
@@ -131,20 +137,26 @@ def distribute(
 
 def _check(module: nn.Module, optimizers: Iterable[Any], broadcast_buffers: Any) -> None:
     if not isinstance(module, nn.Module):
-        raise ConfigurationError(f"distribute got a {type(module).__name__} as module, expected a torch.nn.Module.")
+        raise ConfigurationError(
+            f"distribute got a {type(module).__name__} as module, expected a torch.nn.Module."
+        )
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ConfigurationError(
-                f"distribute got a {type(optimizer).__name__} among its optimizers, expected torch.optim.Optimizer."
+                f"distribute got a {type(optimizer).__name__} among its optimizers, expected "
+                "torch.optim.Optimizer."
             )
     if not isinstance(broadcast_buffers, bool):
-        raise ConfigurationError(f"distribute got broadcast_buffers={broadcast_buffers!r}, expected True or False.")
+        raise ConfigurationError(
+            f"distribute got broadcast_buffers={broadcast_buffers!r}, expected True or False."
+        )
     taken = {id(param) for other in open_trainings for param in other.module.parameters()}
     for name, param in module.named_parameters():
         if id(param) in taken:
             raise ConfigurationError(
-                f"distribute was called for a module with {name}, which a module of an earlier call contains: its "
-                "gradient would be averaged twice. Pass one module that contains both, or close the earlier training."
+                f"distribute was called for a module with {name}, which a module of an earlier "
+                "call contains: its gradient would be averaged twice. Pass one module that "
+                "contains both, or close the earlier training."
             )
 
 
@@ -155,8 +167,8 @@ def _timeline(
     if open_trainings:
         if options.timeline is not None:
             raise ConfigurationError(
-                f"distribute got timeline={str(options.timeline)!r}, while another training is open: the first one's "
-                "timeline records all. Give it to the first call."
+                f"distribute got timeline={str(options.timeline)!r}, while another training is "
+                "open: the first one's timeline records all. Give it to the first call."
             )
         return open_trainings[0].listeners, open_trainings[0].timeline
     listeners: list[Listener] = []
@@ -173,10 +185,13 @@ def _move(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.devi
     module.to(device)
     for optimizer in optimizers:
         if optimizer.state:
-            optimizer.load_state_dict(optimizer.state_dict())  # which puts tensors where their parameters are
+            # which puts tensors where their parameters are
+            optimizer.load_state_dict(optimizer.state_dict())
 
 
-def _connect(info: RankInfo, device: torch.device, options: RingOptions) -> tuple[Job, Communicator | None]:
+def _connect(
+    info: RankInfo, device: torch.device, options: RingOptions
+) -> tuple[Job, Communicator | None]:
     global _shared
     names = ("backend", "topology", "timeout", "stall_warning", "force_communication")
     settings = (device, *(getattr(options, name) for name in names))
@@ -185,8 +200,8 @@ def _connect(info: RankInfo, device: torch.device, options: RingOptions) -> tupl
         return connect_ranks(info, device, options)
     if settings != _shared:
         raise ConfigurationError(
-            f"distribute was called with (device, {', '.join(names)}) = {settings}, while a training with {_shared} is "
-            "open. Trainings that are open at the same time share their connections: use the same, or close() the "
-            "other first."
+            f"distribute was called with (device, {', '.join(names)}) = {settings}, while a "
+            f"training with {_shared} is open. Trainings that are open at the same time share "
+            "their connections: use the same, or close() the other first."
         )
     return open_trainings[0]._job, open_trainings[0].comm

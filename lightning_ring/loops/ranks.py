@@ -22,46 +22,57 @@ from lightning_ring.options import RingOptions
 
 
 def find_ranks(ranks: int | None, options: RingOptions) -> RankInfo:
-    """This process's rank. Without a launcher, and with ``ranks``, start this script on so many ranks of this host.
+    """This process's rank. Without a launcher, and with ``ranks``, start this script on so many
+    ranks of this host.
 
     Raises:
-        JobFinished: With the job's exit code, in the process that started the ranks: it is none of them.
+        JobFinished: With the job's exit code, in the process that started the ranks: it is none of
+            them.
         ConfigurationError: ``ranks`` is no number of ranks.
         RankDiscoveryError: A launcher started another number of ranks.
     """
     if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
-        raise ConfigurationError(f"{options.caller} got ranks={ranks!r}, expected a number of ranks, 1 or more.")
+        raise ConfigurationError(
+            f"{options.caller} got ranks={ranks!r}, expected a number of ranks, 1 or more."
+        )
     found = launcher_variables(os.environ)
     if found is None and ranks is not None and ranks > 1:
         if "RING_LAUNCHER_PID" in os.environ:
             raise RankDiscoveryError(
-                "This process was started as a rank, but the variables that tell its rank are gone, and it would start "
-                "all ranks once more. Let whatever stands between the launcher and Python keep the environment."
+                "This process was started as a rank, but the variables that tell its rank are "
+                "gone, and it would start all ranks once more. Let whatever stands between the "
+                "launcher and Python keep the environment."
             )
         with script_job(ranks, use_mpi=options.backend in ("auto", "mpi")) as job:
             code = job.run()
         raise JobFinished(code)
     if found is not None and ranks not in (None, found.world_size):
         raise RankDiscoveryError(
-            f"{options.caller}(ranks={ranks}) was called, but {found.launcher} started {found.world_size} ranks. Leave "
-            "ranks out to take what was started."
+            f"{options.caller}(ranks={ranks}) was called, but {found.launcher} started "
+            f"{found.world_size} ranks. Leave ranks out to take what was started."
         )
     return discover_ranks()
 
 
 def device_of(module: nn.Module, asked: torch.device | str | None, info: RankInfo) -> torch.device:
-    """The device of this rank: where the module is, or as ``asked``; ``"cuda"`` and ``"xpu"`` are this rank's GPU."""
+    """The device of this rank: where the module is, or as ``asked``; ``"cuda"`` and ``"xpu"``
+    are this rank's GPU.
+    """
     if asked is None:
         return next((param.device for param in module.parameters()), torch.device("cpu"))
     device = torch.device(asked)
     if is_gpu(device) and device.index is None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         count = gpu_module(device).device_count()
-        device = torch.device(device.type, pick_gpu(info.local_rank, info.local_size, count, visible))
+        device = torch.device(
+            device.type, pick_gpu(info.local_rank, info.local_size, count, visible)
+        )
     return device
 
 
-def connect_ranks(info: RankInfo, device: torch.device, options: RingOptions) -> tuple[Job, Communicator | None]:
+def connect_ranks(
+    info: RankInfo, device: torch.device, options: RingOptions
+) -> tuple[Job, Communicator | None]:
     """The job of these ranks, with a new communicator; `None` for a single process. Collective."""
     job = connect(info, device, options.timeout)
     if info.world_size == 1 and not options.force_communication:

@@ -1,4 +1,6 @@
-"""`Replicas`: the replicas of one module, one on each rank, which an algorithm keeps together while a loop trains."""
+"""`Replicas`: the replicas of one module, one on each rank, which an algorithm keeps together
+while a loop trains.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,22 @@ log = logging.getLogger("lightning_ring")
 
 
 class Replicas:
-    """The replicas of ``module``, on all ranks of ``comm``, from here to `remove`. Building one is collective.
+    """The replicas of ``module``, on all ranks of ``comm``, from here to `remove`. Building one is
+    collective.
 
-    They begin with rank 0's parameters, buffers and optimizer state. From then on every backward that reaches the
-    module's parameters is a backward of the training: it averages gradients over the ranks, except inside `no_sync`.
-    Hooks on the module tell when a forward begins and ends; nothing is wrapped, and a copy of the module has no hooks.
-    Without ``comm``, in a single process, nothing is registered, unless a timeline is recorded.
+    They begin with rank 0's parameters, buffers and optimizer state. From then on every backward
+    that reaches the module's parameters is a backward of the training: it averages gradients over
+    the ranks, except inside `no_sync`. Hooks on the module tell when a forward begins and ends;
+    nothing is wrapped, and a copy of the module has no hooks. Without ``comm``, in a single
+    process, nothing is registered, unless a timeline is recorded.
 
     Args:
-        optimizers: Those that step the module's parameters. Later ones are found when they step; one that steps
-            parameters which no other had needs `add_optimizers` before the forward.
-        called: The module whose calls are the forwards, where that is one around ``module``. It is not kept.
-        broadcast_buffers: After each step rank 0's buffers (BatchNorm statistics) replace those of the other ranks.
+        optimizers: Those that step the module's parameters. Later ones are found when they step;
+            one that steps parameters which no other had needs `add_optimizers` before the forward.
+        called: The module whose calls are the forwards, where that is one around ``module``. It is
+            not kept.
+        broadcast_buffers: After each step rank 0's buffers (BatchNorm statistics) replace those of
+            the other ranks.
         label: Begins the names of collectives, where there are several modules: ``"module 1: "``.
         listeners: Called with a `CollectiveRecord` of each collective of the training.
         timeline: Gets the times of forwards and steps.
@@ -101,15 +107,20 @@ class Replicas:
     # -- what a loop calls
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Around the backwards of gradient accumulation, except the last: their gradients stay on this rank."""
+        """Around the backwards of gradient accumulation, except the last: their gradients stay
+        on this rank.
+        """
         return self.algorithm.no_sync()
 
     def wait_parameters(self) -> None:
-        """Return when all parameters are complete. For code whose reads are not detected (threads, compiled code)."""
+        """Return when all parameters are complete. For code whose reads are not detected
+        (threads, compiled code).
+        """
         self.algorithm.wait_parameters()
 
     def show_averages(self) -> None:
-        """Before an evaluation or a checkpoint: where ranks train alone, have parameters be their average. Collective.
+        """Before an evaluation or a checkpoint: where ranks train alone, have parameters be their
+        average. Collective.
 
         Until the next forward of the training. Other algorithms do nothing.
         """
@@ -117,17 +128,27 @@ class Replicas:
         if self.algorithm.steps_alone and self._broadcasts_buffers and self.comm is not None:
             broadcast_buffers(self.module, self.comm)
 
-    def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients so that their norm over ``parameters`` is at most ``max_norm``; returns the norm before.
+    def clip_grad_norm_(
+        self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Scale gradients so that their norm over ``parameters`` is at most ``max_norm``; returns
+        the norm before.
 
-        As `torch.nn.utils.clip_grad_norm_`, for sharded gradients too. All ranks call it, with the same parameters.
+        As `torch.nn.utils.clip_grad_norm_`, for sharded gradients too. All ranks call it, with the
+        same parameters.
         """
         self.algorithm.finish_backward()
         return self.algorithm.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def add_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Have ``optimizers``, which were built after this object, step the module's parameters. Collective."""
-        new = [optimizer for optimizer in optimizers if not any(optimizer is known for known in self._optimizers)]
+        """Have ``optimizers``, which were built after this object, step the module's parameters.
+        Collective.
+        """
+        new = [
+            optimizer
+            for optimizer in optimizers
+            if not any(optimizer is known for known in self._optimizers)
+        ]
         if self.comm is None or not new:
             return
         for optimizer in new:
@@ -136,19 +157,28 @@ class Replicas:
         self.algorithm.set_optimizers(self._optimizers)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The ordinary, full state dict. Collective; under a sharded algorithm it is empty on all ranks but rank 0."""
-        return self.algorithm.optimizer_state_dict(optimizer, is_rank_zero=self.comm is None or self.comm.rank == 0)
+        """The ordinary, full state dict. Collective; under a sharded algorithm it is empty on
+        all ranks but rank 0.
+        """
+        return self.algorithm.optimizer_state_dict(
+            optimizer, is_rank_zero=self.comm is None or self.comm.rank == 0
+        )
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load an ordinary, full state dict. Collective: all ranks have read the same one, or rank 0's counts."""
+        """Load an ordinary, full state dict. Collective: all ranks have read the same one, or
+        rank 0's counts.
+        """
         if self.comm is not None and self.algorithm.sharded:
-            state = self.comm.broadcast_object(state, name="load_optimizer_state_dict")  # a shard of each is kept
+            # a shard of each is kept
+            state = self.comm.broadcast_object(state, name="load_optimizer_state_dict")
         self.algorithm.load_optimizer_state_dict(optimizer, state)
         if self.comm is not None and not self.algorithm.sharded:
             broadcast_optimizer_state(optimizer, self.comm)
 
     def remove(self, *, wait: bool = True) -> None:
-        """End the training: remove all hooks, and complete the parameters. ``wait=False`` waits for no other rank."""
+        """End the training: remove all hooks, and complete the parameters. ``wait=False`` waits
+        for no other rank.
+        """
         if self._step_hooks is not None:
             self._step_hooks.remove()
             self._step_hooks = None
@@ -174,7 +204,8 @@ class Replicas:
             return  # an evaluation, or a checkpoint that computes its forward again
         self.algorithm.begin_batch()
         if isinstance(self.algorithm, Sharded) and not self.algorithm.overlaps:
-            self.algorithm.overlaps = True  # the forward shows whether all reads of parameters can be seen
+            # the forward shows whether all reads of parameters can be seen
+            self.algorithm.overlaps = True
         forward.enter_context(self.algorithm.forward())
 
     @torch.compiler.disable
@@ -184,7 +215,9 @@ class Replicas:
     def steps(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` steps parameters of the module."""
         own = {id(param) for param in self.module.parameters()}
-        return any(id(param) in own for group in optimizer.param_groups for param in group["params"])
+        return any(
+            id(param) in own for group in optimizer.param_groups for param in group["params"]
+        )
 
     def after_step(self) -> None:
         if self._broadcasts_buffers and self.comm is not None and not self.algorithm.steps_alone:

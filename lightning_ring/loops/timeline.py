@@ -1,4 +1,6 @@
-"""The times of a loop: its forwards, steps and collectives, for observers and as slices of a trace."""
+"""The times of a loop: its forwards, steps and collectives, for observers and as slices of a
+trace.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ from lightning_ring.timeline.tracks import FORWARD, OPTIMIZER, STEPS
 class LoopTimeline:
     """Records a loop from here to `finish`, if ``settings`` name a path. Both are collective.
 
-    ``observers`` are called with "forward" or "optimizer", its begin and its end, with or without a path.
+    ``observers`` are called with "forward" or "optimizer", its begin and its end, with or without a
+    path.
 
-    A loop announces no batch: a step ends where an optimizer has stepped. Nor does it always announce its end: the
-    normal end of the script finishes a timeline.
+    A loop announces no batch: a step ends where an optimizer has stepped. Nor does it always
+    announce its end: the normal end of the script finishes a timeline.
     """
 
     def __init__(
@@ -46,7 +49,9 @@ class LoopTimeline:
             return
         clock = DeviceClock(device) if is_gpu(device) else None
         max_bytes = int(settings.max_mb * 2**20)
-        self._session = start_session(settings.path, comm, max_bytes=max_bytes, about=about, seconds_of=clock)
+        self._session = start_session(
+            settings.path, comm, max_bytes=max_bytes, about=about, seconds_of=clock
+        )
         self._listeners.append(self._session.recorder.collective)
         self._began = self.now()
         atexit.register(self.finish)
@@ -79,7 +84,8 @@ class LoopTimeline:
         session = self._detach()
         if session is not None:
             if is_gpu(self._device):
-                gpu_module(self._device).synchronize(self._device)  # what it has not come to would be left out
+                # what it has not come to would be left out
+                gpu_module(self._device).synchronize(self._device)
             session.finish()
 
     def abandon(self) -> None:
@@ -101,4 +107,6 @@ class LoopTimeline:
 
     def _slice(self, track: int, name: str, began: Any, ended: Any) -> None:
         if self._session is not None:
-            self._session.recorder.slice(track, name, began, ended, {"step": self._session.recorder.step})
+            self._session.recorder.slice(
+                track, name, began, ended, {"step": self._session.recorder.step}
+            )

@@ -27,19 +27,22 @@ log = logging.getLogger("lightning_ring")
 class Training(Replicas):
     """What `distribute` returns: one module that several ranks train, from there to `close`.
 
-    Also a context manager, which closes it. Its methods are collective unless they say otherwise: all ranks call them,
-    in one order.
+    Also a context manager, which closes it. Its methods are collective unless they say otherwise:
+    all ranks call them, in one order.
 
     Attributes:
         rank, world_size, local_rank: Of this process.
-        num_workers: How many ranks train, the first ones: all, except with ``ParameterServer(dedicated=True)``.
+        num_workers: How many ranks train, the first ones: all, except with
+            ``ParameterServer(dedicated=True)``.
         device: Where the module is.
         communicator: What all ranks exchange tensors through; `None` in a single process.
     """
 
     timeline: LoopTimeline
 
-    def __init__(self, info: RankInfo, job: Job, device: torch.device, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, info: RankInfo, job: Job, device: torch.device, *args: Any, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.rank, self.world_size, self.local_rank = info.rank, info.world_size, info.local_rank
         self.num_workers = self.algorithm.num_workers(self.world_size)
@@ -54,19 +57,25 @@ class Training(Replicas):
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> DistributedSampler[Any]:
-        """This rank's part of ``dataset``, for a `DataLoader`. Call its ``set_epoch`` at the start of each epoch.
+        """This rank's part of ``dataset``, for a `DataLoader`. Call its ``set_epoch`` at the start
+        of each epoch.
 
-        Not collective. Ranks that do not train have no sample. Where the samples do not divide by the others, some are
-        repeated, or dropped with ``drop_last``; rank 0 warns of it.
+        Not collective. Ranks that do not train have no sample. Where the samples do not divide by
+        the others, some are repeated, or dropped with ``drop_last``; rank 0 warns of it.
         """
         number, rank = self.num_workers, min(self.rank, self.num_workers - 1)
-        sampler: DistributedSampler[Any] = DistributedSampler(dataset, number, rank, shuffle, seed, drop_last)
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset, number, rank, shuffle, seed, drop_last
+        )
         num_samples = len(cast(Sized, dataset))
         padded = sampler.total_size - num_samples
         if padded and self.rank == 0:
-            what = f"{padded} of them are repeated" if padded > 0 else f"{-padded} of them are dropped"
+            what = (
+                f"{padded} of them are repeated" if padded > 0 else f"{-padded} of them are dropped"
+            )
             log.warning(
-                "%d samples do not divide by %d ranks: each epoch %s, so that all ranks have equally many.",
+                "%d samples do not divide by %d ranks: each epoch %s, so that all ranks have "
+                "equally many.",
                 num_samples,
                 number,
                 what,
@@ -76,10 +85,16 @@ class Training(Replicas):
         return sampler
 
     def all_reduce(self, tensor: Tensor, op: str = "mean") -> Tensor:
-        """The ranks' ``tensor`` as one, in new memory. ``op``: "mean", "sum", "min", "max" or "product"."""
-        names = {"mean": ReduceOp.AVG} | {one.value: one for one in ReduceOp if one is not ReduceOp.AVG}
+        """The ranks' ``tensor`` as one, in new memory. ``op``: "mean", "sum", "min", "max" or
+        "product".
+        """
+        names = {"mean": ReduceOp.AVG} | {
+            one.value: one for one in ReduceOp if one is not ReduceOp.AVG
+        }
         if op not in names:
-            raise ConfigurationError(f"all_reduce got op={op!r}, expected one of {', '.join(map(repr, names))}.")
+            raise ConfigurationError(
+                f"all_reduce got op={op!r}, expected one of {', '.join(map(repr, names))}."
+            )
         reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
         if self.comm is None:
             return reduced
@@ -92,11 +107,17 @@ class Training(Replicas):
         """Every rank's ``tensor`` (same shape everywhere), by rank, in a new first dimension."""
         if self.comm is None:
             return tensor.detach().clone().unsqueeze(0)
-        return torch.stack(self.comm.all_gather(tensor.detach().contiguous(), name="all_gather of the loop"))
+        return torch.stack(
+            self.comm.all_gather(tensor.detach().contiguous(), name="all_gather of the loop")
+        )
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Rank ``src``'s picklable ``obj``, on every rank."""
-        return obj if self.comm is None else self.comm.broadcast_object(obj, src=src, name="broadcast of the loop")
+        return (
+            obj
+            if self.comm is None
+            else self.comm.broadcast_object(obj, src=src, name="broadcast of the loop")
+        )
 
     def barrier(self) -> None:
         """Return when every rank is here."""
@@ -104,16 +125,24 @@ class Training(Replicas):
             self.comm.barrier(name="of the loop")
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the algorithm itself, such as a compressor's residuals; on rank 0 for all ranks."""
+        """State of the algorithm itself, such as a compressor's residuals; on rank 0 for all
+        ranks.
+        """
         return self.algorithm.state_dict() if self.comm is not None else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`, the same on every rank. Warns where that is impossible."""
-        if self.comm is not None and (problem := self.algorithm.load_state_dict(state)) and self.rank == 0:
+        if (
+            self.comm is not None
+            and (problem := self.algorithm.load_state_dict(state))
+            and self.rank == 0
+        ):
             log.warning("%s", problem)
 
     def close(self) -> None:
-        """End the training: parameters are complete, hooks are gone, the timeline is written. Twice is fine."""
+        """End the training: parameters are complete, hooks are gone, the timeline is written.
+        Twice is fine.
+        """
         if self._closed:
             return
         self._closed = True
@@ -136,7 +165,9 @@ class Training(Replicas):
     def __enter__(self) -> Training:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         if error is None:
             self.close()
             return

@@ -39,7 +39,8 @@ class _Client:
 
 
 class Connections:
-    """One connection to each member, at a listener on ``host``. ``knows(member)``: whether a process may take part.
+    """One connection to each member, at a listener on ``host``. ``knows(member)``: whether a
+    process may take part.
 
     `serve` does everything; it is called again and again.
 
@@ -71,9 +72,15 @@ class Connections:
         return port
 
     def variables(self, member: int, host: str | None = None) -> dict[str, str]:
-        """The environment variables by which process ``member`` connects (`Member`), at address ``host``."""
+        """The environment variables by which process ``member`` connects (`Member`), at address
+        ``host``.
+        """
         host = host or self._listener.getsockname()[0]
-        return {"RING_STEWARD": f"{host}:{self.port}", "RING_STEWARD_TOKEN": self._token, "RING_MEMBER": str(member)}
+        return {
+            "RING_STEWARD": f"{host}:{self.port}",
+            "RING_STEWARD_TOKEN": self._token,
+            "RING_MEMBER": str(member),
+        }
 
     def serve(self, timeout: float) -> None:
         """Serve what has arrived, and wait up to ``timeout`` seconds for more."""
@@ -114,14 +121,16 @@ class Connections:
             accepted, _ = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # out of file descriptors: the listener would wake this thread again and again
+        # out of file descriptors: the listener would wake this thread again and again
+        except OSError as error:
             say(f"the steward accepts no connections for {_FULL_SECONDS:g} s: {error.strerror}")
             self._selector.unregister(self._listener)
             self._accepts_at = time.monotonic() + _FULL_SECONDS
             return
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         client = _Client(MessageConnection(accepted), time.monotonic())
-        client.connection.longest_line = _HELLO_BYTES  # a stranger must not fill this process's memory
+        # a stranger must not fill this process's memory
+        client.connection.longest_line = _HELLO_BYTES
         self._unknown.add(client)
         self._selector.register(accepted, selectors.EVENT_READ, client)
 
@@ -145,8 +154,14 @@ class Connections:
         if type(member) is not int or type(pid) is not int:  # not a bool either
             return False
         if member in self._clients or not self._knows(member):
-            taken = f"is process {self.pids[member]} already" if member in self._clients else "takes part no more"
-            client.connection.send({"kind": "refused", "why": f"process {member} of the job {taken}"})
+            taken = (
+                f"is process {self.pids[member]} already"
+                if member in self._clients
+                else "takes part no more"
+            )
+            client.connection.send(
+                {"kind": "refused", "why": f"process {member} of the job {taken}"}
+            )
             return False
         client.member = member
         client.connection.longest_line = LONGEST_LINE

@@ -1,4 +1,6 @@
-"""The keys and values through which the ranks of one view meet, as torch's stores have them. Nothing here blocks."""
+"""The keys and values through which the ranks of one view meet, as torch's stores have them.
+Nothing here blocks.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ Answer = Callable[[dict[str, Any]], None]
 
 
 class KeyValue:
-    """Values are texts. A request is a message with ``"op"``; its answer may come later, or be a refusal.
+    """Values are texts. A request is a message with ``"op"``; its answer may come later, or be a
+    refusal.
 
     ``get`` and ``wait`` are answered once their keys are there; all others at once.
     """
@@ -31,7 +34,9 @@ class KeyValue:
             self._values[message["key"]] = str(total)
             answer({"value": total})
         elif op == "compare_set":
-            answer({"value": self._compare_set(message["key"], message["expected"], message["value"])})
+            answer(
+                {"value": self._compare_set(message["key"], message["expected"], message["value"])}
+            )
         elif op == "check":
             answer({"value": self._has(message["keys"])})
         elif op == "delete":

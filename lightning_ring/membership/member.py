@@ -1,4 +1,6 @@
-"""A rank's side of the membership: one connection to the steward, and a thread that reads it. Without torch."""
+"""A rank's side of the membership: one connection to the steward, and a thread that reads it.
+Without torch.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,12 @@ _LOST_SECONDS = 2.0
 class Member:
     """This process in the job of the steward that ``environ`` names. Opened by `open`; thread-safe.
 
-    ``on_stop`` is called in the member's thread when the current generation is over, with the error that ends its
-    collectives. It must be quick. ``on_lost`` is called when the steward has gone, and ends this process: nobody can
-    tell any more who takes part, and two halves of a job must not go on apart. ``over_error`` is the class of the error
-    that says that a generation is over. ``on_wanted`` is called in the member's thread with the message of a process
-    that is to get this one's state (`ask_for_state`).
+    ``on_stop`` is called in the member's thread when the current generation is over, with the error
+    that ends its collectives. It must be quick. ``on_lost`` is called when the steward has gone,
+    and ends this process: nobody can tell any more who takes part, and two halves of a job must not
+    go on apart. ``over_error`` is the class of the error that says that a generation is over.
+    ``on_wanted`` is called in the member's thread with the message of a process that is to get this
+    one's state (`ask_for_state`).
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -41,7 +44,8 @@ class Member:
         self.view: View | None = None
         self.newcomers_wait = False
         self.training_is_over = False
-        self.first_ranks: int | None = None  # with which the training had begun when this process came; 0: it had not
+        # with which the training had begun when this process came; 0: it had not
+        self.first_ranks: int | None = None
         self.on_stop: Callable[[PeerFailedError], None] = lambda error: None
         self.on_lost: Callable[[], None] = self._end_process
         self.on_wanted: Callable[[Message], None] = lambda message: None
@@ -75,7 +79,9 @@ class Member:
 
     @property
     def address(self) -> str:
-        """This host's address on the way to the steward, which leads to the job's other hosts if there are any."""
+        """This host's address on the way to the steward, which leads to the job's other hosts if
+        there are any.
+        """
         assert self._connection is not None, "open() comes first"
         address: str = self._connection.socket.getsockname()[0]
         return address
@@ -90,63 +96,88 @@ class Member:
             connection = socket.create_connection((self._host, self._port), timeout=CONNECT_SECONDS)
         except OSError as error:
             raise RankDiscoveryError(
-                f"Process {self.number} could not reach the steward at {self._host}:{self._port} ({error}), which "
-                "started it and has probably ended."
+                f"Process {self.number} could not reach the steward at {self._host}:{self._port} "
+                f"({error}), which started it and has probably ended."
             ) from error
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = MessageConnection(connection)
         in_forked_children(self._forget)
-        self._send({"kind": "hello", "token": self._token, "member": self.number, "pid": os.getpid()})
+        self._send(
+            {"kind": "hello", "token": self._token, "member": self.number, "pid": os.getpid()}
+        )
         self._await_welcome()
         threading.Thread(target=self._listen, name="ring-member", daemon=True).start()
         with self._news:
-            if not self._news.wait_for(lambda: self.first_ranks is not None or self._lost, CONNECT_SECONDS):
-                raise RankDiscoveryError(f"The steward did not say within {CONNECT_SECONDS:g} s where its job stands.")
+            if not self._news.wait_for(
+                lambda: self.first_ranks is not None or self._lost, CONNECT_SECONDS
+            ):
+                raise RankDiscoveryError(
+                    f"The steward did not say within {CONNECT_SECONDS:g} s where its job stands."
+                )
 
     # -- views
 
     def check(self) -> None:
-        """Raise `GenerationOver` or `JobEnded` once the current generation is over. Costs nothing otherwise."""
+        """Raise `GenerationOver` or `JobEnded` once the current generation is over. Costs
+        nothing otherwise.
+        """
         if self._over is not None:
             raise self._over
 
     def is_over(self, seconds: float = 0.0) -> bool:
-        """Whether the current generation is over, or is so within ``seconds``. Transports may know it earlier."""
+        """Whether the current generation is over, or is so within ``seconds``. Transports may
+        know it earlier.
+        """
         with self._news:
             return self._news.wait_for(lambda: self._over is not None, seconds)
 
     def report(self, report: Report) -> None:
-        """Say where this rank stands. From here on it writes nothing that another rank reads, until the next view."""
+        """Say where this rank stands. From here on it writes nothing that another rank reads,
+        until the next view.
+        """
         standing = {"step": report.step, "complete": report.complete, "parted": report.parted}
         self._send({"kind": "report", "generation": self.generation, **standing})
 
     def next_view(self, timeout: float) -> View:
-        """The view that follows the current one, which is in force from now on. Blocks up to ``timeout`` seconds.
+        """The view that follows the current one, which is in force from now on. Blocks up to
+        ``timeout`` seconds.
 
         Raises:
             JobEnded: There is none.
         """
         with self._news:
-            if not self._news.wait_for(lambda: self._next or isinstance(self._over, JobEnded), timeout):
+            if not self._news.wait_for(
+                lambda: self._next or isinstance(self._over, JobEnded), timeout
+            ):
                 raise JobEnded(f"There was no next view of the ranks within {timeout:g} s.")
             if isinstance(self._over, JobEnded):
                 raise self._over
             assert self._next is not None
             # a stop of this new view may have come already
-            stopped = isinstance(self._over, GenerationOver) and self._stopped_generation == self._next.generation
+            stopped = (
+                isinstance(self._over, GenerationOver)
+                and self._stopped_generation == self._next.generation
+            )
             self.view, self._next = self._next, None
             self._over = self._over if stopped else None
             self.newcomers_wait = False
         return self.view
 
     def ask_for_state(self, port: int, token: str, attempt: int, *, of_all: bool = False) -> None:
-        """Have another member send its state to ``port`` of this host; in another ``attempt``, another one.
+        """Have another member send its state to ``port`` of this host; in another ``attempt``,
+        another one.
 
         ``of_all``: all of them, each its own.
 
         `is_needed` is set as soon as the others cannot train without this process.
         """
-        asked = {"address": self.address, "port": port, "token": token, "attempt": attempt, "of_all": of_all}
+        asked = {
+            "address": self.address,
+            "port": port,
+            "token": token,
+            "attempt": attempt,
+            "of_all": of_all,
+        }
         self._send({"kind": "catches_up", **asked})
 
     # -- the store of the current view
@@ -168,7 +199,10 @@ class Member:
             there = self._news.wait_for(lambda: self._answers[number] is not None, timeout)
             answer = self._answers.pop(number)
         if not there or answer is None:
-            raise TimeoutError(f"{message['op']} of {message.get('keys') or message.get('key')}: none in {timeout:g} s")
+            raise TimeoutError(
+                f"{message['op']} of {message.get('keys') or message.get('key')}: "
+                f"none in {timeout:g} s"
+            )
         if "refused" in answer:
             self.check()
             raise self.over_error(answer["refused"])
@@ -186,23 +220,32 @@ class Member:
             self._news.wait_for(lambda: self._finish_is_known or self._lost, FINISH_SECONDS)
 
     def take_part(self) -> None:
-        """Say that this newcomer has finished its first step. Until then an error of its own counts as its death."""
+        """Say that this newcomer has finished its first step. Until then an error of its own
+        counts as its death.
+        """
         self._send({"kind": "takes_part"})
 
     def leave_fit(self, left: bool = True) -> None:
-        """Say that this rank has left a fit, so that from now on a death ends the job; or that it begins another."""
+        """Say that this rank has left a fit, so that from now on a death ends the job; or that
+        it begins another.
+        """
         self._send({"kind": "leaves_fit", "left": left})
 
     def turn_away(self, members: Sequence[int]) -> None:
-        """Say that the newcomers ``members`` of the view, which may be this one, do not fit: they leave for good."""
+        """Say that the newcomers ``members`` of the view, which may be this one, do not fit:
+        they leave for good.
+        """
         self._send({"kind": "turns_away", "members": list(members)})
 
     def fail(self, text: str, exit_code: int = 1) -> None:
-        """Say that this rank failed by an error of its program, which ends the job with ``exit_code``."""
+        """Say that this rank failed by an error of its program, which ends the job with
+        ``exit_code``.
+        """
         self._send({"kind": "failed", "text": text, "exit_code": exit_code})
 
     def lose_state(self, text: str, checkpoint: str, version: int) -> None:
-        """Say that no rank can go on, and that all processes of the job are to begin again from ``checkpoint``.
+        """Say that no rank can go on, and that all processes of the job are to begin again from
+        ``checkpoint``.
 
         ``version`` is another number when the file has changed.
         """
@@ -225,12 +268,17 @@ class Member:
         while not messages and over is None and time.monotonic() < until:
             connection.wait(1.0)
             messages, over = connection.receive()
-        first = messages[0] if messages else {"kind": "refused", "why": f"the steward did not answer ({over})"}
+        first = (
+            messages[0]
+            if messages
+            else {"kind": "refused", "why": f"the steward did not answer ({over})"}
+        )
         if first["kind"] == "refused":
             connection.close()
             raise RankDiscoveryError(
-                f"The steward does not take this process (pid {os.getpid()}): {first['why']}. A program that a rank "
-                "starts inherits RING_STEWARD and RING_MEMBER: start it without them."
+                f"The steward does not take this process (pid {os.getpid()}): {first['why']}. A "
+                "program that a rank starts inherits RING_STEWARD and RING_MEMBER: start it "
+                "without them."
             )
         for message in messages[1:]:
             self._take(message)
@@ -292,7 +340,9 @@ class Member:
                     self._answers[message["number"]] = message
             elif kind == "stop":
                 self._stopped_generation = message["generation"]
-                stop = self.over_error(f"Generation {message['generation']} is over: {message['why']}.")
+                stop = self.over_error(
+                    f"Generation {message['generation']} is over: {message['why']}."
+                )
             elif kind == "end":
                 ended = TooFewRanks if message["too_few"] else JobEnded
                 stop = ended(f"The job ends: {message['why']}.", message["exit_code"])
@@ -303,6 +353,8 @@ class Member:
             self.on_stop(stop)
 
     def _forget(self) -> None:
-        """A forked child (a data-loader worker) must not hold the connection open when its parent is killed."""
+        """A forked child (a data-loader worker) must not hold the connection open when its
+        parent is killed.
+        """
         if self._connection is not None:
             self._connection.close()

@@ -10,19 +10,22 @@ from lightning_ring.membership.view import View
 class Membership:
     """Collects reports and deaths, and makes the next view once all that it depends on is known.
 
-    A view ends when a member is removed, or when a member reports because newcomers wait. The next one begins when
-    every remaining member has reported, every removed one is *fenced* (seen to be dead), and there are ``min_ranks`` of
-    them. So no process of an earlier view can still write into memory that the next view uses.
+    A view ends when a member is removed, or when a member reports because newcomers wait. The next
+    one begins when every remaining member has reported, every removed one is *fenced* (seen to be
+    dead), and there are ``min_ranks`` of them. So no process of an earlier view can still write
+    into memory that the next view uses.
     """
 
     def __init__(self, min_ranks: int = 1, max_ranks: int | None = None) -> None:
         self.view: View | None = None
-        self.first_ranks = 0  # members of the last view in which nobody had state: with them the training begins
+        # members of the last view in which nobody had state: with them the training begins
+        self.first_ranks = 0
         self.stopping = True  # no view is in force
         self._min_ranks = min_ranks
         self._max_ranks = max_ranks
         self.expected: set[int] = set()  # started, and not ready yet
-        self.catching_up: set[int] = set()  # of those: that get the state of a member, and report then
+        # of those: that get the state of a member, and report then
+        self.catching_up: set[int] = set()
         self._reports: dict[int, Report] = {}
         self._unfenced: set[int] = set()  # removed, and not yet seen to be dead
         self._gone: set[int] = set()  # removed, or finished
@@ -30,7 +33,8 @@ class Membership:
         self._seen: set[int] = set()  # members of any view
         self._untried: set[int] = set()  # of those: newcomers that have finished no step yet
         self._outside: set[int] = set()  # members that have left their fit
-        self.late: set[int] = set()  # members that died when a member had left its fit: nobody can go on without them
+        # members that died when a member had left its fit: nobody can go on without them
+        self.late: set[int] = set()
         self._has_state = False
         self._last = ""  # why the job ends with the next view
 
@@ -48,11 +52,17 @@ class Membership:
     @property
     def unreported(self) -> list[int]:
         """Members that the next view waits for. Empty as long as the view is in force."""
-        return [member for member in self.members if member not in self._reports] if self.stopping else []
+        return (
+            [member for member in self.members if member not in self._reports]
+            if self.stopping
+            else []
+        )
 
     @property
     def admits(self) -> bool:
-        """Whether a view is in force that newcomers wait to enter, so that its members stop at the end of a step."""
+        """Whether a view is in force that newcomers wait to enter, so that its members stop at
+        the end of a step.
+        """
         has_room = self._max_ranks is None or len(self.members) < self._max_ranks
         return not self.stopping and has_room and bool(self.members) and bool(self.newcomers)
 
@@ -63,21 +73,33 @@ class Membership:
 
     @property
     def takes_no_more(self) -> bool:
-        """Whether the training is over on some rank, so that a process that starts now comes too late."""
+        """Whether the training is over on some rank, so that a process that starts now comes too
+        late.
+        """
         return bool(self.finishers or self._outside)
 
     @property
     def below_min_ranks(self) -> bool:
         """Whether nothing but too few ranks is in the way of the next view."""
-        return self._is_settled() and len(self._reports) < self._min_ranks and not (self._last or self.late)
+        return (
+            self._is_settled()
+            and len(self._reports) < self._min_ranks
+            and not (self._last or self.late)
+        )
 
     @property
     def lacks_ranks(self) -> bool:
         """Whether the next view waits for other processes than the members that are left."""
-        return self.stopping and self.view is not None and not self.unreported and len(self._reports) < self._min_ranks
+        return (
+            self.stopping
+            and self.view is not None
+            and not self.unreported
+            and len(self._reports) < self._min_ranks
+        )
 
     def end_with_last_view(self, why: str) -> bool:
-        """Below ``min_ranks``: let the ranks that are left meet once more, if each has a part of the state.
+        """Below ``min_ranks``: let the ranks that are left meet once more, if each has a part of
+        the state.
 
         Returns whether they do.
         """
@@ -96,7 +118,9 @@ class Membership:
 
     def knows(self, member: int) -> bool:
         """Whether ``member`` was started, and may still take part."""
-        return (member in self.expected or member in self._seen or member in self._reports) and member not in self._gone
+        return (
+            member in self.expected or member in self._seen or member in self._reports
+        ) and member not in self._gone
 
     def was_member(self, member: int) -> bool:
         """Whether ``member`` was in any view, and has finished a step if it came to a training."""
@@ -107,7 +131,9 @@ class Membership:
         self.expected.add(member)
 
     def report(self, member: int, generation: int, report: Report) -> None:
-        """``member`` is out of every collective of ``generation`` (-1 for a newcomer) and waits for the next view."""
+        """``member`` is out of every collective of ``generation`` (-1 for a newcomer) and waits
+        for the next view.
+        """
         if member in self._gone:
             return
         if member in self.members:
@@ -121,7 +147,9 @@ class Membership:
         self._reports[member] = report
 
     def remove(self, member: int) -> bool:
-        """``member`` takes part no more, for good. Returns whether that is news; `fenced` has to follow."""
+        """``member`` takes part no more, for good. Returns whether that is news; `fenced` has to
+        follow.
+        """
         if member in self._gone:
             return False
         if member in self.members:
@@ -142,9 +170,11 @@ class Membership:
         self._untried.discard(member)
 
     def leave_fit(self, member: int, left: bool) -> None:
-        """``member`` has ``left`` its fit, and does not join further views before it has begun another one.
+        """``member`` has ``left`` its fit, and does not join further views before it has begun
+        another one.
 
-        A member that has died in the view, or dies from now on, is missed: this one would have had to take its place.
+        A member that has died in the view, or dies from now on, is missed: this one would have had
+        to take its place.
         """
         if not left:
             self._outside.discard(member)
@@ -173,12 +203,16 @@ class Membership:
         members = [*self.members, *([] if self._last else self.newcomers)][: self._max_ranks]
         if self._has_state and all(self._reports[member].step is None for member in members):
             raise StateLostError(
-                f"Every rank that held the training's state has died; the {len(members)} that wait have none. Start "
-                "the job again from its last checkpoint."
+                f"Every rank that held the training's state has died; the {len(members)} that wait "
+                "have none. Start the job again from its last checkpoint."
             )
         reports = {member: self._reports.pop(member) for member in members}
         step = agreed_step(reports)
-        newcomers = () if step is None else tuple(member for member in members if reports[member].step is None)
+        newcomers = (
+            ()
+            if step is None
+            else tuple(member for member in members if reports[member].step is None)
+        )
         order = sorted(members, key=lambda member: member in newcomers)  # stable: rank 0 has state
         if step is None:
             self.first_ranks = len(members)

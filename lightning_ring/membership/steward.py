@@ -1,7 +1,8 @@
-"""The server of the membership: one thread of the process that started the ranks, and that outlives all of them.
+"""The server of the membership: one thread of the process that started the ranks, and that outlives
+all of them.
 
-It holds one connection to each rank, the `Membership` and the store of the current view. It needs no torch, and is
-never a rank: memory and time that a training takes, or its death, do not touch it.
+It holds one connection to each rank, the `Membership` and the store of the current view. It needs
+no torch, and is never a rank: memory and time that a training takes, or its death, do not touch it.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ _MISFIT = "it does not fit the others"
 
 
 class Steward:
-    """Serves the members of ``membership`` on ``host``. `step` does everything; it is called again and again.
+    """Serves the members of ``membership`` on ``host``. `step` does everything; it is called again
+    and again.
 
-    ``kill(member, why, seconds)`` ends a process that has not ended by itself after ``seconds``. It is called for every
-    member that is removed, since a process that is only slow, or cut off, must not write any more; `gone` has to
-    follow. ``idle`` is that of `Silence`. Not thread-safe.
+    ``kill(member, why, seconds)`` ends a process that has not ended by itself after ``seconds``. It
+    is called for every member that is removed, since a process that is only slow, or cut off, must
+    not write any more; `gone` has to follow. ``idle`` is that of `Silence`. Not thread-safe.
 
     Attributes:
         ended: Why the job is over, once it is.
         exit_code: That of the job, once it is over before its training has finished.
         last_words: What processes said about their failure that were in no view.
         turned_away: Newcomers that did not fit. Others in their place would not fit either.
-        resume_from: Checkpoint, and its version, from which the processes are to begin again, once the state is lost.
+        resume_from: Checkpoint, and its version, from which the processes are to begin again, once
+            the state is lost.
     """
 
     def __init__(
@@ -72,7 +75,9 @@ class Steward:
         return self._connections.pids
 
     def variables(self, member: int, host: str | None = None) -> dict[str, str]:
-        """The environment variables by which process ``member`` finds the steward (`Member`), at address ``host``."""
+        """The environment variables by which process ``member`` finds the steward (`Member`), at
+        address ``host``.
+        """
         return self._connections.variables(member, host)
 
     def step(self, timeout: float) -> None:
@@ -93,7 +98,9 @@ class Steward:
         self._advance()
 
     def end(self, why: str, *, exit_code: int = 1, too_few: bool = False) -> None:
-        """Tell everybody that the job is over: members leave, and where there are ``too_few`` save what they have."""
+        """Tell everybody that the job is over: members leave, and where there are ``too_few``
+        save what they have.
+        """
         if self.ended is None:
             self.ended, self.exit_code, self._too_few = why, exit_code, too_few
             self._store.close(why)
@@ -102,7 +109,9 @@ class Steward:
                 self._tell_end(member, why)
 
     def end_with_too_few(self, why: str) -> None:
-        """As `end` with ``too_few``; but ranks that each have a part of the state get a last view first, to save it."""
+        """As `end` with ``too_few``; but ranks that each have a part of the state get a last
+        view first, to save it.
+        """
         if self.membership.end_with_last_view(why):
             self._advance()
         else:
@@ -151,9 +160,11 @@ class Steward:
                 self._turn_away(newcomer)
         elif kind == "failed":
             if self.membership.view is not None and not self.membership.was_member(member):
-                self.last_words[member] = message["text"]  # the others go on: it fails on its own host
+                # the others go on: it fails on its own host
+                self.last_words[member] = message["text"]
             elif self.membership.late - {member}:
-                self.last_words[member] = message["text"]  # follows from that death, which the launcher is to report
+                # follows from that death, which the launcher is to report
+                self.last_words[member] = message["text"]
             else:
                 self.end(message["text"], exit_code=message["exit_code"])
         elif kind == "lost":
@@ -185,7 +196,12 @@ class Steward:
         if self.ended is not None:
             answer({"refused": self.ended})  # whoever would set the key may have gone
         elif self.membership.stopping or view is None or message["generation"] != view.generation:
-            answer({"refused": f"generation {message['generation']} is over ({self._why or 'a new one has begun'})"})
+            answer(
+                {
+                    "refused": f"generation {message['generation']} is over "
+                    f"({self._why or 'a new one has begun'})"
+                }
+            )
         else:
             self._store.request(message, answer)
 
@@ -226,7 +242,9 @@ class Steward:
             self._told_to_stop = True
             self._store.close(f"generation {view.generation} is over ({self._why})")
             for member in self.membership.members:
-                self._tell(member, {"kind": "stop", "generation": view.generation, "why": self._why})
+                self._tell(
+                    member, {"kind": "stop", "generation": view.generation, "why": self._why}
+                )
         try:
             view = self.membership.next_view()
         except RingError as error:

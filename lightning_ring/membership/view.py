@@ -10,10 +10,11 @@ from typing import Any
 class View:
     """The ranks of one generation.
 
-    ``members`` are numbers of processes, by rank; a process keeps its number, and no other process gets it. ``step`` is
-    the number of optimizer steps that all members but the ``newcomers`` have finished when the generation begins: a
-    member that finished one less finishes it first. `None`: no member has state, the training begins. ``last``: why
-    the job ends with this view, in which its members only put their state together and save it; else nothing.
+    ``members`` are numbers of processes, by rank; a process keeps its number, and no other process
+    gets it. ``step`` is the number of optimizer steps that all members but the ``newcomers`` have
+    finished when the generation begins: a member that finished one less finishes it first. `None`:
+    no member has state, the training begins. ``last``: why the job ends with this view, in which
+    its members only put their state together and save it; else nothing.
     """
 
     generation: int

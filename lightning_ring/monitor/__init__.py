@@ -8,4 +8,12 @@ from lightning_ring.monitor.ring_report import RingReport
 from lightning_ring.monitor.step_record import StepTimes
 from lightning_ring.monitor.step_timer import StepTimer
 
-__all__ = ["GapMeter", "LoopMonitor", "RingMonitor", "RingProfile", "RingReport", "StepTimer", "StepTimes"]
+__all__ = [
+    "GapMeter",
+    "LoopMonitor",
+    "RingMonitor",
+    "RingProfile",
+    "RingReport",
+    "StepTimer",
+    "StepTimes",
+]

@@ -17,6 +17,7 @@ def first_dimension(batch: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.ndim:
             return len(leaf)
     raise TypeError(
-        f"There is no tensor with a batch dimension in a batch of type {type(batch).__name__}, by which to count its "
-        "images. Give the callback batch_size=, a function from a batch to its number of images."
+        f"There is no tensor with a batch dimension in a batch of type {type(batch).__name__}, by "
+        "which to count its images. Give the callback batch_size=, a function from a batch to its "
+        "number of images."
     )

@@ -1,4 +1,6 @@
-"""One step as a Gantt chart: what was computed, and of each bucket when it was ready, on the wire, and waited for."""
+"""One step as a Gantt chart: what was computed, and of each bucket when it was ready, on the
+wire, and waited for.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,23 @@ _MOST_COLLECTIVES = 48
 
 
 def bars(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> list[Bar]:
-    """Everything that happened in a finished step, by the host's clock, or on CUDA by the device's."""
+    """Everything that happened in a finished step, by the host's clock, or on CUDA by the
+    device's.
+    """
     spans = record.spans()
     on_device = [span for span in spans if not isinstance(span[1], float)]
     origin: Any = record.began
     if on_device:  # what the host timed itself, fetching and copying, is on another clock
-        spans, origin = on_device, min((start for _, start, _ in on_device), key=partial(elapsed, on_device[0][1]))
-    found = _computed([Bar(part, part, elapsed(origin, start), elapsed(origin, stop)) for part, start, stop in spans])
+        spans, origin = (
+            on_device,
+            min((start for _, start, _ in on_device), key=partial(elapsed, on_device[0][1])),
+        )
+    found = _computed(
+        [
+            Bar(part, part, elapsed(origin, start), elapsed(origin, stop))
+            for part, start, stop in spans
+        ]
+    )
     collectives = collectives[:_MOST_COLLECTIVES]
     events = next((one.events for one in collectives if one.events is not None), None)
     shift = elapsed(origin, events[0]) if events is not None else -record.began
@@ -37,8 +49,8 @@ def bars(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> list[Ba
 
 
 def _computed(innermost_first: Sequence[Bar]) -> list[Bar]:
-    """In the order in which a step goes, each without what ran inside it: Lightning runs forward and backward within
-    ``optimizer_step``, and a manual backward within ``training_step``."""
+    """In the order in which a step goes, each without what ran inside it: Lightning runs forward
+    and backward within ``optimizer_step``, and a manual backward within ``training_step``."""
     found: list[Bar] = []
     for bar in innermost_first:
         found += _without(bar, sorted(found, key=lambda one: one.start))

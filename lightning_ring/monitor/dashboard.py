@@ -1,4 +1,6 @@
-"""TensorBoard's pages: one layout of custom scalars, hyper-parameters, histograms, and the buckets of a step."""
+"""TensorBoard's pages: one layout of custom scalars, hyper-parameters, histograms, and the
+buckets of a step.
+"""
 
 from __future__ import annotations
 
@@ -27,35 +29,47 @@ _IMAGE = "ring/buckets of a step"
 
 
 class Dashboard:
-    """Writes to the TensorBoard loggers of ``trainer``, on rank 0, what `Logger.log_metrics` cannot.
+    """Writes to the TensorBoard loggers of ``trainer``, on rank 0, what `Logger.log_metrics`
+    cannot.
 
-    Layout and hyper-parameters are written at once; hyper-parameters only where the run ``begins``. Without
-    TensorBoard: one warning, and nothing is written.
+    Layout and hyper-parameters are written at once; hyper-parameters only where the run ``begins``.
+    Without TensorBoard: one warning, and nothing is written.
     """
 
     def __init__(self, trainer: Trainer, *, begins: bool = True) -> None:
-        self._loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        self._loggers = [
+            logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)
+        ]
         csv_instead = any(isinstance(logger, CSVLogger) for logger in trainer.loggers)
         if not self._loggers and csv_instead and importlib.util.find_spec("tensorboard") is None:
-            _warn_of_missing("tensorboard", "scalars go to the other loggers, and its pages are left out")
+            _warn_of_missing(
+                "tensorboard", "scalars go to the other loggers, and its pages are left out"
+            )
         self._drawn = time.monotonic()
         if begins:
             _log_hyperparameters(trainer, hyperparameters(trainer))
         charts = layout(
-            trust_ratios=any(hasattr(optimizer, "trust_ratios") for optimizer in trainer.optimizers),
+            trust_ratios=any(
+                hasattr(optimizer, "trust_ratios") for optimizer in trainer.optimizers
+            ),
             communicates=getattr(trainer.strategy, "communicator", None) is not None,
             ranks_change=getattr(trainer.strategy, "rank_changes", None) is not None,
-            judged_by=[getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks],
+            judged_by=[
+                getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks
+            ],
         )
         for logger in self._loggers:
-            if not getattr(logger, "_ring_layout_written", False):  # a writer takes one layout, a logger several fits
+            # a writer takes one layout, a logger several fits
+            if not getattr(logger, "_ring_layout_written", False):
                 logger.experiment.add_custom_scalars(charts)
                 logger._ring_layout_written = True  # type: ignore[attr-defined]
 
     def add_histograms(self, report: RingReport) -> None:
         for logger in self._loggers:
             if report.trust_ratios.numel():
-                logger.experiment.add_histogram("ring/trust_ratio", report.trust_ratios, report.step)
+                logger.experiment.add_histogram(
+                    "ring/trust_ratio", report.trust_ratios, report.step
+                )
 
     def draw_seldom(self, step: RecordedStep | None, report: RingReport | None) -> None:
         """`draw`, once a minute at most."""
@@ -77,18 +91,26 @@ class Dashboard:
 
 
 def layout(
-    trust_ratios: bool, communicates: bool, ranks_change: bool = False, judged_by: Sequence[str | None] = ()
+    trust_ratios: bool,
+    communicates: bool,
+    ranks_change: bool = False,
+    judged_by: Sequence[str | None] = (),
 ) -> dict[str, dict[str, list[Any]]]:
     """The custom scalars' page: categories, charts, and expressions for the tags in each.
 
     ``judged_by``: metrics that choose checkpoints. ``val/R@1`` gives a chart of R@1 in all stages.
     """
-    metrics = {name.rpartition("/")[2] for name in judged_by if name and not re.search("loss|acc", name)}
+    metrics = {
+        name.rpartition("/")[2] for name in judged_by if name and not re.search("loss|acc", name)
+    }
     ratios = {"trust ratio, percentiles": ["ring/trust_ratio/.*"]} if trust_ratios else {}
     parts = ("data", "copy", "forward", "backward", "exposed_communication", "optimizer", "other")
     communication = {
         "Communication": {
-            "hidden and exposed, ms": ["ring/hidden_communication_ms$", "ring/exposed_communication_ms$"],
+            "hidden and exposed, ms": [
+                "ring/hidden_communication_ms$",
+                "ring/exposed_communication_ms$",
+            ],
             "exposed, share of a step": ["ring/communication_share$"],
             "bus bandwidth, GB/s": ["ring/bus_bandwidth_gb_per_s$"],
             "sent, MB a step and rank": ["ring/sent_mb_per_step$"],
@@ -128,11 +150,16 @@ def layout(
         },
         "Optimizer": {"optimizer, ms": ["ring/optimizer_ms$"], **ratios},
     }
-    return {page: {name: ["Multiline", tags] for name, tags in charts.items()} for page, charts in pages.items()}
+    return {
+        page: {name: ["Multiline", tags] for name, tags in charts.items()}
+        for page, charts in pages.items()
+    }
 
 
 def hyperparameters(trainer: Trainer) -> dict[str, Any]:
-    """What a run was started with, beside the module's own: strategy, ranks, batch, optimizers; under ``ring/``."""
+    """What a run was started with, beside the module's own: strategy, ranks, batch, optimizers;
+    under ``ring/``.
+    """
     strategy = trainer.strategy
     options = getattr(strategy, "options", None)
     found: dict[str, Any] = {
@@ -153,12 +180,16 @@ def hyperparameters(trainer: Trainer) -> dict[str, Any]:
     loader = trainer.fit_loop._data_source.instance
     if isinstance(loader, DataLoader) and loader.batch_size is not None:  # others are not built yet
         found["batch_size_per_rank"] = loader.batch_size
-        found["batch_size"] = loader.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+        found["batch_size"] = (
+            loader.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+        )
     return {f"ring/{name}": value for name, value in found.items()}
 
 
 def _log_hyperparameters(trainer: Trainer, ours: dict[str, Any]) -> None:
-    """Before Lightning logs the module's: TensorBoard keeps the first set of a run, which is to hold both."""
+    """Before Lightning logs the module's: TensorBoard keeps the first set of a run, which is to
+    hold both.
+    """
     if not getattr(trainer, "enable_autolog_hparams", True) or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     for logger in trainer.loggers:
@@ -166,17 +197,25 @@ def _log_hyperparameters(trainer: Trainer, ours: dict[str, Any]) -> None:
             logger.log_hyperparams(ours)
             continue
         module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
-        theirs = [one.hparams_initial for one in (module, data) if one is not None and one._log_hyperparams]
+        theirs = [
+            one.hparams_initial
+            for one in (module, data)
+            if one is not None and one._log_hyperparams
+        ]
         metrics = {"ring/images_per_second": 0.0}
         if theirs and logger._default_hp_metric:
             metrics["hp_metric"] = -1.0  # Lightning's own, which it writes with the module's
-        merged = {key: value for params in theirs for key, value in params.items() if key != "_class_path"}
+        merged = {
+            key: value for params in theirs for key, value in params.items() if key != "_class_path"
+        }
         shown = _sanitize_params(_flatten_dict(_convert_params(merged | ours)))
         _write_hyperparameters(logger, shown, metrics)
         logger.hparams.update(ours)  # for hparams.yaml
 
 
-def _write_hyperparameters(logger: TensorBoardLogger, shown: dict[str, Any], metrics: dict[str, float]) -> None:
+def _write_hyperparameters(
+    logger: TensorBoardLogger, shown: dict[str, Any], metrics: dict[str, float]
+) -> None:
     try:
         from torch.utils.tensorboard.summary import hparams
     except ImportError:  # tensorboardX
@@ -190,6 +229,6 @@ def _write_hyperparameters(logger: TensorBoardLogger, shown: dict[str, Any], met
 @cache
 def _warn_of_missing(package: str, what_is_left_out: str) -> None:
     rank_zero_warn(
-        f"lightning_ring: {package} is not installed: {what_is_left_out}. `pip install 'lightning-ring[monitor]'` "
-        "brings it; RingStrategy(monitor=False) measures nothing."
+        f"lightning_ring: {package} is not installed: {what_is_left_out}. `pip install "
+        "'lightning-ring[monitor]'` brings it; RingStrategy(monitor=False) measures nothing."
     )

@@ -1,4 +1,6 @@
-"""Failures of a monitor's own computations: left out of its numbers, reported once, never the end of training."""
+"""Failures of a monitor's own computations: left out of its numbers, reported once, never the
+end of training.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,16 @@ T = TypeVar("T")
 class LeftOut:
     """Runs a monitor's own computations, each of which belongs to a part of what it shows.
 
-    An exception in one makes its result a default. The rank warns once a part. A `RingError` passes: it is the job's.
+    An exception in one makes its result a default. The rank warns once a part. A `RingError`
+    passes: it is the job's.
     """
 
     def __init__(self) -> None:
         self._failed: set[str] = set()
 
-    def run(self, part: str, default: T, compute: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(
+        self, part: str, default: T, compute: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """What ``compute`` returns, or ``default`` where it raises."""
         try:
             return compute(*args, **kwargs)
@@ -33,8 +38,9 @@ class LeftOut:
             if part not in self._failed:
                 self._failed.add(part)
                 warnings.warn(
-                    f"lightning_ring: the monitor failed on rank {getattr(rank_zero_only, 'rank', 0)} and leaves out "
-                    f"its {part}: {type(error).__name__}: {error}. Training goes on. "
+                    "lightning_ring: the monitor failed on rank "
+                    f"{getattr(rank_zero_only, 'rank', 0)} and leaves out its {part}: "
+                    f"{type(error).__name__}: {error}. Training goes on. "
                     "RingStrategy(monitor=False) measures nothing.",
                     stacklevel=2,
                 )

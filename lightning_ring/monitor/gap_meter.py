@@ -38,14 +38,17 @@ from lightning_ring.monitor.trainer_snapshot import borrowed
 
 
 class GapMeter(Callback):
-    """Before training starts, runs its own step on four sources of batches in turn, and reports their speeds.
+    """Before training starts, runs its own step on four sources of batches in turn, and reports
+    their speeds.
 
-    The sources: random images that lie on the device already; the same on the host; real batches replayed from memory;
-    and real data from the training loader, warm. They take turns, ``rounds`` times, in blocks of ``steps`` steps of
-    which the first half warms up (a loader fills its queue while the others run) and is not timed. Batches have one
-    shape in all. The optimizer steps as in training, with ``accumulate_grad_batches`` after so many batches: a step is
-    then the mean of those, and a block goes on until two of them are whole. Afterwards model, optimizer, counters,
-    loaders and random states are as before, so that training gives the numbers it gives without the meter.
+    The sources: random images that lie on the device already; the same on the host; real batches
+    replayed from memory; and real data from the training loader, warm. They take turns, ``rounds``
+    times, in blocks of ``steps`` steps of which the first half warms up (a loader fills its queue
+    while the others run) and is not timed. Batches have one shape in all. The optimizer steps as in
+    training, with ``accumulate_grad_batches`` after so many batches: a step is then the mean of
+    those, and a block goes on until two of them are whole. Afterwards model, optimizer, counters,
+    loaders and random states are as before, so that training gives the numbers it gives without the
+    meter.
 
     The result is printed by rank 0 and kept in ``report``.
 
@@ -61,10 +64,16 @@ class GapMeter(Callback):
     """
 
     def __init__(
-        self, steps: int = 20, rounds: int = 3, only: bool = False, batch_size: Callable[[Any], int] = first_dimension
+        self,
+        steps: int = 20,
+        rounds: int = 3,
+        only: bool = False,
+        batch_size: Callable[[Any], int] = first_dimension,
     ) -> None:
         if steps < 4 or rounds < 1:
-            raise ValueError(f"GapMeter needs steps >= 4 and rounds >= 1, got {steps} and {rounds}.")
+            raise ValueError(
+                f"GapMeter needs steps >= 4 and rounds >= 1, got {steps} and {rounds}."
+            )
         self.steps = steps
         self.rounds = rounds
         self.only = only
@@ -76,11 +85,14 @@ class GapMeter(Callback):
             return
         if pl_module.automatic_optimization and not trainer.optimizers:
             raise ConfigurationError(
-                f"GapMeter times training steps, and {type(pl_module).__name__}.configure_optimizers gave no optimizer "
-                "to step. Return one, or leave GapMeter out."
+                "GapMeter times training steps, and "
+                f"{type(pl_module).__name__}.configure_optimizers gave no optimizer to step. "
+                "Return one, or leave GapMeter out."
             )
         with borrowed(trainer, pl_module), _loaders_of_its_own(trainer) as loader:
-            mine = _Measurement(trainer, pl_module, self.steps, loader, self.batch_size).run(self.rounds)
+            mine = _Measurement(trainer, pl_module, self.steps, loader, self.batch_size).run(
+                self.rounds
+            )
         everyone: list[RankTimes] = [mine]
         if trainer.world_size > 1:
             everyone = [None] * trainer.world_size  # type: ignore[list-item]
@@ -114,8 +126,11 @@ class _Measurement:
         self.waits: list[float] = []
         self.fetches: list[float] = []
         self.own: list[float] = []
-        # Lightning steps at the end of an epoch, too, however many batches it has accumulated by then
-        self.accumulated = min(trainer.accumulate_grad_batches, int(min(trainer.num_training_batches, 2**31)))
+        # Lightning steps at the end of an epoch, too, however many batches it has accumulated by
+        # then
+        self.accumulated = min(
+            trainer.accumulate_grad_batches, int(min(trainer.num_training_batches, 2**31))
+        )
 
     def run(self, rounds: int) -> RankTimes:
         for _ in range(rounds):
@@ -129,7 +144,9 @@ class _Measurement:
             waits=self.waits,
             own=median(self.own),
             batch_size=self.batch_size,
-            loader=LeftOut().run("loader's cost", unknown, loader_cost, loader, self.batch_size, fetching),
+            loader=LeftOut().run(
+                "loader's cost", unknown, loader_cost, loader, self.batch_size, fetching
+            ),
             copies=self.module.device.type != "cpu",
         )
 
@@ -153,18 +170,24 @@ class _Measurement:
         begin = time.perf_counter()
         batch = self._batch(source, number)
         fetched = time.perf_counter()
-        self._train(batch if source == ON_DEVICE else self._to_device(batch), number % self.accumulated)
+        self._train(
+            batch if source == ON_DEVICE else self._to_device(batch), number % self.accumulated
+        )
         self._wait_for_device()
         return fetched - begin
 
     def _block_alone(self) -> None:
-        """Forward and backward without gradients travelling: a rank's own time, whoever it would wait for."""
+        """Forward and backward without gradients travelling: a rank's own time, whoever it would
+        wait for.
+        """
         with getattr(self.trainer.strategy, "block_backward_sync", nullcontext)():
             for _ in range(max(2, self.steps // 4)):
                 begin = time.perf_counter()
                 if self.module.automatic_optimization:
                     loss = self._forward(self.device)
-                    call._call_strategy_hook(self.trainer, "backward", loss, self.trainer.optimizers[0])
+                    call._call_strategy_hook(
+                        self.trainer, "backward", loss, self.trainer.optimizers[0]
+                    )
                 else:
                     self._train(self.device, 0)
                 self._wait_for_device()
@@ -184,7 +207,8 @@ class _Measurement:
         loop = self.trainer.fit_loop.epoch_loop
         kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
         if self.module.automatic_optimization:
-            loop.batch_progress.current.ready = batch_idx + 1  # by these Lightning knows whether to step
+            # by these Lightning knows whether to step
+            loop.batch_progress.current.ready = batch_idx + 1
             loop.batch_progress.is_last_batch = False
             loop.automatic_optimization.run(self.trainer.optimizers[0], batch_idx, kwargs)
         else:
@@ -209,7 +233,9 @@ class _Measurement:
 
 @contextmanager
 def _loaders_of_its_own(trainer: Trainer) -> Iterator[CombinedLoader]:
-    """The training loaders under iterators of their own: those that the first epoch will use exist already."""
+    """The training loaders under iterators of their own: those that the first epoch will use
+    exist already.
+    """
     theirs = trainer.fit_loop._combined_loader
     assert theirs is not None
     persistent = [

@@ -1,4 +1,6 @@
-"""The gap meter's measurements, the cost of a loader, and the part of the pipeline that is the bottleneck."""
+"""The gap meter's measurements, the cost of a loader, and the part of the pipeline that is the
+bottleneck.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-ON_DEVICE, ON_HOST, REPLAYED, REAL = SOURCES = ("synthetic on the device", "synthetic on the host", "replayed", "real")
+ON_DEVICE, ON_HOST, REPLAYED, REAL = SOURCES = (
+    "synthetic on the device",
+    "synthetic on the host",
+    "replayed",
+    "real",
+)
 SLOW_RANK = 1.25
 """A rank whose own time is this many times that of the others is what a step waits for."""
 SMALL_GAP = 0.05
@@ -25,7 +32,11 @@ class LoaderCost:
     handing_over: float  # collating, and what lies between worker and training loop
 
     def largest(self) -> str:
-        costs = {"reading": self.reading, "decoding and transforms": self.decoding, "handing over": self.handing_over}
+        costs = {
+            "reading": self.reading,
+            "decoding and transforms": self.decoding,
+            "handing over": self.handing_over,
+        }
         return max(costs, key=lambda name: costs[name])
 
 
@@ -33,12 +44,14 @@ class LoaderCost:
 class RankTimes:
     """What one rank measured, in seconds."""
 
-    step: Mapping[str, float]  # for each of `SOURCES` the median step, a batch's share of it where gradients accumulate
+    # for each of `SOURCES` the median step, a batch's share of it where gradients accumulate
+    step: Mapping[str, float]
     waits: Sequence[float]  # for each step on real data the share of it spent waiting for the batch
     own: float  # median time of forward and backward without any exchange of gradients
     batch_size: int  # images of a step on this rank
     loader: LoaderCost  # what its loader spends on a batch
-    copies: bool = True  # whether a batch has to be copied to the device: on the CPU the two synthetic sources are one
+    # whether a batch has to be copied to the device: on the CPU the two synthetic sources are one
+    copies: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +60,14 @@ class GapReport:
 
     Attributes:
         images_per_second: For each of `SOURCES`, over all ranks.
-        gap: (synthetic - real) / synthetic in images per second, synthetic being that on the device.
-        wait_p50, wait_p95: Share of a step on real data spent waiting for the batch, on the rank that waits longest.
+        gap: (synthetic - real) / synthetic in images per second, synthetic being that on the
+            device.
+        wait_p50, wait_p95: Share of a step on real data spent waiting for the batch, on the rank
+            that waits longest.
         waiting_rank: That rank.
         slow_rank: The rank that the others wait for, if there is one.
-        bottleneck: ``"none"``, ``"reading"``, ``"decoding and transforms"``, ``"handing over"``, ``"copying to the
-            device"`` or ``"a slow rank"``.
+        bottleneck: ``"none"``, ``"reading"``, ``"decoding and transforms"``, ``"handing over"``,
+            ``"copying to the device"`` or ``"a slow rank"``.
         ranks: What each measured.
     """
 
@@ -73,26 +88,32 @@ class GapReport:
             own = [times.own for times in self.ranks]
             others = median([time for rank, time in enumerate(own) if rank != self.slow_rank])
             return (
-                f"bottleneck: a slow rank. Rank {self.slow_rank} takes {1e3 * own[self.slow_rank]:.1f} ms for forward "
-                f"and backward before any collective, the others {1e3 * others:.1f} ms"
+                f"bottleneck: a slow rank. Rank {self.slow_rank} takes "
+                f"{1e3 * own[self.slow_rank]:.1f} ms for forward and backward before any "
+                f"collective, the others {1e3 * others:.1f} ms"
             )
         rank = self.ranks[self.waiting_rank]
         step, copying = rank.step, rank.step[ON_HOST] - rank.step[ON_DEVICE]
         costs = rank.loader
         return (
-            f"bottleneck: {self.bottleneck}. Of {1e3 * step[REAL]:.1f} ms a step on real data, training takes "
-            f"{1e3 * step[ON_DEVICE]:.1f}, copying {1e3 * max(0.0, copying):.1f}; a batch costs the loader "
-            f"{1e3 * costs.reading:.1f} ms of reading, {1e3 * costs.decoding:.1f} of decoding and transforms, "
+            f"bottleneck: {self.bottleneck}. Of {1e3 * step[REAL]:.1f} ms a step on real data, "
+            f"training takes {1e3 * step[ON_DEVICE]:.1f}, copying {1e3 * max(0.0, copying):.1f}; a "
+            f"batch costs the loader {1e3 * costs.reading:.1f} ms of reading, "
+            f"{1e3 * costs.decoding:.1f} of decoding and transforms, "
             f"{1e3 * costs.handing_over:.1f} of handing over"
         )
 
     def table(self) -> str:
         """Plain text: images per second a source, the gap, the waiting, the verdict."""
         width = max(len(source) for source in SOURCES)
-        rows = [f"  {source:<{width}}  {self.images_per_second[source]:>10.1f} images/s" for source in SOURCES]
+        rows = [
+            f"  {source:<{width}}  {self.images_per_second[source]:>10.1f} images/s"
+            for source in SOURCES
+        ]
         return "\n".join(
             [
-                f"gap meter, {len(self.ranks)} rank(s), {self.ranks[0].batch_size} images a rank and step",
+                f"gap meter, {len(self.ranks)} rank(s), {self.ranks[0].batch_size} images a rank "
+                "and step",
                 *rows,
                 f"  gap between synthetic and real: {100 * self.gap:.1f} %",
                 f"  share of a step spent waiting for data on rank {self.waiting_rank}: "
@@ -105,16 +126,19 @@ class GapReport:
 def judge(ranks: Sequence[RankTimes]) -> GapReport:
     """Put the ranks' measurements together.
 
-    A slow rank holds the others up on any data: it is the bottleneck if it costs a step more than real data do.
-    Otherwise, if the gap is more than `SMALL_GAP`, it is copying where most of the gap opens between the two synthetic
-    sources, else the costliest part of the loader.
+    A slow rank holds the others up on any data: it is the bottleneck if it costs a step more than
+    real data do. Otherwise, if the gap is more than `SMALL_GAP`, it is copying where most of the
+    gap opens between the two synthetic sources, else the costliest part of the loader.
     """
     images = sum(times.batch_size for times in ranks)
     speed = {source: images / max(times.step[source] for times in ranks) for source in SOURCES}
     gap = (speed[ON_DEVICE] - speed[REAL]) / speed[ON_DEVICE]
     medians = [_quantile(times.waits, 0.5) for times in ranks]
     waiting = max(range(len(ranks)), key=lambda rank: medians[rank])
-    slow = _slow_rank([times.own for times in ranks], max(times.step[REAL] - times.step[ON_DEVICE] for times in ranks))
+    slow = _slow_rank(
+        [times.own for times in ranks],
+        max(times.step[REAL] - times.step[ON_DEVICE] for times in ranks),
+    )
     return GapReport(
         images_per_second=speed,
         gap=gap,
@@ -155,21 +179,29 @@ def _quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def loader_cost(loader: Any, batch_size: int, seconds_per_batch: float, num_batches: int = 2) -> LoaderCost:
+def loader_cost(
+    loader: Any, batch_size: int, seconds_per_batch: float, num_batches: int = 2
+) -> LoaderCost:
     """Make ``num_batches`` of the training loader's data set in this thread, and measure the parts.
 
-    Time in the data set during which this thread ran, or was ready to and waited for a core, is decoding and
-    transforms; time that it slept is reading, which waits for storage. ``seconds_per_batch`` is the loader's time for a
-    batch that training waits for: the part of it that the workers' share of reading, decoding and collating does not
-    explain is handing over. A loader that measures itself (``loader.cost()``, as `lightning_ring.data`'s) is believed.
+    Time in the data set during which this thread ran, or was ready to and waited for a core, is
+    decoding and transforms; time that it slept is reading, which waits for storage.
+    ``seconds_per_batch`` is the loader's time for a batch that training waits for: the part of it
+    that the workers' share of reading, decoding and collating does not explain is handing over. A
+    loader that measures itself (``loader.cost()``, as `lightning_ring.data`'s) is believed.
     """
     if hasattr(loader, "cost"):
         reading, decoding, handing_over = loader.cost()
         return LoaderCost(reading, decoding, handing_over)
     dataset: Any = getattr(loader, "dataset", None)
-    # an IterableDataset has a __getitem__, which raises; without a batch sampler only the sampler knows the indices
+    # an IterableDataset has a __getitem__, which raises; without a batch sampler only the sampler
+    # knows the indices
     by_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if not by_index or isinstance(dataset, IterableDataset) or getattr(loader, "batch_sampler", True) is None:
+    if (
+        not by_index
+        or isinstance(dataset, IterableDataset)
+        or getattr(loader, "batch_sampler", True) is None
+    ):
         return LoaderCost(0.0, 0.0, seconds_per_batch)
     wall = worked = collated = 0.0
     for number in range(num_batches):
@@ -185,11 +217,15 @@ def loader_cost(loader: Any, batch_size: int, seconds_per_batch: float, num_batc
     wall, worked, collated = wall / num_batches, worked / num_batches, collated / num_batches
     workers = max(1, getattr(loader, "num_workers", 0))
     explained = (wall + collated) / workers
-    return LoaderCost(max(0.0, wall - worked), worked, collated + max(0.0, seconds_per_batch - explained))
+    return LoaderCost(
+        max(0.0, wall - worked), worked, collated + max(0.0, seconds_per_batch - explained)
+    )
 
 
 def _seconds_ready() -> float:
-    """Seconds that this thread has run so far, with those that it could have run had a core been free (on Linux)."""
+    """Seconds that this thread has run so far, with those that it could have run had a core been
+    free (on Linux).
+    """
     try:
         ran, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
     except (OSError, ValueError):

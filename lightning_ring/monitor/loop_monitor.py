@@ -25,13 +25,15 @@ _MOST_STEPS = 200  # that a mean is taken over
 
 
 class LoopMonitor:
-    """Logs where the time of a step goes, on all ranks: ``Fabric(callbacks=[LoopMonitor()], loggers=...)``.
+    """Logs where the time of a step goes, on all ranks: ``Fabric(callbacks=[LoopMonitor()],
+    loggers=...)``.
 
-    Fabric tells of each step of an optimizer. A step ends with that of the optimizer that stepped first, and begins
-    where the one before ended. Scalars have `RingMonitor`'s names, under ``ring/``. Backward, data and all else that
-    a loop does not announce are in ``other``; in a single process forward and optimizer are not told apart either.
-    Rows of numbers are exchanged without waiting, and logged a step later. It never ends a training, except for errors
-    of communication or of a logger.
+    Fabric tells of each step of an optimizer. A step ends with that of the optimizer that stepped
+    first, and begins where the one before ended. Scalars have `RingMonitor`'s names, under
+    ``ring/``. Backward, data and all else that a loop does not announce are in ``other``; in a
+    single process forward and optimizer are not told apart either. Rows of numbers are exchanged
+    without waiting, and logged a step later. It never ends a training, except for errors of
+    communication or of a logger.
 
     Args:
         log_every_n_steps: Steps between two logged ones; the same on all ranks.
@@ -41,9 +43,14 @@ class LoopMonitor:
     """
 
     def __init__(self, log_every_n_steps: int = 50) -> None:
-        if not isinstance(log_every_n_steps, int) or isinstance(log_every_n_steps, bool) or log_every_n_steps < 1:
+        if (
+            not isinstance(log_every_n_steps, int)
+            or isinstance(log_every_n_steps, bool)
+            or log_every_n_steps < 1
+        ):
             raise ConfigurationError(
-                f"LoopMonitor got log_every_n_steps={log_every_n_steps!r}, expected a number of steps, 1 or more."
+                f"LoopMonitor got log_every_n_steps={log_every_n_steps!r}, expected a number of "
+                "steps, 1 or more."
             )
         self.log_every_n_steps = log_every_n_steps
         self.report: RingReport | None = None
@@ -63,8 +70,8 @@ class LoopMonitor:
             return
         if getattr(strategy, "timeline", None) is None or not hasattr(strategy, "listeners"):
             raise ConfigurationError(
-                f"LoopMonitor reads its times from the strategy, and {type(strategy).__name__} has none for it. Use "
-                "Fabric(strategy='ring') or 'ring_sharded'."
+                f"LoopMonitor reads its times from the strategy, and {type(strategy).__name__} has "
+                "none for it. Use Fabric(strategy='ring') or 'ring_sharded'."
             )
         self._fabric = fabric
         strategy.listeners.append(self._told.append)
@@ -104,7 +111,9 @@ class LoopMonitor:
         self._steps.clear()
         if not ready:
             return StepTimes.unknown()
-        times = mean_times([break_down(record, collectives, world_size) for record, collectives in ready])
+        times = mean_times(
+            [break_down(record, collectives, world_size) for record, collectives in ready]
+        )
         unknown = ["data", "copy", "backward"]
         if not any(record.has("forward") for record, _ in ready):
             unknown += ["forward", "optimizer", "other"]
@@ -140,4 +149,6 @@ class LoopMonitor:
             return
         self.report = report
         if self._fabric.is_global_zero:
-            self._fabric.log_dict(self._left_out.run("report", {}, report.scalars), step=report.step)
+            self._fabric.log_dict(
+                self._left_out.run("report", {}, report.scalars), step=report.step
+            )

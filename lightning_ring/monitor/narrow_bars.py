@@ -1,4 +1,6 @@
-"""Lightning's progress bars, with what has to be read at 80 columns: loss, metrics, one rate, the slowest rank."""
+"""Lightning's progress bars, with what has to be read at 80 columns: loss, metrics, one rate,
+the slowest rank.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _WIDE = 110  # columns that have room for the time too
 
 
 def narrow(trainer: Trainer) -> None:
-    """Let Lightning's own bar show `short` metrics and no iterations per second; a bar of the user's class is left."""
+    """Let Lightning's own bar show `short` metrics and no iterations per second; a bar of the
+    user's class is left.
+    """
     bar = trainer.progress_bar_callback
     kinds: dict[type, type] = {TQDMProgressBar: NarrowTQDM, RichProgressBar: NarrowRich}
     if type(bar) in kinds:
@@ -25,7 +29,8 @@ def narrow(trainer: Trainer) -> None:
 
 
 def short(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Without the version, ``train/loss`` as ``loss`` where no other metric ends so, the monitor's at the end.
+    """Without the version, ``train/loss`` as ``loss`` where no other metric ends so, the monitor's
+    at the end.
 
     ``rank 1 +701 ms`` becomes ``1+701ms``.
     """
@@ -35,7 +40,11 @@ def short(metrics: dict[str, Any]) -> dict[str, Any]:
         end = name.rpartition("/")[2]
         if name not in OF_MONITOR and name != "v_num":
             named[end if ends[end] == 1 else name] = value
-    return named | {name: metrics[name].removeprefix("rank").replace(" ", "") for name in OF_MONITOR if name in metrics}
+    return named | {
+        name: metrics[name].removeprefix("rank").replace(" ", "")
+        for name in OF_MONITOR
+        if name in metrics
+    }
 
 
 class NarrowTQDM(TQDMProgressBar):
@@ -66,7 +75,9 @@ class _Line(Tqdm):
             for name, value in (ordered_dict or {}).items()
         ]
         self.postfix = " ".join(items)
-        while items and len(self.format_meter(**self.format_dict | {"ncols": None})) > (self.ncols or sys.maxsize):
+        while items and len(self.format_meter(**self.format_dict | {"ncols": None})) > (
+            self.ncols or sys.maxsize
+        ):
             items.pop()
             self.postfix = " ".join(items)
         if refresh:
@@ -80,11 +91,15 @@ class NarrowRich(RichProgressBar):
         return short(super().get_metrics(*args))
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
-        from lightning.pytorch.callbacks.progress.rich_progress import CustomBarColumn, ProcessingSpeedColumn
+        from lightning.pytorch.callbacks.progress.rich_progress import (
+            CustomBarColumn,
+            ProcessingSpeedColumn,
+        )
 
         wide = shutil.get_terminal_size().columns >= _WIDE
         return [
             column
             for column in super().configure_columns(trainer)
-            if not isinstance(column, ProcessingSpeedColumn) and (wide or not isinstance(column, CustomBarColumn))
+            if not isinstance(column, ProcessingSpeedColumn)
+            and (wide or not isinstance(column, CustomBarColumn))
         ]

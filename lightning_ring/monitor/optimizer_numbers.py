@@ -29,7 +29,9 @@ def gradient_squares(strategy: Any, optimizer: Optimizer) -> Tensor:
 
 
 def learning_rates(optimizers: Sequence[Optimizer]) -> dict[str, float]:
-    """Of each parameter group: ``SGD``, or ``SGD/1`` for the second group, ``SGD-1`` for the second SGD."""
+    """Of each parameter group: ``SGD``, or ``SGD/1`` for the second group, ``SGD-1`` for the
+    second SGD.
+    """
     found: dict[str, float] = {}
     kinds = [type(optimizer).__name__ for optimizer in optimizers]
     for number, (kind, optimizer) in enumerate(zip(kinds, optimizers, strict=True)):
@@ -42,16 +44,23 @@ def learning_rates(optimizers: Sequence[Optimizer]) -> dict[str, float]:
 
 
 def trust_ratios(optimizers: Sequence[Optimizer]) -> Tensor:
-    """Last trust ratio of each parameter that adapts (LARS, LAMB), 1-D, on its way to the host; NaN without a step."""
+    """Last trust ratio of each parameter that adapts (LARS, LAMB), 1-D, on its way to the host;
+    NaN without a step.
+    """
     found: list[Tensor] = []
     for optimizer in optimizers:
         ratios = getattr(optimizer, "trust_ratios", None)
         if not isinstance(ratios, Tensor):
             continue
-        adapts = [group.get("adapt", True) for group in optimizer.param_groups for _ in group["params"]]
-        places = torch.tensor([place for place, adapt in enumerate(adapts) if adapt], dtype=torch.int64)
+        adapts = [
+            group.get("adapt", True) for group in optimizer.param_groups for _ in group["params"]
+        ]
+        places = torch.tensor(
+            [place for place, adapt in enumerate(adapts) if adapt], dtype=torch.int64
+        )
         chosen = ratios[places.to(ratios.device, non_blocking=True)]
-        if is_gpu(chosen.device):  # the copy of all ranks' rows, which comes behind this one, is waited for
+        # the copy of all ranks' rows, which comes behind this one, is waited for
+        if is_gpu(chosen.device):
             host = torch.empty(chosen.numel(), dtype=chosen.dtype, pin_memory=True)
             chosen = host.copy_(chosen, non_blocking=True)
         found.append(chosen)
@@ -59,17 +68,25 @@ def trust_ratios(optimizers: Sequence[Optimizer]) -> Tensor:
 
 
 class SkippedSteps:
-    """Counts steps that a loss scaler left out, and adds what optimizers count themselves (``skip_nonfinite``).
+    """Counts steps that a loss scaler left out, and adds what optimizers count themselves
+    (``skip_nonfinite``).
 
-    Without reading anything off the device: a step that `GradScaler` skips is one that was announced and not made.
+    Without reading anything off the device: a step that `GradScaler` skips is one that was
+    announced and not made.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], scaler: Any) -> None:
         self._optimizers = optimizers
         self._scales = scaler is not None
-        self.announced = self._made = 0  # steps: gradients are unscaled; and the optimizer has stepped
-        self._found: Tensor | None = None  # where the optimizer itself looks at what the scaler found
-        self._hooks = [one.register_step_post_hook(self._step_made) for one in optimizers] if self._scales else []
+        # steps: gradients are unscaled; and the optimizer has stepped
+        self.announced = self._made = 0
+        # where the optimizer itself looks at what the scaler found
+        self._found: Tensor | None = None
+        self._hooks = (
+            [one.register_step_post_hook(self._step_made) for one in optimizers]
+            if self._scales
+            else []
+        )
 
     def count(self) -> tuple[float, Tensor]:
         """What the host knows, and what has to be added (0-d, float64, on the device perhaps)."""

@@ -1,4 +1,6 @@
-"""Records what `lightning-ring plan` predicts from: when backward produces each gradient, and what a step takes."""
+"""Records what `lightning-ring plan` predicts from: when backward produces each gradient, and
+what a step takes.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +40,25 @@ from lightning_ring.tools.plan.probing import (
     measure_processor,
     measure_questions,
 )
-from lightning_ring.tools.plan.profile import Gradient, Model, Phases, Profile, fingerprint, write_profile
+from lightning_ring.tools.plan.profile import (
+    Gradient,
+    Model,
+    Phases,
+    Profile,
+    fingerprint,
+    write_profile,
+)
 
 
 class RingProfile(Callback):
     """Writes a profile of ``steps`` training steps to ``path``, for ``lightning-ring plan``.
 
-    With any strategy on one rank, with ``ring`` and ``ring_sharded`` on any number. There the ranks' slowest is
-    recorded, and where they are all on one node, or each on its own, what a message between them costs is measured
-    after the last step (six sizes, each collective, a few times). On CPUs all ranks also try every compressor on a
-    million gradients. Rank 0 writes the file. Training goes on as it was; while it records, each gradient costs a clock
-    read (on CUDA an event).
+    With any strategy on one rank, with ``ring`` and ``ring_sharded`` on any number. There the
+    ranks' slowest is recorded, and where they are all on one node, or each on its own, what a
+    message between them costs is measured after the last step (six sizes, each collective, a few
+    times). On CPUs all ranks also try every compressor on a million gradients. Rank 0 writes the
+    file. Training goes on as it was; while it records, each gradient costs a clock read (on CUDA an
+    event).
 
     Args:
         path: The file; its folder exists.
@@ -57,8 +67,9 @@ class RingProfile(Callback):
         batch_size: From a batch to its number of images; default: the length of its first tensor.
 
     Raises:
-        ConfigurationError: When training starts: the path cannot be written, or steps cannot be told apart (manual
-            optimization, accumulated gradients, a sharded optimizer whose waits happen on a GPU).
+        ConfigurationError: When training starts: the path cannot be written, or steps cannot be
+            told apart (manual optimization, accumulated gradients, a sharded optimizer whose waits
+            happen on a GPU).
     """
 
     def __init__(
@@ -69,7 +80,9 @@ class RingProfile(Callback):
         batch_size: Callable[[Any], int] = first_dimension,
     ) -> None:
         if steps < 1 or warmup < 0:
-            raise ConfigurationError(f"RingProfile needs steps >= 1 and warmup >= 0, got {steps} and {warmup}.")
+            raise ConfigurationError(
+                f"RingProfile needs steps >= 1 and warmup >= 0, got {steps} and {warmup}."
+            )
         self.path = Path(path)
         self.steps = steps
         self.warmup = warmup
@@ -101,11 +114,15 @@ class RingProfile(Callback):
         if listeners is not None:
             listeners.append(self._on_collective)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if self._recording and not self._batch_size:
             self._batch_size = self.batch_size(batch)
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
         self._began = now(loss.device) if self._recording else None
 
     def on_train_batch_end(
@@ -122,8 +139,8 @@ class RingProfile(Callback):
         if self._timer is not None:
             self._stop(trainer)
             rank_zero_info(
-                f"lightning_ring: RingProfile wrote nothing: training ended after {self._seen} steps, and it needs "
-                f"{self.warmup + self.steps} (warmup and steps)."
+                f"lightning_ring: RingProfile wrote nothing: training ended after {self._seen} "
+                f"steps, and it needs {self.warmup + self.steps} (warmup and steps)."
             )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -138,7 +155,9 @@ class RingProfile(Callback):
     def _watch(self, module: LightningModule) -> None:
         for name, param in module.named_parameters():
             if param.requires_grad and param not in self._hooks:
-                self._hooks[param] = param.register_post_accumulate_grad_hook(partial(self._on_gradient, name))
+                self._hooks[param] = param.register_post_accumulate_grad_hook(
+                    partial(self._on_gradient, name)
+                )
 
     def _on_gradient(self, name: str, param: Tensor) -> None:
         if self._began is not None:
@@ -184,28 +203,50 @@ class RingProfile(Callback):
         encoding = None if on_gpu else measure_encoding(comm)
         if trainer.is_global_zero:
             parameters = list(module.named_parameters())
-            digest = fingerprint((name, tuple(param.shape), str(param.dtype)) for name, param in parameters)
-            model = Model(type(module).__name__, digest, sum(param.numel() for _, param in parameters))
+            digest = fingerprint(
+                (name, tuple(param.shape), str(param.dtype)) for name, param in parameters
+            )
+            model = Model(
+                type(module).__name__, digest, sum(param.numel() for _, param in parameters)
+            )
             run = describe(trainer, comm, self._batch_size, self.steps)
             found = Profile(model, run, phases, tuple(gradients), level, link, encoding, **costs)
             write_profile(found, self.path)
-            network = "" if level == "network" else " --network 10gbit"  # without a measured one it has to be named
+            # without a measured one it has to be named
+            network = "" if level == "network" else " --network 10gbit"
             rank_zero_info(
-                f"lightning_ring: RingProfile wrote {self.path}. Next: lightning-ring plan {self.path}{network}"
+                f"lightning_ring: RingProfile wrote {self.path}. Next: lightning-ring plan "
+                f"{self.path}{network}"
             )
 
     def _gradients(self, module: LightningModule) -> list[Gradient]:
-        """A parameter that got none still travels, and holds its bucket back until backward ends."""
-        ready = {name: median(seconds_between(*pair, None) for pair in pairs) for name, pairs in self._ready.items()}
+        """A parameter that got none still travels, and holds its bucket back until backward
+        ends.
+        """
+        ready = {
+            name: median(seconds_between(*pair, None) for pair in pairs)
+            for name, pairs in self._ready.items()
+        }
         if not ready:
-            raise ConfigurationError("RingProfile saw no gradient in the steps it recorded: there is nothing to plan.")
+            raise ConfigurationError(
+                "RingProfile saw no gradient in the steps it recorded: there is nothing to plan."
+            )
         last = max(ready.values())
         found = []
         for name, param in module.named_parameters():
             if param.requires_grad:
                 dtype = str(param.dtype).removeprefix("torch.")
                 num_bytes = param.numel() * param.element_size()
-                found.append(Gradient(name, param.numel(), dtype, num_bytes, ready.get(name, last), tuple(param.shape)))
+                found.append(
+                    Gradient(
+                        name,
+                        param.numel(),
+                        dtype,
+                        num_bytes,
+                        ready.get(name, last),
+                        tuple(param.shape),
+                    )
+                )
         return sorted(found, key=lambda gradient: gradient.ready)
 
     def _phases(self, backward: float, trainer: Trainer) -> Phases:
@@ -213,7 +254,9 @@ class RingProfile(Callback):
         if is_gpu(device := trainer.strategy.root_device):
             gpu_module(device).synchronize(device)
         steps = [record.times() for record in self._times]
-        middle = {part.name: median(getattr(step, part.name) for step in steps) for part in fields(Phases)}
+        middle = {
+            part.name: median(getattr(step, part.name) for step in steps) for part in fields(Phases)
+        }
         delay = median(self._waits)
         exposed = median(max(0.0, step.backward - backward) for step in steps)
         shards = trainer.world_size if is_sharded(trainer) else 1

@@ -22,7 +22,8 @@ from lightning_ring.monitor.step_record import StepTimes
 class Memory:
     """Bytes that a rank holds. The GPU allocator's are zero on a CPU."""
 
-    resident: float = 0.0  # this process's, without its data-loading workers; its peak if the system tells no more
+    # this process's, without its data-loading workers; its peak if the system tells no more
+    resident: float = 0.0
     allocated: float = 0.0  # tensors on the device
     reserved: float = 0.0  # held by the allocator
     peak: float = 0.0  # largest ``allocated`` since the process started, or since a reset
@@ -36,7 +37,11 @@ class Memory:
         if not is_gpu(device):
             return cls(_resident())
         gpu = gpu_module(device)
-        sizes = gpu.memory_allocated(device), gpu.memory_reserved(device), gpu.max_memory_allocated(device)
+        sizes = (
+            gpu.memory_allocated(device),
+            gpu.memory_reserved(device),
+            gpu.max_memory_allocated(device),
+        )
         return cls(_resident(), *sizes)
 
 
@@ -76,12 +81,16 @@ _NUM_NUMBERS = 2 + _NUM_TIMES + len(fields(Memory))
 
 
 class RowExchange:
-    """An all-gather of every rank's row, under way; before `wait` nothing waits for it, nor for the device.
+    """An all-gather of every rank's row, under way; before `wait` nothing waits for it, nor for the
+    device.
 
-    ``on_device`` are further numbers (1-D, float64) that may lie on the device, of one length on all ranks.
+    ``on_device`` are further numbers (1-D, float64) that may lie on the device, of one length on
+    all ranks.
     """
 
-    def __init__(self, comm: Communicator | None, row: RankRow, on_device: Tensor, device: torch.device) -> None:
+    def __init__(
+        self, comm: Communicator | None, row: RankRow, on_device: Tensor, device: torch.device
+    ) -> None:
         self._world_size = comm.world_size if comm is not None else 1
         numbers = torch.tensor(row.as_list(), dtype=torch.float64)
         if is_gpu(device):
@@ -110,7 +119,9 @@ class RowExchange:
             self._flat = self._copy.value()
 
     def table(self) -> Tensor:
-        """Block until all ranks' numbers are on the host; a row a rank. Raises `RingError`: as `Work.wait`."""
+        """Block until all ranks' numbers are on the host; a row a rank. Raises `RingError`: as
+        `Work.wait`.
+        """
         self.wait()
         return self._flat.view(-1, self._width)
 
@@ -119,7 +130,9 @@ class RowExchange:
         self._flat = table.flatten()
 
     def finish(self) -> tuple[list[RankRow], Tensor]:
-        """After `wait`: all ranks' rows, by rank, and the sum over ranks of what was ``on_device``."""
+        """After `wait`: all ranks' rows, by rank, and the sum over ranks of what was
+        ``on_device``.
+        """
         table = self._flat.view(-1, self._width)
         rows = [RankRow.from_list(row) for row in table[:, :_NUM_NUMBERS].tolist()]
         return sorted(rows, key=lambda row: row.rank), table[:, _NUM_NUMBERS:].sum(0)
@@ -130,4 +143,6 @@ class RowExchange:
         work, self._work = self._work, None
         work.wait()
         if not on_host(self._flat):
-            self._copy = HostCopy(self._flat, self._comm.wait_until if self._comm is not None else None)
+            self._copy = HostCopy(
+                self._flat, self._comm.wait_until if self._comm is not None else None
+            )

@@ -1,4 +1,6 @@
-"""`RingMonitor`: what a job does while it runs, in every logger, in TensorBoard's pages and on the progress bar."""
+"""`RingMonitor`: what a job does while it runs, in every logger, in TensorBoard's pages and on
+the progress bar.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from lightning_ring.monitor.batch_size import first_dimension
 from lightning_ring.monitor.dashboard import Dashboard
 from lightning_ring.monitor.failures import LeftOut
 from lightning_ring.monitor.narrow_bars import narrow
-from lightning_ring.monitor.optimizer_numbers import SkippedSteps, gradient_squares, learning_rates, trust_ratios
+from lightning_ring.monitor.optimizer_numbers import (
+    SkippedSteps,
+    gradient_squares,
+    learning_rates,
+    trust_ratios,
+)
 from lightning_ring.monitor.rank_rows import Memory, RankRow, RowExchange
 from lightning_ring.monitor.ring_report import UNKNOWN, LoggedStep, RingReport, numbers_on_device
 from lightning_ring.monitor.run_record import record_change, record_end, record_start
@@ -40,18 +47,21 @@ _RECORD = "record of environment and end"
 
 
 class RingMonitor(Callback):
-    """Logs where the time of a step goes, on all ranks, to every logger of the Trainer, under ``ring/``.
+    """Logs where the time of a step goes, on all ranks, to every logger of the Trainer, under
+    ``ring/``.
 
-    Every ``log_every_n_steps`` steps the ranks exchange one row of numbers each; nobody waits for the rows, nor for the
-    device: they are logged when they have arrived, a step later, for the step that they belong to. Between those steps
-    it reads clocks, and on CUDA it records events. `RingStrategy` adds one by itself (``monitor=True``).
+    Every ``log_every_n_steps`` steps the ranks exchange one row of numbers each; nobody waits for
+    the rows, nor for the device: they are logged when they have arrived, a step later, for the step
+    that they belong to. Between those steps it reads clocks, and on CUDA it records events.
+    `RingStrategy` adds one by itself (``monitor=True``).
 
-    Times are means over the steps since the last logged one (200 at most, without the first of all), and then over the
-    ranks; their parts add up to the step. Images per second are those of all ranks, the share of data that of the
-    slowest one, for which the others wait.
+    Times are means over the steps since the last logged one (200 at most, without the first of
+    all), and then over the ranks; their parts add up to the step. Images per second are those of
+    all ranks, the share of data that of the slowest one, for which the others wait.
 
-    It never ends a training. What a rank fails to compute it leaves out, and warns of it once; it sends its row all the
-    same, so that ranks stay together. Errors of communication, and of a logger, are raised.
+    It never ends a training. What a rank fails to compute it leaves out, and warns of it once; it
+    sends its row all the same, so that ranks stay together. Errors of communication, and of a
+    logger, are raised.
 
     Args:
         batch_size: From a batch to its number of images; default `first_dimension`.
@@ -90,7 +100,9 @@ class RingMonitor(Callback):
         if trainer.is_global_zero:
             self._fit.left_out.run(_RECORD, None, record_end, trainer)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         if self._fit is not None and trainer.is_global_zero:
             self._fit.left_out.run(_RECORD, None, record_end, trainer, exception)
         self._close()
@@ -119,7 +131,9 @@ class RingMonitor(Callback):
         return self._fit.skipped if self._fit is not None else None
 
     def on_ranks_changed(self, trainer: Trainer, scalars: dict[str, float], text: str) -> None:
-        """Ranks have died or come, as ``text`` says; ``scalars`` are logged. Calls no collective."""
+        """Ranks have died or come, as ``text`` says; ``scalars`` are logged. Calls no
+        collective.
+        """
         fit = self._fit
         if fit is None or not trainer.is_global_zero:
             return
@@ -130,7 +144,9 @@ class RingMonitor(Callback):
             logger.log_metrics(scalars, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
         fit.left_out.run(_RECORD, None, record_change, trainer, text)
 
-    def _draw(self, fit: _Fit, draw: Callable[[Dashboard, RecordedStep | None, RingReport | None], None]) -> None:
+    def _draw(
+        self, fit: _Fit, draw: Callable[[Dashboard, RecordedStep | None, RingReport | None], None]
+    ) -> None:
         if fit.dashboard is not None and fit.window is not None:
             fit.left_out.run(_PAGES, None, draw, fit.dashboard, fit.window.latest, self.report)
 
@@ -144,24 +160,34 @@ class RingMonitor(Callback):
         if self._fit is not None:
             self._draw(self._fit, Dashboard.draw_seldom)
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
         self._tell_timer(pl_module, StepTimer.begin_manual_backward)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._tell_timer(pl_module, StepTimer.end_manual_backward)
 
     def _tell_timer(self, module: LightningModule, what: Callable[[StepTimer], None]) -> None:
-        if self._fit is not None and self._fit.window is not None and not module.automatic_optimization:
+        if (
+            self._fit is not None
+            and self._fit.window is not None
+            and not module.automatic_optimization
+        ):
             self._fit.left_out.run(_TIMES, None, what, self._fit.window.timer)
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
         if self._fit is None:
             return
         if self._fit.skipped is not None:
             self._fit.skipped.announced += 1
         if self._logs_this_step(trainer, self._fit):
             unknown = torch.full((), UNKNOWN, dtype=torch.float64)
-            squares = self._fit.left_out.run(_NORMS, unknown, gradient_squares, trainer.strategy, optimizer)
+            squares = self._fit.left_out.run(
+                _NORMS, unknown, gradient_squares, trainer.strategy, optimizer
+            )
             self._fit.squares[id(optimizer)] = squares
 
     def on_train_batch_end(
@@ -180,7 +206,10 @@ class RingMonitor(Callback):
 
     def _logs_this_step(self, trainer: Trainer, fit: _Fit) -> bool:
         """The same on every rank: nothing in it is known to one rank only."""
-        if trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate():
+        if (
+            trainer.lightning_module.automatic_optimization
+            and trainer.fit_loop._should_accumulate()
+        ):
             return False
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return True
@@ -195,14 +224,18 @@ class RingMonitor(Callback):
     # -- one row a rank
 
     def _send(self, trainer: Trainer, fit: _Fit) -> None:
-        """Every rank sends a row of one length, whatever failed: the rest of the ranks wait for it."""
+        """Every rank sends a row of one length, whatever failed: the rest of the ranks wait for
+        it.
+        """
         run, world_size = fit.left_out.run, trainer.world_size
         device = trainer.strategy.root_device
         times = StepTimes.unknown()
         if fit.window is not None:
             times = run(_TIMES, times, fit.window.take, world_size)
         nothing = math.nan, torch.zeros((), dtype=torch.float64)
-        skipped, uncounted = run(_SKIPPED, nothing, fit.skipped.count) if fit.skipped is not None else nothing
+        skipped, uncounted = (
+            run(_SKIPPED, nothing, fit.skipped.count) if fit.skipped is not None else nothing
+        )
         memory = run(_MEMORY, Memory.unknown(), Memory.now, device)
         place = device if is_gpu(device) else torch.device("cpu")
         on_device = run(
@@ -220,7 +253,8 @@ class RingMonitor(Callback):
             ratios = run(_OPTIMIZERS, ratios, trust_ratios, trainer.optimizers)
 
         def exchange(comm: Communicator | None) -> RowExchange:
-            row = RankRow(trainer.global_rank, skipped, times, memory)  # the rank may change where others die
+            # the rank may change where others die
+            row = RankRow(trainer.global_rank, skipped, times, memory)
             return RowExchange(comm, row, on_device, place)
 
         fit.pending = LoggedStep(
@@ -245,27 +279,35 @@ class RingMonitor(Callback):
         scalars = fit.left_out.run(_REPORT, {}, report.scalars)
         if (algorithm := getattr(trainer.strategy, "algorithm", None)) is not None:
             scalars |= {f"ring/{name}": value for name, value in algorithm.metrics().items()}
-        fit.logged.update(name for name, value in scalars.items() if value)  # what is always 0 gets no chart
+        # what is always 0 gets no chart
+        fit.logged.update(name for name, value in scalars.items() if value)
         scalars = {name: value for name, value in scalars.items() if name in fit.logged}
         if (changes := getattr(trainer.strategy, "rank_changes", None)) is not None:
             scalars |= changes.scalars()
         for logger in trainer.loggers if scalars else ():
-            logger.log_metrics(scalars, step=report.step)  # an error in it is the user's to see, as under DDP
+            # an error in it is the user's to see, as under DDP
+            logger.log_metrics(scalars, step=report.step)
         if fit.dashboard is not None:
             fit.left_out.run(_PAGES, None, fit.dashboard.add_histograms, report)
         fit.left_out.run(_BAR, None, _show_on_bar, trainer, report)
 
 
 def _communicator(trainer: Trainer) -> Communicator | None:
-    """`None` also where no rank may wait for another one between two steps: each then has its own row."""
+    """`None` also where no rank may wait for another one between two steps: each then has its
+    own row.
+    """
     algorithm = getattr(trainer.strategy, "algorithm", None)
     if algorithm is not None and not algorithm.steps_together:
         return None
     return getattr(trainer.strategy, "communicator", None)
 
 
-def _exchanged(trainer: Trainer, exchange: Callable[[Communicator | None], RowExchange]) -> RowExchange:
-    """An exchange under way; where ranks may die, one that has ended: all of them have to get the same rows."""
+def _exchanged(
+    trainer: Trainer, exchange: Callable[[Communicator | None], RowExchange]
+) -> RowExchange:
+    """An exchange under way; where ranks may die, one that has ended: all of them have to get
+    the same rows.
+    """
     call_together = getattr(trainer.strategy, "call_together", None)
     if call_together is None:
         return exchange(_communicator(trainer))
@@ -276,19 +318,25 @@ def _exchanged(trainer: Trainer, exchange: Callable[[Communicator | None], RowEx
 
 
 class _Fit:
-    """What a monitor holds while its Trainer fits. ``window`` or ``skipped`` is `None` where it could not be made."""
+    """What a monitor holds while its Trainer fits. ``window`` or ``skipped`` is `None` where it
+    could not be made.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
-        # a script may give loggers, and how often to log, to rank 0 alone: all ranks exchange rows when rank 0 logs
+        # a script may give loggers, and how often to log, to rank 0 alone: all ranks exchange rows
+        # when rank 0 logs
         self.log_every_n_steps: int = trainer.strategy.broadcast(trainer.log_every_n_steps)  # type: ignore[attr-defined]
         self.left_out = LeftOut()
         self.window: StepWindow | None = self.left_out.run(_TIMES, None, StepWindow, trainer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.skipped: SkippedSteps | None = self.left_out.run(_SKIPPED, None, SkippedSteps, trainer.optimizers, scaler)
+        self.skipped: SkippedSteps | None = self.left_out.run(
+            _SKIPPED, None, SkippedSteps, trainer.optimizers, scaler
+        )
         if getattr(trainer.strategy, "communicator", None) is None and trainer.world_size > 1:
             rank_zero_warn(
-                f"RingMonitor sees no other rank, and no communication, under {type(trainer.strategy).__name__}: what "
-                "it logs is rank 0's. Use strategy='ring' or 'ring_sharded' for the rest."
+                "RingMonitor sees no other rank, and no communication, under "
+                f"{type(trainer.strategy).__name__}: what it logs is rank 0's. Use strategy='ring' "
+                "or 'ring_sharded' for the rest."
             )
         self.squares: dict[int, Tensor] = {}
         self.pending: LoggedStep | None = None
@@ -304,8 +352,8 @@ class _Fit:
 
 def _show_on_bar(trainer: Trainer, report: RingReport) -> None:
     if trainer.progress_bar_callback is not None:
-        # where `self.log(..., prog_bar=True)` ends up, for any bar to show; the property of that name would
-        # compute the epoch's metrics, with collectives in which no other rank takes part
+        # where `self.log(..., prog_bar=True)` ends up, for any bar to show; the property of that
+        # name would compute the epoch's metrics, with collectives in which no other rank takes part
         trainer._logger_connector._progress_bar_metrics.update(report.bar())  # type: ignore[arg-type]
 
 

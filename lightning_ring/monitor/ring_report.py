@@ -1,4 +1,6 @@
-"""The numbers of all ranks as one report: scalars under ``ring/`` and a line on the progress bar."""
+"""The numbers of all ranks as one report: scalars under ``ring/`` and a line on the progress
+bar.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +61,11 @@ class RingReport:
 
     @property
     def slowest(self) -> tuple[int, float]:
-        """The rank whose own time is longest, and by how many seconds a step the median of the others is shorter.
+        """The rank whose own time is longest, and by how many seconds a step the median of the
+        others is shorter.
 
-        Its own time is that in which it does not wait for others: all ranks end a step together, so that the step
-        itself takes equally long everywhere.
+        Its own time is that in which it does not wait for others: all ranks end a step together, so
+        that the step itself takes equally long everywhere.
         """
         slowest = self._slowest
         others = [row.times.own for row in self.rows if row is not slowest]
@@ -70,14 +73,19 @@ class RingReport:
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes a second, on the rank whose collectives took least: the others' times hold waiting for a slow rank."""
-        return max((row.times.sent / row.times.busy for row in self.rows if row.times.busy > 0), default=0.0)
+        """Bytes a second, on the rank whose collectives took least: the others' times hold
+        waiting for a slow rank.
+        """
+        return max(
+            (row.times.sent / row.times.busy for row in self.rows if row.times.busy > 0),
+            default=0.0,
+        )
 
     def scalars(self) -> dict[str, float]:
         """By name; what cannot be told is left out.
 
-        In units and digits with which TensorBoard's ticks differ: it writes three digits. The slowest rank is in the
-        name of a scalar, because TensorBoard would smooth a rank's number.
+        In units and digits with which TensorBoard's ticks differ: it writes three digits. The
+        slowest rank is in the name of a scalar, because TensorBoard would smooth a rank's number.
         """
         found = {
             "memory_gb": round(_most(row.memory.resident for row in self.rows) / _GB, 2),
@@ -91,7 +99,9 @@ class RingReport:
         found = {name: number for name, number in found.items() if not math.isnan(number)}
         for number, norm in enumerate(self.gradient_norms):
             if norm is not None:  # one that is not finite is news
-                found["gradient_norm" if len(self.gradient_norms) == 1 else f"gradient_norm/{number}"] = norm
+                found[
+                    "gradient_norm" if len(self.gradient_norms) == 1 else f"gradient_norm/{number}"
+                ] = norm
         return {f"ring/{name}": number for name, number in found.items()}
 
     def bar(self) -> dict[str, str]:
@@ -155,7 +165,10 @@ class RingReport:
 
     def _cuda_memory(self) -> dict[str, float]:
         names = ("allocated", "reserved", "peak")
-        most = {name: round(_most(getattr(row.memory, name) for row in self.rows) / _GB, 2) for name in names}
+        most = {
+            name: round(_most(getattr(row.memory, name) for row in self.rows) / _GB, 2)
+            for name in names
+        }
         return {f"cuda_{name}_gb": size for name, size in most.items() if most["reserved"] > 0}
 
     def _percentiles(self) -> dict[str, float]:
@@ -163,7 +176,10 @@ class RingReport:
             return {}
         at = torch.tensor(PERCENTILES, dtype=torch.float64) / 100
         values = torch.quantile(self.trust_ratios.double(), at).tolist()
-        return {f"trust_ratio/p{percent:02d}": value for percent, value in zip(PERCENTILES, values, strict=True)}
+        return {
+            f"trust_ratio/p{percent:02d}": value
+            for percent, value in zip(PERCENTILES, values, strict=True)
+        }
 
 
 def _most(numbers: Iterable[float]) -> float:
@@ -172,7 +188,8 @@ def _most(numbers: Iterable[float]) -> float:
     return math.nan if any(math.isnan(number) for number in found) else max(found)
 
 
-UNKNOWN = -math.inf  # a squared norm of gradients that did not step; so is its sum with what other ranks have
+# a squared norm of gradients that did not step; so is its sum with what other ranks have
+UNKNOWN = -math.inf
 
 
 @dataclass(slots=True)
@@ -198,7 +215,9 @@ class LoggedStep:
         )
 
 
-def numbers_on_device(uncounted: Tensor, squares: Sequence[Tensor | None], device: torch.device) -> Tensor:
+def numbers_on_device(
+    uncounted: Tensor, squares: Sequence[Tensor | None], device: torch.device
+) -> Tensor:
     """1-D, float64: skipped steps, and ``squares`` of each optimizer."""
     unknown = torch.full((), UNKNOWN, dtype=torch.float64)
     numbers = [uncounted, *(unknown if one is None else one for one in squares)]

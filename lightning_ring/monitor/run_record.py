@@ -1,4 +1,6 @@
-"""What a fit runs on and how it ends, as texts in TensorBoard: `lightning-ring report` shows them."""
+"""What a fit runs on and how it ends, as texts in TensorBoard: `lightning-ring report` shows
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def record_start(trainer: Trainer) -> None:
     """On rank 0: a table of versions, hosts and devices, and the number of ranks as a scalar."""
     rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in environment(trainer).items())
     for logger in _loggers(trainer):
-        logger.experiment.add_text("ring/environment", f"| of this fit | |\n|---|---|\n{rows}", trainer.global_step)
+        logger.experiment.add_text(
+            "ring/environment", f"| of this fit | |\n|---|---|\n{rows}", trainer.global_step
+        )
         logger.experiment.add_scalar("ring/world_size", trainer.world_size, trainer.global_step)
 
 
@@ -31,7 +35,9 @@ def record_change(trainer: Trainer, text: str) -> None:
 
 
 def record_end(trainer: Trainer, error: BaseException | None = None) -> None:
-    """On rank 0: "finished", or the error that ended the fit, also that of another rank where it is known."""
+    """On rank 0: "finished", or the error that ended the fit, also that of another rank where it
+    is known.
+    """
     text = "finished" if error is None else f"{type(error).__name__}: {error}"
     for logger in _loggers(trainer):
         logger.experiment.add_text("ring/end", text, trainer.global_step)
@@ -49,7 +55,10 @@ def environment(trainer: Trainer) -> dict[str, str]:
         "precision": str(trainer.precision),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: version(name) or "not installed by pip" for name in ("lightning", "lightning-ring")},
+        **{
+            name: version(name) or "not installed by pip"
+            for name in ("lightning", "lightning-ring")
+        },
         "system": platform.platform(),
     }
 
@@ -66,7 +75,10 @@ def _ranks_by_host(hosts: Sequence[str]) -> str:
     ranks: dict[str, list[str]] = {}
     for rank, host in enumerate(hosts):
         ranks.setdefault(host, []).append(str(rank))
-    return "; ".join(f"{host} (rank{'s' if len(mine) > 1 else ''} {', '.join(mine)})" for host, mine in ranks.items())
+    return "; ".join(
+        f"{host} (rank{'s' if len(mine) > 1 else ''} {', '.join(mine)})"
+        for host, mine in ranks.items()
+    )
 
 
 def _device(device: torch.device) -> str:

@@ -27,25 +27,29 @@ _PHASES = ("data", "copy", "forward", "backward", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of one training step, from the end of the step before to its own end, or means over several steps.
+    """Seconds of one training step, from the end of the step before to its own end, or means over
+    several steps.
 
-    Validation and checkpoints between two steps do not count. Parts up to ``exposed`` add up to ``total``, except on
-    CUDA, where ``forward``, ``backward`` and ``optimizer`` are the device's time and the others the host's. The parts
-    hold no communication once it has been taken out of them (`step_window.break_down`).
+    Validation and checkpoints between two steps do not count. Parts up to ``exposed`` add up to
+    ``total``, except on CUDA, where ``forward``, ``backward`` and ``optimizer`` are the device's
+    time and the others the host's. The parts hold no communication once it has been taken out of
+    them (`step_window.break_down`).
 
     Attributes:
         data: Waiting for the next batch.
         copy: Handing the batch to the device.
-        forward: ``training_step``; with manual optimization backward too, which Lightning does not announce then,
-            unless a callback told `StepTimer.begin_manual_backward`.
+        forward: ``training_step``; with manual optimization backward too, which Lightning does not
+            announce then, unless a callback told `StepTimer.begin_manual_backward`.
         backward: Backward; with a strategy that averages gradients in it, waiting for that too.
-        optimizer: ``optimizer_step`` without the forward and backward that Lightning runs inside it.
+        optimizer: ``optimizer_step`` without the forward and backward that Lightning runs inside
+            it.
         other: Hooks, callbacks, loggers.
         exposed: Lost to collectives: starting them, and waiting for them.
         total: The step.
         busy: During which some collective was under way.
-        sent: Bytes that this rank sends for the step's collectives on a ring, as nccl-tests count them for the bus
-            bandwidth ``sent / busy``: 2(N-1)/N of an all-reduce's, (N-1)/N of a reduce-scatter's or an all-gather's.
+        sent: Bytes that this rank sends for the step's collectives on a ring, as nccl-tests count
+            them for the bus bandwidth ``sent / busy``: 2(N-1)/N of an all-reduce's, (N-1)/N of a
+            reduce-scatter's or an all-gather's.
         images: Of this rank; NaN where they cannot be counted.
         steps: Number of steps that these are means over.
     """
@@ -80,12 +84,16 @@ class StepTimes:
 
 def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
     """The mean of each number over ``steps``, at least one, each of one step."""
-    means = (sum(getattr(step, field.name) for step in steps) / len(steps) for field in fields(StepTimes))
+    means = (
+        sum(getattr(step, field.name) for step in steps) / len(steps) for field in fields(StepTimes)
+    )
     return replace(StepTimes(*means), steps=float(len(steps)))
 
 
 class StepRecord:
-    """Marks of one step: for each phase the pairs of begin and end, clock readings or CUDA events."""
+    """Marks of one step: for each phase the pairs of begin and end, clock readings or CUDA
+    events.
+    """
 
     __slots__ = ("_open", "began", "marks", "total")
 
@@ -109,7 +117,9 @@ class StepRecord:
         self.end(_CLOSURE_BACKWARD if _CLOSURE_BACKWARD in self._open else _MANUAL_BACKWARD, mark)
 
     def phase_at(self, moment: float) -> str | None:
-        """The part of `StepTimes` that the host was in, as far as host clocks timed it; `None` outside this step."""
+        """The part of `StepTimes` that the host was in, as far as host clocks timed it; `None`
+        outside this step.
+        """
         for name, part in _INNERMOST_FIRST.items():
             for begin, end in self.marks.get(name, ()):
                 if isinstance(begin, float) and begin <= moment <= end:
@@ -121,7 +131,11 @@ class StepRecord:
 
     def spans(self) -> list[tuple[str, Any, Any]]:
         """Part of `StepTimes`, begin and end of each mark: clock readings, or on a GPU events."""
-        return [(part, *pair) for name, part in _INNERMOST_FIRST.items() for pair in self.marks.get(name, ())]
+        return [
+            (part, *pair)
+            for name, part in _INNERMOST_FIRST.items()
+            for pair in self.marks.get(name, ())
+        ]
 
     def finished(self) -> bool:
         return all(is_reached(end) for pairs in self.marks.values() for _, end in pairs)
@@ -129,7 +143,11 @@ class StepRecord:
     def times(self) -> StepTimes:
         spent = {name: self._spent(name) for name in _PHASES}
         spent["optimizer"] = max(0.0, spent["optimizer"] - self._spent_in_optimizer())
-        manual, before, inside = self._spent(MANUAL), self._spent(_MANUAL_BACKWARD), self._spent(_CLOSURE_BACKWARD)
+        manual, before, inside = (
+            self._spent(MANUAL),
+            self._spent(_MANUAL_BACKWARD),
+            self._spent(_CLOSURE_BACKWARD),
+        )
         spent["forward"] = max(0.0, spent["forward"] - manual - before)
         spent["backward"] += before + inside
         spent["optimizer"] += manual - inside
@@ -137,7 +155,9 @@ class StepRecord:
         return StepTimes(**spent, other=other, total=self.total)
 
     def _spent_in_optimizer(self) -> float:
-        """Seconds of the forward and backward that a closure runs in the optimizer's step; others come before it."""
+        """Seconds of the forward and backward that a closure runs in the optimizer's step;
+        others come before it.
+        """
         steps = self.marks.get("optimizer", ())
         inner = [pair for phase in ("forward", "backward") for pair in self.marks.get(phase, ())]
         return sum(

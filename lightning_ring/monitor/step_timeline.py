@@ -1,4 +1,6 @@
-"""The timeline of a Trainer: what `StepTimer` and a strategy's collectives tell, as slices of a trace."""
+"""The timeline of a Trainer: what `StepTimer` and a strategy's collectives tell, as slices of a
+trace.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,15 @@ from lightning_ring.timeline.tracks import BACKWARD, DATA, FORWARD, OPTIMIZER, P
 log = logging.getLogger(__name__)
 
 _LOOK_EVERY = 20  # batches between two looks at the switch
-_PAUSES = {"validation_step": "validation batch", "test_step": "test batch", "save_checkpoint": "checkpoint"}
+_PAUSES = {
+    "validation_step": "validation batch",
+    "test_step": "test batch",
+    "save_checkpoint": "checkpoint",
+}
 
 
-def _call(run: Callable[[], list[Any]]) -> list[Any]:  # no lambda: ``start_method="spawn"`` pickles the strategy
+# no lambda: ``start_method="spawn"`` pickles the strategy
+def _call(run: Callable[[], list[Any]]) -> list[Any]:
     return run()
 
 
@@ -69,31 +76,38 @@ class StepTimeline:
         return self._session.path if self._session is not None else None
 
     def start(self, path: str | Path | None = None, max_mb: float | None = None) -> None:
-        """Record from now on. All ranks call it at the same point of a fit. Where it records already: nothing.
+        """Record from now on. All ranks call it at the same point of a fit. Where it records
+        already: nothing.
 
         Args:
-            path: Where rank 0 writes the merged trace at the end; default: what the strategy was given.
+            path: Where rank 0 writes the merged trace at the end; default: what the strategy was
+                given.
             max_mb: Largest size of a rank's file, in MiB.
 
         Raises:
-            ConfigurationError: There is no path or no fit, or some rank cannot write; the same on every rank.
+            ConfigurationError: There is no path or no fit, or some rank cannot write; the same on
+                every rank.
         """
         if self.recording:
             return
         chosen = path if path is not None else self.settings.path
         if chosen is None:
             raise ConfigurationError(
-                "The timeline was started without a path. Give it one, strategy.timeline.start('trace.json'), or "
-                "RingStrategy(timeline='trace.json')."
+                "The timeline was started without a path. Give it one, "
+                "strategy.timeline.start('trace.json'), or RingStrategy(timeline='trace.json')."
             )
         trainer = self._trainer
         if trainer is None:
             raise ConfigurationError(
-                "The timeline was started outside a fit. Start it in a hook of the module or of a callback, such as "
-                "on_train_batch_start, on all ranks; RingStrategy(timeline='trace.json') records from the start."
+                "The timeline was started outside a fit. Start it in a hook of the module or of a "
+                "callback, such as on_train_batch_start, on all ranks; "
+                "RingStrategy(timeline='trace.json') records from the start."
             )
         self._max_bytes = int((max_mb if max_mb is not None else self.settings.max_mb) * 2**20)
-        about: dict[str, Any] = {"strategy": type(trainer.strategy).__name__, "epoch": trainer.current_epoch}
+        about: dict[str, Any] = {
+            "strategy": type(trainer.strategy).__name__,
+            "epoch": trainer.current_epoch,
+        }
         about["ranks_change"] = self.number is not None
         session = start_session(
             Path(chosen),
@@ -115,18 +129,23 @@ class StepTimeline:
         self._timer.interruption_listeners.append(self._on_interruption)
 
     def stop(self) -> None:
-        """End the recording; rank 0 merges. All ranks call it at the same point. Where nothing is recorded: nothing."""
+        """End the recording; rank 0 merges. All ranks call it at the same point. Where nothing
+        is recorded: nothing.
+        """
         trainer, session = self._trainer, self._detach()
         if trainer is None:
             return
         if self.number is not None and self.settings.path is not None:
             recorded = self.call_together(
                 lambda: (
-                    self._comm.all_gather_object(session is not None, name="timeline: sessions") if self._comm else []
+                    self._comm.all_gather_object(session is not None, name="timeline: sessions")
+                    if self._comm
+                    else []
                 )
             )
             if session is not None and not all(recorded):
-                session.close()  # one that joined could not: `lightning-ring timeline` merges the others
+                # one that joined could not: `lightning-ring timeline` merges the others
+                session.close()
                 return
         if session is None:
             return
@@ -148,7 +167,8 @@ class StepTimeline:
     def prepare(self, trainer: Trainer, comm: Communicator | None) -> None:
         """A fit is set up; what cannot be written is an error now. Collective."""
         self._trainer, self._comm, self._batches = trainer, comm, 0
-        if comm is not None:  # plain mpirun hands no RING_TIMELINE to other hosts, and starting is collective
+        # plain mpirun hands no RING_TIMELINE to other hosts, and starting is collective
+        if comm is not None:
             self.settings = comm.broadcast_object(self.settings, name="timeline: settings")
         if self.settings.path is not None and self.settings.switch is None and not self.waits:
             self.start()
@@ -177,16 +197,26 @@ class StepTimeline:
         session, trainer = self._session, self._trainer
         assert trainer is not None
         assert self.number is not None
-        invitation = invitation_to(session, self._max_bytes) if session is not None and comm.rank == 0 else None
+        invitation = (
+            invitation_to(session, self._max_bytes)
+            if session is not None and comm.rank == 0
+            else None
+        )
         made = join_session(
-            invitation, comm, number=self.number, joins=joins and session is None, seconds_of=_device_clock(trainer)
+            invitation,
+            comm,
+            number=self.number,
+            joins=joins and session is None,
+            seconds_of=_device_clock(trainer),
         )
         if made is not None:
             self._record_in(made, trainer)
         self.waits = False
 
     def ranks_changed(self, text: str, since: float) -> None:
-        """Ranks have died or come, as ``text`` says; training has stood still ``since`` then (seconds)."""
+        """Ranks have died or come, as ``text`` says; training has stood still ``since`` then
+        (seconds).
+        """
         session, now = self._session, time.perf_counter()
         if session is None:
             return
@@ -200,7 +230,9 @@ class StepTimeline:
         self._num_ranks = self._comm.world_size if self._comm is not None else 1
 
     def abandon(self) -> None:
-        """The fit is torn down, perhaps after an error on one rank: close this rank's file, ask nobody."""
+        """The fit is torn down, perhaps after an error on one rank: close this rank's file, ask
+        nobody.
+        """
         session = self._detach()
         self._trainer = self._comm = None
         if session is not None:
@@ -219,10 +251,13 @@ class StepTimeline:
         elif not self._refused:
             try:
                 self.start()
-            except ConfigurationError as error:  # the same on every rank; training does not end for its trace
+            # the same on every rank; training does not end for its trace
+            except ConfigurationError as error:
                 self._refused = True
                 if self._trainer is not None and self._trainer.is_global_zero:
-                    log.warning("lightning_ring: switched on, but not recorded. %s Training goes on.", error)
+                    log.warning(
+                        "lightning_ring: switched on, but not recorded. %s Training goes on.", error
+                    )
 
     def _detach(self) -> Session | None:
         session, self._session = self._session, None
@@ -246,7 +281,9 @@ class StepTimeline:
         recorder, marks = session.recorder, record.marks
         step = {"step": recorder.step}
         whole = step | {"epoch": trainer.current_epoch, "optimizer_steps": trainer.global_step}
-        recorder.slice(STEPS, f"step {recorder.step}", record.began, record.began + record.total, whole)
+        recorder.slice(
+            STEPS, f"step {recorder.step}", record.began, record.began + record.total, whole
+        )
         waits = [(*pair, "data wait") for pair in marks.get("data", ())]
         copies = [(*pair, "copy to device") for pair in marks.get("copy", ())]
         for begin, end, name in sorted(waits + copies):
@@ -256,9 +293,12 @@ class StepTimeline:
         for phase in ("backward", "manual_backward", "closure_backward"):
             for begin, end in marks.get(phase, ()):
                 recorder.slice(BACKWARD, "backward", begin, end, step)
-        inside = marks.get("backward") or marks.get("forward")  # of optimizer_step, with automatic optimization
+        # of optimizer_step, with automatic optimization
+        inside = marks.get("backward") or marks.get("forward")
         for begin, end in marks.get("optimizer", ()):
-            recorder.slice(OPTIMIZER, "optimizer step", inside[-1][1] if inside else begin, end, step)
+            recorder.slice(
+                OPTIMIZER, "optimizer step", inside[-1][1] if inside else begin, end, step
+            )
         for begin, end in marks.get("manual_optimizer", ()):
             recorder.slice(OPTIMIZER, "optimizer step", begin, end, step)
 

@@ -1,4 +1,6 @@
-"""Where the time of a training step goes: waiting for data, copying, forward, backward, optimizer, the rest."""
+"""Where the time of a training step goes: waiting for data, copying, forward, backward,
+optimizer, the rest.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ _STEP = "run_training_batch"
 
 @cache
 def _phase_of(action_name: str) -> str | None:
-    """The phase that Lightning announces by ``action_name``; with manual optimization torch's step is one."""
+    """The phase that Lightning announces by ``action_name``; with manual optimization torch's
+    step is one.
+    """
     if action_name == "optimizer_step":
         return MANUAL
     ours = action_name.startswith(("[Strategy]", "[_TrainingEpochLoop]", "[LightningModule]"))
@@ -38,7 +42,8 @@ def _phase_of(action_name: str) -> str | None:
 
 
 class StepTimer(Profiler):
-    """Stands before a Trainer's profiler, which goes on as it was, and times steps by the actions it announces.
+    """Stands before a Trainer's profiler, which goes on as it was, and times steps by the actions
+    it announces.
 
     Costs clock reads, on a GPU also events; nothing waits for the device.
 
@@ -49,12 +54,15 @@ class StepTimer(Profiler):
 
     Attributes:
         listeners: Called with each step's record when the step ends.
-        interruption_listeners: Called with what it was (``"validation_step"``, ``"test_step"``, ``"save_checkpoint"``),
-            when it began and when it ended, by the clock.
-        failure: What went wrong in timing, after which no step is recorded any more; training goes on.
+        interruption_listeners: Called with what it was (``"validation_step"``, ``"test_step"``,
+            ``"save_checkpoint"``), when it began and when it ended, by the clock.
+        failure: What went wrong in timing, after which no step is recorded any more; training goes
+            on.
     """
 
-    def __init__(self, inner: Profiler, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, inner: Profiler, device: torch.device, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         super().__init__()
         self.inner = inner
         self._clock = clock
@@ -69,7 +77,8 @@ class StepTimer(Profiler):
 
     @classmethod
     def attach(cls, trainer: Trainer, **arguments: Any) -> StepTimer:
-        """Put a timer before ``trainer``'s profiler; one that is there already is shared, with its own arguments.
+        """Put a timer before ``trainer``'s profiler; one that is there already is shared, with its
+        own arguments.
 
         Each user calls `detach` once, and takes its own listeners away.
         """
@@ -127,7 +136,11 @@ class StepTimer(Profiler):
         elif action_name.endswith(_INTERRUPTIONS):
             self._record, self._began = StepRecord(), None
             if action_name in self._interrupted:
-                interruption = action_name.rsplit(".", 1)[-1], self._interrupted.pop(action_name), self._clock()
+                interruption = (
+                    action_name.rsplit(".", 1)[-1],
+                    self._interrupted.pop(action_name),
+                    self._clock(),
+                )
                 for interrupted in self.interruption_listeners:
                     interrupted(*interruption)
 
@@ -138,7 +151,9 @@ class StepTimer(Profiler):
         self._record.end_manual_backward(self._mark("backward"))
 
     def restart(self) -> None:
-        """The next step begins with its own first action: what happens until then is no part of training."""
+        """The next step begins with its own first action: what happens until then is no part of
+        training.
+        """
         self._record, self._began = StepRecord(), None
 
     def _mark(self, phase: str) -> Any:

@@ -26,8 +26,12 @@ class CollectiveTimes:
     losses: tuple[tuple[float, float], ...]
 
 
-def break_down(record: StepRecord, collectives: Sequence[CollectiveRecord], world_size: int) -> StepTimes:
-    """The times of a finished step, with the time of the `collectives_of` it taken out of its parts."""
+def break_down(
+    record: StepRecord, collectives: Sequence[CollectiveRecord], world_size: int
+) -> StepTimes:
+    """The times of a finished step, with the time of the `collectives_of` it taken out of its
+    parts.
+    """
     times = record.times()
     spent = {part: getattr(times, part) for part in _PARTS}
     exposed = busy = 0.0
@@ -43,17 +47,21 @@ def break_down(record: StepRecord, collectives: Sequence[CollectiveRecord], worl
 
 
 def collectives_of(record: StepRecord, told: Iterable[CollectiveRecord]) -> list[CollectiveRecord]:
-    """Those that were waited for in the step, in the order of their calls: a validation between two has its own, and
-    parameters are waited for as they are used."""
+    """Those that were waited for in the step, in the order of their calls: a validation between two
+    has its own, and parameters are waited for as they are used."""
     ended = record.began + record.total
-    return sorted((one for one in told if record.began <= one.waited_from <= ended), key=lambda one: one.called)
+    return sorted(
+        (one for one in told if record.began <= one.waited_from <= ended),
+        key=lambda one: one.called,
+    )
 
 
 def collective_times(collectives: Sequence[CollectiveRecord]) -> list[CollectiveTimes]:
-    """As one after the other: each began when it was called or when those before it had ended, whichever was later.
+    """As one after the other: each began when it was called or when those before it had ended,
+    whichever was later.
 
-    Where two were on the wire at once, as over Gloo, the time counts for the earlier one, and once: sums of
-    ``ended - began`` are the time in which some collective was under way.
+    Where two were on the wire at once, as over Gloo, the time counts for the earlier one, and once:
+    sums of ``ended - began`` are the time in which some collective was under way.
     """
     reference = next((one.events[0] for one in collectives if one.events is not None), None)
     found: list[CollectiveTimes] = []
@@ -61,7 +69,10 @@ def collective_times(collectives: Sequence[CollectiveRecord]) -> list[Collective
     for one in collectives:
         if one.events is None:
             called, ended = one.called, one.ended if one.ended is not None else one.waited_until
-            losses: tuple[tuple[float, float], ...] = ((one.called, one.returned), (one.waited_from, one.waited_until))
+            losses: tuple[tuple[float, float], ...] = (
+                (one.called, one.returned),
+                (one.waited_from, one.waited_until),
+            )
         else:
             called, ended = (elapsed(reference, event) for event in one.events)
             waited = elapsed(reference, one.wait_event) if one.wait_event is not None else ended
@@ -82,7 +93,12 @@ def sent_bytes(collective: CollectiveRecord, world_size: int) -> float:
 
 def finished(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> bool:
     """Whether the device has come past all of it, so that its events can be read."""
-    events = (event for one in collectives if one.events is not None for event in (one.events[1], one.wait_event))
+    events = (
+        event
+        for one in collectives
+        if one.events is not None
+        for event in (one.events[1], one.wait_event)
+    )
     return record.finished() and all(event is None or event.query() for event in events)
 
 
@@ -91,8 +107,11 @@ def _part_of(record: StepRecord, collective: CollectiveRecord, start: float) -> 
         return record.phase_at(start)
     if collective.kind == "broadcast":  # of buffers, before forward
         return "other"
-    # the device's clock knows no phases, but who waits for what is known: forward for parameters, backward for the rest
-    return "forward" if collective.kind == "all_gather" or not record.has("backward") else "backward"
+    # the device's clock knows no phases, but who waits for what is known: forward for parameters,
+    # backward for the rest
+    return (
+        "forward" if collective.kind == "all_gather" or not record.has("backward") else "backward"
+    )
 
 
 _MOST_STEPS = 200
@@ -100,7 +119,9 @@ _MOST_STEPS = 200
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """``images`` of this rank; NaN where nobody can tell. ``number`` counts from 0 at the start of training."""
+    """``images`` of this rank; NaN where nobody can tell. ``number`` counts from 0 at the start
+    of training.
+    """
 
     number: int
     record: StepRecord
@@ -109,7 +130,8 @@ class RecordedStep:
 
 
 class StepWindow:
-    """Listens to a Trainer's profiler and to its strategy's collectives, and keeps up to 200 steps until `take`.
+    """Listens to a Trainer's profiler and to its strategy's collectives, and keeps up to 200 steps
+    until `take`.
 
     Costs what `StepTimer` and `RecordedCommunicator` cost; the rest happens in `take`.
     """
@@ -118,7 +140,9 @@ class StepWindow:
         self._trainer = trainer
         self.timer = StepTimer.attach(trainer)  # the Trainer's
         self.timer.listeners.append(self._on_step)
-        self._listeners: list[Callable[[CollectiveRecord], None]] = getattr(trainer.strategy, "listeners", [])
+        self._listeners: list[Callable[[CollectiveRecord], None]] = getattr(
+            trainer.strategy, "listeners", []
+        )
         self._listeners.append(self._on_collective)
         self._collectives: list[CollectiveRecord] = []
         self._ended: tuple[StepRecord, list[CollectiveRecord]] | None = None
@@ -141,8 +165,8 @@ class StepWindow:
     def take(self, world_size: int) -> StepTimes:
         """Means over the steps since the last call that the device has finished.
 
-        The first step of all is left out, where there are others: it makes plans, connections and optimizer state.
-        Raises `RuntimeError`: steps could not be timed.
+        The first step of all is left out, where there are others: it makes plans, connections and
+        optimizer state. Raises `RuntimeError`: steps could not be timed.
         """
         if self.timer.failure is not None:
             raise RuntimeError("steps could not be timed") from self.timer.failure
@@ -154,7 +178,10 @@ class StepWindow:
         self.latest = steps[-1]
         if steps[0].number == 0 and len(steps) > 1:
             del steps[0]
-        times = (replace(break_down(step.record, step.collectives, world_size), images=step.images) for step in steps)
+        times = (
+            replace(break_down(step.record, step.collectives, world_size), images=step.images)
+            for step in steps
+        )
         return mean_times(list(times))
 
     def close(self) -> None:

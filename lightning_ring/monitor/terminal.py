@@ -26,8 +26,8 @@ _OF_MPIRUN = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 def widen_terminal() -> None:
     """Give a terminal of 0 columns the width in ``COLUMNS``, or 80.
 
-    mpirun connects each rank's output to such a pseudo-terminal, and tqdm draws nothing where nothing fits. Does
-    nothing where output is no terminal, or has a width.
+    mpirun connects each rank's output to such a pseudo-terminal, and tqdm draws nothing where
+    nothing fits. Does nothing where output is no terminal, or has a width.
     """
     if os.name != "posix" or not sys.stdout.isatty():
         return
@@ -41,7 +41,9 @@ def widen_terminal() -> None:
 
 
 def shown_on_terminal() -> bool:
-    """Whether a person sees this process's output: mpirun's pseudo-terminal may lead into a file."""
+    """Whether a person sees this process's output: mpirun's pseudo-terminal may lead into a
+    file.
+    """
     if not sys.stdout.isatty():
         return False
     if not any(name in os.environ for name in _OF_MPIRUN):
@@ -54,9 +56,11 @@ def shown_on_terminal() -> bool:
 
 
 def replace_bars(trainer: Trainer) -> None:
-    """Where output is no terminal, let `EpochLines` and plain text take the place of Lightning's bars and Rich tables.
+    """Where output is no terminal, let `EpochLines` and plain text take the place of Lightning's
+    bars and Rich tables.
 
-    They would fill a file with the escape sequences that draw them. Callbacks of the user's classes are left alone.
+    They would fill a file with the escape sequences that draw them. Callbacks of the user's classes
+    are left alone.
     """
     if shown_on_terminal():
         return
@@ -93,10 +97,14 @@ class EpochLines(ProgressBar):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._enabled:
             numbers = short(self.get_metrics(trainer, pl_module))
-            texts = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in numbers.items()}
+            texts = {
+                name: f"{value:.4g}" if isinstance(value, float) else value
+                for name, value in numbers.items()
+            }
             shown = [f"{name} {text}" for name, text in texts.items()]
             seconds = time.perf_counter() - self._began
             epoch = (
-                f"epoch {trainer.current_epoch}: {trainer.fit_loop.epoch_loop.batch_idx + 1} batches in {seconds:.1f} s"
+                f"epoch {trainer.current_epoch}: {trainer.fit_loop.epoch_loop.batch_idx + 1} "
+                f"batches in {seconds:.1f} s"
             )
             self.print(", ".join([epoch, *shown]), flush=True)

@@ -19,9 +19,9 @@ from lightning_ring.host.random_state import collect_random_state, restore_rando
 def borrowed(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     """Inside, ``module`` may be trained; on leaving, training goes on as if nothing had happened.
 
-    Put back are parameters, buffers, gradients, optimizers, the loss scaler, learning-rate schedulers, the loop's
-    counters, everything that was logged, torchmetrics objects, loaders' positions, and all random states. Costs a copy
-    of parameters and optimizer state.
+    Put back are parameters, buffers, gradients, optimizers, the loss scaler, learning-rate
+    schedulers, the loop's counters, everything that was logged, torchmetrics objects, loaders'
+    positions, and all random states. Costs a copy of parameters and optimizer state.
     """
     loop = trainer.fit_loop.epoch_loop
     module_state = {name: _copied(value) for name, value in module.state_dict().items()}
@@ -33,10 +33,16 @@ def borrowed(trainer: Trainer, module: LightningModule) -> Iterator[None]:
         trainer.precision_plugin,
         *(config.scheduler for config in trainer.lr_scheduler_configs),
         loop,
-        *(loader for loader in (combined.flattened if combined is not None else ()) if hasattr(loader, "state_dict")),
+        *(
+            loader
+            for loader in (combined.flattened if combined is not None else ())
+            if hasattr(loader, "state_dict")
+        ),
     ]
     states = [copy.deepcopy(part.state_dict()) for part in parts]
-    metrics = [(metric, copy.deepcopy(metric)) for metric in module.modules() if isinstance(metric, Metric)]
+    metrics = [
+        (metric, copy.deepcopy(metric)) for metric in module.modules() if isinstance(metric, Metric)
+    ]
     random_state = collect_random_state()
     for param, _ in gradients:
         param.grad = None
@@ -45,7 +51,8 @@ def borrowed(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     finally:
         for place, name, buffer, _ in buffers:
             place[name] = buffer  # a step may have put another tensor in its place
-        module.load_state_dict(module_state, strict=False)  # a module may save a part of itself only
+        # a module may save a part of itself only
+        module.load_state_dict(module_state, strict=False)
         with torch.no_grad():
             for _, _, buffer, values in buffers:
                 buffer.copy_(values)

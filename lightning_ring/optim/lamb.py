@@ -19,7 +19,14 @@ from lightning_ring.optim.engine.update import NormAllReduce
 JUST_BELOW_1 = math.nextafter(1.0, 0.0)
 
 _OTHERS_ARGUMENTS = (
-    *("always_adapt", "caution", "corrected_weight_decay", "decoupled_decay", "foreach", "grad_averaging"),
+    *(
+        "always_adapt",
+        "caution",
+        "corrected_weight_decay",
+        "decoupled_decay",
+        "foreach",
+        "grad_averaging",
+    ),
     *("max_grad_norm", "max_lr_snapshot"),
 )
 
@@ -32,12 +39,13 @@ class LAMB(TrustRatioOptimizer):
         u = (m / (1 - beta1ᵗ)) / (√(v / (1 - beta2ᵗ)) + eps) + weight_decay * w
         w = w - lr * (‖w‖ / ‖u‖) * u
 
-    for the weights w and the gradient g of a layer at step t. The ratio is 1 where either norm is 0 and where ``adapt``
-    is False. This is Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning" (2019, arXiv:1904.00962).
+    for the weights w and the gradient g of a layer at step t. The ratio is 1 where either norm is 0
+    and where ``adapt`` is False. This is Algorithm 2 of You et al., "Large Batch Optimization for
+    Deep Learning" (2019, arXiv:1904.00962).
 
     Args:
-        params: Parameters, named parameters or groups. A group may set any of the arguments down to ``adapt``;
-            `exclude_bias_and_norm` builds the usual two.
+        params: Parameters, named parameters or groups. A group may set any of the arguments down to
+            ``adapt``; `exclude_bias_and_norm` builds the usual two.
         lr: Learning rate, a float >= 0 or a 0-d tensor.
         betas: Decay of the first and second moment, each in [0, 1).
         eps: At least 0, added to the root of the second moment.
@@ -46,9 +54,11 @@ class LAMB(TrustRatioOptimizer):
         trust_clip: Upper bound of the ratio, above 0; None for no bound.
         maximize: Step up the gradient instead of down.
         adapt: False for Adam with decoupled weight decay: no trust ratio.
-        max_grad_norm: Divide all gradients by ``max(norm / max_grad_norm, 1)``, where ``norm`` is the norm over all
-            groups together (NVIDIA's LAMB); None for no clipping. The gradients themselves are not changed.
-        foreach, fused, capturable, skip_nonfinite, master_weights, norm_all_reduce: See `TrustRatioOptimizer`.
+        max_grad_norm: Divide all gradients by ``max(norm / max_grad_norm, 1)``, where ``norm`` is
+            the norm over all groups together (NVIDIA's LAMB); None for no clipping. The gradients
+            themselves are not changed.
+        foreach, fused, capturable, skip_nonfinite: See `TrustRatioOptimizer`.
+        master_weights, norm_all_reduce: See `TrustRatioOptimizer`.
 
     Raises:
         ValueError: A hyper-parameter out of range, a group with an unknown key, no parameters.
@@ -62,8 +72,8 @@ class LAMB(TrustRatioOptimizer):
     counts_steps = True
     keeps_directions = True
     translates = (
-        "timm's Lamb or apex's FusedLAMB (pytorch-lamb and torch_optimizer's Lamb correct no bias, and do not save "
-        "whether they bound norms)"
+        "timm's Lamb or apex's FusedLAMB (pytorch-lamb and torch_optimizer's Lamb correct no "
+        "bias, and do not save whether they bound norms)"
     )
 
     def __init__(
@@ -98,14 +108,19 @@ class LAMB(TrustRatioOptimizer):
         }
         if max_grad_norm is not None:
             require_number("max_grad_norm", max_grad_norm, above=0)
-        options = RunOptions(foreach, fused, capturable, skip_nonfinite, master_weights, max_grad_norm)
+        options = RunOptions(
+            foreach, fused, capturable, skip_nonfinite, master_weights, max_grad_norm
+        )
         super().__init__(params, defaults, options, norm_all_reduce)
 
     @staticmethod
     def check_group(group: dict[str, Any]) -> None:
         require_number("lr", group["lr"], low=0)
         betas = group["betas"]
-        require(isinstance(betas, (tuple, list)) and len(betas) == 2, f"betas={betas!r}, expected two numbers")
+        require(
+            isinstance(betas, (tuple, list)) and len(betas) == 2,
+            f"betas={betas!r}, expected two numbers",
+        )
         for i, beta in enumerate(betas):
             require_number(f"betas[{i}]", beta, low=0, below=1)
         require_number("eps", group["eps"], low=0)
@@ -136,7 +151,11 @@ class LAMB(TrustRatioOptimizer):
         beta1, beta2 = group["betas"]
         clip = group["trust_clip"]
         names = ("lr", "eps", "weight_decay", "bias_correction", "maximize", "adapt")
-        derived = {"beta1": beta1, "beta2": beta2, "trust_clip": float("inf") if clip is None else clip}
+        derived = {
+            "beta1": beta1,
+            "beta2": beta2,
+            "trust_clip": float("inf") if clip is None else clip,
+        }
         return {name: group[name] for name in names} | derived
 
     @staticmethod
@@ -144,7 +163,8 @@ class LAMB(TrustRatioOptimizer):
         assert step is not None
         correction1 = torch.where(h.bias_correction != 0, 1 - h.beta1**step, 1.0)
         correction2 = torch.where(h.bias_correction != 0, 1 - h.beta2**step, 1.0)
-        # (m / c1) / (sqrt(v / c2) + eps) = m / (sqrt(v) * c1 / sqrt(c2) + c1 * eps): fewer sweeps over memory.
+        # (m / c1) / (sqrt(v / c2) + eps) = m / (sqrt(v) * c1 / sqrt(c2) + c1 * eps): fewer sweeps
+        # over memory.
         return Scalars(
             beta1=h.beta1,
             beta2=h.beta2,
@@ -157,11 +177,14 @@ class LAMB(TrustRatioOptimizer):
             trust_clip=h.trust_clip,
             grad_scale=grad_scale,
             eps=h.eps,
-            correction_step=torch.where(h.bias_correction != 0, step, torch.inf),  # 1 - beta ** inf = 1
+            # 1 - beta ** inf = 1
+            correction_step=torch.where(h.bias_correction != 0, step, torch.inf),
         )
 
     @staticmethod
-    def accumulate(w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars) -> tuple[Operand, ...]:
+    def accumulate(
+        w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars
+    ) -> tuple[Operand, ...]:
         m, v = state
         return h.beta1 * m + h.gain1 * g, h.beta2 * v + h.gain2 * g * g
 
@@ -185,14 +208,20 @@ class LAMB(TrustRatioOptimizer):
         return w - h.rate * x, state
 
     @staticmethod
-    def torch_directions(w: Tensors, g: Tensors, state: tuple[Tensors, ...], h: Scalars) -> Tensors | None:
+    def torch_directions(
+        w: Tensors, g: Tensors, state: tuple[Tensors, ...], h: Scalars
+    ) -> Tensors | None:
         # Adam's step at learning rate -1 adds its direction to what it takes for the weights.
         if list in map(type, (h.beta1, h.beta2, h.eps, h.grad_scale, h.decay)):
             return None
         x = torch._foreach_mul(w, h.decay)
         if abs(h.grad_scale) != 1:
             g = torch._foreach_mul(g, abs(h.grad_scale))
-        steps = h.correction_step if isinstance(h.correction_step, list) else [h.correction_step] * len(w)
+        steps = (
+            h.correction_step
+            if isinstance(h.correction_step, list)
+            else [h.correction_step] * len(w)
+        )
         torch._fused_adam_(
             x,
             g,
@@ -211,14 +240,17 @@ class LAMB(TrustRatioOptimizer):
         return x
 
     @staticmethod
-    def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars) -> bool:
+    def torch_move(
+        w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars
+    ) -> bool:
         if x is not None:
             w.add_(x, alpha=-h.rate)
             return True
         m, v = state
         if w.dtype != torch.float32:
             return False
-        # One sweep: AdamW's step with betas so near to 1, and gradients of 0, that the state stays as it is to the bit.
+        # One sweep: AdamW's step with betas so near to 1, and gradients of 0, that the state stays
+        # as it is to the bit.
         torch._fused_adamw_(
             [w],
             [_zeros(w.numel())],

@@ -22,25 +22,28 @@ class LARS(TrustRatioOptimizer):
         v = momentum * v + lr * r * (g + weight_decay * w)
         w = w - v
 
-    for the weights w and the gradient g of a layer. r = 1 where either norm is 0 and where ``adapt`` is False; weight
-    decay stays. This is Algorithm 1 of You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017,
-    arXiv:1708.03888).
+    for the weights w and the gradient g of a layer. r = 1 where either norm is 0 and where
+    ``adapt`` is False; weight decay stays. This is Algorithm 1 of You, Gitman, Ginsburg, "Large
+    Batch Training of Convolutional Networks" (2017, arXiv:1708.03888).
 
     Args:
-        params: Parameters, named parameters or groups. A group may set any of the arguments down to ``adapt``;
-            `exclude_bias_and_norm` builds the usual two.
+        params: Parameters, named parameters or groups. A group may set any of the arguments down to
+            ``adapt``; `exclude_bias_and_norm` builds the usual two.
         lr: Learning rate, a float >= 0 or a 0-d tensor.
         momentum: In [0, 1).
-        nesterov: Step along ``momentum * v + lr * r * (g + wd * w)`` instead of ``v``; needs momentum > 0.
+        nesterov: Step along ``momentum * v + lr * r * (g + wd * w)`` instead of ``v``; needs
+            momentum > 0.
         weight_decay: At least 0; part of the gradient that meets the trust ratio, as in the paper.
         trust_coefficient: Above 0; the paper's 0.001.
         eps: At least 0, added to the ratio's denominator.
-        momentum_form: ``"paper"`` keeps the learning rate inside ``v`` (above). ``"torch"`` keeps it outside, as
-            `torch.optim.SGD` does: ``v = momentum * v + r * (g + wd * w); w -= lr * v``. They agree while ``lr`` is
-            constant; under a schedule, `lightning_ring.schedules.WarmupLR` can correct for the difference.
+        momentum_form: ``"paper"`` keeps the learning rate inside ``v`` (above). ``"torch"`` keeps
+            it outside, as `torch.optim.SGD` does: ``v = momentum * v + r * (g + wd * w); w -= lr *
+            v``. They agree while ``lr`` is constant; under a schedule,
+            `lightning_ring.schedules.WarmupLR` can correct for the difference.
         maximize: Step up the gradient instead of down.
         adapt: False for plain SGD: no trust ratio.
-        foreach, fused, capturable, skip_nonfinite, master_weights, norm_all_reduce: See `TrustRatioOptimizer`.
+        foreach, fused, capturable, skip_nonfinite, master_weights, norm_all_reduce: See
+            `TrustRatioOptimizer`.
 
     Raises:
         ValueError: A hyper-parameter out of range, a group with an unknown key, no parameters.
@@ -54,8 +57,8 @@ class LARS(TrustRatioOptimizer):
     counts_steps = False
     keeps_directions = False
     translates = (
-        "timm's Lars (torch_optimizer's, flash's and bolts' LARS, torchlars and apex's LARC save what torch's SGD does "
-        "and not all that their steps depend on)"
+        "timm's Lars (torch_optimizer's, flash's and bolts' LARS, torchlars and apex's LARC save "
+        "what torch's SGD does and not all that their steps depend on)"
     )
 
     def __init__(
@@ -124,8 +127,19 @@ class LARS(TrustRatioOptimizer):
 
     @staticmethod
     def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-        names = ("lr", "momentum", "nesterov", "weight_decay", "trust_coefficient", "eps", "maximize", "adapt")
-        return {name: group[name] for name in names} | {"lr_inside": group["momentum_form"] == "paper"}
+        names = (
+            "lr",
+            "momentum",
+            "nesterov",
+            "weight_decay",
+            "trust_coefficient",
+            "eps",
+            "maximize",
+            "adapt",
+        )
+        return {name: group[name] for name in names} | {
+            "lr_inside": group["momentum_form"] == "paper"
+        }
 
     @staticmethod
     def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:
@@ -143,7 +157,9 @@ class LARS(TrustRatioOptimizer):
         )
 
     @staticmethod
-    def accumulate(w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars) -> tuple[Operand, ...]:
+    def accumulate(
+        w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars
+    ) -> tuple[Operand, ...]:
         return state
 
     @staticmethod
@@ -169,13 +185,18 @@ class LARS(TrustRatioOptimizer):
         return w - h.ahead * v - h.beside * decayed, (v,)
 
     @staticmethod
-    def torch_directions(w: Tensors, g: Tensors, state: tuple[Tensors, ...], h: Scalars) -> Tensors | None:
-        return g if isinstance(h.grad_scale, float) and abs(h.grad_scale) == 1 else None  # only norms are looked at
+    def torch_directions(
+        w: Tensors, g: Tensors, state: tuple[Tensors, ...], h: Scalars
+    ) -> Tensors | None:
+        # only norms are looked at
+        return g if isinstance(h.grad_scale, float) and abs(h.grad_scale) == 1 else None
 
     @staticmethod
-    def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars) -> bool:
-        # SGD's v = momentum * v + (1 - dampening) * (g + wd * w), w -= lr * v, with gain for 1 - dampening, as far as
-        # 1 - (1 - gain) is gain to the precision of the weights.
+    def torch_move(
+        w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars
+    ) -> bool:
+        # SGD's v = momentum * v + (1 - dampening) * (g + wd * w), w -= lr * v, with gain for 1 -
+        # dampening, as far as 1 - (1 - gain) is gain to the precision of the weights.
         smallest = 1e-2 if w.dtype == torch.float64 else 1e-7
         if h.beside != 0 or h.momentum == 0 or abs(h.grad_scale) != 1 or not h.gain > smallest:
             return False

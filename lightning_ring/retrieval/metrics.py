@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 from lightning_ring.retrieval.neighbours import AllGather, gather_rows, search
 
 Items = tuple[Tensor, Tensor, Tensor]
-"""Embeddings (n, d), integer classes (n,), and indices (n,), by which repeats are told from items."""
+"""Embeddings (n, d), integer classes (n,), and indices (n,), which tell repeats from items."""
 
 
 class NothingToFindError(ValueError):
@@ -24,12 +24,15 @@ class RetrievalMetrics:
     """The results of `retrieval_metrics`; rates are means over ``num_queries``.
 
     Attributes:
-        hit_rate: R@K for each K asked for: the share of queries with an item of their class among the K nearest.
-        map_at_r: Mean over queries of the average precision among the R nearest, R being the number of other items of
-            the query's class (Musgrave, Belongie, Lim, "A metric learning reality check", ECCV 2020, section 3.2).
+        hit_rate: R@K for each K asked for: the share of queries with an item of their class among
+            the K nearest.
+        map_at_r: Mean over queries of the average precision among the R nearest, R being the number
+            of other items of the query's class (Musgrave, Belongie, Lim, "A metric learning reality
+            check", ECCV 2020, section 3.2).
         num_queries: Items that have another one of their class.
         num_without_match: Items that have none; they stay in the gallery but ask nothing.
-        num_duplicates: Items dropped because another with the same index was there (samplers pad with repeats).
+        num_duplicates: Items dropped because another with the same index was there (samplers pad
+            with repeats).
     """
 
     hit_rate: dict[int, float]
@@ -56,26 +59,27 @@ def retrieval_metrics(
     world_size: int = 1,
     all_gather: AllGather | None = None,
 ) -> RetrievalMetrics:
-    """Each item of all ranks is looked up among all the others, by cosine similarity. The same on every rank.
+    """Each item of all ranks is looked up among all the others, by cosine similarity. The same on
+    every rank.
 
-    An item never finds itself. Each rank looks up its own items, while the others' embeddings pass by in blocks: every
-    rank holds all labels and indices, but no rank all embeddings (`search`).
+    An item never finds itself. Each rank looks up its own items, while the others' embeddings pass
+    by in blocks: every rank holds all labels and indices, but no rank all embeddings (`search`).
 
     Args:
-        embeddings: (n, d) of this rank; n may differ between ranks. Any floating dtype; compared in float32 (float64 if
-            they are).
+        embeddings: (n, d) of this rank; n may differ between ranks. Any floating dtype; compared in
+            float32 (float64 if they are).
         labels: (n,) integer classes.
         indices: (n,) position of each item in the data set, by which repeats are told from items.
-        gallery: Items among which to look instead, of this rank. An item that is a query too has one index in both; no
-            other query may have its index.
+        gallery: Items among which to look instead, of this rank. An item that is a query too has
+            one index in both; no other query may have its index.
         ks: The K of R@K.
         chunk, block: Queries, and rows of a rank's gallery, compared at a time.
         rank, world_size: Of this process.
         all_gather: With more than one rank: brings tensors together.
 
     Raises:
-        ValueError: Shapes do not fit, values are not finite, an item has another class in ``gallery``, or
-            ``all_gather`` is missing.
+        ValueError: Shapes do not fit, values are not finite, an item has another class in
+            ``gallery``, or ``all_gather`` is missing.
         NothingToFindError: There is no item with a match (a `ValueError` too).
     """
     items = (embeddings, labels, indices)
@@ -90,9 +94,11 @@ def retrieval_metrics(
     num_queries = int(asking.sum())
     if not num_queries:
         raise NothingToFindError(
-            f"retrieval_metrics: of {len(queries.labels)} items no two share a class, so nothing can be found."
+            f"retrieval_metrics: of {len(queries.labels)} items no two share a class, so nothing "
+            "can be found."
             if gallery is None
-            else f"retrieval_metrics: none of {len(queries.labels)} queries has an item of its class in the gallery."
+            else f"retrieval_metrics: none of {len(queries.labels)} queries has an item of its "
+            "class in the gallery."
         )
     mine = torch.zeros_like(asking)
     mine[queries.mine] = asking[queries.mine]
@@ -120,7 +126,8 @@ def retrieval_metrics(
 
 
 class _Spread:
-    """Items over the ranks, each once: embeddings of this rank's, labels and indices of all, one rank after another.
+    """Items over the ranks, each once: embeddings of this rank's, labels and indices of all, one
+    rank after another.
 
     Attributes:
         unit: (n, d) of unit length.
@@ -132,15 +139,24 @@ class _Spread:
         embeddings, labels, indices = items
         start, finite = 0, torch.isfinite(embeddings).all().reshape(1).long()
         if all_gather is not None:
-            sizes = [int(size) for size in all_gather(torch.tensor([len(labels)], device=labels.device))]
+            sizes = [
+                int(size) for size in all_gather(torch.tensor([len(labels)], device=labels.device))
+            ]
             start = sum(sizes[:rank])
             finite = torch.cat(list(all_gather(finite)))
-            labels, indices = gather_rows(labels.long(), all_gather), gather_rows(indices.long(), all_gather)
+            labels, indices = (
+                gather_rows(labels.long(), all_gather),
+                gather_rows(indices.long(), all_gather),
+            )
         if not bool(finite.all()):
-            raise ValueError("retrieval_metrics: some embeddings are NaN or infinite; the model has diverged.")
+            raise ValueError(
+                "retrieval_metrics: some embeddings are NaN or infinite; the model has diverged."
+            )
         fresh = _first_of_each(indices)
         mine = fresh[start : start + len(embeddings)]
-        self.unit = normalize(embeddings[mine].to(torch.promote_types(embeddings.dtype, torch.float32)), dim=1)
+        self.unit = normalize(
+            embeddings[mine].to(torch.promote_types(embeddings.dtype, torch.float32)), dim=1
+        )
         self.labels, self.indices = labels[fresh], indices[fresh]
         first = int(fresh[:start].sum())
         self.mine = slice(first, first + len(self.unit))
@@ -164,14 +180,17 @@ class _Spread:
 
 
 def _check_classes(queries: _Spread, among: _Spread, place: Tensor) -> None:
-    """Raises `ValueError` on every rank: a query is in the gallery under another class, so that R would be wrong."""
+    """Raises `ValueError` on every rank: a query is in the gallery under another class, so that
+    R would be wrong.
+    """
     both = place >= 0
     differ = among.labels[place[both]] != queries.labels[both]
     if bool(differ.any()):
         index = int(queries.indices[both][differ][0])
         raise ValueError(
-            f"retrieval_metrics: {int(differ.sum())} items are in the gallery under another class than among the "
-            f"queries, such as the index {index}. Give an index to one item, and one class to an item."
+            f"retrieval_metrics: {int(differ.sum())} items are in the gallery under another class "
+            f"than among the queries, such as the index {index}. Give an index to one item, and "
+            "one class to an item."
         )
 
 
@@ -199,20 +218,38 @@ def _first_of_each(indices: Tensor) -> Tensor:
 
 
 def _check(
-    items: Items, gallery: Items | None, ks: Sequence[int], piece: int, world_size: int, all_gather: AllGather | None
+    items: Items,
+    gallery: Items | None,
+    ks: Sequence[int],
+    piece: int,
+    world_size: int,
+    all_gather: AllGather | None,
 ) -> None:
     for embeddings, labels, indices in (items, *([gallery] if gallery is not None else [])):
-        if embeddings.ndim != 2 or labels.shape != embeddings.shape[:1] or indices.shape != labels.shape:
+        if (
+            embeddings.ndim != 2
+            or labels.shape != embeddings.shape[:1]
+            or indices.shape != labels.shape
+        ):
             raise ValueError(
                 "retrieval_metrics expects embeddings (n, d), labels (n,) and indices (n,), got "
                 f"{tuple(embeddings.shape)}, {tuple(labels.shape)} and {tuple(indices.shape)}."
             )
-    if gallery is not None and (gallery[0].shape[1] != items[0].shape[1] or gallery[0].dtype != items[0].dtype):
+    if gallery is not None and (
+        gallery[0].shape[1] != items[0].shape[1] or gallery[0].dtype != items[0].dtype
+    ):
         raise ValueError(
-            f"retrieval_metrics: queries have embeddings of {items[0].shape[1]} x {items[0].dtype}, the gallery of "
-            f"{gallery[0].shape[1]} x {gallery[0].dtype}. Embed both with one model."
+            f"retrieval_metrics: queries have embeddings of {items[0].shape[1]} x "
+            f"{items[0].dtype}, the gallery of {gallery[0].shape[1]} x {gallery[0].dtype}. Embed "
+            "both with one model."
         )
     if not ks or min(ks) < 1 or piece < 1:
-        raise ValueError(f"retrieval_metrics expects every k, chunk and block to be at least 1, got ks={ks}, {piece}.")
+        raise ValueError(
+            "retrieval_metrics expects every k, chunk and block to be at least 1, "
+            f"got ks={ks}, {piece}."
+        )
     if world_size > 1 and all_gather is None:
-        raise ValueError(f"retrieval_metrics on {world_size} ranks needs all_gather, to bring their items together.")
+        raise ValueError(
+            f"retrieval_metrics on {world_size} ranks needs all_gather, to bring "
+            "their items together."
+        )

@@ -1,4 +1,6 @@
-"""Nearest neighbours by cosine similarity, in blocks, where queries and gallery lie on several ranks."""
+"""Nearest neighbours by cosine similarity, in blocks, where queries and gallery lie on several
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 AllGather = Callable[[Tensor], Sequence[Tensor]]
-"""Every rank's tensor, by rank, for a tensor of one shape and dtype on all ranks: `Communicator.all_gather` is one."""
+"""Every rank's tensor, by rank, for a tensor of one shape and dtype on all ranks:
+`Communicator.all_gather` is one."""
 
 
 def search(
@@ -22,10 +25,12 @@ def search(
     block: int = 8192,
     all_gather: AllGather | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The ``k`` items of all ranks' galleries that are most similar to each of this rank's ``queries``, best first.
+    """The ``k`` items of all ranks' galleries that are most similar to each of this rank's
+    ``queries``, best first.
 
-    No rank holds the whole gallery: it passes by in blocks. Beside its own queries and gallery, a rank has memory for
-    the ranks' blocks, for ``chunk`` x ``block`` similarities, and for the results.
+    No rank holds the whole gallery: it passes by in blocks. Beside its own queries and gallery, a
+    rank has memory for the ranks' blocks, for ``chunk`` x ``block`` similarities, and for the
+    results.
 
     Args:
         queries: (q, d) of this rank, of unit length; q may differ between ranks.
@@ -37,12 +42,15 @@ def search(
         all_gather: With several ranks: brings tensors together.
 
     Returns:
-        Similarities (q, k) and places (q, k). An item's place counts the galleries of all ranks, one rank after
-        another. Where only excluded items are left, the similarity is -inf and the place -1.
+        Similarities (q, k) and places (q, k). An item's place counts the galleries of all ranks,
+        one rank after another. Where only excluded items are left, the similarity is -inf and the
+        place -1.
     """
     sizes = [len(gallery)]
     if all_gather is not None:
-        sizes = [int(size) for size in all_gather(torch.tensor([len(gallery)], device=gallery.device))]
+        sizes = [
+            int(size) for size in all_gather(torch.tensor([len(gallery)], device=gallery.device))
+        ]
     k = min(k, sum(sizes))
     similarities = queries.new_full((len(queries), 0), -torch.inf)
     places = torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
@@ -63,16 +71,19 @@ def search(
 
 
 def nearest(queries: Tensor, gallery: Tensor, k: int, exclude: Tensor | None = None) -> Tensor:
-    """(q, k) indices of the ``k`` items of ``gallery`` (n, d) most similar to each of ``queries`` (q, d), best first.
+    """(q, k) indices of the ``k`` items of ``gallery`` (n, d) most similar to each of ``queries``
+    (q, d), best first.
 
-    ``exclude`` (q,) names for each query an item of the gallery that does not count, itself for instance: where nothing
-    else is left, the index is -1. Rows are taken as normalised.
+    ``exclude`` (q,) names for each query an item of the gallery that does not count, itself for
+    instance: where nothing else is left, the index is -1. Rows are taken as normalised.
     """
     return search(queries, gallery, k, exclude=exclude)[1]
 
 
 def gather_rows(tensor: Tensor, all_gather: AllGather) -> Tensor:
-    """The rows of all ranks' ``tensor``, one rank after another; ranks may have different numbers of rows."""
+    """The rows of all ranks' ``tensor``, one rank after another; ranks may have different
+    numbers of rows.
+    """
     sizes = [int(size) for size in all_gather(torch.tensor([len(tensor)], device=tensor.device))]
     padded = pad(tensor, [0, 0] * (tensor.ndim - 1) + [0, max(sizes) - len(tensor)])
     return torch.cat([part[:size] for part, size in zip(all_gather(padded), sizes, strict=True)])
@@ -81,7 +92,9 @@ def gather_rows(tensor: Tensor, all_gather: AllGather) -> Tensor:
 def _best_of(
     queries: Tensor, part: Tensor, k: int, first: int, exclude: Tensor | None, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """The best of ``part``, whose first row has the place ``first``; excluded items have the similarity -inf."""
+    """The best of ``part``, whose first row has the place ``first``; excluded items have the
+    similarity -inf.
+    """
     found, at = [], []
     for begin in range(0, len(queries), chunk):
         rows = queries[begin : begin + chunk]
@@ -104,7 +117,9 @@ def _best(rows: Tensor, part: Tensor, k: int, left_out: Tensor | None) -> tuple[
     return best.values, best.indices
 
 
-def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], k: int) -> tuple[Tensor, Tensor]:
+def _merged(
+    one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], k: int
+) -> tuple[Tensor, Tensor]:
     similarity, places = torch.cat([one[0], other[0]], dim=1), torch.cat([one[1], other[1]], dim=1)
     best = similarity.topk(min(k, similarity.shape[1]), dim=1)
     return best.values, places.gather(1, best.indices)

@@ -1,4 +1,6 @@
-"""Learning rate as a function of the global batch size (images per optimizer step, over all ranks)."""
+"""Learning rate as a function of the global batch size (images per optimizer step, over all
+ranks).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ def linear_scaled_lr(base_lr: float, global_batch_size: int, base_batch_size: in
 
     Args:
         base_lr: Learning rate that is right for ``base_batch_size``.
-        global_batch_size: Samples in one optimizer step: per rank x ranks x accumulated micro-batches.
+        global_batch_size: Samples in one optimizer step: per rank x ranks x accumulated
+            micro-batches.
         base_batch_size: The batch size that ``base_lr`` was tuned for.
 
     Raises:
@@ -26,11 +29,13 @@ def linear_scaled_lr(base_lr: float, global_batch_size: int, base_batch_size: in
 
 
 def sqrt_scaled_lr(base_lr: float, global_batch_size: int, base_batch_size: int = 256) -> float:
-    """``base_lr * sqrt(global_batch_size / base_batch_size)``: the square-root rule, for LAMB and Adam.
+    """``base_lr * sqrt(global_batch_size / base_batch_size)``: the square-root rule, for LAMB and
+    Adam.
 
     Arguments and errors are those of `linear_scaled_lr`.
 
-    Source: You et al., "Large Batch Optimization for Deep Learning" (2019, arXiv:1904.00962), section 4.
+    Source: You et al., "Large Batch Optimization for Deep Learning" (2019, arXiv:1904.00962),
+        section 4.
 
     Examples:
         >>> sqrt_scaled_lr(0.001, 1024)
@@ -40,7 +45,11 @@ def sqrt_scaled_lr(base_lr: float, global_batch_size: int, base_batch_size: int 
 
 
 def _ratio(base_lr: float, global_batch_size: int, base_batch_size: int) -> float:
-    arguments = {"base_lr": base_lr, "global_batch_size": global_batch_size, "base_batch_size": base_batch_size}
+    arguments = {
+        "base_lr": base_lr,
+        "global_batch_size": global_batch_size,
+        "base_batch_size": base_batch_size,
+    }
     for name, value in arguments.items():
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name}={value}, expected a positive number")

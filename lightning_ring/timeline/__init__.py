@@ -1,1 +1,3 @@
-"""A Chrome trace of every rank's steps and collectives, for https://ui.perfetto.dev. Knows comm; not Lightning."""
+"""A Chrome trace of every rank's steps and collectives, for https://ui.perfetto.dev. Knows comm;
+not Lightning.
+"""

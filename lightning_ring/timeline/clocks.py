@@ -1,12 +1,13 @@
 """Differences between the ranks' clocks, and a GPU's events on the host's clock.
 
-No rank leaves a barrier before all have arrived. If rank i arrives at ``T_i`` and rank j leaves at ``R_j``, each by its
-own clock, then ``T_j - R_i <= offset_j - offset_i <= R_j - T_i``: each barrier bounds every pair of clocks from both
-sides, as a ping-pong does in Cristian's algorithm (1989) and in NTP. The tightest bounds of many barriers are kept;
-their middle is the estimate and half their distance its error.
+No rank leaves a barrier before all have arrived. If rank i arrives at ``T_i`` and rank j leaves at
+``R_j``, each by its own clock, then ``T_j - R_i <= offset_j - offset_i <= R_j - T_i``: each barrier
+bounds every pair of clocks from both sides, as a ping-pong does in Cristian's algorithm (1989) and
+in NTP. The tightest bounds of many barriers are kept; their middle is the estimate and half their
+distance its error.
 
-Ranks that read one clock (the same boot of the same kernel and the same time namespace) differ by exactly 0, and their
-bounds count for each other.
+Ranks that read one clock (the same boot of the same kernel and the same time namespace) differ by
+exactly 0, and their bounds count for each other.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from lightning_ring.comm.communicator import Communicator
 
 ROUNDS = 40
-Times = tuple[list[float], list[float]]  # of one rank, by its own clock: when it came to each barrier, and left
+# of one rank, by its own clock: when it came to each barrier, and left
+Times = tuple[list[float], list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +56,14 @@ def clock_identity() -> str:
 
 
 def read_clocks(
-    comm: Communicator, *, clock: Callable[[], float] = time.perf_counter, identity: Callable[[], str] = clock_identity
+    comm: Communicator,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    identity: Callable[[], str] = clock_identity,
 ) -> list[ClockReading]:
-    """Every rank's clock beside rank 0's, the same on every rank. Collective: 40 barriers, 1 if there is one clock."""
+    """Every rank's clock beside rank 0's, the same on every rank. Collective: 40 barriers, 1 if
+    there is one clock.
+    """
     names: list[str] = comm.all_gather_object(identity(), name="timeline: clocks")
     came: list[float] = []
     left: list[float] = []
@@ -68,25 +75,34 @@ def read_clocks(
     readings = {names[0]: (0.0, 0.0)}
     for name in names:
         if name not in readings:
-            zeros, others = ([times[r] for r in range(len(names)) if names[r] == one] for one in (names[0], name))
+            zeros, others = (
+                [times[r] for r in range(len(names)) if names[r] == one] for one in (names[0], name)
+            )
             most, least = _largest_offset(zeros, others), -_largest_offset(others, zeros)
             readings[name] = (most + least) / 2, abs(most - least) / 2
     return [
-        ClockReading(*readings[name], at=times[rank][1][-1], shared=name == names[0]) for rank, name in enumerate(names)
+        ClockReading(*readings[name], at=times[rank][1][-1], shared=name == names[0])
+        for rank, name in enumerate(names)
     ]
 
 
 def _largest_offset(arriving: list[Times], leaving: list[Times]) -> float:
     """By which the clock of ``leaving`` may be ahead of that of ``arriving``."""
     pairs = ((came, left) for came, _ in arriving for _, left in leaving)
-    return min(left - came for all_came, all_left in pairs for came, left in zip(all_came, all_left, strict=True))
+    return min(
+        left - came
+        for all_came, all_left in pairs
+        for came, left in zip(all_came, all_left, strict=True)
+    )
 
 
 _RENEW_SECONDS = 10.0  # elapsed_time is a float32 of milliseconds: 1 µs of 10 s
 
 
 class DeviceClock:
-    """From events on ``device`` to seconds of `time.perf_counter`; only the constructor waits for the device."""
+    """From events on ``device`` to seconds of `time.perf_counter`; only the constructor waits
+    for the device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._reference = timed_event(device)

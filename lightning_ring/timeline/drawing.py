@@ -1,4 +1,6 @@
-"""Gantt charts of steps: what each rank computed, and of each bucket when it waited, travelled and was waited for."""
+"""Gantt charts of steps: what each rank computed, and of each bucket when it waited, travelled
+and was waited for.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ _CHARACTER = 0.0055  # width of one, as a part of the picture's
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Something of ``kind`` that lasted from ``start`` to ``stop``, in seconds. Bars of a lane share a row.
+    """Something of ``kind`` that lasted from ``start`` to ``stop``, in seconds. Bars of a lane
+    share a row.
 
-    ``text`` is written inside the bar if it fits. ``group``, such as a rank, is written beside its lanes.
+    ``text`` is written inside the bar if it fits. ``group``, such as a rank, is written beside its
+    lanes.
     """
 
     lane: str
@@ -48,13 +52,22 @@ def draw(bars: Sequence[Bar], labels: Iterable[str] = (), title: str = "") -> An
     from matplotlib.patches import Patch
 
     lanes = list(dict.fromkeys((bar.group, bar.lane) for bar in bars))
-    names = [name if len(name) < 60 else f"{name[:57]}..." for name in labels or [lane for _, lane in lanes]]
+    names = [
+        name if len(name) < 60 else f"{name[:57]}..."
+        for name in labels or [lane for _, lane in lanes]
+    ]
     figure = Figure(figsize=(12, 1.6 + 0.26 * len(lanes)), dpi=100, layout="constrained")
     axes = figure.add_subplot()
     span = max((bar.stop for bar in bars), default=1.0)
     for bar in bars:
         row, height = lanes.index((bar.group, bar.lane)), 0.34 if bar.kind == WAITED_FOR else 0.8
-        axes.barh(row, 1e3 * (bar.stop - bar.start), left=1e3 * bar.start, height=height, color=_colour(bar.kind))
+        axes.barh(
+            row,
+            1e3 * (bar.stop - bar.start),
+            left=1e3 * bar.start,
+            height=height,
+            color=_colour(bar.kind),
+        )
         if bar.stop - bar.start > len(bar.text) * _CHARACTER * span:
             middle = 500 * (bar.start + bar.stop)
             axes.text(middle, row, bar.text, ha="center", va="center", fontsize=6, clip_on=True)
@@ -64,10 +77,17 @@ def draw(bars: Sequence[Bar], labels: Iterable[str] = (), title: str = "") -> An
         beside = axes.get_yaxis_transform()
         axes.text(1.005, sum(rows) / len(rows), group, transform=beside, va="center", rotation=270)
     axes.set_yticks(range(len(lanes)), names, fontsize=8)
-    axes.set(ylim=(len(lanes) - 0.5, -0.5), xlim=(0, 1e3 * span), xlabel="milliseconds", title=title)
+    axes.set(
+        ylim=(len(lanes) - 0.5, -0.5), xlim=(0, 1e3 * span), xlabel="milliseconds", title=title
+    )
     axes.grid(True, axis="x", alpha=0.3)
     axes.set_axisbelow(True)
-    kinds = {kind for bar in bars for kind in _COLOURS if kind in (READY, ON_THE_WIRE, WAITED_FOR) and bar.kind == kind}
+    kinds = {
+        kind
+        for bar in bars
+        for kind in _COLOURS
+        if kind in (READY, ON_THE_WIRE, WAITED_FOR) and bar.kind == kind
+    }
     patches = [Patch(color=_COLOURS[kind], label=kind) for kind in _COLOURS if kind in kinds]
     if patches:
         figure.legend(handles=patches, loc="outside lower right", ncols=3, fontsize=8)

@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """What a process needs to record with the others: ``zero`` is the trace's, by rank 0's clock."""
+    """What a process needs to record with the others: ``zero`` is the trace's, by rank 0's
+    clock.
+    """
 
     path: Path
     other: dict[str, Any]
@@ -41,7 +43,8 @@ def join_session(
     joins: bool,
     seconds_of: Callable[[Any], float | None] | None = None,
 ) -> Session | None:
-    """Compare clocks, and where this rank ``joins`` open its file. Collective; rank 0's ``invitation`` counts.
+    """Compare clocks, and where this rank ``joins`` open its file. Collective; rank 0's
+    ``invitation`` counts.
 
     A file that cannot be written is a warning: the others record on.
     """
@@ -55,8 +58,12 @@ def join_session(
     other = invitation.other | {"rank": about_rank(number, zero, clock)}
     tracks = Tracks(number)
     try:
-        file = open_rank_file(rank_file(invitation.path, number), other, tracks, clock, invitation.max_bytes)
+        file = open_rank_file(
+            rank_file(invitation.path, number), other, tracks, clock, invitation.max_bytes
+        )
     except OSError as error:
-        log.warning("lightning_ring: process %d joins, and does not record its timeline: %s", number, error)
+        log.warning(
+            "lightning_ring: process %d joins, and does not record its timeline: %s", number, error
+        )
         return None
     return Session(invitation.path, other, Recorder(file, tracks, zero, seconds_of), comm)

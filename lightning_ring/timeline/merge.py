@@ -19,15 +19,20 @@ if TYPE_CHECKING:
 
 
 def gather_files(path: Path, run: str, comm: Communicator, number: int | None = None) -> list[str]:
-    """Bring the files of ``run`` that rank 0 cannot see to rank 0's folder. Collective; all ranks have closed theirs.
+    """Bring the files of ``run`` that rank 0 cannot see to rank 0's folder. Collective; all ranks
+    have closed theirs.
 
-    ``number`` is that of this rank's file, where it is not the rank's. A file that cannot be read or written is left
-    out. Every rank gets the list of problems.
+    ``number`` is that of this rank's file, where it is not the rank's. A file that cannot be read
+    or written is left out. Every rank gets the list of problems.
     """
-    numbers = comm.all_gather_object(comm.rank if number is None else number, name="timeline: numbers")
+    numbers = comm.all_gather_object(
+        comm.rank if number is None else number, name="timeline: numbers"
+    )
     unseen: list[int] = []
     if comm.rank == 0:
-        unseen = [rank for rank, number in enumerate(numbers) if not _is_of(rank_file(path, number), run)]
+        unseen = [
+            rank for rank, number in enumerate(numbers) if not _is_of(rank_file(path, number), run)
+        ]
     problems: list[str] = []
     for rank in comm.broadcast_object(unseen, name="timeline: unseen files"):
         problem = _send(rank_file(path, numbers[rank]), rank, comm)
@@ -87,15 +92,22 @@ def timelines_in(folder: Path) -> list[Path]:
 
 
 def merge(path: Path, output: Path | None = None) -> Merged:
-    """Write the ranks' files of the timeline ``path`` (``trace.json``) to ``output``, by default to ``path`` itself.
+    """Write the ranks' files of the timeline ``path`` (``trace.json``) to ``output``, by default to
+    ``path`` itself.
 
-    The drift of the clocks between start and end is corrected. Only files of the newest run are taken. Memory stays
-    small, whatever the size. Raises `ConfigurationError` without a file of a rank, `OSError` if writing fails.
+    The drift of the clocks between start and end is corrected. Only files of the newest run are
+    taken. Memory stays small, whatever the size. Raises `ConfigurationError` without a file of a
+    rank, `OSError` if writing fails.
     """
     others, left_out = _readable(rank_files(path))
     if not others:
-        reasons = "; ".join(left_out) or f"there is no {path.stem}.rank0.jsonl or the like in {path.absolute().parent}"
-        raise ConfigurationError(f"No timeline of a rank can be merged into {path.name}: {reasons}.")
+        reasons = (
+            "; ".join(left_out)
+            or f"there is no {path.stem}.rank0.jsonl or the like in {path.absolute().parent}"
+        )
+        raise ConfigurationError(
+            f"No timeline of a rank can be merged into {path.name}: {reasons}."
+        )
     run = max(others.values(), key=lambda other: str(other["began"]))["run"]
     merged = Merged(output or path, world_size=0, left_out=left_out)
     of_run: dict[int, dict[str, Any]] = {}
@@ -106,7 +118,8 @@ def merge(path: Path, output: Path | None = None) -> Merged:
             merged.left_out.append(f"{rank_files(path)[rank].name}: of an earlier run")
     merged.world_size = next(iter(of_run.values()))["world_size"]
     merged.ranks = list(of_run)
-    merged.world_size = len({*range(merged.world_size), *merged.ranks})  # with those that have joined
+    # with those that have joined
+    merged.world_size = len({*range(merged.world_size), *merged.ranks})
     merged.clocks = {rank: other["rank"]["clock"] for rank, other in of_run.items()}
     merged.unfinished = [rank for rank, other in of_run.items() if "ended" not in other]
     _write(merged, of_run, rank_files(path))
@@ -141,7 +154,10 @@ def _write(merged: Merged, others: dict[int, dict[str, Any]], files: dict[int, P
     part = merged.path.with_name(merged.path.name + ".part")
     try:
         with open(part, "wb") as out:
-            out.write(b'{"displayTimeUnit":"ms","otherData":%b,"traceEvents":[\n' % compact(about).encode())
+            out.write(
+                b'{"displayTimeUnit":"ms","otherData":%b,"traceEvents":[\n'
+                % compact(about).encode()
+            )
             for rank, other in others.items():
                 for event in _in_step(read_events(files[rank]), other["rank"]):
                     out.write(b",\n%b" % event if merged.num_events else event)
@@ -154,8 +170,8 @@ def _write(merged: Merged, others: dict[int, dict[str, Any]], files: dict[int, P
 
 
 def _in_step(events: Iterator[bytes], rank: dict[str, Any]) -> Iterator[bytes]:
-    """``events`` on rank 0's clock, where this rank's clock ran faster or slower than that one between the two
-    readings. The first reading's offset is in the events already."""
+    """``events`` on rank 0's clock, where this rank's clock ran faster or slower than that one
+    between the two readings. The first reading's offset is in the events already."""
     start, end = rank.get("clock"), rank.get("clock_at_end")
     if not start or not end or start["shared"] or end["at"] <= start["at"]:
         yield from events

@@ -5,10 +5,11 @@
     {event}
     {"otherData":{...}}          the same and how it ended, once the file is closed
 
-Lines are only appended, so that a process killed in the middle of a write (``kill -9``) leaves whole lines and at most
-one torn one at the end. `read_events` drops that one.
+Lines are only appended, so that a process killed in the middle of a write (``kill -9``) leaves
+whole lines and at most one torn one at the end. `read_events` drops that one.
 
-While it is written the file is locked (`claim`): two jobs with one path do not write into one trace.
+While it is written the file is locked (`claim`): two jobs with one path do not write into one
+trace.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _LONGEST_OTHER = 1 << 16  # bytes of a line of otherData
 class TraceFile:
     """Appends events to a trace of at most ``max_bytes``, which replaces the file ``path``.
 
-    ``other`` are facts about the whole trace, its ``otherData``. Raises `OSError` if the file cannot be written, or if
-    another job is writing it.
+    ``other`` are facts about the whole trace, its ``otherData``. Raises `OSError` if the file
+    cannot be written, or if another job is writing it.
     """
 
     def __init__(self, path: Path, other: dict[str, Any], *, max_bytes: int) -> None:
@@ -84,7 +85,9 @@ class TraceFile:
                 release(file)
 
     def discard(self) -> None:
-        """Remove the file. Nothing is written for it, so that a full disk is no obstacle, and nothing is raised."""
+        """Remove the file. Nothing is written for it, so that a full disk is no obstacle, and
+        nothing is raised.
+        """
         with suppress(OSError):
             self.path.unlink()
         self.leave()
@@ -119,7 +122,9 @@ def read_other(path: Path) -> dict[str, Any]:
 
 
 def read_events(path: Path) -> Iterator[bytes]:
-    """The events of a trace written by `TraceFile`, each as JSON text; a torn last one is left out."""
+    """The events of a trace written by `TraceFile`, each as JSON text; a torn last one is left
+    out.
+    """
     with open(path, "rb") as file:
         for line in file:
             if line.endswith(b"\n") and not line.startswith(_OTHER):

@@ -15,19 +15,29 @@ from lightning_ring.timeline.tracks import EXPOSED, Tracks, track_name, track_of
 log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.2  # what `kill -9` may take of the end
-_KINDS = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
+_KINDS = {
+    "all_reduce": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+}
 
 
 class Recorder:
-    """Takes slices and collectives from the training thread, and writes them from a thread of its own.
+    """Takes slices and collectives from the training thread, and writes them from a thread of its
+    own.
 
-    Taking one costs an append to a queue. When the file cannot be written any more (a full disk) or has its largest
-    size, one warning is logged and training goes on. ``zero`` is the trace's zero, in seconds of `time.perf_counter`;
-    ``seconds_of`` turns a CUDA event into such seconds, or into `None` while the device has not reached it.
+    Taking one costs an append to a queue. When the file cannot be written any more (a full disk) or
+    has its largest size, one warning is logged and training goes on. ``zero`` is the trace's zero,
+    in seconds of `time.perf_counter`; ``seconds_of`` turns a CUDA event into such seconds, or into
+    `None` while the device has not reached it.
     """
 
     def __init__(
-        self, file: TraceFile, tracks: Tracks, zero: float, seconds_of: Callable[[Any], float | None] | None = None
+        self,
+        file: TraceFile,
+        tracks: Tracks,
+        zero: float,
+        seconds_of: Callable[[Any], float | None] | None = None,
     ) -> None:
         self.step = 0
         self._file = file
@@ -39,14 +49,18 @@ class Recorder:
         self._ended_before: float = 0.0
         self._failed = False
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._write_now_and_then, name="lightning_ring timeline", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write_now_and_then, name="lightning_ring timeline", daemon=True
+        )
         self._thread.start()
 
     def begin_step(self, step: int, began: float) -> None:
         """From ``began`` (seconds) on, collectives that are called belong to ``step``."""
         self.step, self._step_began = step, began
 
-    def slice(self, track: int, name: str, begin: Any, end: Any, args: dict[str, Any] | None = None) -> None:
+    def slice(
+        self, track: int, name: str, begin: Any, end: Any, args: dict[str, Any] | None = None
+    ) -> None:
         """A slice of ``track``; ``begin`` and ``end`` are seconds, or CUDA events."""
         if not self._failed:
             self._queue.append(lambda: self._slice(track, name, begin, end, args))
@@ -58,7 +72,9 @@ class Recorder:
             self._queue.append(lambda: self._collective(record, step))
 
     def close(self, other: dict[str, Any]) -> None:
-        """Write what is left, and ``other`` as the trace's ``otherData``. Calling it twice is fine."""
+        """Write what is left, and ``other`` as the trace's ``otherData``. Calling it twice is
+        fine.
+        """
         if self._closing.is_set():
             return
         self._closing.set()
@@ -91,8 +107,8 @@ class Recorder:
         self._file.append(events)
         if self._file.full and not was_full:
             log.warning(
-                "lightning_ring: the timeline %s has reached its largest size and ends here; training goes on. "
-                "RING_TIMELINE_MAX_MB sets another size.",
+                "lightning_ring: the timeline %s has reached its largest size and ends here; "
+                "training goes on. RING_TIMELINE_MAX_MB sets another size.",
                 self._file.path,
             )
 
@@ -101,12 +117,15 @@ class Recorder:
         self._queue.clear()  # nobody takes anything from it any more
         self._file.leave()
         log.warning(
-            "lightning_ring: the timeline %s ends here, it cannot be written any more (%s). Training goes on.",
+            "lightning_ring: the timeline %s ends here, it cannot be written any more (%s). "
+            "Training goes on.",
             self._file.path,
             error,
         )
 
-    def _slice(self, track: int, name: str, begin: Any, end: Any, args: dict[str, Any] | None) -> Iterable[str] | None:
+    def _slice(
+        self, track: int, name: str, begin: Any, end: Any, args: dict[str, Any] | None
+    ) -> Iterable[str] | None:
         start, stop = self._seconds(begin), self._seconds(end)
         if start is None or stop is None:
             return None
@@ -115,7 +134,9 @@ class Recorder:
     def _collective(self, record: CollectiveRecord, step: int) -> Iterable[str] | None:
         if record.events is None:
             ended = max(record.called, record.ended or record.waited_until)
-            return self._events_of(record, step, (record.called, ended), (record.waited_from, record.waited_until))
+            return self._events_of(
+                record, step, (record.called, ended), (record.waited_from, record.waited_until)
+            )
         marks = [self._seconds(mark) for mark in (*record.events, record.wait_event)]
         if None in marks:
             return None
@@ -125,11 +146,16 @@ class Recorder:
         return self._events_of(record, step, (called, ended), (waits, max(waits, ended)))
 
     def _events_of(
-        self, record: CollectiveRecord, step: int, times: tuple[float, float], wait: tuple[float, float]
+        self,
+        record: CollectiveRecord,
+        step: int,
+        times: tuple[float, float],
+        wait: tuple[float, float],
     ) -> Iterable[str]:
         called, ended = times
         track = track_of(record.name)
-        began = min(max(called, self._ended_before), ended)  # of two that overlap, the earlier one has the wire
+        # of two that overlap, the earlier one has the wire
+        began = min(max(called, self._ended_before), ended)
         self._ended_before = max(self._ended_before, ended)
         args = {
             "step": step,
@@ -145,7 +171,11 @@ class Recorder:
         kind = _KINDS.get(record.kind, record.kind)
         queued = ("queued", self._ns(began)) if began > called else None
         yield from self._tracks.slice(track, kind, self._ns(called), self._ns(ended), args, queued)
-        what = f"wait for {track_name(track)}" if track_of("") != track else f"wait for {record.name or kind}"
+        what = (
+            f"wait for {track_name(track)}"
+            if track_of("") != track
+            else f"wait for {record.name or kind}"
+        )
         waited = {"step": step, "bytes": record.nbytes}
         yield from self._tracks.slice(EXPOSED, what, self._ns(wait[0]), self._ns(wait[1]), waited)
 

@@ -19,7 +19,13 @@ from lightning_ring.timeline.clocks import ClockReading, read_clocks
 from lightning_ring.timeline.merge import gather_files, merge
 from lightning_ring.timeline.rank_file import TraceFile
 from lightning_ring.timeline.recorder import Recorder
-from lightning_ring.timeline.settings import GENERATOR, checked_path, numbered, rank_file, remove_earlier
+from lightning_ring.timeline.settings import (
+    GENERATOR,
+    checked_path,
+    numbered,
+    rank_file,
+    remove_earlier,
+)
 from lightning_ring.timeline.tracks import Tracks
 
 log = logging.getLogger(__name__)
@@ -37,20 +43,25 @@ class Session:
         comm: Of the ranks that there are now.
     """
 
-    def __init__(self, path: Path, other: dict[str, Any], recorder: Recorder, comm: Communicator | None) -> None:
+    def __init__(
+        self, path: Path, other: dict[str, Any], recorder: Recorder, comm: Communicator | None
+    ) -> None:
         self.path = path
         self.recorder = recorder
         self.other = other
         self.comm = comm
 
     def finish(self) -> None:
-        """Close the ranks' files, and merge them on rank 0. Collective. What goes wrong with files is a warning."""
+        """Close the ranks' files, and merge them on rank 0. Collective. What goes wrong with
+        files is a warning.
+        """
         problems = self.gather()
         if self.comm is None or self.comm.rank == 0:
             self.merge(problems)
 
     def gather(self) -> list[str]:
-        """Close the ranks' files, and bring them to rank 0's folder. Returns problems, the same on all ranks.
+        """Close the ranks' files, and bring them to rank 0's folder. Returns problems, the same on
+        all ranks.
 
         Collective; may be called again, where a rank died in it.
         """
@@ -62,11 +73,14 @@ class Session:
             return []
         comm.barrier(name="timeline: closed")  # all files are closed
         problems = gather_files(self.path, self.other["run"], comm, self.other["rank"]["rank"])
-        comm.barrier(name="timeline: merged")  # the source of the last broadcast did not wait for the others
+        # the source of the last broadcast did not wait for the others
+        comm.barrier(name="timeline: merged")
         return problems
 
     def close(self) -> None:
-        """Close this rank's file. Not collective; `lightning-ring timeline` merges what is there."""
+        """Close this rank's file. Not collective; `lightning-ring timeline` merges what is
+        there.
+        """
         self.other["ended"] = _now()
         self.recorder.close(self.other)
 
@@ -80,7 +94,8 @@ class Session:
         for problem in (*problems, *merged.left_out):
             log.warning("lightning_ring: the timeline %s lacks a part: %s", self.path, problem)
         log.info(
-            "lightning_ring: timeline of %d rank(s), %d events: %s. Open it in https://ui.perfetto.dev",
+            "lightning_ring: timeline of %d rank(s), %d events: %s. Open it in "
+            "https://ui.perfetto.dev",
             len(merged.ranks),
             merged.num_events,
             self.path,
@@ -96,11 +111,13 @@ def start_session(
     seconds_of: Callable[[Any], float | None] | None = None,
     number: int | None = None,
 ) -> Session:
-    """Open every rank's file. Collective; rank 0's ``path`` and ``max_bytes`` count. ``comm`` is `None` for one process
-    alone. ``number``: of this process, where ranks may change; the trace has it in the place of the rank.
+    """Open every rank's file. Collective; rank 0's ``path`` and ``max_bytes`` count. ``comm`` is
+    `None` for one process alone. ``number``: of this process, where ranks may change; the trace has
+    it in the place of the rank.
 
-    A path that was used in this process before gets a number; files of an earlier run are replaced. Raises
-    `ConfigurationError`: some rank cannot write its file, or another job is writing it; the same on every rank.
+    A path that was used in this process before gets a number; files of an earlier run are replaced.
+    Raises `ConfigurationError`: some rank cannot write its file, or another job is writing it; the
+    same on every rank.
     """
     rank, world_size = (comm.rank, comm.world_size) if comm is not None else (0, 1)
     agreed = (str(path), max_bytes, "", "")
@@ -117,10 +134,20 @@ def start_session(
     if problem is not None:
         raise ConfigurationError(problem)
     final, run = Path(agreed[0]), agreed[2]
-    clocks = read_clocks(comm) if comm is not None else [ClockReading(0.0, 0.0, time.perf_counter(), True)]
+    clocks = (
+        read_clocks(comm)
+        if comm is not None
+        else [ClockReading(0.0, 0.0, time.perf_counter(), True)]
+    )
     # one zero for all: rank 0's reading, which every rank knows by its own clock
     zero = clocks[0].at + clocks[rank].offset
-    run_of_all = {"generator": GENERATOR, "run": run, "began": agreed[3], "world_size": world_size, **about}
+    run_of_all = {
+        "generator": GENERATOR,
+        "run": run,
+        "began": agreed[3],
+        "world_size": world_size,
+        **about,
+    }
     number = rank if number is None else number
     other = run_of_all | {"rank": about_rank(number, zero, clocks[rank])}
     tracks = Tracks(number)
@@ -129,7 +156,9 @@ def start_session(
 
 
 def about_rank(number: int, zero: float, clock: ClockReading) -> dict[str, Any]:
-    """The part of ``otherData`` that each rank has for itself. ``zero``: the trace's, by this rank's clock."""
+    """The part of ``otherData`` that each rank has for itself. ``zero``: the trace's, by this
+    rank's clock.
+    """
     return {
         "rank": number,
         "host": socket.gethostname(),
@@ -151,7 +180,12 @@ def _take_name(path: Path) -> Path:
 
 
 def _open_together(
-    path: Path, other: dict[str, Any], tracks: Tracks, clock: ClockReading, max_bytes: int, comm: Communicator | None
+    path: Path,
+    other: dict[str, Any],
+    tracks: Tracks,
+    clock: ClockReading,
+    max_bytes: int,
+    comm: Communicator | None,
 ) -> TraceFile:
     file: TraceFile | None = None
     problem: str | None = None
@@ -159,7 +193,11 @@ def _open_together(
         file = open_rank_file(path, other, tracks, clock, max_bytes)
     except OSError as error:
         problem = f"{path}: {error.strerror or error}"
-    problems = comm.all_gather_object(problem, name="timeline: problems") if comm is not None else [problem]
+    problems = (
+        comm.all_gather_object(problem, name="timeline: problems")
+        if comm is not None
+        else [problem]
+    )
     if any(problems):
         who = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(problems) if found)
         if file is not None:
@@ -169,7 +207,9 @@ def _open_together(
     return file
 
 
-def open_rank_file(path: Path, other: dict[str, Any], tracks: Tracks, clock: ClockReading, max_bytes: int) -> TraceFile:
+def open_rank_file(
+    path: Path, other: dict[str, Any], tracks: Tracks, clock: ClockReading, max_bytes: int
+) -> TraceFile:
     """This rank's file, which begins with its name. Raises `OSError`."""
     labels = "" if clock.shared else f"clock ±{clock.error * 1e6:.0f} µs"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,8 +221,8 @@ def open_rank_file(path: Path, other: dict[str, Any], tracks: Tracks, clock: Clo
 
 def _cannot_write(why: str) -> str:
     return (
-        f"The timeline cannot be written ({why}). Give timeline= or RING_TIMELINE a path of its own that every rank's "
-        "host can write, or leave it out."
+        f"The timeline cannot be written ({why}). Give timeline= or RING_TIMELINE a path of its "
+        "own that every rank's host can write, or leave it out."
     )
 
 

@@ -1,4 +1,6 @@
-"""Settings and paths of a timeline: ``trace.json``, and each rank's ``trace.rank0.jsonl`` beside it."""
+"""Settings and paths of a timeline: ``trace.json``, and each rank's ``trace.rank0.jsonl`` beside
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ GENERATOR = "lightning_ring"
 
 
 def checked_path(value: Any, asked: str) -> Path:
-    """``value`` as a path that a timeline may be written to, checked without writing; ``~`` is a home.
+    """``value`` as a path that a timeline may be written to, checked without writing; ``~`` is a
+    home.
 
-    ``asked`` begins the error message: ``"RingStrategy got timeline='trace.json'"``. Raises `ConfigurationError` if it
-    is no name of a JSON file, its folder cannot be written, or the file exists and is no timeline.
+    ``asked`` begins the error message: ``"RingStrategy got timeline='trace.json'"``. Raises
+    `ConfigurationError` if it is no name of a JSON file, its folder cannot be written, or the file
+    exists and is no timeline.
     """
     expected = "expected the name of a file that ends in .json, such as 'logs/trace.json'"
     if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):
@@ -32,12 +36,16 @@ def checked_path(value: Any, asked: str) -> Path:
     try:
         _check_place(path, asked, expected)
     except OSError as error:  # a name that is too long, a folder that may not be entered
-        raise ConfigurationError(f"{asked}, which cannot be looked up ({error}). Give another path.") from None
+        raise ConfigurationError(
+            f"{asked}, which cannot be looked up ({error}). Give another path."
+        ) from None
     return path
 
 
 def expanded(value: str | os.PathLike[str], asked: str) -> Path:
-    """``value`` with the home folder for ``~``. Raises `ConfigurationError`: there is no such home."""
+    """``value`` with the home folder for ``~``. Raises `ConfigurationError`: there is no such
+    home.
+    """
     try:
         return Path(value).expanduser()
     except RuntimeError as error:
@@ -54,16 +62,20 @@ def _check_place(path: Path, asked: str, expected: str) -> None:
     if not folder.is_dir():
         raise ConfigurationError(f"{asked}, but {folder} is no folder. Give another path.")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"{asked}, but the folder {folder} cannot be written. Give another path.")
+        raise ConfigurationError(
+            f"{asked}, but the folder {folder} cannot be written. Give another path."
+        )
     if path.exists() and not is_timeline(path):
         raise ConfigurationError(
-            f"{asked}, a file that exists and was not written as a timeline. It is left as it is: give another path, "
-            "or remove it."
+            f"{asked}, a file that exists and was not written as a timeline. It is left as it is: "
+            "give another path, or remove it."
         )
 
 
 def is_timeline(path: Path) -> bool:
-    """Whether the file was written by us, or is empty. A timeline of an earlier run is replaced, nothing else."""
+    """Whether the file was written by us, or is empty. A timeline of an earlier run is replaced,
+    nothing else.
+    """
     try:
         with open(path, "rb") as file:
             start = file.read(200)
@@ -73,7 +85,9 @@ def is_timeline(path: Path) -> bool:
 
 
 def numbered(path: Path, number: int) -> Path:
-    """``trace.json``, then ``trace-2.json``: what one script records is not replaced by what it records next."""
+    """``trace.json``, then ``trace-2.json``: what one script records is not replaced by what it
+    records next.
+    """
     return path if number == 1 else path.with_name(f"{path.stem}-{number}.json")
 
 
@@ -92,15 +106,16 @@ def rank_files(path: Path) -> dict[int, Path]:
 
 
 def remove_earlier(path: Path) -> None:
-    """Remove what an earlier run left under this name (``trace-2.json`` too): it would pass for part of this one.
+    """Remove what an earlier run left under this name (``trace-2.json`` too): it would pass for
+    part of this one.
 
     Raises `ConfigurationError`: that run goes on.
     """
     for file in _timelines_named(path, r"\.rank\d+\.jsonl"):
         if is_claimed(file):
             raise ConfigurationError(
-                f"The timeline {path} is in use: {file.name}{_writer(file)}, {TAKEN}. Give each job a path of its "
-                "own, or wait until that one has ended."
+                f"The timeline {path} is in use: {file.name}{_writer(file)}, {TAKEN}. Give each "
+                "job a path of its own, or wait until that one has ended."
             )
     for file in _timelines_named(path, r"(\.rank\d+\.jsonl|\.json)(\.part)?"):
         file.unlink(missing_ok=True)
@@ -129,7 +144,8 @@ DEFAULT_MAX_MB = 64.0
 
 @dataclass(frozen=True, slots=True)
 class TimelineSettings:
-    path: Path | None  # where the merged trace goes; `None`: nothing is recorded, unless a script starts it
+    # where the merged trace goes; `None`: nothing is recorded, unless a script starts it
+    path: Path | None
     switch: Path | None  # record only while this file exists on rank 0's host
     max_mb: float  # largest size of a rank's file, in MiB
 
@@ -147,8 +163,8 @@ def timeline_settings(argument: str | Path | None, environ: Mapping[str, str]) -
     switch = environ.get(SWITCH_VARIABLE)
     if switch and path is None:
         raise ConfigurationError(
-            f"{SWITCH_VARIABLE} is {switch!r}, but no timeline is asked for. Set {PATH_VARIABLE}=trace.json too, or "
-            "give RingStrategy(timeline='trace.json')."
+            f"{SWITCH_VARIABLE} is {switch!r}, but no timeline is asked for. Set "
+            f"{PATH_VARIABLE}=trace.json too, or give RingStrategy(timeline='trace.json')."
         )
     switch_path = expanded(switch, f"{SWITCH_VARIABLE} is {switch!r}") if switch else None
     return TimelineSettings(path, switch_path, _max_mb(environ.get(SIZE_VARIABLE)))
@@ -163,6 +179,7 @@ def _max_mb(text: str | None) -> float:
         size = math.nan
     if not (math.isfinite(size) and size >= 1):
         raise ConfigurationError(
-            f"{SIZE_VARIABLE} is {text!r}, expected the largest size of a rank's timeline in MiB, 1 or more, as in 64."
+            f"{SIZE_VARIABLE} is {text!r}, expected the largest size of a rank's timeline in MiB, "
+            "1 or more, as in 64."
         )
     return size

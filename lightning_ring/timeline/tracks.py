@@ -1,4 +1,6 @@
-"""The tracks of a rank, and slices as trace events. Times are integers of nanoseconds since the trace's zero."""
+"""The tracks of a rank, and slices as trace events. Times are integers of nanoseconds since the
+trace's zero.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 STEPS, DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER = range(1, 7)
-GRADIENTS, PARAMETERS, OTHER, PAUSES, RANKS = 1_000, 10_000, 20_000, 30_000, 40_000  # GRADIENTS + i is bucket i's
+# GRADIENTS + i is bucket i's
+GRADIENTS, PARAMETERS, OTHER, PAUSES, RANKS = 1_000, 10_000, 20_000, 30_000, 40_000
 _NAMES = {
     STEPS: "steps",
     DATA: "data wait",
@@ -42,10 +45,11 @@ def track_name(track: int) -> str:
 
 
 class Tracks:
-    """Trace events of one rank (a process ``pid`` of the trace). Slices of one thread follow each other or nest.
+    """Trace events of one rank (a process ``pid`` of the trace). Slices of one thread follow each
+    other or nest.
 
-    A track whose slice begins before the last one ended gets a second thread of its name, up to 8; past that the slice
-    begins later.
+    A track whose slice begins before the last one ended gets a second thread of its name, up to 8;
+    past that the slice begins later.
     """
 
     def __init__(self, pid: int) -> None:
@@ -94,10 +98,21 @@ class Tracks:
 
     def _complete(self, tid: int, name: str, begin: int, end: int, args: dict[str, Any]) -> str:
         times = {"ts": begin / 1e3, "dur": (end - begin) / 1e3}  # microseconds
-        return compact({"ph": "X", "pid": self._pid, "tid": tid, "name": name[:_LONGEST_NAME], **times, "args": args})
+        return compact(
+            {
+                "ph": "X",
+                "pid": self._pid,
+                "tid": tid,
+                "name": name[:_LONGEST_NAME],
+                **times,
+                "args": args,
+            }
+        )
 
     def _metadata(self, tid: int, name: str, args: dict[str, Any]) -> str:
-        return compact({"ph": "M", "pid": self._pid, "tid": tid, "name": name, "ts": 0, "args": args})
+        return compact(
+            {"ph": "M", "pid": self._pid, "tid": tid, "name": name, "ts": 0, "args": args}
+        )
 
 
 def compact(value: dict[str, Any]) -> str:

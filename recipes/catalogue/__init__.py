@@ -1,1 +1,3 @@
-"""A catalogue of procedurally drawn products, plants, animals, vehicles and landmarks, and photographs of them."""
+"""A catalogue of procedurally drawn products, plants, animals, vehicles and landmarks, and
+photographs of them.
+"""

@@ -34,7 +34,11 @@ def _beast(pen: Pen, traits: Generator, pose: Generator) -> None:
         pen.line([(0.45 + x * rx, y), (foot, 0.9)], thick, shade(coat, 0.8 if index % 2 else 0.95))
     tail, curl = traits.uniform(0.08, 0.24), traits.uniform(-0.2, 0.15) + pose.uniform(-0.04, 0.04)
     pen.line(
-        [(0.45 - rx * 0.9, y), (0.45 - rx - tail * 0.5, y + curl), (0.45 - rx - tail * 0.6, y + curl * 2)],
+        [
+            (0.45 - rx * 0.9, y),
+            (0.45 - rx - tail * 0.5, y + curl),
+            (0.45 - rx - tail * 0.6, y + curl * 2),
+        ],
         traits.uniform(0.015, 0.05),
         second,
     )
@@ -43,13 +47,21 @@ def _beast(pen: Pen, traits: Generator, pose: Generator) -> None:
     _head(pen, traits, pose, 0.45 + rx, y - ry, coat, second)
 
 
-def _pattern(pen: Pen, traits: Generator, x: float, y: float, rx: float, ry: float, second: Colour) -> None:
+def _pattern(
+    pen: Pen, traits: Generator, x: float, y: float, rx: float, ry: float, second: Colour
+) -> None:
     kind, count = traits.integers(4), int(traits.integers(4, 9))
     if kind == 1:
         size = traits.uniform(0.015, 0.04)
         for _ in range(count * 2):
             turn, reach = traits.uniform(0, 2 * math.pi), 0.8 * math.sqrt(traits.random())
-            pen.ellipse(x + rx * reach * math.cos(turn), y + ry * reach * math.sin(turn), size, size * 0.8, second)
+            pen.ellipse(
+                x + rx * reach * math.cos(turn),
+                y + ry * reach * math.sin(turn),
+                size,
+                size * 0.8,
+                second,
+            )
     elif kind == 2:
         for stripe in range(count):
             at = -0.8 + 1.6 * stripe / (count - 1)
@@ -59,7 +71,9 @@ def _pattern(pen: Pen, traits: Generator, x: float, y: float, rx: float, ry: flo
         pen.ellipse(x, y + ry * 0.4, rx * 0.8, ry * 0.55, second)
 
 
-def _head(pen: Pen, traits: Generator, pose: Generator, x: float, y: float, coat: Colour, second: Colour) -> None:
+def _head(
+    pen: Pen, traits: Generator, pose: Generator, x: float, y: float, coat: Colour, second: Colour
+) -> None:
     radius, neck = traits.uniform(0.07, 0.12), traits.uniform(0.0, 0.16)
     nod = pose.uniform(-0.03, 0.03)
     hx, hy = x + 0.03 + nod, max(0.2, y - neck + nod)
@@ -70,7 +84,11 @@ def _head(pen: Pen, traits: Generator, pose: Generator, x: float, y: float, coat
         ex = hx + side * radius * 0.6
         if pointed:
             pen.polygon(
-                [(ex - wide, hy - radius * 0.5), (ex + wide, hy - radius * 0.5), (ex + side * 0.02, hy - radius - ear)],
+                [
+                    (ex - wide, hy - radius * 0.5),
+                    (ex + wide, hy - radius * 0.5),
+                    (ex + side * 0.02, hy - radius - ear),
+                ],
                 second,
             )
         else:
@@ -86,15 +104,25 @@ def _bird(pen: Pen, traits: Generator, pose: Generator) -> None:
     rx, ry = traits.uniform(0.16, 0.24), traits.uniform(0.13, 0.2)
     legs, y = traits.uniform(0.08, 0.25), 0.6 - traits.uniform(0, 0.1)
     for side in (-0.06, 0.06):
-        pen.line([(0.48 + side, y), (0.48 + side + pose.uniform(-0.03, 0.03), min(0.93, y + ry + legs))], 0.018, beak)
+        pen.line(
+            [(0.48 + side, y), (0.48 + side + pose.uniform(-0.03, 0.03), min(0.93, y + ry + legs))],
+            0.018,
+            beak,
+        )
     tail = traits.uniform(0.1, 0.25)
     pen.polygon(
-        [(0.48 - rx * 0.7, y - 0.03), (0.48 - rx - tail, y + traits.uniform(-0.15, 0.12)), (0.48 - rx * 0.7, y + 0.08)],
+        [
+            (0.48 - rx * 0.7, y - 0.03),
+            (0.48 - rx - tail, y + traits.uniform(-0.15, 0.12)),
+            (0.48 - rx * 0.7, y + 0.08),
+        ],
         wing,
     )
     pen.ellipse(0.48, y, rx, ry, coat)
     _pattern(pen, traits, 0.48, y, rx * 0.9, ry * 0.9, wing)
-    pen.ellipse(0.42, y + pose.uniform(-0.03, 0.02), rx * 0.65, ry * 0.5, wing, traits.uniform(-0.5, 0.3))
+    pen.ellipse(
+        0.42, y + pose.uniform(-0.03, 0.02), rx * 0.65, ry * 0.5, wing, traits.uniform(-0.5, 0.3)
+    )
     radius = traits.uniform(0.07, 0.11)
     hx, hy = 0.48 + rx * 0.9, y - ry - traits.uniform(0.0, 0.1) + pose.uniform(-0.02, 0.02)
     pen.line([(0.48 + rx * 0.5, y - ry * 0.4), (hx, hy)], radius * 1.2, coat)

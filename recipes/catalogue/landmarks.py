@@ -22,7 +22,9 @@ def draw_landmark(pen: Pen, traits: Generator, pose: Generator) -> None:
 def _tower(pen: Pen, traits: Generator, stone: Colour, roof: Colour) -> None:
     foot, head = traits.uniform(0.14, 0.26), traits.uniform(0.06, 0.14)
     top, levels = traits.uniform(0.22, 0.34), int(traits.integers(2, 7))
-    pen.polygon([(0.5 - foot, 0.95), (0.5 - head, top), (0.5 + head, top), (0.5 + foot, 0.95)], stone)
+    pen.polygon(
+        [(0.5 - foot, 0.95), (0.5 - head, top), (0.5 + head, top), (0.5 + foot, 0.95)], stone
+    )
     for level in range(levels):
         y = top + (0.95 - top) * level / levels
         half = head + (foot - head) * level / levels
@@ -82,7 +84,10 @@ def _bridge(pen: Pen, traits: Generator, stone: Colour, roof: Colour) -> None:
         high = traits.uniform(0.12, 0.3)
         for side in (0.26, 0.74):
             pen.box(side - 0.025, high, side + 0.025, 0.92, roof)
-        curve = [(0.26 + 0.48 * t / 12, high + (deck - high) * (1 - (t / 6 - 1) ** 2) * 0.9) for t in range(13)]
+        curve = [
+            (0.26 + 0.48 * t / 12, high + (deck - high) * (1 - (t / 6 - 1) ** 2) * 0.9)
+            for t in range(13)
+        ]
         pen.line(curve, 0.016, roof)
         for x, y in curve[1:-1:2]:
             pen.line([(x, y), (x, deck)], 0.008, roof)
@@ -97,20 +102,45 @@ def _bridge(pen: Pen, traits: Generator, stone: Colour, roof: Colour) -> None:
     for arch in range(arches):
         middle, wide = 0.06 + 0.88 * (arch + 0.5) / arches, 0.44 / arches - 0.02
         rim = [
-            (middle + wide * math.cos(math.pi * t / 14), deck + 0.3 - min(0.28, wide) * math.sin(math.pi * t / 14))
+            (
+                middle + wide * math.cos(math.pi * t / 14),
+                deck + 0.3 - min(0.28, wide) * math.sin(math.pi * t / 14),
+            )
             for t in range(15)
         ]
         pen.line(rim, 0.03, stone)
 
 
 def _pyramid(pen: Pen, traits: Generator, stone: Colour, roof: Colour) -> None:
-    steps, half, top = int(traits.integers(2, 9)), traits.uniform(0.34, 0.46), traits.uniform(0.2, 0.45)
+    steps, half, top = (
+        int(traits.integers(2, 9)),
+        traits.uniform(0.34, 0.46),
+        traits.uniform(0.2, 0.45),
+    )
     for step in range(steps):
         y = 0.93 - (0.93 - top) * step / steps
         wide = half * (1 - step / steps * 0.85)
-        pen.box(0.5 - wide, y - (0.93 - top) / steps, 0.5 + wide, y, shade(stone, 1.0 if step % 2 else 0.82))
+        pen.box(
+            0.5 - wide,
+            y - (0.93 - top) / steps,
+            0.5 + wide,
+            y,
+            shade(stone, 1.0 if step % 2 else 0.82),
+        )
     stairs = traits.uniform(0.03, 0.09)
     pen.polygon(
-        [(0.5 - stairs * 1.4, 0.93), (0.5 - stairs, top), (0.5 + stairs, top), (0.5 + stairs * 1.4, 0.93)], roof
+        [
+            (0.5 - stairs * 1.4, 0.93),
+            (0.5 - stairs, top),
+            (0.5 + stairs, top),
+            (0.5 + stairs * 1.4, 0.93),
+        ],
+        roof,
     )
-    pen.box(0.5 - stairs * 1.3, top - traits.uniform(0.06, 0.14), 0.5 + stairs * 1.3, top, shade(roof, 0.7))
+    pen.box(
+        0.5 - stairs * 1.3,
+        top - traits.uniform(0.06, 0.14),
+        0.5 + stairs * 1.3,
+        top,
+        shade(roof, 0.7),
+    )

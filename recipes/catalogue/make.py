@@ -1,4 +1,6 @@
-"""Draws the catalogue and photographs it: JPEGs on disk, a folder a class, the same bytes for the same arguments."""
+"""Draws the catalogue and photographs it: JPEGs on disk, a folder a class, the same bytes for
+the same arguments.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,10 @@ RECORD = "catalogue.json"
 class Catalogue:
     """How many classes and photographs, and of what size.
 
-    Each family has ``seen`` classes, whose photographs are split into ``train``, ``val`` and ``test``, and ``unseen``
-    classes that are never trained on. Training classes have from ``most`` down to ``fewest`` photographs, in a
-    geometric row that runs through all families alike: the rare ones are what balanced sampling is for.
+    Each family has ``seen`` classes, whose photographs are split into ``train``, ``val`` and
+    ``test``, and ``unseen`` classes that are never trained on. Training classes have from ``most``
+    down to ``fewest`` photographs, in a geometric row that runs through all families alike: the
+    rare ones are what balanced sampling is for.
 
     Attributes:
         size: Pixels a side of a photograph.
@@ -63,11 +66,20 @@ class Catalogue:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        photographs = self.fewest, self.val_photographs, self.test_photographs, self.unseen_photographs
+        photographs = (
+            self.fewest,
+            self.val_photographs,
+            self.test_photographs,
+            self.unseen_photographs,
+        )
         if min(self.seen, self.unseen, *photographs) < 1:
-            raise ConfigurationError(f"a catalogue needs at least one class and photograph of each kind, got {self}.")
+            raise ConfigurationError(
+                f"a catalogue needs at least one class and photograph of each kind, got {self}."
+            )
         if self.most < self.fewest or self.size < 16:
-            raise ConfigurationError(f"a catalogue needs most >= fewest and a size of at least 16 pixels, got {self}.")
+            raise ConfigurationError(
+                f"a catalogue needs most >= fewest and a size of at least 16 pixels, got {self}."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +97,11 @@ class Photograph:
 
 
 def make_catalogue(folder: Path, catalogue: Catalogue, num_workers: int | None = None) -> Path:
-    """Make it in ``folder`` unless it is there; returns ``folder``, which holds a folder each for `SPLITS`.
+    """Make it in ``folder`` unless it is there; returns ``folder``, which holds a folder each for
+    `SPLITS`.
 
-    Work happens beside the folder, which appears when all is done: an interrupted call leaves no half of a catalogue.
+    Work happens beside the folder, which appears when all is done: an interrupted call leaves no
+    half of a catalogue.
 
     Args:
         folder: Where to, such as ``data/catalogue``.
@@ -103,7 +117,8 @@ def make_catalogue(folder: Path, catalogue: Catalogue, num_workers: int | None =
         if found != record:
             what = "another catalogue" if found else "something that is not a catalogue"
             raise ConfigurationError(
-                f"{folder} holds {what}. Move it away, or name another folder. Found {found}, want {record}"
+                f"{folder} holds {what}. Move it away, or name another folder. Found {found}, want "
+                f"{record}"
             )
         return folder
     unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
@@ -133,7 +148,8 @@ def photographs(catalogue: Catalogue) -> Iterator[Photograph]:
     for position, (family, number) in enumerate(classes):
         for view in range(round(catalogue.most * shrink**position)):
             yield Photograph("train", family, number, view)
-        for view in range(catalogue.val_photographs):  # views of its own: no photograph is in two splits
+        # views of its own: no photograph is in two splits
+        for view in range(catalogue.val_photographs):
             yield Photograph("val", family, number, 10_000 + view)
         for view in range(catalogue.test_photographs):
             yield Photograph("test", family, number, 20_000 + view)
@@ -150,7 +166,9 @@ def take(catalogue: Catalogue, photo: Photograph) -> tuple[Image.Image, int]:
     pose = np.random.default_rng([catalogue.seed, family, photo.number, photo.view + 1])
     pen = Pen(SUPERSAMPLING * catalogue.size)
     FAMILIES[photo.family](pen, traits, pose)
-    return photograph(pen.image, pose, catalogue.size), int(pose.integers(*catalogue.quality, endpoint=True))
+    return photograph(pen.image, pose, catalogue.size), int(
+        pose.integers(*catalogue.quality, endpoint=True)
+    )
 
 
 def _take_all(batch: list[tuple[Path, Catalogue, Photograph]]) -> None:

@@ -39,13 +39,17 @@ def _view(drawn: Image.Image, rng: Generator, size: int) -> Image.Image:
     # premultiplied, or the transparent black around the object would bleed into its edges
     return (
         drawn.convert("RGBa")
-        .transform((size, size), Image.Transform.PERSPECTIVE, coefficients, Image.Resampling.BILINEAR)
+        .transform(
+            (size, size), Image.Transform.PERSPECTIVE, coefficients, Image.Resampling.BILINEAR
+        )
         .convert("RGBA")
     )
 
 
 def _perspective(corners: list[tuple[float, float]], side: int) -> list[float]:
-    """The 8 numbers by which Pillow maps output ``corners`` onto those of a square of ``side`` pixels."""
+    """The 8 numbers by which Pillow maps output ``corners`` onto those of a square of ``side``
+    pixels.
+    """
     square = ((0, 0), (side, 0), (side, side), (0, side))
     rows, values = [], []
     for (x, y), (u, v) in zip(corners, square, strict=True):
@@ -55,7 +59,9 @@ def _perspective(corners: list[tuple[float, float]], side: int) -> list[float]:
 
 
 def _background(rng: Generator, size: int) -> Array:
-    """Walls, meadows, skies, tiles: smooth or ordered colours that tell nothing about the object."""
+    """Walls, meadows, skies, tiles: smooth or ordered colours that tell nothing about the
+    object.
+    """
     kind = rng.integers(4)
     first, second = (_muted(rng) for _ in range(2))
     if kind == 0:
@@ -76,7 +82,9 @@ def _background(rng: Generator, size: int) -> Array:
         tiles = int(rng.integers(3, 9))
         field = np.indices((tiles, tiles)).sum(0) % 2 + rng.uniform(-0.2, 0.2, (tiles, tiles))
     how = Image.Resampling.NEAREST if kind == 3 else Image.Resampling.BICUBIC
-    field = np.asarray(Image.fromarray(field.astype(np.float32)).resize((size, size), how))[..., None]
+    field = np.asarray(Image.fromarray(field.astype(np.float32)).resize((size, size), how))[
+        ..., None
+    ]
     return (first * field + second * (1 - field)).astype(np.float32)
 
 
@@ -90,7 +98,11 @@ def _shadow(seen: Image.Image, rng: Generator) -> Array:
     strength, size = rng.uniform(0, 0.6), seen.width
     alpha = seen.getchannel("A").filter(ImageFilter.GaussianBlur(size * rng.uniform(0.01, 0.05)))
     offset = [round(size * part) for part in rng.uniform(-0.06, 0.06, 2)]
-    return np.roll(np.asarray(alpha, dtype=np.float32), offset, axis=(0, 1))[..., None] / 255 * strength
+    return (
+        np.roll(np.asarray(alpha, dtype=np.float32), offset, axis=(0, 1))[..., None]
+        / 255
+        * strength
+    )
 
 
 def _light(rng: Generator, size: int) -> Array:

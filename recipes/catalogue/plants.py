@@ -15,7 +15,9 @@ def draw_plant(pen: Pen, traits: Generator, pose: Generator) -> None:
     bend = pose.uniform(-0.1, 0.1)
     crown = traits.uniform(0.24, 0.36)
     pen.line(
-        [(0.5, 0.95), (0.5 + bend * 0.4, 0.7), (0.5 + bend, crown)], traits.uniform(0.015, 0.04), shade(green, 0.8)
+        [(0.5, 0.95), (0.5 + bend * 0.4, 0.7), (0.5 + bend, crown)],
+        traits.uniform(0.015, 0.04),
+        shade(green, 0.8),
     )
     _leaves(pen, traits, bend, crown, green)
     kind = traits.integers(3)
@@ -38,7 +40,10 @@ def _leaves(pen: Pen, traits: Generator, bend: float, crown: float, green: Colou
 
 
 def _flower(pen: Pen, traits: Generator, pose: Generator, x: float, y: float) -> None:
-    petals, petal = int(traits.integers(4, 13)), colour(traits, saturation=(0.5, 1.0), value=(0.6, 1.0))
+    petals, petal = (
+        int(traits.integers(4, 13)),
+        colour(traits, saturation=(0.5, 1.0), value=(0.6, 1.0)),
+    )
     long, wide = traits.uniform(0.08, 0.13), traits.uniform(0.025, 0.06)
     first = pose.uniform(0, math.pi)
     for layer in range(int(traits.integers(1, 3))):
@@ -58,7 +63,10 @@ def _flower(pen: Pen, traits: Generator, pose: Generator, x: float, y: float) ->
 
 
 def _fruits(pen: Pen, traits: Generator, pose: Generator, x: float, y: float) -> None:
-    fruit, count = colour(traits, saturation=(0.7, 1.0), value=(0.5, 1.0)), int(traits.integers(1, 6))
+    fruit, count = (
+        colour(traits, saturation=(0.7, 1.0), value=(0.5, 1.0)),
+        int(traits.integers(1, 6)),
+    )
     rx, ry = traits.uniform(0.045, 0.09), traits.uniform(0.045, 0.1)
     for index in range(count):
         turn = 2 * math.pi * index / count + pose.uniform(-0.2, 0.2)
@@ -74,4 +82,6 @@ def _spike(pen: Pen, traits: Generator, pose: Generator, x: float, y: float) -> 
         height = y + 0.17 - 0.3 * row / rows
         narrow = wide * (1 - row / (rows + 2))
         for side in (-1.0, 0.0, 1.0):
-            pen.ellipse(x + side * narrow, height, size, size * 1.3, shade(blossom, 1 - 0.2 * abs(side)))
+            pen.ellipse(
+                x + side * narrow, height, size, size * 1.3, shade(blossom, 1 - 0.2 * abs(side))
+            )

@@ -22,7 +22,13 @@ def _bottle(pen: Pen, traits: Generator, half: float, top: float, body: Colour) 
     neck, shoulder = half * traits.uniform(0.25, 0.5), top + traits.uniform(0.15, 0.25)
     pen.box(0.5 - half, shoulder, 0.5 + half, 0.93, body, 0.04)
     pen.polygon(
-        [(0.5 - half, shoulder + 0.04), (0.5 - neck, top), (0.5 + neck, top), (0.5 + half, shoulder + 0.04)], body
+        [
+            (0.5 - half, shoulder + 0.04),
+            (0.5 - neck, top),
+            (0.5 + neck, top),
+            (0.5 + half, shoulder + 0.04),
+        ],
+        body,
     )
     pen.box(0.5 - neck, top - 0.08, 0.5 + neck, top + 0.04, colour(traits), 0.01)
 
@@ -37,11 +43,21 @@ def _can(pen: Pen, traits: Generator, half: float, top: float, body: Colour) -> 
 def _box(pen: Pen, traits: Generator, half: float, top: float, body: Colour) -> None:
     depth = traits.uniform(0.06, 0.14)
     pen.polygon(
-        [(0.5 - half, top), (0.5 - half + depth, top - depth), (0.5 + half + depth, top - depth), (0.5 + half, top)],
+        [
+            (0.5 - half, top),
+            (0.5 - half + depth, top - depth),
+            (0.5 + half + depth, top - depth),
+            (0.5 + half, top),
+        ],
         shade(body, 1.25),
     )
     pen.polygon(
-        [(0.5 + half, top), (0.5 + half + depth, top - depth), (0.5 + half + depth, 0.9 - depth), (0.5 + half, 0.9)],
+        [
+            (0.5 + half, top),
+            (0.5 + half + depth, top - depth),
+            (0.5 + half + depth, 0.9 - depth),
+            (0.5 + half, 0.9),
+        ],
         shade(body, 0.65),
     )
     pen.box(0.5 - half, top, 0.5 + half, 0.9, body)
@@ -53,7 +69,15 @@ def _jar(pen: Pen, traits: Generator, half: float, top: float, body: Colour) -> 
 
 
 def _tube(pen: Pen, traits: Generator, half: float, top: float, body: Colour) -> None:
-    pen.polygon([(0.5 - half, top), (0.5 + half, top), (0.5 + half * 0.75, 0.82), (0.5 - half * 0.75, 0.82)], body)
+    pen.polygon(
+        [
+            (0.5 - half, top),
+            (0.5 + half, top),
+            (0.5 + half * 0.75, 0.82),
+            (0.5 - half * 0.75, 0.82),
+        ],
+        body,
+    )
     pen.box(0.5 - half * 0.5, 0.8, 0.5 + half * 0.5, 0.93, colour(traits), 0.01)
 
 

@@ -23,7 +23,9 @@ def _wheels(pen: Pen, traits: Generator, places: list[float], y: float) -> None:
         pen.ellipse(x, y, radius * 0.55, radius * 0.55, rim)
 
 
-def _stripe(pen: Pen, traits: Generator, left: float, right: float, y: float, second: Colour) -> None:
+def _stripe(
+    pen: Pen, traits: Generator, left: float, right: float, y: float, second: Colour
+) -> None:
     style, width = traits.integers(3), traits.uniform(0.015, 0.05)
     if style == 1:
         pen.box(left, y - width / 2, right, y + width / 2, second)
@@ -36,7 +38,10 @@ def _car(pen: Pen, traits: Generator, paint: Colour, second: Colour) -> None:
     roof, high = traits.uniform(0.36, 0.48), traits.uniform(0.56, 0.62)
     front, back = traits.uniform(0.55, 0.72), traits.uniform(0.2, 0.36)
     hood, trunk = traits.uniform(0.7, 0.82), traits.uniform(0.1, 0.22)
-    pen.polygon([(trunk, high), (back, roof), (front, roof), (hood, high)], second if traits.random() < 0.3 else paint)
+    pen.polygon(
+        [(trunk, high), (back, roof), (front, roof), (hood, high)],
+        second if traits.random() < 0.3 else paint,
+    )
     pen.polygon(
         [
             (trunk + 0.06, high),
@@ -64,7 +69,10 @@ def _car(pen: Pen, traits: Generator, paint: Colour, second: Colour) -> None:
 def _van(pen: Pen, traits: Generator, paint: Colour, second: Colour) -> None:
     roof, nose = traits.uniform(0.28, 0.4), traits.uniform(0.72, 0.84)
     pen.polygon([(0.06, roof), (nose, roof), (0.94, 0.56), (0.94, 0.76), (0.06, 0.76)], paint)
-    pen.polygon([(nose - 0.12, roof + 0.05), (nose - 0.01, roof + 0.05), (0.9, 0.54), (nose - 0.12, 0.54)], GLASS)
+    pen.polygon(
+        [(nose - 0.12, roof + 0.05), (nose - 0.01, roof + 0.05), (0.9, 0.54), (nose - 0.12, 0.54)],
+        GLASS,
+    )
     if traits.random() < 0.5:
         pen.box(0.12, roof + 0.06, nose - 0.2, 0.52, second, 0.02)
     _stripe(pen, traits, 0.06, 0.94, 0.65, second)
@@ -79,7 +87,14 @@ def _bus(pen: Pen, traits: Generator, paint: Colour, second: Colour) -> None:
     for deck in range(decks):
         for window in range(count):
             left = 0.08 + 0.84 * window / count
-            pen.box(left, roof + 0.05 + 0.18 * deck, left + 0.84 / count - 0.02, roof + 0.15 + 0.18 * deck, GLASS, 0.01)
+            pen.box(
+                left,
+                roof + 0.05 + 0.18 * deck,
+                left + 0.84 / count - 0.02,
+                roof + 0.15 + 0.18 * deck,
+                GLASS,
+                0.01,
+            )
     _stripe(pen, traits, 0.04, 0.96, 0.68, second)
     _wheels(pen, traits, [0.2, 0.8] if traits.random() < 0.6 else [0.18, 0.7, 0.84], 0.78)
 
@@ -93,7 +108,14 @@ def _lorry(pen: Pen, traits: Generator, paint: Colour, second: Colour) -> None:
             x = 0.09 + 0.09 * rib
             pen.line([(x, top), (x, 0.7)], 0.012, shade(load, 0.7))
     else:
-        pen.star(0.35, (top + 0.7) / 2, 0.11, int(traits.integers(3, 9)), traits.choice([0.4, 0.6, 1.0]), second)
+        pen.star(
+            0.35,
+            (top + 0.7) / 2,
+            0.11,
+            int(traits.integers(3, 9)),
+            traits.choice([0.4, 0.6, 1.0]),
+            second,
+        )
     pen.box(cab, traits.uniform(0.4, 0.5), 0.95, 0.75, paint, 0.03)
     pen.box(cab + 0.1, 0.5, 0.93, 0.6, GLASS, 0.01)
     pen.box(0.04, 0.7, 0.95, 0.75, (60, 60, 65))
@@ -103,7 +125,9 @@ def _lorry(pen: Pen, traits: Generator, paint: Colour, second: Colour) -> None:
 def _boat(pen: Pen, traits: Generator, paint: Colour, second: Colour) -> None:
     deck, bow = traits.uniform(0.58, 0.66), traits.uniform(0.03, 0.12)
     pen.polygon([(0.05, deck), (0.97, deck), (0.97 - bow - 0.1, 0.84), (0.05 + bow, 0.84)], paint)
-    pen.polygon([(0.08, deck + 0.1), (0.93, deck + 0.1), (0.91, deck + 0.14), (0.09, deck + 0.14)], second)
+    pen.polygon(
+        [(0.08, deck + 0.1), (0.93, deck + 0.1), (0.91, deck + 0.14), (0.09, deck + 0.14)], second
+    )
     if traits.random() < 0.5:  # sails
         mast, high = traits.uniform(0.4, 0.6), traits.uniform(0.1, 0.22)
         pen.line([(mast, deck), (mast, high)], 0.02, (90, 60, 40))

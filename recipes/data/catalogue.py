@@ -35,9 +35,16 @@ class CatalogueShards(Shards):
             rank_zero_info(f"drawing and photographing the catalogue in {self.folder}")
         make_catalogue(self.folder, self.catalogue)
         for split in SPLITS:
-            # Photographs are copied byte for byte: they are smaller than the size that packing shrinks to.
+            # Photographs are copied byte for byte: they are smaller than the size that packing
+            # shrinks to.
             if not (self.shards() / split / MANIFEST).exists():
-                pack(self.folder / split, self.shards() / split, PackSettings(), available_cores(), _silent)
+                pack(
+                    self.folder / split,
+                    self.shards() / split,
+                    PackSettings(),
+                    available_cores(),
+                    _silent,
+                )
 
 
 def _silent(done: int, total: int, left_out: int) -> None:

@@ -14,11 +14,16 @@ class Digits(TensorImages):
         batch_size: Images of one step over all ranks.
         test_fraction: Share of all images kept for the test.
         val_fraction: Share of the remaining images that choose the best checkpoint.
-        split_seed: Makes the split; independent of the seed of a run, so that runs share their test images.
+        split_seed: Makes the split; independent of the seed of a run, so that runs share their test
+            images.
     """
 
     def __init__(
-        self, batch_size: int, test_fraction: float = 0.2, val_fraction: float = 0.1, split_seed: int = 0
+        self,
+        batch_size: int,
+        test_fraction: float = 0.2,
+        val_fraction: float = 0.1,
+        split_seed: int = 0,
     ) -> None:
         super().__init__(batch_size)
         self.test_fraction = test_fraction

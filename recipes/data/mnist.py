@@ -1,4 +1,6 @@
-"""MNIST: 70,000 handwritten digits of 28x28 pixels, read and where needed downloaded by torchvision."""
+"""MNIST: 70,000 handwritten digits of 28x28 pixels, read and where needed downloaded by
+torchvision.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,24 @@ class Mnist(TensorImages):
 
     Args:
         batch_size: Images of one step over all ranks.
-        folder: Holds the four idx files of MNIST in ``MNIST/raw``, where torchvision keeps them. If it does not,
-            torchvision downloads them.
+        folder: Holds the four idx files of MNIST in ``MNIST/raw``, where torchvision keeps them. If
+            it does not, torchvision downloads them.
         val_fraction: Share of the training images that chooses the best checkpoint.
         split_seed: Chooses them; independent of the seed of a run.
     """
 
-    def __init__(self, batch_size: int, folder: str, val_fraction: float = 0.05, split_seed: int = 0) -> None:
+    def __init__(
+        self, batch_size: int, folder: str, val_fraction: float = 0.05, split_seed: int = 0
+    ) -> None:
         super().__init__(batch_size)
         self.folder = Path(folder)
         self.val_fraction = val_fraction
         self.split_seed = split_seed
 
     def prepare_data(self) -> None:
-        """Download what is missing. Raises `ConfigurationError`: the download failed, or a file is damaged."""
+        """Download what is missing. Raises `ConfigurationError`: the download failed, or a file
+        is damaged.
+        """
         self._open(train=True, download=True)
 
     def load(self) -> dict[str, BatchedTensors]:
@@ -43,18 +49,24 @@ class Mnist(TensorImages):
             "val": (train.data[val], train.targets[val]),
             "test": (test.data, test.targets),
         }
-        return {name: BatchedTensors(normalised(images), numbers) for name, (images, numbers) in parts.items()}
+        return {
+            name: BatchedTensors(normalised(images), numbers)
+            for name, (images, numbers) in parts.items()
+        }
 
     def _open(self, *, train: bool, download: bool = False) -> MNIST:
         try:
             return MNIST(self.folder, train=train, download=download)
-        except Exception as error:  # of the network, or whatever torchvision makes of a damaged file
-            command = f"from torchvision.datasets import MNIST; MNIST('{self.folder}', download=True)"
+        # of the network, or whatever torchvision makes of a damaged file
+        except Exception as error:
+            command = (
+                f"from torchvision.datasets import MNIST; MNIST('{self.folder}', download=True)"
+            )
             raise ConfigurationError(
                 f"MNIST cannot be read from {self.folder.absolute() / 'MNIST' / 'raw'}: "
-                f"{' '.join(str(error).split()) or type(error).__name__}. Remove damaged files. On a machine with a "
-                f'network, run python -c "{command}" and copy the folder here, or name a folder that holds it: '
-                "data.folder=FOLDER"
+                f"{' '.join(str(error).split()) or type(error).__name__}. Remove damaged files. On "
+                f'a machine with a network, run python -c "{command}" and copy the folder here, or '
+                "name a folder that holds it: data.folder=FOLDER"
             ) from error
 
 

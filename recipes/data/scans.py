@@ -18,7 +18,8 @@ def load_digits() -> tuple[Tensor, Tensor]:
         from sklearn import datasets
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            "The digits come with scikit-learn, which is not installed. Run: pip install 'lightning-ring[recipes]'"
+            "The digits come with scikit-learn, which is not installed. Run: pip install "
+            "'lightning-ring[recipes]'"
         ) from error
     try:
         pixels, labels = datasets.load_digits(return_X_y=True)
@@ -27,4 +28,6 @@ def load_digits() -> tuple[Tensor, Tensor]:
             f"scikit-learn's digits cannot be read from {datasets.__path__[0]}/data ({error}). "
             "Run: pip install --force-reinstall --no-deps scikit-learn"
         ) from error
-    return torch.from_numpy(pixels).float().div_(16).view(-1, 1, 8, 8), torch.from_numpy(labels).long()
+    return torch.from_numpy(pixels).float().div_(16).view(-1, 1, 8, 8), torch.from_numpy(
+        labels
+    ).long()

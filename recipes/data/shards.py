@@ -31,30 +31,36 @@ EVALUATED = ("val", "test", "unseen")
 
 
 class Shards(L.LightningDataModule):
-    """A folder of packed images: ``train``, ``val``, and if there are such ``test`` and ``unseen``, a folder each.
+    """A folder of packed images: ``train``, ``val``, and if there are such ``test`` and ``unseen``,
+    a folder each.
 
-    Batches are ``(images, labels)``, with ``indices`` also each image's position in its folder of shards. Without
-    ``test`` the test uses ``val``. The images in ``unseen`` are of classes that are not trained on: a second loader of
-    the test, for retrieval. Evaluation counts every image once, on any number of ranks.
+    Batches are ``(images, labels)``, with ``indices`` also each image's position in its folder of
+    shards. Without ``test`` the test uses ``val``. The images in ``unseen`` are of classes that are
+    not trained on: a second loader of the test, for retrieval. Evaluation counts every image once,
+    on any number of ranks.
 
     Args:
         folder: That holds those folders.
         batch_size: Images of one step over all ranks.
-        num_classes: In ``train``; said here, because the model is built before the images are looked at.
+        num_classes: In ``train``; said here, because the model is built before the images are
+            looked at.
         image_size: Pixels a side that the model gets.
-        sampler: ``"uniform"``: each image once an epoch; ``"balanced"``: each class equally often; ``"pxk"``: for
-            triplets, ``images_per_class`` images of each class that a rank's batch holds.
+        sampler: ``"uniform"``: each image once an epoch; ``"balanced"``: each class equally often;
+            ``"pxk"``: for triplets, ``images_per_class`` images of each class that a rank's batch
+            holds.
         images_per_class: K of P x K.
         scale: Smallest and largest share of an image's area that a training crop takes.
         flip: Probability that a training image is mirrored.
         jitter: How far brightness, contrast and saturation of training images are changed.
-        randaugment: Change training images by torchvision's `RandAugment` (Cubuk et al. 2020, arXiv:1909.13719).
-        mixup: Alpha of MixUp (Zhang et al. 2018, arXiv:1710.09412), for classifiers; 0 leaves it out.
+        randaugment: Change training images by torchvision's `RandAugment` (Cubuk et al. 2020,
+            arXiv:1909.13719).
+        mixup: Alpha of MixUp (Zhang et al. 2018, arXiv:1710.09412), for classifiers; 0 leaves it
+            out.
         resize: For evaluation, the shorter side before the centre is cut out.
         seed: Of the order and of the crops.
         indices: Give the third part of a batch.
-        find_training_images: Where there is ``unseen``, ``train`` is the third loader of the test, uncropped: images
-            for a gallery of all classes.
+        find_training_images: Where there is ``unseen``, ``train`` is the third loader of the test,
+            uncropped: images for a gallery of all classes.
         num_threads: That decode, on each rank; its share of the cores by default.
         packing: How the folders are packed, for the error that says that they are not there.
     """
@@ -85,8 +91,8 @@ class Shards(L.LightningDataModule):
             raise ConfigurationError(f"data.sampler={sampler}, expected uniform, balanced or pxk.")
         if mixup and (sampler == "pxk" or indices):
             raise ConfigurationError(
-                f"data.mixup={mixup} mixes labels, which a recogniser (data.sampler=pxk, data.indices=true) cannot "
-                "train on. Set data.mixup=0, or train a classifier."
+                f"data.mixup={mixup} mixes labels, which a recogniser (data.sampler=pxk, "
+                "data.indices=true) cannot train on. Set data.mixup=0, or train a classifier."
             )
         self.folder = Path(folder)
         self.batch_size = batch_size
@@ -117,10 +123,11 @@ class Shards(L.LightningDataModule):
         self._require("train", "val")
         self.datasets = {"train": ShardDataset(self.shards() / "train")}
         train = self.datasets["train"]
-        if stage != "test" and len(train.classes) != self.num_classes:  # a checkpoint brings names of its own
+        # a checkpoint brings names of its own
+        if stage != "test" and len(train.classes) != self.num_classes:
             raise ConfigurationError(
-                f"{train.root} holds {len(train.classes)} classes, but data.num_classes={self.num_classes}. "
-                f"Set data.num_classes={len(train.classes)}."
+                f"{train.root} holds {len(train.classes)} classes, but "
+                f"data.num_classes={self.num_classes}. Set data.num_classes={len(train.classes)}."
             )
         for split in EVALUATED:
             if (self.shards() / split / MANIFEST).is_file():
@@ -141,7 +148,8 @@ class Shards(L.LightningDataModule):
         return {"class_names": self.class_names, "generations": generations}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Number the classes as the checkpoint does, by their names; Lightning calls it after `setup`.
+        """Number the classes as the checkpoint does, by their names; Lightning calls it after
+        `setup`.
 
         A training goes on with the images that it had, without those that were appended since.
 
@@ -153,7 +161,9 @@ class Shards(L.LightningDataModule):
         if fitting:
             for split, generation in state_dict.get("generations", {}).items():
                 if split in self.datasets and self.datasets[split].generation != generation:
-                    self.datasets[split] = ShardDataset(self.datasets[split].root, generation=generation)
+                    self.datasets[split] = ShardDataset(
+                        self.datasets[split].root, generation=generation
+                    )
         names = state_dict["class_names"]
         for split in ("train", "val", "test"):
             if split in self.datasets:
@@ -163,17 +173,21 @@ class Shards(L.LightningDataModule):
     def _require(self, *splits: str) -> None:
         absent = [split for split in splits if not (self.shards() / split / MANIFEST).is_file()]
         if absent:
-            commands = " && ".join(self.packing.format(split=split, folder=self.shards()) for split in absent)
+            commands = " && ".join(
+                self.packing.format(split=split, folder=self.shards()) for split in absent
+            )
             raise ConfigurationError(
-                f"{self.shards().absolute()} holds no packed images in {' and '.join(absent)}. Name another folder "
-                f"with data.folder=FOLDER, or pack them: {commands}"
+                f"{self.shards().absolute()} holds no packed images in {' and '.join(absent)}. "
+                f"Name another folder with data.folder=FOLDER, or pack them: {commands}"
             )
 
     # -- loaders
 
     def train_dataloader(self) -> Loader:
         sampler = self._train_sampler(self.rank_batch_size())
-        transform = DeviceTransform(brightness=self.jitter[0], contrast=self.jitter[1], saturation=self.jitter[2])
+        transform = DeviceTransform(
+            brightness=self.jitter[0], contrast=self.jitter[1], saturation=self.jitter[2]
+        )
         batch_size = None if isinstance(sampler, PKSampler) else self.rank_batch_size()
         return self._loader(
             "train",
@@ -199,8 +213,9 @@ class Shards(L.LightningDataModule):
         dataset = self.datasets[split]
         if len(dataset) < self.world_size():
             raise ConfigurationError(
-                f"{dataset.root} holds {len(dataset)} images, which cannot be evaluated on {self.world_size()} ranks: "
-                "each needs at least one. Use fewer ranks, or more images."
+                f"{dataset.root} holds {len(dataset)} images, which cannot be evaluated on "
+                f"{self.world_size()} ranks: each needs at least one. Use fewer ranks, or more "
+                "images."
             )
         sampler = ShuffledSampler(
             len(dataset),
@@ -211,15 +226,17 @@ class Shards(L.LightningDataModule):
             fingerprint=dataset.fingerprint,
         )
         batch_size = even_batch_size(len(dataset), self.world_size(), self.rank_batch_size())
-        return self._loader(split, sampler, batch_size, crop=self.val_crop, transform=DeviceTransform())
+        return self._loader(
+            split, sampler, batch_size, crop=self.val_crop, transform=DeviceTransform()
+        )
 
     def _train_sampler(self, rank_batch_size: int) -> OrderedSampler:
         dataset = self.datasets["train"]
         rank, world_size, fingerprint = self.rank(), self.world_size(), dataset.fingerprint
         if self.sampler != "pxk" and len(dataset) < self.batch_size:
             raise ConfigurationError(
-                f"data.batch_size={self.batch_size} is more than the {len(dataset)} images of {dataset.root}, so "
-                "an epoch would have no step. Choose a smaller data.batch_size."
+                f"data.batch_size={self.batch_size} is more than the {len(dataset)} images of "
+                f"{dataset.root}, so an epoch would have no step. Choose a smaller data.batch_size."
             )
         if self.sampler == "uniform":
             return ShuffledSampler(
@@ -232,7 +249,11 @@ class Shards(L.LightningDataModule):
             )
         if self.sampler == "balanced":
             return BalancedSampler(
-                dataset.labels, seed=self.seed, rank=rank, world_size=world_size, fingerprint=fingerprint
+                dataset.labels,
+                seed=self.seed,
+                rank=rank,
+                world_size=world_size,
+                fingerprint=fingerprint,
             )
         return PKSampler(
             dataset.labels,
@@ -244,7 +265,9 @@ class Shards(L.LightningDataModule):
             fingerprint=fingerprint,
         )
 
-    def _loader(self, split: str, sampler: OrderedSampler, batch_size: int | None, **options: Any) -> Loader:
+    def _loader(
+        self, split: str, sampler: OrderedSampler, batch_size: int | None, **options: Any
+    ) -> Loader:
         return image_loader(
             self.datasets[split],
             sampler,
@@ -269,9 +292,11 @@ class Shards(L.LightningDataModule):
 
 
 def number_as(names: list[str], dataset: ShardDataset, whose: str) -> None:
-    """Give the classes of ``dataset`` the numbers that they have in ``names``, changing its ``labels``.
+    """Give the classes of ``dataset`` the numbers that they have in ``names``, changing its
+    ``labels``.
 
-    Packing numbers the classes that a folder has, and a class of few images may be missing in one of them.
+    Packing numbers the classes that a folder has, and a class of few images may be missing in one
+    of them.
 
     Args:
         whose: The names, for the error: "X has".
@@ -283,14 +308,16 @@ def number_as(names: list[str], dataset: ShardDataset, whose: str) -> None:
         return
     number = {name: i for i, name in enumerate(names)}
     present = np.unique(dataset.labels).tolist()  # a class without images may be any
-    strange = sorted(dataset.classes[label] for label in present if dataset.classes[label] not in number)
+    strange = sorted(
+        dataset.classes[label] for label in present if dataset.classes[label] not in number
+    )
     if strange:
         missing = sorted(set(names) - set(dataset.classes))
         renamed = f" It has no {missing[0]!r}: was a class renamed?" if missing else ""
         raise ConfigurationError(
-            f"{dataset.root} holds images of {len(strange)} classes besides the {len(names)} that {whose}, such as "
-            f"{strange[0]!r}.{renamed} Give classes the names that they had; classes that are not trained on belong "
-            "into the folder unseen."
+            f"{dataset.root} holds images of {len(strange)} classes besides the {len(names)} that "
+            f"{whose}, such as {strange[0]!r}.{renamed} Give classes the names that they had; "
+            "classes that are not trained on belong into the folder unseen."
         )
     numbers = np.array([number.get(name, -1) for name in dataset.classes], dtype=np.int32)
     dataset.labels = numbers[dataset.labels]

@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices of the rest and of a random ``fraction`` of every class, both sorted. Depends on the arguments only."""
+    """Indices of the rest and of a random ``fraction`` of every class, both sorted. Depends on
+    the arguments only.
+    """
     generator = torch.Generator().manual_seed(seed)
     picked = []
     for label in labels.unique():

@@ -16,7 +16,8 @@ from recipes.data.exact import ExactSampler, even_batch_size
 
 
 class BatchedTensors(TensorDataset):
-    """A `TensorDataset` that gives a whole batch at once, where the samples one by one would cost 100 times as much.
+    """A `TensorDataset` that gives a whole batch at once, where the samples one by one would cost
+    100 times as much.
 
     For a DataLoader with ``collate_fn=whole_batch``.
     """
@@ -32,7 +33,8 @@ def whole_batch(batches: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 class TensorImages(L.LightningDataModule):
-    """Batches ``(images, labels)`` of tensors; evaluation counts every image once, on any number of ranks.
+    """Batches ``(images, labels)`` of tensors; evaluation counts every image once, on any number of
+    ranks.
 
     Args:
         batch_size: Images of one step over all ranks.
@@ -54,14 +56,15 @@ class TensorImages(L.LightningDataModule):
         num_images = len(self.datasets["train"])
         if self.batch_size > num_images:
             raise ConfigurationError(
-                f"data.batch_size={self.batch_size} is more than the {num_images} training images, so an epoch would "
-                "have no step. Choose a smaller data.batch_size."
+                f"data.batch_size={self.batch_size} is more than the {num_images} training images, "
+                "so an epoch would have no step. Choose a smaller data.batch_size."
             )
         return DataLoader(
             self.datasets["train"],
             batch_size=self.rank_batch_size(),
             shuffle=True,
-            drop_last=True,  # a smaller batch would give BatchNorm few images, and the ranks different weights
+            # a smaller batch would give BatchNorm few images, and the ranks different weights
+            drop_last=True,
             collate_fn=whole_batch,
         )
 

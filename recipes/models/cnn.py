@@ -8,7 +8,8 @@ from torch import nn
 
 
 def small_cnn(in_channels: int, num_classes: int, widths: Sequence[int]) -> nn.Sequential:
-    """Images ``[batch, in_channels, 8, 8]`` to logits: a 3x3 convolution, BatchNorm and ReLU for each of ``widths``.
+    """Images ``[batch, in_channels, 8, 8]`` to logits: a 3x3 convolution, BatchNorm and ReLU for
+    each of ``widths``.
 
     Every convolution but the first halves the image.
     """

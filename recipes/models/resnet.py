@@ -1,4 +1,6 @@
-"""A residual network for images of a few pixels, where ResNet-18's stride-2 stem would leave nothing."""
+"""A residual network for images of a few pixels, where ResNet-18's stride-2 stem would leave
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +38,24 @@ class BasicBlock(nn.Module):
 class SmallResNet(nn.Module):
     """Images ``[batch, in_channels, height, width]`` to logits ``[batch, num_classes]``.
 
-    Each entry of ``widths`` is a stage of ``blocks`` residual blocks; every stage but the first halves the image.
+    Each entry of ``widths`` is a stage of ``blocks`` residual blocks; every stage but the first
+    halves the image.
     """
 
-    def __init__(self, in_channels: int, num_classes: int, widths: Sequence[int], blocks: int) -> None:
+    def __init__(
+        self, in_channels: int, num_classes: int, widths: Sequence[int], blocks: int
+    ) -> None:
         super().__init__()
-        self.stem = nn.Sequential(conv3x3(in_channels, widths[0]), nn.BatchNorm2d(widths[0]), nn.ReLU())
+        self.stem = nn.Sequential(
+            conv3x3(in_channels, widths[0]), nn.BatchNorm2d(widths[0]), nn.ReLU()
+        )
         stages: list[nn.Module] = []
         channels = widths[0]
         for index, width in enumerate(widths):
             for block in range(blocks):
-                stages.append(BasicBlock(channels, width, stride=2 if index > 0 and block == 0 else 1))
+                stages.append(
+                    BasicBlock(channels, width, stride=2 if index > 0 and block == 0 else 1)
+                )
                 channels = width
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(channels, num_classes)

@@ -11,10 +11,11 @@ from lightning_ring.comm.communicator import Communicator, ReduceOp
 
 
 def gather_rows_with_gradients(rows: Tensor, comm: Communicator) -> Tensor:
-    """The rows of all ranks, one rank after another; all have equally many. For a loss whose parts lie on the ranks.
+    """The rows of all ranks, one rank after another; all have equally many. For a loss whose parts
+    lie on the ranks.
 
-    Backward sums the ranks' gradients and multiplies by their number, because the strategy takes the mean of what
-    follows.
+    Backward sums the ranks' gradients and multiplies by their number, because the strategy takes
+    the mean of what follows.
     """
     gathered: Tensor = _GatheredRows.apply(rows, comm)
     return gathered
@@ -35,7 +36,9 @@ class _GatheredRows(torch.autograd.Function):
 
 
 def sum_over_ranks(values: Tensor, comm: Communicator | None) -> Tensor:
-    """The ranks' sum. Backward hands the gradient on as it is: all ranks compute the same loss of the sum."""
+    """The ranks' sum. Backward hands the gradient on as it is: all ranks compute the same loss
+    of the sum.
+    """
     if comm is None:
         return values
     total: Tensor = _Summed.apply(values, comm)

@@ -1,4 +1,6 @@
-"""How well embeddings retrieve: seen and unseen classes, in galleries of their own, of equal size and of all."""
+"""How well embeddings retrieve: seen and unseen classes, in galleries of their own, of equal
+size and of all.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +37,22 @@ class Ranks:
 
 
 def pixels(images: Tensor) -> Tensor:
-    """A baseline that learns nothing: ``images`` shrunk to `PIXELS` a side, each without its mean."""
+    """A baseline that learns nothing: ``images`` shrunk to `PIXELS` a side, each without its
+    mean.
+    """
     small = F.adaptive_avg_pool2d(images.float(), PIXELS).flatten(1)
     return small - small.mean(1, keepdim=True)
 
 
-def judged(sets: dict[str, Items], further: Items | None, ranks: Ranks, warn: bool = True) -> dict[str, float]:
+def judged(
+    sets: dict[str, Items], further: Items | None, ranks: Ranks, warn: bool = True
+) -> dict[str, float]:
     """Metrics by name, ``NAME/R@1`` and the like, for each of ``sets`` by name. Collective.
 
     - ``NAME``: its items among themselves.
-    - ``NAME_equal``, with two sets or more: among items of as many classes, with as many items each, for all sets
-      alike. A gallery with more classes is harder, so that only these compare seen and unseen classes.
+    - ``NAME_equal``, with two sets or more: among items of as many classes, with as many items
+      each, for all sets alike. A gallery with more classes is harder, so that only these compare
+      seen and unseen classes.
     - ``NAME_in_all``, with two sets or more: among the items of all sets, and ``further`` ones.
 
     Args:
@@ -67,20 +74,24 @@ def judged(sets: dict[str, Items], further: Items | None, ranks: Ranks, warn: bo
 
 
 def _named(name: str, metrics: Callable[[], dict[str, float]], warn: bool) -> dict[str, float]:
-    """Metrics under ``name``; none, with a warning, where nothing has a match, as in a few batches."""
+    """Metrics under ``name``; none, with a warning, where nothing has a match, as in a few
+    batches.
+    """
     try:
         return {f"{name}/{metric}": value for metric, value in metrics().items()}
     except NothingToFindError as error:
         if warn:
             rank_zero_warn(
-                f"{name}/R@1, MAP@R and the like are left out of this evaluation ({error}). Give it two images of "
-                "some class: more batches, or another split."
+                f"{name}/R@1, MAP@R and the like are left out of this evaluation ({error}). Give "
+                "it two images of some class: more batches, or another split."
             )
         return {}
 
 
 def _equal_sizes(sets: dict[str, Items], ranks: Ranks) -> tuple[int, int] | None:
-    """Classes, and items a class, that every set has; ``None`` where one has no class with two items."""
+    """Classes, and items a class, that every set has; ``None`` where one has no class with two
+    items.
+    """
     counts = [ranks.rows(labels).unique(return_counts=True)[1] for _, labels, _ in sets.values()]
     each = min(int(count.median()) for count in counts)
     classes = min(int((count >= each).sum()) for count in counts)

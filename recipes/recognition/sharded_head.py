@@ -1,4 +1,6 @@
-"""A classification head whose classes are spread over the ranks: partial FC, for 100,000 classes and more."""
+"""A classification head whose classes are spread over the ranks: partial FC, for 100,000 classes
+and more.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +26,28 @@ KEY = "sharded_head"
 
 
 class ShardedHead(nn.Module):
-    """Softmax over ``num_classes``, of which each rank holds an equal share: its weights, logits and optimizer state.
+    """Softmax over ``num_classes``, of which each rank holds an equal share: its weights, logits
+    and optimizer state.
 
-    An et al., "Partial FC: Training 10 million identities on a single machine", ICCVW 2021. The embeddings of all ranks
-    are gathered, each rank computes the logits of its classes for all of them, and the softmax runs over the ranks: its
-    greatest logit, its sum and the target's logit are reduced, three numbers an image. The loss is the mean over the
-    batch of all ranks, and equal to that of one process to rounding.
+    An et al., "Partial FC: Training 10 million identities on a single machine", ICCVW 2021. The
+    embeddings of all ranks are gathered, each rank computes the logits of its classes for all of
+    them, and the softmax runs over the ranks: its greatest logit, its sum and the target's logit
+    are reduced, three numbers an image. The loss is the mean over the batch of all ranks, and equal
+    to that of one process to rounding.
 
-    A rank's weights are no parameter of the module: a strategy averages parameters over ranks and broadcasts rank 0's,
-    and these belong to one rank alone. Their gradient is complete without the other ranks. So the head has an optimizer
-    of its own (`set_optimizer`, `step`), and checkpoints get the whole (`state`, `load`), for any number of ranks.
+    A rank's weights are no parameter of the module: a strategy averages parameters over ranks and
+    broadcasts rank 0's, and these belong to one rank alone. Their gradient is complete without the
+    other ranks. So the head has an optimizer of its own (`set_optimizer`, `step`), and checkpoints
+    get the whole (`state`, `load`), for any number of ranks.
 
     Args:
         num_classes, embedding_size: Of all ranks; length of an embedding.
-        margin: Subtracted from the target's cosine (``"cosface"``, Wang et al. 2018) or added to its angle
-            (``"arcface"``, Deng et al. 2019).
+        margin: Subtracted from the target's cosine (``"cosface"``, Wang et al. 2018) or added to
+            its angle (``"arcface"``, Deng et al. 2019).
         size: Of the margin: a cosine, or degrees.
         scale: Logits are cosines times this.
-        sample_rate: Share of its classes that a rank compares a batch with: those of the batch, and others drawn anew
-            for each batch. 1 for all.
+        sample_rate: Share of its classes that a rank compares a batch with: those of the batch, and
+            others drawn anew for each batch. 1 for all.
         seed: Of the first weights, which do not depend on the number of ranks.
     """
 
@@ -57,24 +62,32 @@ class ShardedHead(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if margin not in ("none", "cosface", "arcface") or not 0 < sample_rate <= 1 or num_classes < 1 or scale <= 0:
+        if (
+            margin not in ("none", "cosface", "arcface")
+            or not 0 < sample_rate <= 1
+            or num_classes < 1
+            or scale <= 0
+        ):
             raise ConfigurationError(
-                f"margin={margin}, sample_rate={sample_rate}, num_classes={num_classes} and scale={scale} were given, "
-                "expected none, cosface or arcface, a share in (0, 1], at least one class and a positive scale."
+                f"margin={margin}, sample_rate={sample_rate}, num_classes={num_classes} and "
+                f"scale={scale} were given, expected none, cosface or arcface, a share in (0, 1], "
+                "at least one class and a positive scale."
             )
         self.num_classes, self.embedding_size = num_classes, embedding_size
         self.margin, self.size, self.scale = margin, size, scale
         self.sample_rate, self.seed = sample_rate, seed
         self.comm: Communicator | None = None
         self.first, self.last = 0, num_classes  # of the classes, this rank's
-        self.weight: Tensor | None = None  # of this rank's classes; allocated when the ranks are known
+        # of this rank's classes; allocated when the ranks are known
+        self.weight: Tensor | None = None
         self.optimizer: Optimizer | None = None
         self._loaded_optimizer: dict[str, Any] | None = None
 
     # -- ranks
 
     def join(self, comm: Communicator | None, device: torch.device | str = "cpu") -> None:
-        """Take this rank's classes. ``comm``: ``None`` for one process, whose weights can be shared out afterwards.
+        """Take this rank's classes. ``comm``: ``None`` for one process, whose weights can be shared
+        out afterwards.
 
         Raises:
             ConfigurationError: The head holds the classes of a rank among another number of ranks.
@@ -88,8 +101,9 @@ class ShardedHead(nn.Module):
             self.weight = self.weight.detach()[first:last].clone().to(device).requires_grad_()
         elif (first, last) != (self.first, self.last):
             raise ConfigurationError(
-                f"the head holds the classes {self.first} to {self.last} of {self.num_classes}, and was given ranks in "
-                f"another number: {first} to {last} would be this one's. Load a checkpoint into a new model."
+                f"the head holds the classes {self.first} to {self.last} of {self.num_classes}, "
+                f"and was given ranks in another number: {first} to {last} would be this one's. "
+                "Load a checkpoint into a new model."
             )
         self.comm, self.first, self.last = comm, first, last
 
@@ -114,17 +128,22 @@ class ShardedHead(nn.Module):
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Mean cross-entropy over the images of all ranks, the same on each; all have equally many.
 
-        The gradient of ``embeddings`` is times the number of ranks, because the strategy takes the mean over ranks.
+        The gradient of ``embeddings`` is times the number of ranks, because the strategy takes the
+        mean over ranks.
         """
         with torch.autocast(embeddings.device.type, enabled=False):
             rows, targets = _wide(embeddings), labels.long()
             if self.comm is not None:
                 rows = gather_rows_with_gradients(rows, self.comm)
                 targets = torch.cat(self.comm.all_gather(targets, name="labels"))
-            if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < self.num_classes:
+            if (
+                len(targets)
+                and not 0 <= int(targets.min()) <= int(targets.max()) < self.num_classes
+            ):
                 raise ConfigurationError(
-                    f"the labels of a batch are from {int(targets.min())} to {int(targets.max())}, but the head has "
-                    f"{self.num_classes} classes. Set num_classes to the number of classes of the data."
+                    f"the labels of a batch are from {int(targets.min())} to {int(targets.max())}, "
+                    f"but the head has {self.num_classes} classes. Set num_classes to the number "
+                    "of classes of the data."
                 )
             weight, columns, mine = self._classes(targets)
             logits = self._cosines(rows, weight)
@@ -134,7 +153,9 @@ class ShardedHead(nn.Module):
             return self._cross_entropy(logits, target)
 
     def _classes(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights of the classes to compare with; the targets' places in them; the images whose targets they are."""
+        """Weights of the classes to compare with; the targets' places in them; the images whose
+        targets they are.
+        """
         assert self.weight is not None, "join() comes first"
         mine = ((targets >= self.first) & (targets < self.last)).nonzero().squeeze(1)
         local = targets[mine] - self.first
@@ -159,10 +180,16 @@ class ShardedHead(nn.Module):
         size = math.radians(self.size)
         angle = cosine.clamp(-1 + 1e-7, 1 - 1e-7).acos()
         # past 180 degrees the cosine would rise again: go on downwards
-        return torch.where(angle <= math.pi - size, (angle + size).cos(), cosine - size * math.sin(size))
+        return torch.where(
+            angle <= math.pi - size, (angle + size).cos(), cosine - size * math.sin(size)
+        )
 
     def _cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
-        greatest = logits.detach().amax(1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
+        greatest = (
+            logits.detach().amax(1)
+            if logits.shape[1]
+            else logits.new_full((len(logits),), -torch.inf)
+        )
         greatest = max_over_ranks(greatest, self.comm)
         sums = torch.stack([(logits - greatest[:, None]).exp().sum(1), target])
         total, target = sum_over_ranks(sums, self.comm)
@@ -170,12 +197,16 @@ class ShardedHead(nn.Module):
 
     @torch.no_grad()
     def predict(self, embeddings: Tensor) -> Tensor:
-        """The class of each embedding, of all classes. Collective; ranks may have different numbers of embeddings."""
+        """The class of each embedding, of all classes. Collective; ranks may have different
+        numbers of embeddings.
+        """
         if self.comm is None:
             return self._best(embeddings)[1]
         sizes = [
             int(size)
-            for size in self.comm.all_gather(torch.tensor([len(embeddings)], device=embeddings.device), name="sizes")
+            for size in self.comm.all_gather(
+                torch.tensor([len(embeddings)], device=embeddings.device), name="sizes"
+            )
         ]
         padded = F.pad(_wide(embeddings), (0, 0, 0, max(sizes) - len(embeddings)))
         rows = torch.cat(self.comm.all_gather(padded, name="embeddings"))
@@ -190,7 +221,9 @@ class ShardedHead(nn.Module):
         """Highest cosine with this rank's classes, and which class has it."""
         assert self.weight is not None, "join() comes first"
         if self.first == self.last:
-            return rows.new_full((len(rows),), -2.0), torch.zeros(len(rows), dtype=torch.long, device=rows.device)
+            return rows.new_full((len(rows),), -2.0), torch.zeros(
+                len(rows), dtype=torch.long, device=rows.device
+            )
         best = self._cosines(_wide(rows), self.weight).max(1)
         return best.values, best.indices + self.first
 
@@ -206,8 +239,8 @@ class ShardedHead(nn.Module):
         self.optimizer = make([self.weight])
         if isinstance(self.optimizer, (LARS, LAMB)):
             raise ConfigurationError(
-                f"{type(self.optimizer).__name__} scales steps by the norm of a whole tensor, and each rank has a part "
-                "of the head. Choose optimizer=sgd or optimizer=adamw."
+                f"{type(self.optimizer).__name__} scales steps by the norm of a whole tensor, and "
+                "each rank has a part of the head. Choose optimizer=sgd or optimizer=adamw."
             )
         check_can_be_sharded(self.optimizer)
         if self._loaded_optimizer is not None:
@@ -245,8 +278,8 @@ class ShardedHead(nn.Module):
         expected = (self.num_classes, self.embedding_size)
         if tuple(state["weight"].shape) != expected:
             raise ConfigurationError(
-                f"the checkpoint's head has {tuple(state['weight'].shape)} classes and numbers a class, but the "
-                f"model's {expected}. Build the model as it was trained."
+                f"the checkpoint's head has {tuple(state['weight'].shape)} classes and numbers a "
+                f"class, but the model's {expected}. Build the model as it was trained."
             )
         if self.weight is None:
             self.join(None)
@@ -271,7 +304,11 @@ class ShardedHead(nn.Module):
             self.optimizer.state[self.weight] = state
 
     def _is_part(self, value: object) -> bool:
-        return isinstance(value, Tensor) and self.weight is not None and value.shape == self.weight.shape
+        return (
+            isinstance(value, Tensor)
+            and self.weight is not None
+            and value.shape == self.weight.shape
+        )
 
     def _collected(self, part: Tensor) -> Tensor:
         """The rows of all ranks on rank 0's CPU, `BLOCK` at a time; elsewhere something shorter."""
@@ -279,14 +316,18 @@ class ShardedHead(nn.Module):
             return part.cpu().clone()
         world_size = self.comm.world_size
         shares = [shard_bounds(self.num_classes, world_size, rank) for rank in range(world_size)]
-        whole = torch.empty(self.num_classes if self.comm.rank == 0 else 0, *part.shape[1:], dtype=part.dtype)
+        whole = torch.empty(
+            self.num_classes if self.comm.rank == 0 else 0, *part.shape[1:], dtype=part.dtype
+        )
         longest = max(last - first for first, last in shares)
         for start in range(0, longest, BLOCK):
             block = part.new_zeros(min(BLOCK, longest - start), *part.shape[1:])
             mine = part[start : start + len(block)]
             block[: len(mine)] = mine
             rows = self.comm.all_gather(block, name="head")
-            for (first, last), others in zip(shares, rows, strict=True) if self.comm.rank == 0 else ():
+            for (first, last), others in (
+                zip(shares, rows, strict=True) if self.comm.rank == 0 else ()
+            ):
                 stop = min(first + start + len(block), last)
                 whole[first + start : stop] = others[: max(0, stop - first - start)].cpu()
         return whole

@@ -22,7 +22,9 @@ class Images:
 
 
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image turned by up to 20 degrees, scaled by up to 15 %, shifted by up to a pixel, with noise of 0.1."""
+    """Each image turned by up to 20 degrees, scaled by up to 15 %, shifted by up to a pixel,
+    with noise of 0.1.
+    """
     count = len(images)
 
     def uniform(limit: float) -> Tensor:
@@ -31,14 +33,17 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
     angle, scale = uniform(math.radians(20)), 1 + uniform(0.15)
     shift_x, shift_y = uniform(2 / 8), uniform(2 / 8)  # the image spans [-1, 1]
     cos, sin = angle.cos() * scale, angle.sin() * scale
-    matrices = torch.stack([torch.stack([cos, -sin, shift_x], 1), torch.stack([sin, cos, shift_y], 1)], 1)
+    matrices = torch.stack(
+        [torch.stack([cos, -sin, shift_x], 1), torch.stack([sin, cos, shift_y], 1)], 1
+    )
     grid = F.affine_grid(matrices, list(images.shape), align_corners=False)
     moved = F.grid_sample(images, grid, align_corners=False)
     return (moved + 0.1 * torch.randn(moved.shape, generator=generator)).clamp_(0, 1)
 
 
 def augmented_digits(copies: int) -> dict[str, Images]:
-    """``train``, ``val`` and ``test``: ``copies`` augmented images of each scan in the recipe's split.
+    """``train``, ``val`` and ``test``: ``copies`` augmented images of each scan in the recipe's
+    split.
 
     Copies of a scan never cross the split. The same on every call.
     """

@@ -1,4 +1,6 @@
-"""The study's memory: one JSON line per finished run, so that an interrupted study goes on where it stopped."""
+"""The study's memory: one JSON line per finished run, so that an interrupted study goes on where
+it stopped.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ Result = dict[str, Any]
 
 
 def read(file: Path) -> dict[str, Result]:
-    """Finished runs by key. A last line that was cut short by an interruption is removed from the file."""
+    """Finished runs by key. A last line that was cut short by an interruption is removed from
+    the file.
+    """
     if not file.exists():
         return {}
     results, whole = {}, 0
@@ -31,9 +35,14 @@ def read(file: Path) -> dict[str, Result]:
 
 
 def finish(
-    runs: Mapping[str, T], execute: Callable[[T], Result], say: Callable[[Result], str], file: Path, workers: int
+    runs: Mapping[str, T],
+    execute: Callable[[T], Result],
+    say: Callable[[Result], str],
+    file: Path,
+    workers: int,
 ) -> dict[str, Result]:
-    """Every run's result by key: those on record as they are, the others run now, ``workers`` at once.
+    """Every run's result by key: those on record as they are, the others run now, ``workers`` at
+    once.
 
     Args:
         runs: By key. Those that take longest first, so that no worker waits for one at the end.

@@ -10,7 +10,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One method at one batch size: its test accuracies over the seeds, at the learning rate that was chosen."""
+    """One method at one batch size: its test accuracies over the seeds, at the learning rate
+    that was chosen.
+    """
 
     method: str
     batch_size: int
@@ -29,7 +31,9 @@ class Cell:
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Markdown: a row a method, a column a batch size; mean ± standard deviation in per cent, and the learning rate."""
+    """Markdown: a row a method, a column a batch size; mean ± standard deviation in per cent,
+    and the learning rate.
+    """
     columns = {cell.batch_size: cell.steps for cell in cells}
     rows: dict[str, dict[int, str]] = {}
     for cell in cells:
@@ -51,7 +55,8 @@ def plot(cells: Sequence[Cell], file: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for number, method in enumerate(dict.fromkeys(cell.method for cell in cells)):
         line = [cell for cell in cells if cell.method == method]
-        sizes = [cell.batch_size * 1.03 ** (number - 2) for cell in line]  # beside each other, so that bars can be read
+        # beside each other, so that bars can be read
+        sizes = [cell.batch_size * 1.03 ** (number - 2) for cell in line]
         axes.errorbar(
             sizes,
             [100 * cell.mean for cell in line],

@@ -33,8 +33,9 @@ SCALINGS: dict[str, Callable[[float, int, int], float]] = {
 class Method:
     """A way to train, the same for every batch size.
 
-    ``optimizer`` is a Hydra node that makes a partial of parameters and lr; ``scaling`` says how the learning rate
-    grows with batch size / base batch size; ``warmup_epochs`` how long it takes to get there.
+    ``optimizer`` is a Hydra node that makes a partial of parameters and lr; ``scaling`` says how
+    the learning rate grows with batch size / base batch size; ``warmup_epochs`` how long it takes
+    to get there.
     """
 
     label: str
@@ -57,7 +58,9 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What sets one run apart. ``part`` is evaluated on: ``val`` to choose ``base_lr``, ``test`` to report."""
+    """What sets one run apart. ``part`` is evaluated on: ``val`` to choose ``base_lr``, ``test``
+    to report.
+    """
 
     method: Method
     batch_size: int
@@ -66,12 +69,18 @@ class Run:
     part: str
 
     def lr(self, settings: Settings) -> float:
-        return SCALINGS[self.method.scaling](self.base_lr, self.batch_size, settings.base_batch_size)
+        return SCALINGS[self.method.scaling](
+            self.base_lr, self.batch_size, settings.base_batch_size
+        )
 
     def key(self, settings: Settings) -> str:
-        """Equal for runs that would do the same, whatever they are called: batch 32 needs no scaling, for instance."""
+        """Equal for runs that would do the same, whatever they are called: batch 32 needs no
+        scaling, for instance.
+        """
         method = [self.method.optimizer, self.method.warmup_epochs, self.lr(settings)]
-        text = json.dumps([asdict(settings), method, self.batch_size, self.seed, self.part], sort_keys=True)
+        text = json.dumps(
+            [asdict(settings), method, self.batch_size, self.seed, self.part], sort_keys=True
+        )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -81,7 +90,9 @@ def data(copies: int) -> dict[str, Images]:
 
 
 def execute(run: Run, settings: Settings) -> dict[str, Any]:
-    """Train and evaluate, on one thread, so that as many runs as cores go on at once. Returns a line of the record."""
+    """Train and evaluate, on one thread, so that as many runs as cores go on at once. Returns a
+    line of the record.
+    """
     torch.set_num_threads(1)
     start = time.perf_counter()
     parts = data(settings.copies)
@@ -104,7 +115,9 @@ def execute(run: Run, settings: Settings) -> dict[str, Any]:
 
 
 def fit(network: nn.Module, train: Images, run: Run, settings: Settings) -> tuple[int, float]:
-    """Number of steps of the whole run, and the last epoch's mean loss; stops after an epoch without finite loss."""
+    """Number of steps of the whole run, and the last epoch's mean loss; stops after an epoch
+    without finite loss.
+    """
     steps_per_epoch = len(train.labels) // run.batch_size
     groups = exclude_bias_and_norm(network, settings.weight_decay)
     optimizer: Optimizer = instantiate(run.method.optimizer)(groups, lr=run.lr(settings))
@@ -117,7 +130,9 @@ def fit(network: nn.Module, train: Images, run: Run, settings: Settings) -> tupl
     for _ in range(settings.epochs):
         losses = torch.zeros(())
         order = torch.randperm(len(images), generator=generator)
-        for batch in order[: steps_per_epoch * run.batch_size].view(steps_per_epoch, run.batch_size):
+        for batch in order[: steps_per_epoch * run.batch_size].view(
+            steps_per_epoch, run.batch_size
+        ):
             loss = F.cross_entropy(network(images[batch]), train.labels[batch])
             loss.backward()
             optimizer.step()

@@ -20,9 +20,14 @@ WARM_UP, STEPS = 6, 20
 
 
 def measured_step(
-    module: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[tuple[Tensor, Tensor]], num_ranks: int = 1
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    num_ranks: int = 1,
 ) -> Profile:
-    """Seconds of a step's phases, and when backward has each gradient: medians, of copies of both arguments."""
+    """Seconds of a step's phases, and when backward has each gradient: medians, of copies of
+    both arguments.
+    """
     module = copy.deepcopy(module)
     settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     optimizer = torch.optim.SGD(module.parameters(), **settings)
@@ -68,4 +73,6 @@ _PHASES = ("data", "forward", "backward", "optimizer", "other")
 
 
 def _gradient(name: str, param: Tensor, ready: list[float]) -> Gradient:
-    return Gradient(name, param.numel(), "float32", 4 * param.numel(), median(ready), tuple(param.shape))
+    return Gradient(
+        name, param.numel(), "float32", 4 * param.numel(), median(ready), tuple(param.shape)
+    )

@@ -23,7 +23,8 @@ def predicted_seconds(
 ) -> float | None:
     """Of a step, in the mean over a run; `None` for an algorithm whose messages are not known.
 
-    ``batch_seconds`` took a batch before the run, without communication: other runs find the machine busier, or less.
+    ``batch_seconds`` took a batch before the run, without communication: other runs find the
+    machine busier, or less.
     """
     if study.hosts != study.ranks or profile.link is None:
         return None
@@ -42,33 +43,48 @@ def predicted_seconds(
 
 
 def _mean_seconds(paces: list[tuple[float, float]], study: StudySettings) -> float:
-    """Of a step of ranks that take a number of steps together, each as many as it can, between two evaluations.
+    """Of a step of ranks that take a number of steps together, each as many as it can, between two
+    evaluations.
 
-    ``paces``: by rank, seconds of its first step, which waits for nothing, and of the others. By and large a rank that
-    arrives at an evaluation waits for half of the longest step.
+    ``paces``: by rank, seconds of its first step, which waits for nothing, and of the others. By
+    and large a rank that arrives at an evaluation waits for half of the longest step.
     """
     steps = study.eval_every * len(paces) - sum(1 - first / pace for first, pace in paces)
-    return (steps / sum(1 / pace for _, pace in paces) + max(pace for _, pace in paces) / 2) / study.eval_every
+    return (
+        steps / sum(1 / pace for _, pace in paces) + max(pace for _, pace in paces) / 2
+    ) / study.eval_every
 
 
 def _step_of(
     distribute: dict[str, Any] | None, cluster: Cluster
 ) -> tuple[bool, Callable[[Profile], tuple[float, float]] | None]:
-    """Whether a slow rank holds up the others, and from a profile the seconds of an even and of an odd rank's step."""
+    """Whether a slow rank holds up the others, and from a profile the seconds of an even and of
+    an odd rank's step.
+    """
     if distribute is None:
         own = Settings(bucket_cap_mb=25)  # and its calls wait in no threads of Python
-        return True, lambda profile: 2 * (predict(replace(profile, call=None), cluster, own).seconds,)
-    made = {name: instantiate(value) for name, value in distribute.items() if isinstance(value, dict)}
+        return (
+            True,
+            lambda profile: 2 * (predict(replace(profile, call=None), cluster, own).seconds,),
+        )
+    made = {
+        name: instantiate(value) for name, value in distribute.items() if isinstance(value, dict)
+    }
     if isinstance(algorithm := made.get("algorithm"), Algorithm):
         exchange = algorithm.exchange()
         if exchange is None:
             return True, None
         bound = isinstance(algorithm, ParameterServer) and algorithm.staleness is not None
         together = algorithm.steps_together or bound
-        return together, lambda profile: _even_and_odd(predict_paces(profile, cluster, Settings(), exchange))
+        return together, lambda profile: _even_and_odd(
+            predict_paces(profile, cluster, Settings(), exchange)
+        )
     compression = made.get("compression", distribute.get("compression"))
     name = compression.name if isinstance(compression, Compressor) else compression
-    return True, lambda profile: 2 * (predict(profile, cluster, Settings(compression=name)).seconds,)
+    return (
+        True,
+        lambda profile: 2 * (predict(profile, cluster, Settings(compression=name)).seconds,),
+    )
 
 
 def _even_and_odd(paces: Paces) -> tuple[float, float]:
@@ -78,8 +94,12 @@ def _even_and_odd(paces: Paces) -> tuple[float, float]:
 def _at_speed_of(profile: Profile, batch_seconds: float) -> Profile:
     """What ``profile``'s rank takes where its batch takes ``batch_seconds``."""
     times = batch_seconds / profile.phases.alone
-    phases = Phases(**{name: times * getattr(profile.phases, name) for name in Phases.__dataclass_fields__})
-    gradients = tuple(replace(gradient, ready=times * gradient.ready) for gradient in profile.gradients)
+    phases = Phases(
+        **{name: times * getattr(profile.phases, name) for name in Phases.__dataclass_fields__}
+    )
+    gradients = tuple(
+        replace(gradient, ready=times * gradient.ready) for gradient in profile.gradients
+    )
     encoding = {name: times * seconds for name, seconds in (profile.encoding or {}).items()}
     return replace(profile, phases=phases, gradients=gradients, encoding=encoding)
 

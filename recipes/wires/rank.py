@@ -1,4 +1,6 @@
-"""What each rank of a run of the study of wires does: ``python -m recipes.wires.rank ORDER.json`` under mpirun."""
+"""What each rank of a run of the study of wires does: ``python -m recipes.wires.rank
+ORDER.json`` under mpirun.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,17 @@ from recipes.wires.measure import measured_step
 from recipes.wires.run import Settings
 from recipes.wires.task import network, pairs_of_digits
 
-PROBE_BYTES = (2**16, 2**18, 2**20, 2**21, 2**22)  # 256 KiB pass at once, however slow the wire (`benchmarks.hosts`)
+# 256 KiB pass at once, however slow the wire (`benchmarks.hosts`)
+PROBE_BYTES = (2**16, 2**18, 2**20, 2**21, 2**22)
 TOLD_SECONDS = 0.02
 
 
-def batches(train: Images, settings: Settings, rank: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's batches, endlessly: an epoch is one order of all images, of which each rank takes its part."""
+def batches(
+    train: Images, settings: Settings, rank: int, seed: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's batches, endlessly: an epoch is one order of all images, of which each rank
+    takes its part.
+    """
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(train.labels), generator=generator)[rank :: settings.ranks]
@@ -61,7 +68,8 @@ def accuracy(module: nn.Module, part: Images) -> float:
 
 @dataclass
 class Replicas:
-    """``called`` in the place of the model. Before an evaluation ``show`` has parameters be what the ranks stand for.
+    """``called`` in the place of the model. Before an evaluation ``show`` has parameters be what
+    the ranks stand for.
 
     ``barrier``, ``show`` and ``close`` are collective.
     """
@@ -73,26 +81,39 @@ class Replicas:
     close: Callable[[], object]
 
 
-def kept_together(module: nn.Module, optimizer: torch.optim.Optimizer, order: dict[str, Any]) -> Replicas:
+def kept_together(
+    module: nn.Module, optimizer: torch.optim.Optimizer, order: dict[str, Any]
+) -> Replicas:
     """``module`` on this rank, which the order's method keeps equal to the others'."""
     if order["method"]["distribute"] is None:
         rank, store = int(os.environ["OMPI_COMM_WORLD_RANK"]), f"tcp://{order['address']}:29511"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=order["settings"]["ranks"])
-        return Replicas(DistributedDataParallel(module), rank, lambda: None, dist.barrier, dist.destroy_process_group)
+        dist.init_process_group(
+            "gloo", init_method=store, rank=rank, world_size=order["settings"]["ranks"]
+        )
+        return Replicas(
+            DistributedDataParallel(module),
+            rank,
+            lambda: None,
+            dist.barrier,
+            dist.destroy_process_group,
+        )
     arguments = {
         name: instantiate(value) if isinstance(value, dict) else value
         for name, value in order["method"]["distribute"].items()
     }
     training = distribute(module, optimizer, **arguments)
     assert training.communicator is not None
-    return Replicas(module, training.rank, training.show_averages, training.communicator.barrier, training.close)
+    return Replicas(
+        module, training.rank, training.show_averages, training.communicator.barrier, training.close
+    )
 
 
 class StepsOfAll:
     """How many steps the ranks have taken together, where each goes at its own pace.
 
-    A thread tells and asks a store, however long a step takes: no rank begins one where the others have taken enough.
-    Its messages cross the wire that is measured, and no batch waits behind what else is on that.
+    A thread tells and asks a store, however long a step takes: no rank begins one where the others
+    have taken enough. Its messages cross the wire that is measured, and no batch waits behind what
+    else is on that.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -126,7 +147,9 @@ class StepsOfAll:
 
 
 def train(order: dict[str, Any]) -> dict[str, Any]:
-    """Accuracy on validation images over training time, and on test images at the end; bytes that rank 0 sent."""
+    """Accuracy on validation images over training time, and on test images at the end; bytes
+    that rank 0 sent.
+    """
     settings = Settings(**order["settings"])
     torch.set_num_threads(1)
     parts = pairs_of_digits(settings.images)
@@ -161,16 +184,23 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
             step = step + 1 if together is None else together.one_more() // settings.ranks
         took = torch.tensor([time.perf_counter() - began])  # a barrier takes milliseconds more
-        dist.all_reduce(took, dist.ReduceOp.MAX)  # until the last rank was here; all go on from the same number
+        # until the last rank was here; all go on from the same number
+        dist.all_reduce(took, dist.ReduceOp.MAX)
         spent, sent = spent + took.item(), sent + passed()[0] - before
         replicas.show()
         curve.append((round(spent, 3), accuracy(module, parts["val"])))
     steps = float(end)
-    if together is not None:  # those that ranks began before they knew that enough were taken count too
+    # those that ranks began before they knew that enough were taken count too
+    if together is not None:
         taken = torch.tensor([float(together.taken)])
         dist.all_reduce(taken)
         steps = taken.item() / settings.ranks
-    result = {"steps": steps, "batch_seconds": slower, "bytes_per_step": sent / steps, "curve": curve}
+    result = {
+        "steps": steps,
+        "batch_seconds": slower,
+        "bytes_per_step": sent / steps,
+        "curve": curve,
+    }
     result["accuracy"] = accuracy(module, parts["test"])
     if together is not None:
         together.close()
@@ -179,23 +209,34 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(order: dict[str, Any]) -> dict[str, Any]:
-    """A profile of the training, as all ranks compute it at once, with the cost of a message between the hosts."""
+    """A profile of the training, as all ranks compute it at once, with the cost of a message
+    between the hosts.
+    """
     settings = Settings(**order["settings"])
     torch.set_num_threads(1)
     parts = pairs_of_digits(settings.images)
     torch.manual_seed(order["seed"])
     module = network(settings.hidden)
-    optimizer = torch.optim.SGD(module.parameters(), settings.lr, 0.9, weight_decay=settings.weight_decay)
-    with distribute(copy := network(settings.hidden), torch.optim.SGD(copy.parameters(), 0.1)) as training:
+    optimizer = torch.optim.SGD(
+        module.parameters(), settings.lr, 0.9, weight_decay=settings.weight_decay
+    )
+    with distribute(
+        copy := network(settings.hidden), torch.optim.SGD(copy.parameters(), 0.1)
+    ) as training:
         comm = training.communicator
         assert comm is not None
         comm.barrier()
-        own = measured_step(module, optimizer, batches(parts["train"], settings, comm.rank, 0), settings.ranks)
+        own = measured_step(
+            module, optimizer, batches(parts["train"], settings, comm.rank, 0), settings.ranks
+        )
         profiles = comm.all_gather_object(own)
         slowest = max(profiles, key=lambda profile: profile.phases.alone)
         encoding = measure_encoding(comm)
         link = measure_collectives(comm, torch.device("cpu"), PROBE_BYTES)
-        costs: dict[str, Any] = {"processor": measure_processor(comm, PROBE_BYTES[-1]), "call": measure_call(comm)}
+        costs: dict[str, Any] = {
+            "processor": measure_processor(comm, PROBE_BYTES[-1]),
+            "call": measure_call(comm),
+        }
         costs |= {"questions": measure_questions(comm), "copying": measure_copying(comm)}
         profile = replace(slowest, link_level="network", link=link, encoding=encoding, **costs)
     return {"profile": json.loads(json_text(asdict(profile)))} if training.rank == 0 else {}

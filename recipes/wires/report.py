@@ -14,7 +14,8 @@ class Cell:
     """One method on one wire, over the seeds.
 
     Attributes:
-        target_seconds: Training time until the target accuracy; infinite where a run did not reach it.
+        target_seconds: Training time until the target accuracy; infinite where a run did not reach
+            it.
         predicted_milliseconds: Of a step, as `lightning-ring plan` has it; `None` if it cannot.
     """
 
@@ -41,7 +42,9 @@ def seconds_until(curve: Sequence[Sequence[float]], target: float) -> float:
     return next((seconds for seconds, accuracy in curve if accuracy >= target), float("inf"))
 
 
-def cell_of(results: Sequence[dict[str, Any]], target: float, predicted: float | None = None) -> Cell:
+def cell_of(
+    results: Sequence[dict[str, Any]], target: float, predicted: float | None = None
+) -> Cell:
     """``results`` are those of all seeds; ``predicted`` seconds of a step."""
     first = results[0]
     return Cell(
@@ -51,19 +54,26 @@ def cell_of(results: Sequence[dict[str, Any]], target: float, predicted: float |
         target_seconds=tuple(seconds_until(result["curve"], target) for result in results),
         accuracies=tuple(result["accuracy"] for result in results),
         kilobytes_per_step=statistics.median(result["bytes_per_step"] for result in results) / 1e3,
-        milliseconds_per_step=statistics.median(1e3 * result["curve"][-1][0] / result["steps"] for result in results),
+        milliseconds_per_step=statistics.median(
+            1e3 * result["curve"][-1][0] / result["steps"] for result in results
+        ),
         predicted_milliseconds=None if predicted is None else 1e3 * predicted,
     )
 
 
 def tables(cells: Sequence[Cell], baseline: str) -> str:
-    """Markdown: times to the target of equal ranks and of those with a slow one, and the times of a step."""
-    halves = [[cell for cell in cells if cell.straggler is straggler] for straggler in (False, True)]
+    """Markdown: times to the target of equal ranks and of those with a slow one, and the times
+    of a step.
+    """
+    halves = [
+        [cell for cell in cells if cell.straggler is straggler] for straggler in (False, True)
+    ]
     return "\n".join([*(table(half, baseline) for half in halves if half), step_table(cells)])
 
 
 def table(cells: Sequence[Cell], baseline: str) -> str:
-    """Markdown: a row a method; a column a wire, of seconds to the target, and their share of ``baseline``'s there.
+    """Markdown: a row a method; a column a wire, of seconds to the target, and their share of
+    ``baseline``'s there.
 
     Bytes and accuracies are those of all wires and seeds. The last row has the number of seeds.
     """
@@ -84,7 +94,10 @@ def step_table(cells: Sequence[Cell]) -> str:
     """Markdown: milliseconds of a step, and how far the prediction is from them."""
     wires, rows = _sorted_out(cells)
     return _markdown(
-        [["method", *wires], *([method, *(_step(row.get(wire)) for wire in wires)] for method, row in rows.items())]
+        [
+            ["method", *wires],
+            *([method, *(_step(row.get(wire)) for wire in wires)] for method, row in rows.items()),
+        ]
     )
 
 
@@ -139,18 +152,28 @@ def plot(cells: Sequence[Cell], baseline: str, file: Path) -> None:
     thickness = 0.8 / len(kinds)
 
     def draw(axis: Axes, cell: Cell) -> None:
-        at = methods.index(cell.method) + (kinds.index(cell.straggler) - (len(kinds) - 1) / 2) * thickness
+        at = (
+            methods.index(cell.method)
+            + (kinds.index(cell.straggler) - (len(kinds) - 1) / 2) * thickness
+        )
         times = [seconds for seconds in cell.target_seconds if seconds < float("inf")]
         if len(times) < len(cell.target_seconds):
             axis.text(0, at, " not reached", va="center", fontsize=7)
             return
         color = "tab:gray" if cell.method == baseline else "tab:blue"
-        axis.barh(at, cell.median_seconds, thickness, color=color, alpha=0.45 if cell.straggler else 1)
+        axis.barh(
+            at, cell.median_seconds, thickness, color=color, alpha=0.45 if cell.straggler else 1
+        )
         axis.plot([min(times), max(times)], [at, at], color="black", linewidth=1)
 
     height = (0.2 + 0.14 * len(kinds)) * len(methods) + 1.6
     figure, axes = plt.subplots(
-        1, len(rates), figsize=(3.2 * len(rates) + 1.5, height), sharey=True, squeeze=False, layout="constrained"
+        1,
+        len(rates),
+        figsize=(3.2 * len(rates) + 1.5, height),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     for axis, rate in zip(axes[0], rates, strict=True):
         for cell in cells:
@@ -163,7 +186,9 @@ def plot(cells: Sequence[Cell], baseline: str, file: Path) -> None:
         axis.grid(axis="x", alpha=0.3)
     if len(kinds) > 1:
         names = {"equal ranks": 1.0, "with a slow rank": 0.45}
-        patches = [Patch(color="tab:blue", alpha=alpha, label=name) for name, alpha in names.items()]
+        patches = [
+            Patch(color="tab:blue", alpha=alpha, label=name) for name, alpha in names.items()
+        ]
         figure.legend(handles=patches, loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(file, dpi=150)
     plt.close(figure)

@@ -1,4 +1,6 @@
-"""One run of the study of wires: a way to exchange gradients, a wire, with or without a slow rank, a seed."""
+"""One run of the study of wires: a way to exchange gradients, a wire, with or without a slow
+rank, a seed.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,13 @@ from benchmarks.hosts import open_hosts
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to keep the ranks' models together, and what its SGD takes: momentum, and factors of the study's settings.
+    """A way to keep the ranks' models together, and what its SGD takes: momentum, and factors of
+    the study's settings.
 
-    ``distribute`` holds arguments of `lightning_ring.distribute`, nodes of Hydra among them. `None` is torch's own
-    DistributedDataParallel over Gloo. With ``own_pace`` a slow rank takes fewer of the ranks' steps than the others.
-    ``whole_steps``: how many steps' gradients, whole, a warm-up sends in all.
+    ``distribute`` holds arguments of `lightning_ring.distribute`, nodes of Hydra among them. `None`
+    is torch's own DistributedDataParallel over Gloo. With ``own_pace`` a slow rank takes fewer of
+    the ranks' steps than the others. ``whole_steps``: how many steps' gradients, whole, a warm-up
+    sends in all.
     """
 
     label: str
@@ -62,9 +66,11 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What sets one run apart. ``rate`` of the wire as tc writes it; a ``straggler`` takes twice as long a batch.
+    """What sets one run apart. ``rate`` of the wire as tc writes it; a ``straggler`` takes twice as
+    long a batch.
 
-    Without ``method`` nothing is trained: a profile is measured, for predictions of the others on that wire.
+    Without ``method`` nothing is trained: a profile is measured, for predictions of the others on
+    that wire.
     """
 
     method: Method | None
@@ -106,11 +112,20 @@ def execute(run: Run, settings: Settings) -> dict[str, Any]:
         address = hosts.address(hosts.names[0])
         given = asdict(run) | {"address": address}
         order.write_text(json.dumps(given | {"settings": asdict(settings), "result": str(result)}))
-        command = hosts.mpirun(settings.ranks, sys.executable, "-m", "recipes.wires.rank", str(order))
+        command = hosts.mpirun(
+            settings.ranks, sys.executable, "-m", "recipes.wires.rank", str(order)
+        )
         limit = 4 * settings.seconds + 120
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
         if done.returncode or not result.exists():
-            raise RuntimeError(f"{label} at {run.rate} failed:\n{(done.stdout + done.stderr)[-4000:]}")
+            raise RuntimeError(
+                f"{label} at {run.rate} failed:\n{(done.stdout + done.stderr)[-4000:]}"
+            )
         found = json.loads(result.read_text())
-    about = {"key": run.key(settings), "method": label, "rate": run.rate, "straggler": run.straggler}
+    about = {
+        "key": run.key(settings),
+        "method": label,
+        "rate": run.rate,
+        "straggler": run.straggler,
+    }
     return about | {"seed": run.seed} | found | {"seconds": round(time.perf_counter() - started, 1)}

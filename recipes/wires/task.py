@@ -11,9 +11,11 @@ from recipes.study.augment import Images, augment
 
 
 def pairs_of_digits(count: int) -> dict[str, Images]:
-    """``train`` of ``count`` images ``[1, 8, 16]``, ``val`` of an eighth of that, ``test`` of a quarter.
+    """``train`` of ``count`` images ``[1, 8, 16]``, ``val`` of an eighth of that, ``test`` of a
+    quarter.
 
-    Each is a pair of scans, augmented once each. Scans never cross the split. The same on every call.
+    Each is a pair of scans, augmented once each. Scans never cross the split. The same on every
+    call.
     """
     images, labels = load_digits()
     train, test = stratified_split(labels, 0.25, seed=0)
@@ -25,12 +27,18 @@ def pairs_of_digits(count: int) -> dict[str, Images]:
         both = torch.cat([augment(images[left], generator), augment(images[right], generator)], 3)
         return Images(both, 10 * labels[left] + labels[right])
 
-    sizes = {"train": (train[rest], count), "val": (train[val], count // 8), "test": (test, count // 4)}
+    sizes = {
+        "train": (train[rest], count),
+        "val": (train[val], count // 8),
+        "test": (test, count // 4),
+    }
     return {name: pairs(part, size) for name, (part, size) in sizes.items()}
 
 
 def network(hidden: int) -> nn.Module:
-    """Images ``[batch, 1, 8, 16]`` to logits. Most of its bytes are in one matrix, as in many recognisers."""
+    """Images ``[batch, 1, 8, 16]`` to logits. Most of its bytes are in one matrix, as in many
+    recognisers.
+    """
     return nn.Sequential(
         nn.Conv2d(1, 32, kernel_size=3, padding=1),
         nn.ReLU(),

@@ -21,7 +21,11 @@ class LocalSGD(Algorithm):
         self.num_steps = 0
 
     def attach(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], comm: Communicator, *_: Callable[[str], None]
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        comm: Communicator,
+        *_: Callable[[str], None],
     ) -> None:
         self.module, self.comm = module, comm
 

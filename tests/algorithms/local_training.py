@@ -1,4 +1,6 @@
-"""Training of a small network on ranks that are threads, for the tests of algorithms that step alone."""
+"""Training of a small network on ranks that are threads, for the tests of algorithms that step
+alone.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def one_step(net: nn.Module, optimizer: Optimizer, algorithm: LocalSGD, rank: in
     optimizer.zero_grad()
 
 
-def trained(world_size: int, algorithm: LocalSGD, optimizer: str, num_steps: int = NUM_STEPS) -> list[list[Tensor]]:
+def trained(
+    world_size: int, algorithm: LocalSGD, optimizer: str, num_steps: int = NUM_STEPS
+) -> list[list[Tensor]]:
     """Each rank's parameters after each step."""
     start = network()
 

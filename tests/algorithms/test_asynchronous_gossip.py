@@ -1,4 +1,6 @@
-"""`AsynchronousGossip` against its formula in one process. Ranks are threads, but for the last test."""
+"""`AsynchronousGossip` against its formula in one process. Ranks are threads, but for the last
+test.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,8 @@ def test_steps_in_an_order_of_their_own_are_those_of_the_formula(
         return found
 
     found = run_ranks(world_size, rank)
-    nets = [copy.deepcopy(START) for _ in range(world_size)]  # with the parameters for which gradients are computed
+    # with the parameters for which gradients are computed
+    nets = [copy.deepcopy(START) for _ in range(world_size)]
     optimizers = [OPTIMIZERS[optimizer](net) for net in nets]
     x = [vector(net) for net in nets]
     taken = [0] * world_size
@@ -123,7 +126,9 @@ def test_a_slow_rank_holds_nobody_up_and_averages_leave_no_trace(overlap: int | 
 
     for slow in (0, 1):  # the one that asks, and the one that answers
         through = threading.Event()
-        found = run_ranks(2, lambda comm, slow=slow, through=through: rank(comm, slow=slow, through=through))
+        found = run_ranks(
+            2, lambda comm, slow=slow, through=through: rank(comm, slow=slow, through=through)
+        )
         assert torch.equal(found[0][1], found[1][1])
         distances = [torch.dist(averaged, shown).square().item() for averaged, shown, _ in found]
         for *_, distance in found:  # 0 where the last average came behind all steps
@@ -146,7 +151,8 @@ def test_averages_that_have_come_before_a_parameter_is_thawed_stay() -> None:
             algorithm.after_step(steps)
             steps.zero_grad()
         algorithm._finish_exchange()
-        comm.barrier()  # the odd rank has two averages, which come into its parameters with its next step
+        # the odd rank has two averages, which come into its parameters with its next step
+        comm.barrier()
         first.requires_grad_(True)
         algorithm.begin_batch()
         algorithm.show_averages()
@@ -262,13 +268,19 @@ def test_a_request_to_stop_is_met_by_all_ranks() -> None:
 
     found = run_ranks(3, rank)
     assert found == 3 * [found[0]]
-    assert found[0] in ([(1, True)], [(2, True)])  # the next epoch's, where rank 0 had ended this one
+    # the next epoch's, where rank 0 had ended this one
+    assert found[0] in ([(1, True)], [(2, True)])
 
 
 def test_what_cannot_work_is_refused() -> None:
     for overlap in (-1, 0.5, True, "1"):
         with pytest.raises(ConfigurationError, match="expected a number of steps, or None"):
             AsynchronousGossip(overlap=overlap)  # type: ignore[arg-type]
-    for arguments in ({"uneven": "join"}, {"elastic": True}, {"broadcast_buffers": "step"}, {"compression": "int8"}):
+    for arguments in (
+        {"uneven": "join"},
+        {"elastic": True},
+        {"broadcast_buffers": "step"},
+        {"compression": "int8"},
+    ):
         with pytest.raises(ConfigurationError, match="AsynchronousGossip"):
             RingStrategy(algorithm=AsynchronousGossip(), **arguments)

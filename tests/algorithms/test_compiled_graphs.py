@@ -46,7 +46,9 @@ def backward_of_a_compiled_model(comm, algorithm):
     """What the third backward did. Layers of 1 MiB, each of which is a bucket."""
     torch.compiler.reset()
     journal = Journal()
-    net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(512, 512, bias=False), nn.Tanh())))
+    net = nn.Sequential(
+        *(layer for _ in range(4) for layer in (nn.Linear(512, 512, bias=False), nn.Tanh()))
+    )
     compiled = torch.compile(net, backend="aot_eager")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     algorithm.attach(net, [optimizer], Noted(comm, journal))
@@ -69,11 +71,18 @@ def backward_of_a_compiled_model(comm, algorithm):
 @pytest.mark.ranks  # it compiles
 @pytest.mark.parametrize("make", [Averaging, Sharded])
 def test_buckets_leave_while_the_backward_of_a_compiled_model_runs(make):
-    (entries,) = run_ranks(1, lambda comm: backward_of_a_compiled_model(comm, make(bucket_cap_mb=1.0)))
+    (entries,) = run_ranks(
+        1, lambda comm: backward_of_a_compiled_model(comm, make(bucket_cap_mb=1.0))
+    )
     assert entries.count("collective") == 4
-    first, last_product = entries.index("collective"), len(entries) - 1 - entries[::-1].index("product")
+    first, last_product = (
+        entries.index("collective"),
+        len(entries) - 1 - entries[::-1].index("product"),
+    )
     assert "product" in entries[:first]
-    assert entries[first:last_product].count("collective") == 3, "all but the last bucket leave before backward ends"
+    assert entries[first:last_product].count("collective") == 3, (
+        "all but the last bucket leave before backward ends"
+    )
 
 
 def graphs_of_a_later_batch(comm):

@@ -40,7 +40,8 @@ def weights(topology: str, world_size: int, steps: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "optimizer"), [*((world_size, "sgd") for world_size in (2, 3, 4, 5)), (4, "adamw")]
+    ("world_size", "optimizer"),
+    [*((world_size, "sgd") for world_size in (2, 3, 4, 5)), (4, "adamw")],
 )
 @pytest.mark.parametrize("topology", ["ring", "exponential", "pairs"])
 def test_each_step_is_that_of_the_formula(topology: Any, world_size: int, optimizer: str) -> None:
@@ -111,9 +112,14 @@ def test_a_step_with_a_closure_computes_the_batch_for_the_ranks_own_parameters()
             assert torch.equal(computed_for[step], before[number])
             torch.nn.utils.vector_to_parameters(before[number], net.parameters())
             gradient = torch.cat(
-                [g.reshape(-1) for g in torch.autograd.grad(loss(net, number, step), net.parameters())]
+                [
+                    g.reshape(-1)
+                    for g in torch.autograd.grad(loss(net, number, step), net.parameters())
+                ]
             )
-            torch.testing.assert_close(begun[step + 1], (before[0] + before[1]) / 2 - 0.1 * gradient)
+            torch.testing.assert_close(
+                begun[step + 1], (before[0] + before[1]) / 2 - 0.1 * gradient
+            )
 
 
 def test_the_exponential_graph_spreads_a_value_to_all_of_a_power_of_two() -> None:
@@ -176,5 +182,7 @@ def test_a_request_to_stop_is_agreed_on_at_one_step() -> None:
 
 
 def test_an_unknown_topology_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="topology='star', expected one of 'ring', 'exponential', 'pairs'"):
+    with pytest.raises(
+        ConfigurationError, match="topology='star', expected one of 'ring', 'exponential', 'pairs'"
+    ):
         Gossip("star")  # type: ignore[arg-type]

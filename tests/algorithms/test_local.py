@@ -1,4 +1,6 @@
-"""`LocalSGD` and `DiLoCo` against their formulas in one process. Ranks are threads, but for the last test."""
+"""`LocalSGD` and `DiLoCo` against their formulas in one process. Ranks are threads, but for the
+last test.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +59,20 @@ def reference(
                     if outer is not None:
                         change = anchor[index] - new
                         velocity[index] = outer[1] * velocity[index] + change
-                        new = anchor[index] = anchor[index] - outer[0] * (change + outer[1] * velocity[index])
+                        new = anchor[index] = anchor[index] - outer[0] * (
+                            change + outer[1] * velocity[index]
+                        )
                     for p in column:
                         p.copy_(new)
                     if average_optimizer:
-                        states = [steps.state[p] for steps, p in zip(optimizers, column, strict=True)]
-                        for key in [key for key, value in states[0].items() if value.shape == column[0].shape]:
+                        states = [
+                            steps.state[p] for steps, p in zip(optimizers, column, strict=True)
+                        ]
+                        for key in [
+                            key
+                            for key, value in states[0].items()
+                            if value.shape == column[0].shape
+                        ]:
                             mean = torch.stack([state[key] for state in states]).mean(0)
                             for state in states:
                                 state[key].copy_(mean)
@@ -100,9 +110,11 @@ def test_equals_the_formula_in_one_process(
         lambda: DiLoCo(4, fragments=2, overlap=3, outer_bits=8),
     ],
 )
-def test_averages_are_shown_without_a_trace_and_a_round_is_resumed_exactly(make: Callable[[], LocalSGD]) -> None:
-    """After each of the first 7 steps averages are shown. After some a checkpoint is written, from which another job
-    goes on: in the middle of a round, before its last step, after it."""
+def test_averages_are_shown_without_a_trace_and_a_round_is_resumed_exactly(
+    make: Callable[[], LocalSGD],
+) -> None:
+    """After each of the first 7 steps averages are shown. After some a checkpoint is written, from
+    which another job goes on: in the middle of a round, before its last step, after it."""
     straight = trained(3, make(), "adamw")
     start = network()
 
@@ -123,7 +135,8 @@ def test_averages_are_shown_without_a_trace_and_a_round_is_resumed_exactly(make:
             other, resumed = copy.deepcopy(net), make()
             again = OPTIMIZERS["adamw"](other)
             resumed.attach(other, [again], comm)
-            again.load_state_dict(comm.broadcast_object(copy.deepcopy(steps.state_dict())))  # rank 0's, as Lightning
+            # rank 0's, as Lightning
+            again.load_state_dict(comm.broadcast_object(copy.deepcopy(steps.state_dict())))
             assert resumed.load_state_dict(state) == ""
             for _ in range(step + 1, NUM_STEPS):
                 one_step(other, again, resumed, comm.rank)
@@ -158,7 +171,8 @@ def test_another_number_of_ranks_goes_on_from_the_average() -> None:
         before = parameters_to_vector(net.parameters()).detach().clone()
         algorithm.attach(net, [OPTIMIZERS["sgd"](net)], comm)
         message = algorithm.load_state_dict(state)
-        assert torch.equal(parameters_to_vector(net.parameters()), before)  # the checkpoint's averages
+        # the checkpoint's averages
+        assert torch.equal(parameters_to_vector(net.parameters()), before)
         return message, algorithm.num_steps, before
 
     message, num_steps, _ = run_ranks(2, load)[0]
@@ -212,11 +226,26 @@ def test_a_request_to_stop_reaches_every_rank_at_the_end_of_a_round() -> None:
         (lambda: DiLoCo(4, overlap=4), "overlap=4"),
         (lambda: DiLoCo(own_share=1), "own_share=1"),
         (lambda: DiLoCo(outer_bits=16), "outer_bits=16"),
-        (lambda: RingStrategy(algorithm=LocalSGD(), uneven="join"), "uneven='join' with algorithm=LocalSGD"),
-        (lambda: RingStrategy(algorithm="ring_local", uneven="join"), "uneven='join' with algorithm='ring_local'"),
-        (lambda: RingStrategy(algorithm="ring_local", compression="int8"), "compression='int8' with algorithm="),
-        (lambda: RingStrategy(algorithm="ring_local", elastic=True), "LocalSGD keeps state of its ranks"),
-        (lambda: RingStrategy(algorithm="ring_local", shard_optimizer=True), "shard_optimizer=True with algorithm="),
+        (
+            lambda: RingStrategy(algorithm=LocalSGD(), uneven="join"),
+            "uneven='join' with algorithm=LocalSGD",
+        ),
+        (
+            lambda: RingStrategy(algorithm="ring_local", uneven="join"),
+            "uneven='join' with algorithm='ring_local'",
+        ),
+        (
+            lambda: RingStrategy(algorithm="ring_local", compression="int8"),
+            "compression='int8' with algorithm=",
+        ),
+        (
+            lambda: RingStrategy(algorithm="ring_local", elastic=True),
+            "LocalSGD keeps state of its ranks",
+        ),
+        (
+            lambda: RingStrategy(algorithm="ring_local", shard_optimizer=True),
+            "shard_optimizer=True with algorithm=",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(make: Callable[[], Any], words: str) -> None:

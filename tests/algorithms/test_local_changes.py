@@ -1,4 +1,6 @@
-"""What changes in the middle of a round of ranks that step alone: frozen parameters, weights, optimizers, settings."""
+"""What changes in the middle of a round of ranks that step alone: frozen parameters, weights,
+optimizers, settings.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def flat(net: nn.Module) -> Tensor:
     return parameters_to_vector(net.parameters()).detach().clone()
 
 
-def begin(algorithm: LocalSGD, comm: Any, optimizer: str = "sgd", **said: Any) -> tuple[nn.Module, Any]:
+def begin(
+    algorithm: LocalSGD, comm: Any, optimizer: str = "sgd", **said: Any
+) -> tuple[nn.Module, Any]:
     net = network()
     steps = OPTIMIZERS[optimizer](net)
     algorithm.attach(net, [steps], comm, **said)
@@ -38,8 +42,12 @@ def begin(algorithm: LocalSGD, comm: Any, optimizer: str = "sgd", **said: Any) -
     ],
     ids=["local", "diloco", "streaming", "gossip", "asynchronous"],
 )
-def test_a_parameter_that_is_frozen_within_a_round_is_averaged(make: Callable[[], LocalSGD]) -> None:
-    """At evaluations in that round, and at its end; with `DiLoCo` it is then at rest, whatever its momentum."""
+def test_a_parameter_that_is_frozen_within_a_round_is_averaged(
+    make: Callable[[], LocalSGD],
+) -> None:
+    """At evaluations in that round, and at its end; with `DiLoCo` it is then at rest, whatever
+    its momentum.
+    """
 
     def rank(comm: Any) -> list[Tensor]:
         algorithm = make()
@@ -99,8 +107,12 @@ def test_a_frozen_parameter_within_a_round_is_in_the_checkpoint() -> None:
     [lambda: LocalSGD(4), lambda: DiLoCo(4), Gossip, AsynchronousGossip],
     ids=["local", "diloco", "gossip", "asynchronous"],
 )
-def test_weights_that_code_changes_beside_an_evaluation_are_kept(make: Callable[[], LocalSGD]) -> None:
-    """As by `StochasticWeightAveraging`, which puts in its average at an epoch's end. A swap and back is no change."""
+def test_weights_that_code_changes_beside_an_evaluation_are_kept(
+    make: Callable[[], LocalSGD],
+) -> None:
+    """As by `StochasticWeightAveraging`, which puts in its average at an epoch's end. A swap and
+    back is no change.
+    """
 
     def rank(comm: Any) -> tuple[Tensor, Tensor, Tensor, list[str]]:
         algorithm, said = make(), []
@@ -136,7 +148,9 @@ class Branches(nn.Module):
         self.used: int | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return sum(part(inputs) for index, part in enumerate(self.parts) if self.used in (None, index))
+        return sum(
+            part(inputs) for index, part in enumerate(self.parts) if self.used in (None, index)
+        )
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -175,7 +189,9 @@ def test_states_of_different_parameters_are_not_averaged_with_each_other(optimiz
         steps.zero_grad()
         loss(alone, 0, step).backward()
         steps.step()
-    expected = steps.state[alone.parts[0].weight]["momentum_buffer" if optimizer == "sgd" else "exp_avg"]
+    expected = steps.state[alone.parts[0].weight][
+        "momentum_buffer" if optimizer == "sgd" else "exp_avg"
+    ]
     torch.testing.assert_close(first[0], expected)
     assert all(torch.equal(*pair) for pair in zip(last, others_last, strict=True))
     assert len(said) == 1
@@ -183,7 +199,9 @@ def test_states_of_different_parameters_are_not_averaged_with_each_other(optimiz
 
 
 def test_a_checkpoint_within_a_round_is_resumed_with_other_settings() -> None:
-    """From the average, where ranks then agree at once; with other fragments all of them still travel."""
+    """From the average, where ranks then agree at once; with other fragments all of them still
+    travel.
+    """
 
     def rank(comm: Any) -> list[Any]:
         algorithm = DiLoCo(4, fragments=4, overlap=2)
@@ -194,7 +212,11 @@ def test_a_checkpoint_within_a_round_is_resumed_with_other_settings() -> None:
         state = comm.broadcast_object(algorithm.state_dict())
         optimizer = comm.broadcast_object(copy.deepcopy(steps.state_dict()))
         found = []
-        for make in (lambda: LocalSGD(3), lambda: LocalSGD(8, warmup_steps=7), lambda: DiLoCo(2, fragments=2)):
+        for make in (
+            lambda: LocalSGD(3),
+            lambda: LocalSGD(8, warmup_steps=7),
+            lambda: DiLoCo(2, fragments=2),
+        ):
             other, resumed = copy.deepcopy(net), make()
             again = OPTIMIZERS["sgd"](other)
             resumed.attach(other, [again], comm)
@@ -206,7 +228,13 @@ def test_a_checkpoint_within_a_round_is_resumed_with_other_settings() -> None:
             for _ in range(5):
                 one_step(other, again, resumed, comm.rank)
             found.append(
-                (said, start, one, flat(other), dict(resumed._parts._of) if isinstance(resumed, DiLoCo) else {})
+                (
+                    said,
+                    start,
+                    one,
+                    flat(other),
+                    dict(resumed._parts._of) if isinstance(resumed, DiLoCo) else {},
+                )
             )
         return found
 

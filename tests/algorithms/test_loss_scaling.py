@@ -34,7 +34,9 @@ def algorithm_of(strategy, compression):
 
 
 def train(comm, net, strategy, compression, layer, fused, num_steps=5):
-    """Returns for each step the scale after it, and the parameters. On rank 1 the gradient of ``layer`` becomes inf."""
+    """Returns for each step the scale after it, and the parameters. On rank 1 the gradient of
+    ``layer`` becomes inf.
+    """
     net = copy.deepcopy(net)
     if fused:  # unscales, and skips, in its own step
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
@@ -62,7 +64,12 @@ def train(comm, net, strategy, compression, layer, fused, num_steps=5):
         scaler.update()
         algorithm.after_step(optimizer)
         algorithm.wait_parameters()
-        steps.append((scaler.get_scale(), torch.cat([param.detach().flatten().clone() for param in net.parameters()])))
+        steps.append(
+            (
+                scaler.get_scale(),
+                torch.cat([param.detach().flatten().clone() for param in net.parameters()]),
+            )
+        )
     algorithm.detach()
     return steps
 
@@ -71,11 +78,15 @@ def train(comm, net, strategy, compression, layer, fused, num_steps=5):
 @pytest.mark.parametrize(("strategy", "compression", "fused"), WAYS)
 def test_an_infinity_on_one_rank_skips_the_step_on_all(strategy, compression, fused, layer):
     torch.manual_seed(0)  # here: threads share torch's generator
-    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    net = nn.Sequential(
+        nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)
+    )
     ranks = run_ranks(3, lambda comm: train(comm, net, strategy, compression, layer, fused))
     for steps in ranks:
         assert [scale for scale, _ in steps] == [16, 16, 8, 8, 8]
         for number, ((_, before), (_, after)) in enumerate(pairwise(steps), 1):
             assert torch.equal(before, after) == (number == INFINITE_AT)
             assert after.isfinite().all()
-        assert all(torch.equal(one[1], other[1]) for one, other in zip(steps, ranks[0], strict=True))
+        assert all(
+            torch.equal(one[1], other[1]) for one, other in zip(steps, ranks[0], strict=True)
+        )

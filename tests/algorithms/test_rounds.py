@@ -21,7 +21,9 @@ from tests.thread_ranks import run_ranks
 
 
 @pytest.mark.parametrize("nodes", [[[0, 2], [1, 3]], [[0, 1, 2], [3, 4, 5]]], ids=str)
-@pytest.mark.parametrize("make", [lambda: LocalSGD(3, in_nodes=True, warmup_steps=2), lambda: DiLoCo(3, in_nodes=True)])
+@pytest.mark.parametrize(
+    "make", [lambda: LocalSGD(3, in_nodes=True, warmup_steps=2), lambda: DiLoCo(3, in_nodes=True)]
+)
 def test_nodes_step_alone(nodes: list[list[int]], make: Callable[[], LocalSGD]) -> None:
     """As ranks would that have all the data of their node: one process a node."""
     start = network()
@@ -54,7 +56,9 @@ def test_nodes_step_alone(nodes: list[list[int]], make: Callable[[], LocalSGD]) 
     found, expected = run_nested(nodes, rank), run_ranks(len(nodes), node)
     for number, ranks in enumerate(nodes):
         for own in ranks:
-            torch.testing.assert_close(torch.stack(found[own]), torch.stack(expected[number]), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                torch.stack(found[own]), torch.stack(expected[number]), rtol=1e-4, atol=1e-6
+            )
     assert not torch.equal(found[nodes[0][0]][3], found[nodes[1][0]][3])  # between two averages
 
 
@@ -76,7 +80,10 @@ def test_a_request_to_stop_is_agreed_on_by_all_nodes() -> None:
 
 def test_without_nested_rings_each_rank_steps_by_itself() -> None:
     own, plain = trained(2, LocalSGD(3, in_nodes=True), "sgd"), trained(2, LocalSGD(3), "sgd")
-    assert all(torch.equal(torch.stack(one), torch.stack(other)) for one, other in zip(own, plain, strict=True))
+    assert all(
+        torch.equal(torch.stack(one), torch.stack(other))
+        for one, other in zip(own, plain, strict=True)
+    )
 
 
 def test_every_auto_is_one_number_from_the_slowest_step_and_the_shortest_wait() -> None:
@@ -86,7 +93,9 @@ def test_every_auto_is_one_number_from_the_slowest_step_and_the_shortest_wait() 
         pace.averages = [3.0, 0.046 if comm.rank == 1 else 1.0]
         return pace.choose(comm)
 
-    assert run_ranks(3, rank) == 3 * [(math.ceil(0.046 / 0.003), "a step takes 30.0 ms, an average 46.0 ms")]
+    assert run_ranks(3, rank) == 3 * [
+        (math.ceil(0.046 / 0.003), "a step takes 30.0 ms, an average 46.0 ms")
+    ]
 
 
 def test_every_auto_measures_two_rounds_and_is_kept_by_checkpoints() -> None:
@@ -111,7 +120,9 @@ def test_every_auto_measures_two_rounds_and_is_kept_by_checkpoints() -> None:
         return algorithm.every, found, said, state
 
     (every, first, said, _), (_, other, _, _) = run_ranks(2, rank)
-    assert [torch.equal(*pair) for pair in zip(first, other, strict=True)] == [False] * (every - 1) + [True]
+    assert [torch.equal(*pair) for pair in zip(first, other, strict=True)] == [False] * (
+        every - 1
+    ) + [True]
     assert f"averages follow every {every} steps from now on" in said[-1]
 
 

@@ -1,4 +1,6 @@
-"""`ParameterServer` against its formulas in one process. Ranks are threads, but for the last test."""
+"""`ParameterServer` against its formulas in one process. Ranks are threads, but for the last
+test.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ DEDICATED = "tests.checks.dedicated_server"
 NUM_STEPS = 7
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "sgd": lambda net: SGD(net.parameters(), 0.05, momentum=0.9),
-    "adamw": lambda net: AdamW([{"params": [*net.parameters()][:2], "lr": 0.02}, {"params": [*net.parameters()][2:]}]),
+    "adamw": lambda net: AdamW(
+        [{"params": [*net.parameters()][:2], "lr": 0.02}, {"params": [*net.parameters()][2:]}]
+    ),
     "lars": lambda net: LARS(net.parameters(), 0.5, momentum=0.9),  # norms of whole tensors
     "adafactor": lambda net: Adafactor(net.parameters(), 0.05),  # rows and columns of whole tensors
 }
@@ -43,7 +47,9 @@ def network() -> nn.Module:
     return copy.deepcopy(START)
 
 
-def one_step(net: nn.Module, optimizer: Optimizer, algorithm: ParameterServer, rank: int, step: int) -> None:
+def one_step(
+    net: nn.Module, optimizer: Optimizer, algorithm: ParameterServer, rank: int, step: int
+) -> None:
     algorithm.begin_batch()
     value = loss(net, rank, step)
     value.backward()
@@ -57,13 +63,17 @@ def vector(net: nn.Module) -> Tensor:
     return parameters_to_vector(net.parameters()).detach().clone()
 
 
-def sequential(optimizer: str, world_size: int, lr: Callable[[int], float] | None = None) -> tuple[Tensor, Any]:
+def sequential(
+    optimizer: str, world_size: int, lr: Callable[[int], float] | None = None
+) -> tuple[Tensor, Any]:
     """One process that steps the mean of all ranks' gradients."""
     net = network()
     steps = OPTIMIZERS[optimizer](net)
     for step in range(NUM_STEPS):
         steps.zero_grad()
-        (torch.stack([loss(net, rank, step) for rank in range(world_size)]).sum() / world_size).backward()
+        (
+            torch.stack([loss(net, rank, step) for rank in range(world_size)]).sum() / world_size
+        ).backward()
         steps.step()
         if lr is not None:
             steps.param_groups[0]["lr"] = lr(step)
@@ -71,7 +81,9 @@ def sequential(optimizer: str, world_size: int, lr: Callable[[int], float] | Non
 
 
 @pytest.mark.parametrize("mode", ["async", "stale"])
-def test_ranks_at_their_own_pace_agree_on_a_parameter_that_is_frozen_within_an_epoch(mode: Any) -> None:
+def test_ranks_at_their_own_pace_agree_on_a_parameter_that_is_frozen_within_an_epoch(
+    mode: Any,
+) -> None:
     """New servers begin with the old ones' weights, and not with what each rank had pulled last."""
 
     def rank(comm: Any) -> Tensor:
@@ -91,9 +103,13 @@ def test_ranks_at_their_own_pace_agree_on_a_parameter_that_is_frozen_within_an_e
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize(("world_size", "servers"), [(2, None), (3, None), (3, 1), (4, 2), (5, None)])
+@pytest.mark.parametrize(
+    ("world_size", "servers"), [(2, None), (3, None), (3, 1), (4, 2), (5, None)]
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_bulk_is_the_step_with_the_mean_in_one_process(world_size: int, optimizer: str, servers: int | None) -> None:
+def test_bulk_is_the_step_with_the_mean_in_one_process(
+    world_size: int, optimizer: str, servers: int | None
+) -> None:
     def rank(comm: Any) -> tuple[Tensor, Any, Any]:
         net, algorithm = network(), ParameterServer(servers)
         steps = OPTIMIZERS[optimizer](net)
@@ -122,7 +138,9 @@ def test_bulk_is_the_step_with_the_mean_in_one_process(world_size: int, optimize
 
 @pytest.mark.parametrize("servers", [1, 2, 6])
 def test_dedicated_servers_step_with_the_mean_of_the_workers(servers: int) -> None:
-    """Also more servers than LARS has tensors. Workers end an epoch twice; servers come to no batch and see no rate."""
+    """Also more servers than LARS has tensors. Workers end an epoch twice; servers come to no
+    batch and see no rate.
+    """
 
     def rank(comm: Any) -> tuple[Tensor, Any]:
         net, algorithm = network(), ParameterServer(servers, dedicated=True)
@@ -162,7 +180,9 @@ def test_dedicated_servers_follow_a_frozen_parameter_between_epochs(late: int) -
         return vector(net)
 
     if late:
-        with pytest.raises(ConfigurationError, match=r"frozen or added within an epoch.*behind show_averages"):
+        with pytest.raises(
+            ConfigurationError, match=r"frozen or added within an epoch.*behind show_averages"
+        ):
             run_ranks(3, rank)
         return
     found = run_ranks(3, rank)
@@ -170,7 +190,9 @@ def test_dedicated_servers_follow_a_frozen_parameter_between_epochs(late: int) -
 
 
 def test_a_closure_an_unused_and_a_thawed_parameter() -> None:
-    """As one process does it: an unused parameter keeps its value, and a thawed one is trained from then on."""
+    """As one process does it: an unused parameter keeps its value, and a thawed one is trained
+    from then on.
+    """
 
     def trained(algorithm: ParameterServer | None, comm: Any) -> Tensor:
         net = network()
@@ -190,7 +212,10 @@ def test_a_closure_an_unused_and_a_thawed_parameter() -> None:
 
             def closure(step: int = step) -> Tensor:
                 steps.zero_grad()
-                value = torch.stack([loss(net[:3], rank, step) for rank in ranks]).mean() + net.empty.sum()
+                value = (
+                    torch.stack([loss(net[:3], rank, step) for rank in ranks]).mean()
+                    + net.empty.sum()
+                )
                 value.backward()
                 return value
 
@@ -225,7 +250,11 @@ def test_a_frozen_parameter_keeps_its_momentum_until_it_is_thawed() -> None:
                 torch.stack([loss(net, rank, step) for rank in range(2)]).mean().backward()
                 steps.step()
             if step == 4:
-                saved = algorithm.optimizer_state_dict(steps, is_rank_zero=True) if algorithm else steps.state_dict()
+                saved = (
+                    algorithm.optimizer_state_dict(steps, is_rank_zero=True)
+                    if algorithm
+                    else steps.state_dict()
+                )
         if algorithm is not None:
             algorithm.detach()
         return vector(net), len(saved["state"])
@@ -238,7 +267,9 @@ def test_a_frozen_parameter_keeps_its_momentum_until_it_is_thawed() -> None:
 
 @pytest.mark.parametrize("mode", ["async", "stale"])
 def test_ranks_with_different_numbers_of_steps_end_with_the_same_weights(mode: Any) -> None:
-    """Each has its epochs, after which all show the servers' weights; one rank has no batch in the second."""
+    """Each has its epochs, after which all show the servers' weights; one rank has no batch in
+    the second.
+    """
 
     def rank(comm: Any) -> list[Tensor]:
         net, algorithm = network(), ParameterServer(mode=mode)
@@ -268,20 +299,26 @@ def test_a_rank_without_a_batch_is_an_error_in_bulk_mode() -> None:
             one_step(net, steps, algorithm, comm.rank, step)
         algorithm.show_averages()
 
-    with pytest.raises(CollectiveError, match="rank 1 took a step, while rank 0 had ended its epoch"):
+    with pytest.raises(
+        CollectiveError, match="rank 1 took a step, while rank 0 had ended its epoch"
+    ):
         run_ranks(2, rank)
 
 
 @pytest.mark.parametrize("mode", ["bulk", "stale", "async"])
 def test_a_request_to_stop_is_met_by_all_ranks(mode: Any) -> None:
-    """Also while one rank is already at the end of its epoch, where nobody can stop: at the next step of all."""
+    """Also while one rank is already at the end of its epoch, where nobody can stop: at the next
+    step of all.
+    """
 
     def rank(comm: Any) -> list[tuple[int, int]]:
         net, algorithm = network(), ParameterServer(mode=mode)
         steps = OPTIMIZERS["sgd"](net)
         algorithm.attach(net, [steps], comm)
         stops = []
-        for epoch, batches in enumerate(((6, 6), (2, 6), (6, 6)) if mode != "bulk" else ((6, 6),) * 3):
+        for epoch, batches in enumerate(
+            ((6, 6), (2, 6), (6, 6)) if mode != "bulk" else ((6, 6),) * 3
+        ):
             for step in range(batches[comm.rank]):
                 if algorithm.agreed_to_stop():
                     stops.append((epoch, step))
@@ -321,7 +358,9 @@ def test_a_state_of_which_servers_would_not_learn_is_an_error() -> None:
         steps = OPTIMIZERS["adamw"](net)
         algorithm.attach(net, [steps], comm)
         one_step(net, steps, algorithm, comm.rank, 0)
-        saved = comm.broadcast_object(algorithm.optimizer_state_dict(steps, is_rank_zero=comm.rank == 0))
+        saved = comm.broadcast_object(
+            algorithm.optimizer_state_dict(steps, is_rank_zero=comm.rank == 0)
+        )
         steps.load_state_dict(saved)
         one_step(net, steps, algorithm, comm.rank, 1)
 
@@ -353,29 +392,59 @@ def test_an_error_of_the_servers_optimizer_is_told_to_every_rank() -> None:
         (lambda: ParameterServer(0), "servers=0"),
         (lambda: ParameterServer(1, dedicated=1), "dedicated=1, expected True or False"),  # type: ignore[arg-type]
         (lambda: ParameterServer(dedicated=True), "dedicated=True without servers"),
-        (lambda: attached(ParameterServer(2, dedicated=True)), "servers=2 with dedicated=True, and the job has 2"),
-        (lambda: ParameterServer(mode="sync"), "mode='sync', expected one of 'bulk', 'stale', 'async'"),  # type: ignore[arg-type]
+        (
+            lambda: attached(ParameterServer(2, dedicated=True)),
+            "servers=2 with dedicated=True, and the job has 2",
+        ),
+        (
+            lambda: ParameterServer(mode="sync"),
+            "mode='sync', expected one of 'bulk', 'stale', 'async'",
+        ),  # type: ignore[arg-type]
         (lambda: ParameterServer(staleness=2), "staleness=2 with mode='bulk'"),
         (lambda: ParameterServer(mode="async", staleness=2), "staleness=2 with mode='async'"),
         (lambda: ParameterServer(mode="stale", staleness=-1), "staleness=-1"),
-        (lambda: ParameterServer(delay_compensation=0.1), "delay_compensation=0.1 with mode='bulk'"),
-        (lambda: ParameterServer(mode="async", delay_compensation=0), "delay_compensation=0, expected a number above"),
-        (lambda: RingStrategy(algorithm=ParameterServer(), uneven="join"), "uneven='join' with algorithm=Parameter"),
+        (
+            lambda: ParameterServer(delay_compensation=0.1),
+            "delay_compensation=0.1 with mode='bulk'",
+        ),
+        (
+            lambda: ParameterServer(mode="async", delay_compensation=0),
+            "delay_compensation=0, expected a number above",
+        ),
+        (
+            lambda: RingStrategy(algorithm=ParameterServer(), uneven="join"),
+            "uneven='join' with algorithm=Parameter",
+        ),
         (
             lambda: RingStrategy(algorithm=ParameterServer(), elastic=True),
             "elastic=True, .*ParameterServer keeps state",
         ),
-        (lambda: RingStrategy(algorithm=ParameterServer(), compression="int8"), "compression beside algorithm=Param"),
-        (lambda: RingStrategy(algorithm=ParameterServer(), shard_optimizer=True), "shard_optimizer beside algorithm="),
+        (
+            lambda: RingStrategy(algorithm=ParameterServer(), compression="int8"),
+            "compression beside algorithm=Param",
+        ),
+        (
+            lambda: RingStrategy(algorithm=ParameterServer(), shard_optimizer=True),
+            "shard_optimizer beside algorithm=",
+        ),
         (
             lambda: RingStrategy(algorithm=ParameterServer(mode="async"), broadcast_buffers="step"),
             "broadcast_buffers='step' with algorithm=ParameterServer",
         ),
         (lambda: attached(ParameterServer(3)), "servers=3, and the job has 2"),
         (lambda: attached(ParameterServer(), 2), "ParameterServer got 2 optimizers"),
-        (lambda: attached(ParameterServer(), kind=torch.optim.LBFGS), "optimizer LBFGS, which asks for gradients"),
-        (lambda: attached(ParameterServer(), kind=torch.optim.SparseAdam), "SparseAdam, which takes sparse gradients"),
-        (lambda: ParameterServer().clip_grad_norm_([], 1.0), "clipped by their norm, but ParameterServer.mode='bulk'"),
+        (
+            lambda: attached(ParameterServer(), kind=torch.optim.LBFGS),
+            "optimizer LBFGS, which asks for gradients",
+        ),
+        (
+            lambda: attached(ParameterServer(), kind=torch.optim.SparseAdam),
+            "SparseAdam, which takes sparse gradients",
+        ),
+        (
+            lambda: ParameterServer().clip_grad_norm_([], 1.0),
+            "clipped by their norm, but ParameterServer.mode='bulk'",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(make: Callable[[], Any], words: str) -> None:
@@ -408,10 +477,17 @@ def test_dedicated_servers_on_real_ranks(battery: Any, world_size: int, check: s
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("arguments", "victim", "step"),
-    [("1, 'bulk'", 0, 3), ("1, 'async'", 1, 3), ("1, 'bulk', dedicated=True", 2, 0), ("1, dedicated=True", 1, 3)],
+    [
+        ("1, 'bulk'", 0, 3),
+        ("1, 'async'", 1, 3),
+        ("1, 'bulk', dedicated=True", 2, 0),
+        ("1, dedicated=True", 1, 3),
+    ],
 )
 def test_a_killed_rank_ends_the_job(arguments: str, victim: int, step: int, tmp_path: Path) -> None:
-    """The only server, a worker that nobody waits for, a server that takes no step, and its worker."""
+    """The only server, a worker that nobody waits for, a server that takes no step, and its
+    worker.
+    """
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, time, torch\n"
@@ -432,7 +508,15 @@ def test_a_killed_rank_ends_the_job(arguments: str, victim: int, step: int, tmp_
         "        time.sleep(0.01)\n"
         "print('the end')\n"
     )
-    command = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", "3", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_ring.cli.ringrun",
+        "--no-mpi",
+        "-n",
+        "3",
+        str(script),
+    ]
     done = run(command, **forked.ranks())
     assert done.returncode == 137, done.stdout
     assert "the end" not in done.stdout

@@ -1,4 +1,6 @@
-"""One parameter server by itself: delay compensation, the bound on staleness, averages, parts of parameters."""
+"""One parameter server by itself: delay compensation, the bound on staleness, averages, parts of
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,12 @@ SETTINGS = settings_of(SGD([nn.Parameter(torch.zeros(1))], 0.1))
 
 @pytest.mark.parametrize("how", [{}, {"staleness": 10}])
 @pytest.mark.parametrize("compensation", [None, 0.3])
-def test_delay_compensation_is_equation_10_of_the_paper(compensation: float | None, how: dict[str, Any]) -> None:
-    """w ← w - lr · (g + λ g ⊙ g ⊙ (w - w_r)), for pushes that come in an order of their own; three workers."""
+def test_delay_compensation_is_equation_10_of_the_paper(
+    compensation: float | None, how: dict[str, Any]
+) -> None:
+    """w ← w - lr · (g + λ g ⊙ g ⊙ (w - w_r)), for pushes that come in an order of their own;
+    three workers.
+    """
     shard, pulled = shard_of(3, compensation=compensation, **how)
     weights = torch.linspace(-1, 1, 6, dtype=torch.float64).numpy()
     seen = [weights.copy() for _ in range(3)]
@@ -93,25 +99,47 @@ def test_a_worker_that_rests_holds_nobody_up() -> None:
         shard.push(0, Push([torch.zeros(6, dtype=torch.float64)], SETTINGS), pulled)
     assert shard.num_updates == 5
     shard.meet()
-    shard.push(0, Push([torch.zeros(6, dtype=torch.float64)], SETTINGS), pulled)  # the bound counts from here
+    # the bound counts from here
+    shard.push(0, Push([torch.zeros(6, dtype=torch.float64)], SETTINGS), pulled)
 
 
 def test_parameters_are_cut_into_equal_parts_or_spread_whole() -> None:
-    params = [torch.zeros(3, 5), torch.zeros(7), torch.zeros(0), torch.zeros(2, 2, dtype=torch.float64), torch.zeros(1)]
+    params = [
+        torch.zeros(3, 5),
+        torch.zeros(7),
+        torch.zeros(0),
+        torch.zeros(2, 2, dtype=torch.float64),
+        torch.zeros(1),
+    ]
     for num_servers in (1, 2, 3, 5, 40):
         for cut in (True, False):
             parts = layouts(params, num_servers, cut=cut)
             covered = [
-                (piece.index, i) for part in parts for piece in part.pieces for i in range(piece.start, piece.stop)
+                (piece.index, i)
+                for part in parts
+                for piece in part.pieces
+                for i in range(piece.start, piece.stop)
             ]
-            assert sorted(covered) == [(n, i) for n, param in enumerate(params) for i in range(param.numel())]
+            assert sorted(covered) == [
+                (n, i) for n, param in enumerate(params) for i in range(param.numel())
+            ]
             sizes = [
-                sum((piece.stop - piece.start) * params[piece.index].itemsize for piece in part.pieces)
+                sum(
+                    (piece.stop - piece.start) * params[piece.index].itemsize
+                    for piece in part.pieces
+                )
                 for part in parts
             ]
             if cut:
                 assert max(sizes) - min(sizes) <= 16  # where two dtypes meet
     last = torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     values = torch.arange(last.numel(), dtype=torch.float32)
-    write_([last], [(piece, piece.of(values)) for part in layouts([last], 3, cut=True) for piece in part.pieces])
+    write_(
+        [last],
+        [
+            (piece, piece.of(values))
+            for part in layouts([last], 3, cut=True)
+            for piece in part.pieces
+        ],
+    )
     assert torch.equal(last.reshape(-1), values)

@@ -17,14 +17,23 @@ from tests.thread_ranks import run_ranks
 
 
 def streaming_reference(
-    world_size: int, *, every: int, warmup: int, fragments: list[list[int]], overlap: int, share: float, bits: int
+    world_size: int,
+    *,
+    every: int,
+    warmup: int,
+    fragments: list[list[int]],
+    overlap: int,
+    share: float,
+    bits: int,
 ) -> list[list[Tensor]]:
-    """Algorithm 2 of Streaming DiLoCo in NumPy, with SGD of learning rate 0.05 and momentum 0.9 as inner optimizer.
+    """Algorithm 2 of Streaming DiLoCo in NumPy, with SGD of learning rate 0.05 and momentum 0.9 as
+    inner optimizer.
 
     ``fragments``: the numbers of their parameters. The gradients are torch's.
     """
     nets = [network() for _ in range(world_size)]
-    w = [[p.detach().numpy() for p in net.parameters()] for net in nets]  # share the networks' memory
+    # share the networks' memory
+    w = [[p.detach().numpy() for p in net.parameters()] for net in nets]
     inner = [[np.zeros_like(value) for value in own] for own in w]
     anchor, velocity = [value.copy() for value in w[0]], [np.zeros_like(value) for value in w[0]]
     under_way: dict[int, list[np.ndarray]] = {}
@@ -39,7 +48,9 @@ def streaming_reference(
             for value, gradient, momentum, all_ranks in zip(
                 w[rank], gradients[rank], inner[rank], zip(*gradients, strict=True), strict=True
             ):
-                momentum[:] = 0.9 * momentum + (np.mean(all_ranks, 0) if step <= warmup else gradient)
+                momentum[:] = 0.9 * momentum + (
+                    np.mean(all_ranks, 0) if step <= warmup else gradient
+                )
                 value -= np.float32(0.05) * momentum
         if step == warmup:
             anchor = [value.copy() for value in w[0]]
@@ -47,7 +58,9 @@ def streaming_reference(
         for number, members in enumerate(fragments):
             ends = (number + 1) * every // len(fragments)
             if local >= ends and (local - ends) % every == 0:
-                flat = [np.concatenate([(anchor[m] - own[m]).ravel() for m in members]) for own in w]
+                flat = [
+                    np.concatenate([(anchor[m] - own[m]).ravel() for m in members]) for own in w
+                ]
                 mean = two_legs(flat, bits)
                 cuts = np.cumsum([anchor[m].size for m in members])[:-1]
                 under_way[number] = np.split(mean, cuts)
@@ -94,10 +107,15 @@ def test_a_checkpoint_of_other_ranks_begins_a_new_round_without_what_was_on_its_
 
 
 def two_legs(values: list[np.ndarray], bits: int) -> np.ndarray:
-    """The average of the ranks' vectors; each shard's messages to its owner and back are rounded."""
+    """The average of the ranks' vectors; each shard's messages to its owner and back are
+    rounded.
+    """
     shards = [np.array_split(own, len(values)) for own in values]
     return np.concatenate(
-        [rounded(np.mean([rounded(own[owner], bits) for own in shards], 0), bits) for owner in range(len(values))]
+        [
+            rounded(np.mean([rounded(own[owner], bits) for own in shards], 0), bits)
+            for owner in range(len(values))
+        ]
     )
 
 
@@ -120,17 +138,35 @@ def rounded(values: np.ndarray, bits: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [
-        (DiLoCo(4, fragments=2), {"every": 4, "fragments": [[0], [1, 2, 3]], "overlap": 0, "share": 0}),
-        (DiLoCo(5, overlap=2), {"every": 5, "fragments": [[0, 1, 2, 3]], "overlap": 2, "share": 0.5}),
+        (
+            DiLoCo(4, fragments=2),
+            {"every": 4, "fragments": [[0], [1, 2, 3]], "overlap": 0, "share": 0},
+        ),
+        (
+            DiLoCo(5, overlap=2),
+            {"every": 5, "fragments": [[0, 1, 2, 3]], "overlap": 2, "share": 0.5},
+        ),
         (
             DiLoCo(4, fragments=3, overlap=3, own_share=0.25, warmup_steps=2, outer_bits=4),
-            {"every": 4, "warmup": 2, "fragments": [[0], [1], [2, 3]], "overlap": 3, "share": 0.25, "bits": 4},
+            {
+                "every": 4,
+                "warmup": 2,
+                "fragments": [[0], [1], [2, 3]],
+                "overlap": 3,
+                "share": 0.25,
+                "bits": 4,
+            },
         ),
-        (DiLoCo(3, outer_bits=8), {"every": 3, "fragments": [[0, 1, 2, 3]], "overlap": 0, "share": 0, "bits": 8}),
+        (
+            DiLoCo(3, outer_bits=8),
+            {"every": 3, "fragments": [[0, 1, 2, 3]], "overlap": 0, "share": 0, "bits": 8},
+        ),
     ],
     ids=["fragments", "overlap", "all of it in 4 bits", "8 bits"],
 )
-def test_equals_the_formula_of_streaming_diloco(world_size: int, algorithm: DiLoCo, settings: dict[str, Any]) -> None:
+def test_equals_the_formula_of_streaming_diloco(
+    world_size: int, algorithm: DiLoCo, settings: dict[str, Any]
+) -> None:
     if isinstance(algorithm._compressor, BetweenNodes):
         algorithm._compressor.min_numel = 0  # the network has 66 parameters
     found = trained(world_size, algorithm, "sgd")

@@ -1,4 +1,6 @@
-"""Checks of the communicators between processes, run on every rank of one mpirun by `tests.battery`."""
+"""Checks of the communicators between processes, run on every rank of one mpirun by
+`tests.battery`.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,24 @@ from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError, RingError
 from lightning_ring.job.topology import open_hierarchical
-from tests.checks.reductions import COMPLEX, FLOATS, HALVES, INTEGERS, allowed, plain, rounded_once, tolerance, values
+from tests.checks.reductions import (
+    COMPLEX,
+    FLOATS,
+    HALVES,
+    INTEGERS,
+    allowed,
+    plain,
+    rounded_once,
+    tolerance,
+    values,
+)
 from tests.checks.world import open_gloo
 
 WORLD = MPI.COMM_WORLD
 CPU = torch.device("cpu")
 BACKENDS = ["gloo", "mpi", "shared memory"] + ["hierarchical"] * (WORLD.size == 4)
-# Every dtype goes through the others on up to three ranks; a ring of four is the same ring (and `test_ring.py` has it)
+# Every dtype goes through the others on up to three ranks; a ring of four is the same ring (and
+# `test_ring.py` has it)
 EVERY_DTYPE = ["hierarchical"] if WORLD.size == 4 else BACKENDS
 
 
@@ -88,7 +101,9 @@ def check_every_dtype_and_op_equals_a_plain_reduction() -> None:
 
 
 def check_tensors_of_inference_mode() -> None:
-    """Lightning evaluates in that mode; changing its tensors in a thread that is not in it is an error."""
+    """Lightning evaluates in that mode; changing its tensors in a thread that is not in it is an
+    error.
+    """
     for comm in each():
         with torch.inference_mode():
             tensors = [torch.full((numel,), float(comm.rank + 1)) for numel in (7, 200_000)]
@@ -107,7 +122,8 @@ def check_tensors_of_inference_mode() -> None:
 def check_sums_equal_those_of_mpi_and_torch() -> None:
     for comm in each():
         for numel in (0, 1, 1000, 300_001):
-            mine = torch.randint(-1000, 1000, (numel,)).double() / 8  # sums of these are exact in any order
+            # sums of these are exact in any order
+            mine = torch.randint(-1000, 1000, (numel,)).double() / 8
             expected, reduced, ours = torch.empty_like(mine), mine.clone(), mine.clone()
             WORLD.Allreduce(mine.numpy(), expected.numpy())
             dist.all_reduce(reduced)
@@ -137,30 +153,45 @@ def check_the_halves() -> None:
                 flat = inputs[comm.rank].clone()
                 comm.reduce_scatter_(flat).wait()
                 own = shard(flat, comm.world_size, comm.shard_index)
-                torch.testing.assert_close(own, shard(expected, comm.world_size, comm.shard_index), **tolerance(dtype))
+                torch.testing.assert_close(
+                    own, shard(expected, comm.world_size, comm.shard_index), **tolerance(dtype)
+                )
                 comm.all_gather_(flat).wait()
                 torch.testing.assert_close(flat, expected, **tolerance(dtype))
                 assert_same_everywhere(comm, flat)
 
 
 def check_16_bit_sums_are_taken_in_float32_and_rounded_once() -> None:
-    for comm in each([backend for backend in BACKENDS if backend != "hierarchical"]):  # which rounds once a level
-        for dtype, op, numel in itertools.product(HALVES, (ReduceOp.SUM, ReduceOp.AVG), (9, 40_003)):
+    # which rounds once a level
+    for comm in each([backend for backend in BACKENDS if backend != "hierarchical"]):
+        for dtype, op, numel in itertools.product(
+            HALVES, (ReduceOp.SUM, ReduceOp.AVG), (9, 40_003)
+        ):
             inputs = values(numel, dtype, comm.world_size)
             expected = rounded_once(inputs, op)
-            for whole in (inputs[comm.rank].clone(), comm.empty(numel, dtype, CPU).copy_(inputs[comm.rank])):
+            for whole in (
+                inputs[comm.rank].clone(),
+                comm.empty(numel, dtype, CPU).copy_(inputs[comm.rank]),
+            ):
                 half = whole.clone()
                 comm.all_reduce_(whole, op=op).wait()
                 assert torch.equal(whole, expected), (comm, dtype, op)
                 comm.reduce_scatter_(half, op=op).wait()
                 own = shard(half, comm.world_size, comm.shard_index)
-                assert torch.equal(own, shard(expected, comm.world_size, comm.shard_index)), (comm, dtype, op)
+                assert torch.equal(own, shard(expected, comm.world_size, comm.shard_index)), (
+                    comm,
+                    dtype,
+                    op,
+                )
 
 
 def check_more_than_16_megabytes() -> None:
     for comm in each():
         tensor = torch.arange(6_000_001, dtype=torch.float32).remainder_(1000) + comm.rank
-        expected = torch.arange(6_000_001, dtype=torch.float32).remainder_(1000) + (comm.world_size - 1) / 2
+        expected = (
+            torch.arange(6_000_001, dtype=torch.float32).remainder_(1000)
+            + (comm.world_size - 1) / 2
+        )
         comm.all_reduce_(tensor, op=ReduceOp.AVG).wait()
         torch.testing.assert_close(tensor, expected)
         comm.broadcast_(tensor.add_(comm.rank), src=comm.world_size - 1).wait()
@@ -171,7 +202,9 @@ def check_more_than_16_megabytes() -> None:
 def check_many_in_flight() -> None:
     for comm in each():
         tensors = [torch.full((1 + 3000 * index,), float(comm.rank + index)) for index in range(30)]
-        works = [comm.all_reduce_(tensor, name=f"bucket {index}") for index, tensor in enumerate(tensors)]
+        works = [
+            comm.all_reduce_(tensor, name=f"bucket {index}") for index, tensor in enumerate(tensors)
+        ]
         for index in reversed(range(30)):  # in any order
             works[index].wait()
             total = comm.world_size * index + comm.world_size * (comm.world_size - 1) / 2
@@ -190,7 +223,8 @@ def check_the_nccl_backend_apart_from_nccl() -> None:
     with opened("gloo") as host:
         comm = NCCLOverGloo(dist.group.WORLD, host)
         for dtype, op in allowed():
-            average = op is ReduceOp.AVG and dtype.is_floating_point  # Gloo averages in newer torch only
+            # Gloo averages in newer torch only
+            average = op is ReduceOp.AVG and dtype.is_floating_point
             if dtype is torch.int16 or average or (dtype.is_complex and op is ReduceOp.PRODUCT):
                 continue
             for numel in (0, 1, 7, 1200):
@@ -201,7 +235,9 @@ def check_the_nccl_backend_apart_from_nccl() -> None:
                 torch.testing.assert_close(whole, expected, **tolerance(dtype))
                 comm.reduce_scatter_(halves, op=op).wait()
                 own = shard(halves, comm.world_size, comm.rank)
-                torch.testing.assert_close(own, shard(expected, comm.world_size, comm.rank), **tolerance(dtype))
+                torch.testing.assert_close(
+                    own, shard(expected, comm.world_size, comm.rank), **tolerance(dtype)
+                )
                 comm.all_gather_(halves).wait()
                 torch.testing.assert_close(halves, expected, **tolerance(dtype))
         mine = torch.full((2, 3), float(comm.rank))
@@ -220,33 +256,52 @@ def check_the_nccl_backend_apart_from_nccl() -> None:
 def check_gather_exchange_and_broadcast() -> None:
     for comm in each():
         ranks = range(comm.world_size)
-        for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn):
+        for dtype in (
+            torch.float32,
+            torch.bfloat16,
+            torch.bool,
+            torch.int16,
+            torch.complex64,
+            torch.float8_e4m3fn,
+        ):
             mine = torch.tensor([[comm.rank % 2, 1]]).to(dtype)
             for rank, gathered in enumerate(comm.all_gather(mine)):
-                assert torch.equal(gathered.to(torch.cfloat), torch.tensor([[rank % 2, 1]]).to(torch.cfloat))
+                assert torch.equal(
+                    gathered.to(torch.cfloat), torch.tensor([[rank % 2, 1]]).to(torch.cfloat)
+                )
             sent = [torch.full((comm.rank + 2 * peer,), comm.rank % 2).to(dtype) for peer in ranks]
             received = [torch.empty(peer + 2 * comm.rank, dtype=dtype) for peer in ranks]
             comm.all_to_all(sent, received).wait()
             for peer in ranks:
-                assert received[peer].to(torch.cfloat).tolist() == [peer % 2] * (peer + 2 * comm.rank)
+                assert received[peer].to(torch.cfloat).tolist() == [peer % 2] * (
+                    peer + 2 * comm.rank
+                )
             for src in ranks:
                 tensor = torch.full((3, 2), comm.rank % 2).to(dtype)
                 comm.broadcast_(tensor, src=src).wait()
-                assert torch.equal(tensor.to(torch.cfloat), torch.full((3, 2), src % 2).to(torch.cfloat))
+                assert torch.equal(
+                    tensor.to(torch.cfloat), torch.full((3, 2), src % 2).to(torch.cfloat)
+                )
         comm.all_reduce_(torch.tensor(1.0)).wait()  # no dimension
         comm.barrier()
 
 
 def check_objects() -> None:
     for comm in each():
-        mine = {"rank": comm.rank, "state": torch.full((comm.rank * 1000,), 7.0), "text": "ß" * 300_000}
+        mine = {
+            "rank": comm.rank,
+            "state": torch.full((comm.rank * 1000,), 7.0),
+            "text": "ß" * 300_000,
+        }
         for rank, theirs in enumerate(comm.all_gather_object(mine)):
             assert theirs["rank"] == rank
             assert torch.equal(theirs["state"], torch.full((rank * 1000,), 7.0))
         for src in range(comm.world_size):
             assert comm.broadcast_object(mine if comm.rank == src else None, src=src)["rank"] == src
         if comm.world_size > 1:
-            with pytest.raises(CollectiveError, match="rank 0 tried to send an object that cannot be pickled"):
+            with pytest.raises(
+                CollectiveError, match="rank 0 tried to send an object that cannot be pickled"
+            ):
                 comm.broadcast_object(lambda: None)
             comm.barrier()
 
@@ -281,8 +336,14 @@ def check_different_tensors_are_an_error_on_every_rank() -> None:
 def check_other_calls_are_an_error_on_every_rank() -> None:
     for backend in BACKENDS if WORLD.size > 1 else []:
         with opened(backend) as comm:
-            mine = comm.barrier if comm.rank == 0 else comm.all_reduce_(torch.ones(100_000), name="loss").wait
-            with pytest.raises(CollectiveError, match=r'rank 0: .*barrier.*: all_reduce "loss"') as caught:
+            mine = (
+                comm.barrier
+                if comm.rank == 0
+                else comm.all_reduce_(torch.ones(100_000), name="loss").wait
+            )
+            with pytest.raises(
+                CollectiveError, match=r'rank 0: .*barrier.*: all_reduce "loss"'
+            ) as caught:
                 mine()
             assert len(set(WORLD.allgather(str(caught.value)))) == 1
 
@@ -304,7 +365,9 @@ def check_objects_of_different_calls_are_an_error_before_they_are_unpickled() ->
             with opened(backend) as comm:
                 mine = "save_checkpoint" if comm.rank == 0 else "next batch"
                 arguments = () if call == "barrier" else (sent,)
-                with pytest.raises(CollectiveError, match=r"rank 0: .*save_checkpoint.*: .*next batch") as caught:
+                with pytest.raises(
+                    CollectiveError, match=r"rank 0: .*save_checkpoint.*: .*next batch"
+                ) as caught:
                     getattr(comm, call)(*arguments, name=mine)
                 assert len(set(WORLD.allgather(str(caught.value)))) == 1
     assert not _Unpickled.seen
@@ -316,7 +379,10 @@ def check_past_the_timeout_the_collective_and_the_missing_rank_are_named() -> No
             comm._policy.timeout = timedelta(seconds=1.5)  # type: ignore[attr-defined]
             WORLD.Barrier()  # only rank 1 is late
             if comm.rank != 1:
-                with pytest.raises(CollectiveError, match=r'all_reduce "bucket 9".*within 1.5 s.*waiting for rank 1\b'):
+                with pytest.raises(
+                    CollectiveError,
+                    match=r'all_reduce "bucket 9".*within 1.5 s.*waiting for rank 1\b',
+                ):
                     comm.all_reduce_(torch.ones(100_000), name="bucket 9").wait()
                 with pytest.raises(CollectiveError, match="bucket 9"):
                     comm.barrier()
@@ -343,7 +409,11 @@ def check_the_check_ends_a_wait() -> None:
 
 def check_refusals() -> None:
     for comm in each():
-        for tensor in (torch.ones(4, 4).t(), torch.zeros(3, dtype=torch.bool), torch.zeros(3, device="meta")):
+        for tensor in (
+            torch.ones(4, 4).t(),
+            torch.zeros(3, dtype=torch.bool),
+            torch.zeros(3, device="meta"),
+        ):
             with pytest.raises(ConfigurationError):
                 comm.all_reduce_(tensor)
         with pytest.raises(ConfigurationError, match="ranks go from 0"):

@@ -36,7 +36,9 @@ def server(mode: Any = "bulk", **how: Any) -> ParameterServer:
 
 
 class Loop:
-    """Two epochs or more of a network with BatchNorm, at a learning rate that changes with each step and each epoch."""
+    """Two epochs or more of a network with BatchNorm, at a learning rate that changes with each
+    step and each epoch.
+    """
 
     def __init__(self, seed: int = 3) -> None:
         self.net = network(norm=True, seed=seed)
@@ -54,11 +56,15 @@ class Loop:
             self.optimizer.zero_grad()
             self.schedule.step()
         show()
-        self.shown.append(torch.cat([value.double().reshape(-1) for value in self.net.state_dict().values()]))
+        self.shown.append(
+            torch.cat([value.double().reshape(-1) for value in self.net.state_dict().values()])
+        )
 
 
 def in_one_process(num_workers: int, epochs: Sequence[int], loop: Loop) -> Loop:
-    """The steps with the mean over the workers, each of which has BatchNorm's statistics of its own batches."""
+    """The steps with the mean over the workers, each of which has BatchNorm's statistics of its
+    own batches.
+    """
     replicas = [loop.net, *(copy.deepcopy(loop.net) for _ in range(num_workers - 1))]
     for epoch in epochs:
         order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(epoch)).tolist()
@@ -76,15 +82,21 @@ def in_one_process(num_workers: int, epochs: Sequence[int], loop: Loop) -> Loop:
             loop.schedule.step()
             for replica in replicas[1:]:
                 with torch.no_grad():
-                    for mine, first in zip(replica.parameters(), loop.net.parameters(), strict=True):
+                    for mine, first in zip(
+                        replica.parameters(), loop.net.parameters(), strict=True
+                    ):
                         mine.copy_(first)
         for replica in replicas[1:]:
             replica.load_state_dict(loop.net.state_dict())
-        loop.shown.append(torch.cat([value.double().reshape(-1) for value in loop.net.state_dict().values()]))
+        loop.shown.append(
+            torch.cat([value.double().reshape(-1) for value in loop.net.state_dict().values()])
+        )
     return loop
 
 
-def run_with(algorithm: Any, epochs: range, loop: Loop | None = None, state: Any = None) -> tuple[Loop, Any]:
+def run_with(
+    algorithm: Any, epochs: range, loop: Loop | None = None, state: Any = None
+) -> tuple[Loop, Any]:
     loop = loop or Loop()
     with distribute(loop.net, loop.optimizer, algorithm=algorithm) as training:
         if state is not None:
@@ -94,7 +106,9 @@ def run_with(algorithm: Any, epochs: range, loop: Loop | None = None, state: Any
             sampler.set_epoch(epoch)
             batches = DataLoader(samples(), BATCH_SIZE, sampler=sampler)
             each = -(-NUM_SAMPLES // training.num_workers)
-            assert len(batches) == (-(-each // BATCH_SIZE) if training.rank < training.num_workers else 0)
+            assert len(batches) == (
+                -(-each // BATCH_SIZE) if training.rank < training.num_workers else 0
+            )
             loop.epoch(batches, training.show_averages)
             assert_all_ranks_equal(loop.shown[-1])
             evaluated = training.all_reduce(torch.tensor(float(RANK)), "sum")
@@ -111,8 +125,11 @@ def check_bulk_has_the_bits_of_a_job_of_the_workers_and_resumes_elsewhere() -> N
         assert torch.equal(found, one)
     assert len(loop.rates) == (0 if RANK >= SIZE - NUM_SERVERS else 3 * 16 // (SIZE - NUM_SERVERS))
     saved = MPI.COMM_WORLD.bcast(saved)
-    assert torch.equal(saved["state"][0]["exp_avg"], expected.optimizer.state_dict()["state"][0]["exp_avg"])
-    assert loop.optimizer.state_dict()["state"].keys() == saved["state"].keys()  # on every rank, at the end
+    assert torch.equal(
+        saved["state"][0]["exp_avg"], expected.optimizer.state_dict()["state"][0]["exp_avg"]
+    )
+    # on every rank, at the end
+    assert loop.optimizer.state_dict()["state"].keys() == saved["state"].keys()
 
     halfway, saved = run_with(server(), range(2))
     saved, schedule = MPI.COMM_WORLD.bcast((saved, halfway.schedule.state_dict()))
@@ -145,20 +162,28 @@ def check_every_step_of_workers_with_different_numbers_of_batches_counts() -> No
                 training.show_averages()
                 assert_all_ranks_equal(parameters(net))
         total = MPI.COMM_WORLD.allreduce(sum(counts))
-        assert {float(state["step"]) for state in optimizer.state_dict()["state"].values()} == {float(total)}
+        assert {float(state["step"]) for state in optimizer.state_dict()["state"].values()} == {
+            float(total)
+        }
         assert_all_ranks_equal(parameters(net))
 
 
 def check_fabric_divides_its_loaders_over_the_workers(tmp_path: Path) -> None:
-    os.environ.pop("PL_GLOBAL_SEED", None)  # of seed_everything in a check before: Fabric's samplers would take it
+    # of seed_everything in a check before: Fabric's samplers would take it
+    os.environ.pop("PL_GLOBAL_SEED", None)
     path = MPI.COMM_WORLD.bcast(str(tmp_path / "saved.ckpt"))
     expected = in_one_process(SIZE - NUM_SERVERS, (0, 0), Loop())  # orders of new loaders
     for seed, epochs in ((3, range(1)), (9, range(1, 2))):
-        loop, fabric = Loop(seed), ring(RingFabricStrategy(algorithm=server()), callbacks=[LoopMonitor(1)])
+        loop, fabric = (
+            Loop(seed),
+            ring(RingFabricStrategy(algorithm=server()), callbacks=[LoopMonitor(1)]),
+        )
         model, loop.optimizer = fabric.setup(loop.net, loop.optimizer)
         batches = fabric.setup_dataloaders(DataLoader(samples(), BATCH_SIZE, shuffle=True))
         everybody = torch.utils.data.DistributedSampler(samples(), SIZE, RANK, shuffle=False)
-        assert len(fabric.setup_dataloaders(DataLoader(samples(), 1, sampler=everybody))) == -(-NUM_SAMPLES // SIZE)
+        assert len(fabric.setup_dataloaders(DataLoader(samples(), 1, sampler=everybody))) == -(
+            -NUM_SAMPLES // SIZE
+        )
         state = {"model": model, "optimizer": loop.optimizer, "schedule": loop.schedule}
         if epochs[0] > 0:
             fabric.load(path, state)
@@ -170,9 +195,14 @@ def check_fabric_divides_its_loaders_over_the_workers(tmp_path: Path) -> None:
 
 
 def check_what_cannot_work_is_refused_on_every_rank() -> None:
-    with pytest.raises(ConfigurationError, match=rf"servers={SIZE} with dedicated=True, and the job has {SIZE} rank"):
+    with pytest.raises(
+        ConfigurationError,
+        match=rf"servers={SIZE} with dedicated=True, and the job has {SIZE} rank",
+    ):
         distribute(network(), algorithm=ParameterServer(SIZE, dedicated=True))
-    with pytest.raises(ConfigurationError, match=r"under a Trainer, .* Use lightning_ring.distribute or Fabric"):
+    with pytest.raises(
+        ConfigurationError, match=r"under a Trainer, .* Use lightning_ring.distribute or Fabric"
+    ):
         trainer(RingStrategy(algorithm=server())).fit(Classifier(), loader())
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -181,7 +211,9 @@ def check_what_cannot_work_is_refused_on_every_rank() -> None:
         if RANK < SIZE - NUM_SERVERS:
             optimizer.step()
         else:
-            with pytest.raises(ConfigurationError, match=f"rank {RANK} is a server of .* training.num_workers"):
+            with pytest.raises(
+                ConfigurationError, match=f"rank {RANK} is a server of .* training.num_workers"
+            ):
                 optimizer.step()
 
 
@@ -194,7 +226,9 @@ def check_what_is_loaded_behind_the_servers_back_is_an_error() -> None:
     with distribute(net, optimizer, algorithm=server("async")) as training:
         optimizer.load_state_dict(saved)
         if RANK < SIZE - NUM_SERVERS:
-            with pytest.raises(RingError, match=r"state was replaced, .* training.load_optimizer_state_dict"):
+            with pytest.raises(
+                RingError, match=r"state was replaced, .* training.load_optimizer_state_dict"
+            ):
                 optimizer.step()
         training.load_optimizer_state_dict(optimizer, saved)
         if RANK < SIZE - NUM_SERVERS:

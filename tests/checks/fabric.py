@@ -36,7 +36,9 @@ def ring(strategy: Any = "ring", **arguments: Any) -> Fabric:
 
 
 def ddp(**arguments: Any) -> Fabric:
-    strategy = DDPStrategy(cluster_environment=RingEnvironment(), parallel_devices=[torch.device("cpu")] * SIZE)
+    strategy = DDPStrategy(
+        cluster_environment=RingEnvironment(), parallel_devices=[torch.device("cpu")] * SIZE
+    )
     fabric = Fabric(strategy=strategy, accelerator="cpu", **arguments)
     fabric.launch()
     return fabric
@@ -46,7 +48,9 @@ def small_buckets(algorithm: str) -> RingFabricStrategy:
     return RingFabricStrategy(algorithm=algorithm, bucket_cap_mb=0.0005)
 
 
-def train(fabric: Fabric, module: nn.Module, optimizer: Optimizer, steps: Sequence[int] = range(9)) -> None:
+def train(
+    fabric: Fabric, module: nn.Module, optimizer: Optimizer, steps: Sequence[int] = range(9)
+) -> None:
     """Three micro-batches a step, a clipped norm, and BatchNorm."""
     model, stepped = fabric.setup(module, optimizer)
     go_on(fabric, model, stepped, steps)
@@ -82,7 +86,9 @@ def check_a_gan_equals_ddp() -> None:
             for noise in batches(5):
                 real = noise[:, :3].contiguous()
                 second.zero_grad()
-                fabric.backward(loss_of(judge(real)).add(judge(generate(noise).detach()).square().mean()))
+                fabric.backward(
+                    loss_of(judge(real)).add(judge(generate(noise).detach()).square().mean())
+                )
                 second.step()
                 first.zero_grad()
                 loss_of(judge(generate(noise))).backward()  # a plain backward is averaged too
@@ -261,12 +267,17 @@ def check_the_monitor_and_the_timeline_tell_of_steps(tmp_path: Path) -> None:
     assert monitor.report is not None
     assert monitor.report.step == 6
     assert [row.rank for row in monitor.report.rows] == list(range(SIZE))
-    assert monitor.report.rows[-1].times.total >= 0.0099, "the sleep between backward and step is part of it"
+    assert monitor.report.rows[-1].times.total >= 0.0099, (
+        "the sleep between backward and step is part of it"
+    )
     for scalars in log.logged.values():
         assert [rate for name, rate in scalars.items() if name.startswith("ring/lr/")] == [0.1]
         parts = ("forward", "optimizer", "other", "exposed_communication")
-        assert not scalars.keys() & {"ring/data_ms", "ring/backward_ms", "ring/data_share"}  # not 0: unknown
-        assert abs(sum(scalars[f"ring/{part}_ms"] for part in parts) - scalars["ring/step_ms"]) < 0.5
+        # not 0: unknown
+        assert not scalars.keys() & {"ring/data_ms", "ring/backward_ms", "ring/data_share"}
+        assert (
+            abs(sum(scalars[f"ring/{part}_ms"] for part in parts) - scalars["ring/step_ms"]) < 0.5
+        )
         assert scalars["ring/forward_ms"] > 0
         assert scalars["ring/optimizer_ms"] > 0
         assert scalars["ring/communication_ms"] > 0

@@ -1,4 +1,6 @@
-"""The gap meter on real ranks: four bottlenecks planted on purpose, and training that goes on as if it had not run."""
+"""The gap meter on real ranks: four bottlenecks planted on purpose, and training that goes on as
+if it had not run.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ class Model(L.LightningModule):
     def __init__(self, slow_rank: int | None = None) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(
-            torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 10)
+            torch.nn.Conv2d(3, 4, 3),
+            torch.nn.BatchNorm2d(4),
+            torch.nn.Flatten(),
+            torch.nn.Linear(4 * 36, 10),
         )
         self.drop = torch.nn.Dropout(0.3)
         self.scale: Tensor
@@ -62,7 +67,9 @@ class Model(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_rank == self.slow_rank:
             time.sleep(0.15)
-        loss = torch.nn.functional.cross_entropy(self.net(self.drop(batch[0])), batch[1]) * self.scale
+        loss = (
+            torch.nn.functional.cross_entropy(self.net(self.drop(batch[0])), batch[1]) * self.scale
+        )
         self.scale = self.scale * 0.99  # a buffer that no state_dict has, replaced in each step
         self.log("loss", loss)
         self.losses.append(loss.item())
@@ -141,7 +148,9 @@ def check_without_an_optimizer_it_says_so() -> None:
         def configure_optimizers(self) -> Any:
             return []
 
-    with pytest.raises(ConfigurationError, match=r"None_\.configure_optimizers gave no optimizer to step"):
+    with pytest.raises(
+        ConfigurationError, match=r"None_\.configure_optimizers gave no optimizer to step"
+    ):
         measured(None_(), DataLoader(Images(), 16))
 
 

@@ -44,7 +44,9 @@ class Recorder(L.LightningModule):
         self.steps: list[tuple[list[int], float]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        images, labels, indices = batch if isinstance(batch, (tuple, list)) else (batch.view(-1, 1), batch % 3, batch)
+        images, labels, indices = (
+            batch if isinstance(batch, (tuple, list)) else (batch.view(-1, 1), batch % 3, batch)
+        )
         loss = F.cross_entropy(self.net(images.float().flatten(1)), labels)
         self.steps.append((indices.tolist(), float(loss.detach())))
         return loss
@@ -58,13 +60,17 @@ class Ended(Exception):
 
 
 class EndAt(Callback):
-    """Saves what there is and ends the run, when batch ``step`` was fetched and before it is trained on."""
+    """Saves what there is and ends the run, when batch ``step`` was fetched and before it is
+    trained on.
+    """
 
     def __init__(self, step: int, path: Path) -> None:
         self.step = step
         self.path = path
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if trainer.global_step == self.step:
             trainer.save_checkpoint(self.path)
             raise Ended
@@ -142,20 +148,36 @@ def check_killed_in_mid_epoch_it_resumes_exactly(tmp_path: Path) -> None:
         begun, path = module(), tmp_path / f"{step}.ckpt"
         ended(trainer("ring", max_epochs=3, callbacks=[EndAt(step, path)]), begun, images(folder))
         resumed = module()
-        trainer("ring", max_epochs=3).fit(resumed, images(folder), ckpt_path=path, weights_only=False)
-        assert begun.steps + resumed.steps == whole.steps, (step, begun.steps, resumed.steps, whole.steps)
+        trainer("ring", max_epochs=3).fit(
+            resumed, images(folder), ckpt_path=path, weights_only=False
+        )
+        assert begun.steps + resumed.steps == whole.steps, (
+            step,
+            begun.steps,
+            resumed.steps,
+            whole.steps,
+        )
 
 
 def check_checkpoints_of_lightnings_own_callback_resume_exactly(tmp_path: Path) -> None:
     folder = folder_of_images(tmp_path)
-    for every in ({"every_n_train_steps": 1}, {"every_n_epochs": 1, "save_on_train_epoch_end": True}):
+    for every in (
+        {"every_n_train_steps": 1},
+        {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+    ):
         whole = module()
-        saving = ModelCheckpoint(tmp_path / next(iter(every)), filename="{step}", save_top_k=-1, **every)  # type: ignore[arg-type]
-        trainer("ring", max_epochs=2, callbacks=[saving], enable_checkpointing=True).fit(whole, images(folder))
+        saving = ModelCheckpoint(
+            tmp_path / next(iter(every)), filename="{step}", save_top_k=-1, **every
+        )  # type: ignore[arg-type]
+        trainer("ring", max_epochs=2, callbacks=[saving], enable_checkpointing=True).fit(
+            whole, images(folder)
+        )
         for path in sorted((tmp_path / next(iter(every))).glob("*.ckpt")):
             done = int(path.stem.split("=")[1])
             resumed = module()
-            trainer("ring", max_epochs=2).fit(resumed, images(folder), ckpt_path=path, weights_only=False)
+            trainer("ring", max_epochs=2).fit(
+                resumed, images(folder), ckpt_path=path, weights_only=False
+            )
             assert resumed.steps == whole.steps[done:], (path, resumed.steps, whole.steps)
 
 
@@ -168,7 +190,12 @@ def check_it_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     run = trainer("auto", devices=1, max_epochs=3, reload_dataloaders_every_n_epochs=1)
     run.fit(alone, images(folder, rank=0, world_size=1), ckpt_path=path, weights_only=False)
     seen = WORLD.allgather([indices for indices, _ in begun.steps])
-    before = [index for some in zip(*seen, strict=True) for pair in zip(*some, strict=True) for index in pair]
+    before = [
+        index
+        for some in zip(*seen, strict=True)
+        for pair in zip(*some, strict=True)
+        for index in pair
+    ]
     order = [index for indices, _ in alone.steps for index in indices]
     expected = []
     for epoch in range(3):
@@ -179,12 +206,18 @@ def check_it_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 def check_a_lance_data_set_that_has_grown_is_resumed_at_its_version(tmp_path: Path) -> None:
-    folder, uri, path = ImageFolder(folder_of_images(tmp_path)), tmp_path / "photos.lance", tmp_path / "half.ckpt"
+    folder, uri, path = (
+        ImageFolder(folder_of_images(tmp_path)),
+        tmp_path / "photos.lance",
+        tmp_path / "half.ckpt",
+    )
 
     def append() -> None:
         if RANK == 0:
             table = pa.table({"image": folder.read_many(range(24)), "label": folder.labels})
-            lance.write_dataset(table, uri, mode="append" if uri.exists() else "create", max_rows_per_file=10)
+            lance.write_dataset(
+                table, uri, mode="append" if uri.exists() else "create", max_rows_per_file=10
+            )
         WORLD.Barrier()
 
     def fit(version: int | None, **options: Any) -> Recorder:

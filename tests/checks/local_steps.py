@@ -1,4 +1,6 @@
-"""Ranks that step alone between two averages: through `distribute` beside torch's own, and through the Trainer."""
+"""Ranks that step alone between two averages: through `distribute` beside torch's own, and
+through the Trainer.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from mpi4py import MPI
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -50,7 +55,9 @@ def check_a_plain_loop_is_that_of_torchs_post_local_sgd_optimizer() -> None:
     group = dist.new_group(backend="gloo")
     wrapped = DistributedDataParallel(theirs, process_group=group)
     wrapped.register_comm_hook(
-        PostLocalSGDState(group, group, start_localSGD_iter=warmup, post_local_gradient_allreduce=False),
+        PostLocalSGDState(
+            group, group, start_localSGD_iter=warmup, post_local_gradient_allreduce=False
+        ),
         post_localSGD_hook,
     )
     plain = torch.optim.SGD(theirs.parameters(), 0.1, momentum=0.9)
@@ -62,7 +69,11 @@ def check_a_plain_loop_is_that_of_torchs_post_local_sgd_optimizer() -> None:
         post_local.step()
         post_local.zero_grad()
         torch.testing.assert_close(parameters(theirs), expected, rtol=1e-5, atol=1e-7)
-    assert len({MPI.COMM_WORLD.bcast(values[4].sum().item(), root=rank) for rank in range(SIZE)}) == SIZE  # local steps
+    # local steps
+    assert (
+        len({MPI.COMM_WORLD.bcast(values[4].sum().item(), root=rank) for rank in range(SIZE)})
+        == SIZE
+    )
 
 
 class NotedToTheEnd(Noted):
@@ -81,7 +92,9 @@ class NoteOwn(L.Callback):
         module.trained.append(parameters(module))
 
 
-def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(tmp_path: Path) -> None:
+def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(
+    tmp_path: Path,
+) -> None:
     folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
 
     def run(make: Any, name: str, ckpt_path: str | None = None) -> NotedToTheEnd:
@@ -89,7 +102,9 @@ def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(tmp
         module = NotedToTheEnd()
         limits = {"limit_train_batches": 4, "val_check_interval": 2, "limit_val_batches": 1}
         strategy = RingStrategy(algorithm=make())
-        fit_and_save(strategy, module, folder / name, ckpt_path=ckpt_path, callbacks=[NoteOwn()], **limits)
+        fit_and_save(
+            strategy, module, folder / name, ckpt_path=ckpt_path, callbacks=[NoteOwn()], **limits
+        )
         return module
 
     for number, make in enumerate(
@@ -108,19 +123,28 @@ def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(tmp
         own = MPI.COMM_WORLD.allgather(whole.trained[3])  # after step 4, the first epoch's last
         assert not torch.equal(own[0], own[-1])
         path = folder / f"whole {number}" / "epoch=0.ckpt"
-        torch.testing.assert_close(saved_parameters(path, whole), torch.stack(own).mean(0), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            saved_parameters(path, whole), torch.stack(own).mean(0), rtol=1e-5, atol=1e-7
+        )
         resumed = run(make, f"resumed {number}", str(path))
         assert len(resumed.trained) == 4
         assert torch.equal(torch.stack(resumed.trained), torch.stack(whole.trained[4:])), number
         assert torch.equal(parameters(resumed), parameters(whole))
 
 
-def check_averages_over_steps_and_over_epochs_are_those_of_the_ranks_average(tmp_path: Path) -> None:
+def check_averages_over_steps_and_over_epochs_are_those_of_the_ranks_average(
+    tmp_path: Path,
+) -> None:
     folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
     module = NotedToTheEnd()
     callbacks = [NoteOwn(), EMAWeightAveraging(decay=0.5, use_buffers=False)]
-    fit_and_save(RingStrategy(algorithm=LocalSGD(every=3)), module, folder / "steps", callbacks=callbacks)
-    means = [torch.stack(every).mean(0) for every in zip(*MPI.COMM_WORLD.allgather(module.trained), strict=True)]
+    fit_and_save(
+        RingStrategy(algorithm=LocalSGD(every=3)), module, folder / "steps", callbacks=callbacks
+    )
+    means = [
+        torch.stack(every).mean(0)
+        for every in zip(*MPI.COMM_WORLD.allgather(module.trained), strict=True)
+    ]
     expected = means[0]
     for mean in means[1:]:
         expected = (expected + mean) / 2
@@ -130,9 +154,17 @@ def check_averages_over_steps_and_over_epochs_are_those_of_the_ranks_average(tmp
     module = NotedToTheEnd()
     over_epochs = StochasticWeightAveraging(0.01, swa_epoch_start=1)
     algorithm = LocalSGD(every=3)
-    fit_and_save(RingStrategy(algorithm=algorithm), module, folder / "epochs", callbacks=[over_epochs], max_epochs=3)
+    fit_and_save(
+        RingStrategy(algorithm=algorithm),
+        module,
+        folder / "epochs",
+        callbacks=[over_epochs],
+        max_epochs=3,
+    )
     # three ranks' mean of equal values may be another value's neighbour
-    torch.testing.assert_close(parameters(module), parameters(over_epochs._average_model), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        parameters(module), parameters(over_epochs._average_model), rtol=1e-6, atol=0
+    )
     assert_all_ranks_equal(parameters(module))
 
 
@@ -142,7 +174,9 @@ def check_fabric_saves_averages_and_resumes_within_a_round(tmp_path: Path) -> No
     own = MPI.COMM_WORLD.allgather(loop.train(range(4)))
     assert not torch.equal(own[0], own[-1])
     loop.fabric.save(path, loop.state)
-    torch.testing.assert_close(parameters(loop.model), torch.stack(own).mean(0), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        parameters(loop.model), torch.stack(own).mean(0), rtol=1e-5, atol=1e-7
+    )
     straight = loop.train(range(4, 8))
     again = FabricLoop(LocalSGD(every=3), seed=9)
     again.fabric.load(path, again.state)
@@ -161,4 +195,6 @@ def check_what_cannot_work_is_refused() -> None:
     nets = nn.Linear(2, 2), nn.Linear(2, 2)
     both = nn.ModuleList(nets)
     with pytest.raises(ConfigurationError, match="LocalSGD got 2 optimizers"):
-        distribute(both, [torch.optim.SGD(net.parameters(), 0.1) for net in nets], algorithm="ring_local")
+        distribute(
+            both, [torch.optim.SGD(net.parameters(), 0.1) for net in nets], algorithm="ring_local"
+        )

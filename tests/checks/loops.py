@@ -25,7 +25,9 @@ torch.set_num_threads(1)
 
 def network(*, norm: bool = False, seed: int = 3) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 16), *([nn.BatchNorm1d(16)] if norm else []), nn.Tanh(), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16), *([nn.BatchNorm1d(16)] if norm else []), nn.Tanh(), nn.Linear(16, 3)
+    )
 
 
 def batches(number: int) -> list[Tensor]:
@@ -58,7 +60,9 @@ def accumulate(
 
 
 def adversaries(
-    generate: Callable[[Tensor], Tensor], judge: Callable[[Tensor], Tensor], optimizers: Sequence[Optimizer]
+    generate: Callable[[Tensor], Tensor],
+    judge: Callable[[Tensor], Tensor],
+    optimizers: Sequence[Optimizer],
 ) -> None:
     """A GAN: each network has a loss of its own; the generator's passes through the other one."""
     for inputs in batches(5):
@@ -79,15 +83,23 @@ def pair() -> tuple[nn.Module, nn.Module]:
 
 
 def assert_same(found: nn.Module, expected: nn.Module, tolerance: float = 0.0) -> None:
-    """Bit for bit on two ranks, with ``found`` equal on all ranks. DDP's buffers are those of rank 0."""
-    mine = torch.cat([value.double().reshape(-1) for value in found.state_dict().values()]).numpy().tobytes()
+    """Bit for bit on two ranks, with ``found`` equal on all ranks. DDP's buffers are those of
+    rank 0.
+    """
+    mine = (
+        torch.cat([value.double().reshape(-1) for value in found.state_dict().values()])
+        .numpy()
+        .tobytes()
+    )
     assert len(set(MPI.COMM_WORLD.allgather(mine))) == 1
     pairs = zip(found.named_parameters(), expected.parameters(), strict=True)
     named = [(name, one, other) for (name, one), other in pairs]
     if RANK == 0:
         named += [(name, one, expected.get_buffer(name)) for name, one in found.named_buffers()]
     for name, one, other in named:
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance if SIZE <= 2 else 1e-6, msg=name)
+        torch.testing.assert_close(
+            one, other, rtol=tolerance, atol=tolerance if SIZE <= 2 else 1e-6, msg=name
+        )
 
 
 def sgd(module: nn.Module) -> torch.optim.SGD:
@@ -114,7 +126,9 @@ def check_sharded_averages_in_8_bits_train_as_whole_ones() -> None:
     def trained(algorithm: str, compression: Compressor | None) -> Tensor:
         module = network()
         optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
-        with distribute(module, optimizer, algorithm=algorithm, compression=compression) as training:
+        with distribute(
+            module, optimizer, algorithm=algorithm, compression=compression
+        ) as training:
             for batch in batches(6):
                 loss_of(module(batch)).backward()
                 optimizer.step()
@@ -122,7 +136,10 @@ def check_sharded_averages_in_8_bits_train_as_whole_ones() -> None:
             training.wait_parameters()
         return nn.utils.parameters_to_vector(module.parameters()).detach()
 
-    exact, whole, sharded = trained("ring", None), *(trained(name, Int8(0)) for name in ("ring", "ring_sharded"))
+    exact, whole, sharded = (
+        trained("ring", None),
+        *(trained(name, Int8(0)) for name in ("ring", "ring_sharded")),
+    )
     moved = (exact - nn.utils.parameters_to_vector(network().parameters())).norm()
     for rounded in (whole, sharded):
         assert 0 < (rounded - exact).norm() < 0.03 * moved, ((rounded - exact).norm(), moved)
@@ -146,7 +163,9 @@ def check_two_modules_equal_ddp() -> None:
             distribute(one[1], optimizers[1], algorithm=algorithm, bucket_cap_mb=0.0002),
         ):
             wrapped = [DistributedDataParallel(module) for module in other]
-            adversaries(*wrapped, [torch.optim.Adam(module.parameters(), lr=0.05) for module in other])
+            adversaries(
+                *wrapped, [torch.optim.Adam(module.parameters(), lr=0.05) for module in other]
+            )
             adversaries(*one, optimizers)
         for found, expected in zip(one, other, strict=True):
             assert_same(found, expected, tolerance=0.0 if algorithm == "ring" else 1e-6)
@@ -174,7 +193,10 @@ def check_one_backward_through_two_modules_sends_in_one_order() -> None:
         distribute(first, optimizers[0], bucket_cap_mb=0.0001),
         distribute(last, optimizers[1], bucket_cap_mb=0.00002),
     ):
-        wrapped, plain = DistributedDataParallel(reference, find_unused_parameters=True), sgd(reference)
+        wrapped, plain = (
+            DistributedDataParallel(reference, find_unused_parameters=True),
+            sgd(reference),
+        )
         for inputs in batches(5):
             loss_of(wrapped(inputs)).backward()
             plain.step()
@@ -216,7 +238,9 @@ def check_a_state_that_was_saved_goes_on_as_if_nothing_had_happened() -> None:
             accumulate(whole, whole, optimizer, training.no_sync, training.clip_grad_norm_)
         optimizer = adamw(saved)
         with distribute(saved, optimizer, algorithm=algorithm) as training:
-            accumulate(saved, saved, optimizer, training.no_sync, training.clip_grad_norm_, range(6))
+            accumulate(
+                saved, saved, optimizer, training.no_sync, training.clip_grad_norm_, range(6)
+            )
             state = training.optimizer_state_dict(optimizer)
             assert bool(state) == (RANK == 0 or algorithm == "ring")
             weights = copy.deepcopy(saved.state_dict())
@@ -225,7 +249,9 @@ def check_a_state_that_was_saved_goes_on_as_if_nothing_had_happened() -> None:
         optimizer = adamw(fresh)
         with distribute(fresh, optimizer, algorithm=algorithm) as training:
             training.load_optimizer_state_dict(optimizer, state)
-            accumulate(fresh, fresh, optimizer, training.no_sync, training.clip_grad_norm_, range(6, 9))
+            accumulate(
+                fresh, fresh, optimizer, training.no_sync, training.clip_grad_norm_, range(6, 9)
+            )
         assert_same(fresh, whole)
 
 
@@ -269,14 +295,19 @@ def check_thawed_parameters_are_averaged_or_an_error() -> None:
         loss_of(model(batches(1)[0])).backward()
         optimizer.step()
         model[0].requires_grad_(True)
-        loss_of(model[2](model[1](model[0](batches(1)[0])))).backward()  # the module itself is not called
-        with pytest.raises(RingError, match=r"0\.weight with a gradient of this rank alone.*Call the module itself"):
+        # the module itself is not called
+        loss_of(model[2](model[1](model[0](batches(1)[0])))).backward()
+        with pytest.raises(
+            RingError, match=r"0\.weight with a gradient of this rank alone.*Call the module itself"
+        ):
             optimizer.step()
         training.barrier()
 
 
 def check_a_backward_that_raised_is_as_if_it_had_not_been() -> None:
-    """In the last backward of an accumulation, after gradients were sent, in one layer or the other."""
+    """In the last backward of an accumulation, after gradients were sent, in one layer or the
+    other.
+    """
     for algorithm in ("ring", "ring_sharded"):
         model, reference = network(), network()
         planted = _plant_failures(model)
@@ -340,7 +371,9 @@ def _step_in_backward(model: nn.Module, optimizers: dict[nn.Parameter, Optimizer
 
 
 def check_modules_that_change_during_the_training_are_an_error() -> None:
-    """What would step other values than the averages, without a word: by a message, on every rank."""
+    """What would step other values than the averages, without a word: by a message, on every
+    rank.
+    """
 
     def unaveraged(training: Any, net: nn.Sequential, optimizer: Optimizer) -> None:
         with training.no_sync():
@@ -370,7 +403,11 @@ def check_modules_that_change_during_the_training_are_an_error() -> None:
         (swapped, RuntimeError, "Cannot swap"),
         (converted, RingError, "has become torch.float64, but was torch.float32"),
         (later, RingError, r"training.add_optimizers\(\[optimizer\]\)"),
-        (replaced, ConfigurationError, "original1 and an earlier 0.weight are two tensors in the same memory"),
+        (
+            replaced,
+            ConfigurationError,
+            "original1 and an earlier 0.weight are two tensors in the same memory",
+        ),
     ]
     for algorithm in ("ring", "ring_sharded"):
         for change, kind, message in cases[: 4 + (algorithm == "ring_sharded")]:
@@ -387,7 +424,9 @@ def check_modules_that_change_during_the_training_are_an_error() -> None:
 
 
 def check_buffers_and_gradients_of_samples_that_come_later() -> None:
-    """A mask that each rank draws, and `torch.func` over all parameters, in a training of a module without buffers."""
+    """A mask that each rank draws, and `torch.func` over all parameters, in a training of a
+    module without buffers.
+    """
     for algorithm in ("ring", "ring_sharded"):
         net = network()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -448,7 +487,9 @@ def check_sharded_optimizers_of_several_modules_of_none_and_used_again() -> None
             distribute(other, both, algorithm="ring_sharded")
         loss_of(one(batches(1)[0])).backward()
         both.step()
-    with pytest.raises(ConfigurationError, match=r"optimizer_state_dict\(optimizer\), and hand it to"):
+    with pytest.raises(
+        ConfigurationError, match=r"optimizer_state_dict\(optimizer\), and hand it to"
+    ):
         distribute(one, both, algorithm="ring_sharded")
     frozen = network().requires_grad_(False)
     optimizer = adamw(frozen)
@@ -465,7 +506,9 @@ def check_what_cannot_work_is_an_error_on_every_rank() -> None:
         distribute(nn.Linear(2 + RANK, 1))
     model = network()
     with distribute(model, sgd(model)) as training:
-        with pytest.raises(ConfigurationError, match=r"0\.weight, which a module of an earlier call contains"):
+        with pytest.raises(
+            ConfigurationError, match=r"0\.weight, which a module of an earlier call contains"
+        ):
             distribute(model)
         with pytest.raises(ConfigurationError, match="share their connections"):
             distribute(nn.Linear(2, 1), topology="flat")

@@ -1,4 +1,6 @@
-"""Marks on checks, by which `tests.battery.check_names` selects them. They change nothing in the check."""
+"""Marks on checks, by which `tests.battery.check_names` selects them. They change nothing in the
+check.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,16 @@ from typing import Any
 
 
 def by_world_size(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Its result can depend on the number of ranks: it runs on other numbers of ranks than two as well."""
+    """Its result can depend on the number of ranks: it runs on other numbers of ranks than two
+    as well.
+    """
     return check
 
 
 def on_two_ranks(check: Callable[..., Any]) -> Callable[..., Any]:
-    """It takes many steps, whose sum does not depend on the number of ranks: it runs on two alone."""
+    """It takes many steps, whose sum does not depend on the number of ranks: it runs on two
+    alone.
+    """
     return check
 
 

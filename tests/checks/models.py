@@ -1,4 +1,6 @@
-"""Small modules and loaders that several checks train, and `fit`, which trains one under a strategy by name."""
+"""Small modules and loaders that several checks train, and `fit`, which trains one under a
+strategy by name.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,18 @@ class Classifier(L.LightningModule):
     """A perceptron (no BatchNorm unless asked) with what a check wants to see noted in ``seen``."""
 
     def __init__(
-        self, *, batch_norm: bool = False, dropout: float = 0.0, lr: float = 0.1, momentum: float = 0.9
+        self,
+        *,
+        batch_norm: bool = False,
+        dropout: float = 0.0,
+        lr: float = 0.1,
+        momentum: float = 0.9,
     ) -> None:
         super().__init__()
         norm = [nn.BatchNorm1d(16)] if batch_norm else []
-        self.net = nn.Sequential(nn.Linear(8, 16), *norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 4))
+        self.net = nn.Sequential(
+            nn.Linear(8, 16), *norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 4)
+        )
         self.lr = lr
         self.momentum = momentum
         self.seen: dict[str, list[Any]] = {"loss": [], "index": [], "gradient": [], "eval": []}
@@ -57,7 +66,11 @@ class Classifier(L.LightningModule):
         return batch[2]
 
     def on_after_backward(self) -> None:
-        whole = [p.grad for p in self.parameters() if p.grad is not None and not isinstance(p.grad, ShardedGradient)]
+        whole = [
+            p.grad
+            for p in self.parameters()
+            if p.grad is not None and not isinstance(p.grad, ShardedGradient)
+        ]
         grads = [grad.detach().reshape(-1).double() for grad in whole]
         self.seen["gradient"].append(torch.cat(grads).clone() if grads else torch.zeros(0))
 
@@ -68,7 +81,9 @@ class Classifier(L.LightningModule):
 def data(num: int = 48, seed: int = 0) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     return TensorDataset(
-        torch.randn(num, 8, generator=generator), torch.randint(0, 4, (num,), generator=generator), torch.arange(num)
+        torch.randn(num, 8, generator=generator),
+        torch.randint(0, 4, (num,), generator=generator),
+        torch.arange(num),
     )
 
 
@@ -90,13 +105,22 @@ def trainer(strategy: Any = "ring", **kwargs: Any) -> L.Trainer:
         "enable_model_summary": False,
         "enable_checkpointing": False,
     }
-    defaults: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 2, "num_sanity_val_steps": 0, **quiet}
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "num_sanity_val_steps": 0,
+        **quiet,
+    }
     return L.Trainer(strategy=strategy, **(defaults | kwargs))
 
 
-def fit(strategy: Any, module: L.LightningModule, train: Any = None, val: Any = None, **kwargs: Any) -> L.Trainer:
+def fit(
+    strategy: Any, module: L.LightningModule, train: Any = None, val: Any = None, **kwargs: Any
+) -> L.Trainer:
     run = trainer(strategy, **kwargs)
-    run.fit(module, loader() if train is None else train, val, ckpt_path=kwargs.pop("ckpt_path", None))
+    run.fit(
+        module, loader() if train is None else train, val, ckpt_path=kwargs.pop("ckpt_path", None)
+    )
     return run
 
 

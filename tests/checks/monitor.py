@@ -1,4 +1,6 @@
-"""`RingMonitor` on real ranks: what it says is compared with what was planted, and training with what it is without."""
+"""`RingMonitor` on real ranks: what it says is compared with what was planted, and training with
+what it is without.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,16 @@ from lightning_ring import RingStrategy
 from lightning_ring.monitor import RingMonitor, RingReport
 from lightning_ring.optim import LARS
 from tests.checks.marks import by_world_size
-from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, data, loader, parameters, trainer
+from tests.checks.models import (
+    RANK,
+    SIZE,
+    Classifier,
+    assert_all_ranks_equal,
+    data,
+    loader,
+    parameters,
+    trainer,
+)
 
 SLEEP = 0.1  # seconds, where a step takes some thousandths
 FORCED: dict[str, Any] = {"force_communication": True}  # so that one rank communicates too
@@ -35,7 +46,9 @@ class Quiet(Classifier):
 
 
 class Sleepy(Classifier):
-    """The last rank sleeps in forward, and all log with ``sync_dist``, where the others wait for it too."""
+    """The last rank sleeps in forward, and all log with ``sync_dist``, where the others wait for
+    it too.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         time.sleep(SLEEP * (RANK == SIZE - 1))
@@ -63,7 +76,10 @@ class Adversarial(L.LightningModule):
             self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.one.parameters(), 0.1), torch.optim.Adam(self.other.parameters(), 0.1)], []
+        return [
+            torch.optim.SGD(self.one.parameters(), 0.1),
+            torch.optim.Adam(self.other.parameters(), 0.1),
+        ], []
 
 
 class SlowLoader(TensorDataset):
@@ -81,7 +97,9 @@ class Buckets(L.Callback):
         self.flags = sum(len(bucket.params) + 1 for bucket in buckets)
 
 
-def monitored(module: L.LightningModule, train: Any = None, strategy: Any = None, **arguments: Any) -> RingReport:
+def monitored(
+    module: L.LightningModule, train: Any = None, strategy: Any = None, **arguments: Any
+) -> RingReport:
     """The last report of a fit in which every step is logged."""
     strategy = RingStrategy(**FORCED) if strategy is None else strategy
     run = trainer(strategy, **({"max_epochs": 1, "log_every_n_steps": 1} | arguments))
@@ -98,7 +116,15 @@ def monitor_of(run: L.Trainer) -> RingMonitor:
 
 def parts(report: RingReport, rank: int) -> float:
     times = report.rows[rank].times
-    return times.data + times.copy + times.forward + times.backward + times.exposed + times.optimizer + times.other
+    return (
+        times.data
+        + times.copy
+        + times.forward
+        + times.backward
+        + times.exposed
+        + times.optimizer
+        + times.other
+    )
 
 
 @by_world_size
@@ -109,7 +135,9 @@ def check_a_rank_that_sleeps_is_named_slowest_with_its_sleep() -> None:
     if SIZE > 1:
         assert behind > 0.5 * SLEEP, report
         assert report.rows[0].times.exposed > 0.5 * SLEEP, "rank 0 waits for it"
-        assert report.rows[0].times.forward < 0.5 * SLEEP, "which is no time of its forward, though it waits there"
+        assert report.rows[0].times.forward < 0.5 * SLEEP, (
+            "which is no time of its forward, though it waits there"
+        )
         assert "slowest" in report.bar()
 
 
@@ -117,7 +145,10 @@ def check_waiting_for_the_buffers_of_a_late_rank_is_communication() -> None:
     strategy = RingStrategy(broadcast_buffers="step", **FORCED)
     slow = SlowLoader(*data(48).tensors) if RANK == SIZE - 1 else data(48)
     report = monitored(
-        Classifier(batch_norm=True), DataLoader(slow, batch_size=4), strategy, use_distributed_sampler=False
+        Classifier(batch_norm=True),
+        DataLoader(slow, batch_size=4),
+        strategy,
+        use_distributed_sampler=False,
     )
     assert report.rows[0].times.exposed > 0.5 * SLEEP
     assert report.rows[0].times.other < 0.5 * SLEEP
@@ -129,13 +160,18 @@ def check_every_rank_has_the_same_report_and_its_parts_add_up() -> None:
     for strategy in (RingStrategy(**FORCED), RingStrategy(shard_optimizer=True, **FORCED)):
         report = monitored(Classifier(), strategy=strategy, log_every_n_steps=3)
         assert [row.rank for row in report.rows] == list(range(SIZE))
-        assert_all_ranks_equal(torch.tensor([list(row.as_list()) for row in report.rows], dtype=torch.float64))
+        assert_all_ranks_equal(
+            torch.tensor([list(row.as_list()) for row in report.rows], dtype=torch.float64)
+        )
         for rank in range(SIZE):
             total = report.rows[rank].times.total
             assert total > 0
             assert abs(parts(report, rank) - total) < 1e-6 * total
         assert report.rows[0].times.images == 4
-        assert abs(report.images_per_second - 4 * SIZE / max(row.times.total for row in report.rows)) < 1e-6
+        assert (
+            abs(report.images_per_second - 4 * SIZE / max(row.times.total for row in report.rows))
+            < 1e-6
+        )
         assert report.scalars()["ring/hidden_communication_ms"] >= 0
 
 
@@ -165,7 +201,11 @@ def check_training_is_bit_identical_without_it() -> None:
                 L.seed_everything(5, verbose=False)
                 module = Classifier(batch_norm=True, dropout=0.2)
                 num = 40 + 8 * (RANK == 0) * ("uneven" in arguments)
-                run = trainer(RingStrategy(monitor=monitor, **FORCED, **arguments), log_every_n_steps=1, **settings)
+                run = trainer(
+                    RingStrategy(monitor=monitor, **FORCED, **arguments),
+                    log_every_n_steps=1,
+                    **settings,
+                )
                 run.fit(module, loader(num))
                 trained.append(module)
                 assert any(isinstance(one, RingMonitor) for one in run.callbacks) == monitor
@@ -181,7 +221,9 @@ def check_gradient_norm_is_that_of_the_averages() -> None:
         reference.load_state_dict(module.state_dict())
         whole = trainer(RingStrategy(monitor=False, **FORCED), max_epochs=1)
         whole.fit(reference, loader())
-        report = monitored(module, strategy=RingStrategy(shard_optimizer=sharded, bucket_cap_mb=0.0003, **FORCED))
+        report = monitored(
+            module, strategy=RingStrategy(shard_optimizer=sharded, bucket_cap_mb=0.0003, **FORCED)
+        )
         (norm,) = report.gradient_norms
         expected = float(reference.seen["gradient"][-1].norm())
         assert norm is not None
@@ -218,10 +260,14 @@ def check_all_kinds_of_fits(tmp_path: Path) -> None:
         {"val_check_interval": 2, "logger": TensorBoardLogger(tmp_path, name=f"tb{RANK}")},
         {"accumulate_grad_batches": 3},
     ):
-        run = trainer(RingStrategy(**FORCED), **({"max_epochs": 1, "log_every_n_steps": 1} | arguments))
+        run = trainer(
+            RingStrategy(**FORCED), **({"max_epochs": 1, "log_every_n_steps": 1} | arguments)
+        )
         run.fit(Quiet(), loader(), loader(8))
         assert (monitor_of(run).report is not None) == ("max_steps" not in arguments), arguments
-    bare = L.Trainer(strategy=RingStrategy(**FORCED), accelerator="cpu", max_epochs=1, barebones=True)
+    bare = L.Trainer(
+        strategy=RingStrategy(**FORCED), accelerator="cpu", max_epochs=1, barebones=True
+    )
     bare.fit(Quiet(), loader())
     assert not any(isinstance(one, RingMonitor) for one in bare.callbacks)
 
@@ -253,7 +299,9 @@ def check_steps_of_loggers_agree_and_nothing_else_is_touched(tmp_path: Path) -> 
         enable_progress_bar=True,
     )
     run.fit(Classifier(), loader())
-    ours = {name for name in (*run.callback_metrics, *run.logged_metrics) if name.startswith("ring/")}
+    ours = {
+        name for name in (*run.callback_metrics, *run.logged_metrics) if name.startswith("ring/")
+    }
     assert not ours
     if RANK:
         return
@@ -307,22 +355,37 @@ def check_tensorboard_pages_are_written(tmp_path: Path) -> None:
     from tensorboard.plugins.custom_scalar import layout_pb2
     from tensorboard.plugins.hparams import plugin_data_pb2
 
-    events = EventAccumulator(logger.log_dir, size_guidance={"scalars": 0, "images": 0, "histograms": 0}).Reload()
+    events = EventAccumulator(
+        logger.log_dir, size_guidance={"scalars": 0, "images": 0, "histograms": 0}
+    ).Reload()
     layout = layout_pb2.Layout()
     layout.ParseFromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
-    assert [one.title for one in layout.category] == ["Training", "Throughput", "Communication", "Data", "Optimizer"]
+    assert [one.title for one in layout.category] == [
+        "Training",
+        "Throughput",
+        "Communication",
+        "Data",
+        "Optimizer",
+    ]
     tags = events.Tags()
-    assert {"ring/images_per_second", "ring/trust_ratio/p50", "ring/lr/LARS"} <= set(tags["scalars"])
+    assert {"ring/images_per_second", "ring/trust_ratio/p50", "ring/lr/LARS"} <= set(
+        tags["scalars"]
+    )
     assert "ring/skipped_steps" not in tags["scalars"], "what is always 0 gets no chart"
     assert set(tags["histograms"]) == {"ring/trust_ratio"}
     (image,) = events.Images("ring/buckets of a step")
     assert image.width > 600
     (environment,) = events.Tensors("ring/environment/text_summary")
-    assert f"(ranks {', '.join(map(str, range(SIZE)))})".encode() in environment.tensor_proto.string_val[0], "hosts"
+    assert (
+        f"(ranks {', '.join(map(str, range(SIZE)))})".encode()
+        in environment.tensor_proto.string_val[0]
+    ), "hosts"
     assert events.Scalars("ring/world_size")[0].value == SIZE
     assert events.Tensors("ring/end/text_summary")[0].tensor_proto.string_val == [b"finished"]
     content = plugin_data_pb2.HParamsPluginData()
-    content.ParseFromString(events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content)
+    content.ParseFromString(
+        events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    )
     shown = content.session_start_info.hparams
     assert shown["width"].number_value == 16, "the module's own are there too"
     assert shown["ring/world_size"].number_value == SIZE

@@ -1,4 +1,6 @@
-"""`RingMonitor` fails in each of its parts, on one rank or on all: training goes on with the same numbers."""
+"""`RingMonitor` fails in each of its parts, on one rank or on all: training goes on with the
+same numbers.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,19 @@ from lightning_ring.monitor.rank_rows import Memory, RankRow
 from lightning_ring.monitor.ring_report import RingReport
 from lightning_ring.monitor.step_timer import StepTimer
 from tests.checks.marks import on_one_rank
-from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, loader, parameters, trainer
+from tests.checks.models import (
+    RANK,
+    SIZE,
+    Classifier,
+    assert_all_ranks_equal,
+    loader,
+    parameters,
+    trainer,
+)
 
 FORCED: dict[str, Any] = {"force_communication": True}
-# what fails, several at a time, each with the part that is left out then; none where a listener is told no more
+# what fails, several at a time, each with the part that is left out then; none where a listener is
+# told no more
 PLACES: tuple[dict[tuple[Any, str], str], ...] = (
     {
         (StepTimer, "_begin"): "step times",
@@ -92,9 +103,14 @@ class TwoOptimizers(L.LightningModule):
         return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.first, self.second)], []
 
 
-def fitted(make: type[L.LightningModule], strategy: RingStrategy, **arguments: Any) -> tuple[Tensor, list[str]]:
+def fitted(
+    make: type[L.LightningModule], strategy: RingStrategy, **arguments: Any
+) -> tuple[Tensor, list[str]]:
     """Parameters after a fit of four steps, and this rank's warnings."""
-    run = trainer(strategy, **({"max_epochs": 1, "limit_train_batches": 4, "log_every_n_steps": 1} | arguments))
+    run = trainer(
+        strategy,
+        **({"max_epochs": 1, "limit_train_batches": 4, "log_every_n_steps": 1} | arguments),
+    )
     torch.manual_seed(3)
     module = make()
     with warnings.catch_warnings(record=True) as caught:
@@ -114,8 +130,13 @@ def check_two_optimizers_whose_buckets_are_laid_out_anew() -> None:
         for cap in (0.0005, "auto"):
             asked: dict[str, Any] = {"shard_optimizer": sharded, "bucket_cap_mb": cap, **FORCED}
             with (
-                patch.object(auto_buckets, "merge", lambda sizes, ready, seconds: list(range(1, len(sizes) + 1))),
-                patch.object(BucketLayout, "backwards_before_auto", 4 if sharded else 3),  # between a batch's steps
+                patch.object(
+                    auto_buckets,
+                    "merge",
+                    lambda sizes, ready, seconds: list(range(1, len(sizes) + 1)),
+                ),
+                # between a batch's steps
+                patch.object(BucketLayout, "backwards_before_auto", 4 if sharded else 3),
             ):
                 plain, _ = fitted(TwoOptimizers, RingStrategy(monitor=False, **asked))
                 monitor = RingMonitor()
@@ -137,8 +158,14 @@ def check_a_failure_in_any_part_leaves_it_out(tmp_path: Path) -> None:
             assert torch.equal(found, plain), (places, ranks)
             for part in filter(None, places.values()):
                 everywhere = part not in OF_RANK_0 or (RankRow, "from_list") in places
-                once = [text for text in said if f"on rank {RANK} and leaves out its {part}" in text]
-                assert len(once) == (RANK in ranks and (everywhere or RANK == 0)), (part, ranks, said)
+                once = [
+                    text for text in said if f"on rank {RANK} and leaves out its {part}" in text
+                ]
+                assert len(once) == (RANK in ranks and (everywhere or RANK == 0)), (
+                    part,
+                    ranks,
+                    said,
+                )
 
 
 def check_a_batch_that_cannot_be_counted() -> None:
@@ -146,7 +173,9 @@ def check_a_batch_that_cannot_be_counted() -> None:
         raise Planted
 
     plain, _ = fitted(Classifier, RingStrategy(monitor=False, **FORCED))
-    found, said = fitted(Classifier, RingStrategy(**FORCED), callbacks=[RingMonitor(batch_size=images)])
+    found, said = fitted(
+        Classifier, RingStrategy(**FORCED), callbacks=[RingMonitor(batch_size=images)]
+    )
     assert_same(found, plain)
     assert len(said) == 1, said
 

@@ -30,7 +30,9 @@ ITEMS, CLASSES, EACH = 26, 5, 6
 
 
 def recogniser(**options: Any) -> Recogniser:
-    """Without BatchNorm in the embedder, so that a rank's part of a batch is treated as in the whole batch."""
+    """Without BatchNorm in the embedder, so that a rank's part of a batch is treated as in the
+    whole batch.
+    """
     torch.manual_seed(3)
     embedder = nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 8))
     options = {"classification_weight": 0.0, "metric_loss": loss("triplet"), **options}
@@ -40,7 +42,9 @@ def recogniser(**options: Any) -> Recogniser:
 def loss(name: str, **changes: Any) -> nn.Module:
     """As ``loss=NAME`` of the configuration."""
     config = OmegaConf.load(ROOT / "configs" / "loss" / f"{name}.yaml")
-    config = OmegaConf.merge({"model": {"num_classes": CLASSES, "embedding_size": 8}, "seed": 3}, {"loss": config})
+    config = OmegaConf.merge(
+        {"model": {"num_classes": CLASSES, "embedding_size": 8}, "seed": 3}, {"loss": config}
+    )
     torch.manual_seed(4)
     config.loss.update(changes)
     made: nn.Module = instantiate(config.loss)
@@ -49,7 +53,11 @@ def loss(name: str, **changes: Any) -> nn.Module:
 
 def images(num: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num, 3, 2, 2, generator=generator), torch.arange(num) % CLASSES, torch.arange(num)
+    return (
+        torch.randn(num, 3, 2, 2, generator=generator),
+        torch.arange(num) % CLASSES,
+        torch.arange(num),
+    )
 
 
 class Given(L.LightningDataModule):
@@ -65,9 +73,13 @@ class Given(L.LightningDataModule):
     def val_dataloader(self) -> list[DataLoader]:
         sets = [TensorDataset(*images(ITEMS, seed)) for seed in (1, 2, 3)]
         size = even_batch_size(ITEMS, SIZE, 4)
-        return [DataLoader(part, batch_size=size, sampler=ExactSampler(part, SIZE, RANK)) for part in sets]
+        return [
+            DataLoader(part, batch_size=size, sampler=ExactSampler(part, SIZE, RANK))
+            for part in sets
+        ]
 
-    test_dataloader = val_dataloader  # images of the classes, of others, and some that are only found
+    # images of the classes, of others, and some that are only found
+    test_dataloader = val_dataloader
 
 
 class NoPair(Given):
@@ -75,7 +87,9 @@ class NoPair(Given):
 
     def val_dataloader(self) -> DataLoader:
         part = TensorDataset(*images(CLASSES, 1))
-        return DataLoader(part, even_batch_size(CLASSES, SIZE, 1), sampler=ExactSampler(part, SIZE, RANK))
+        return DataLoader(
+            part, even_batch_size(CLASSES, SIZE, 1), sampler=ExactSampler(part, SIZE, RANK)
+        )
 
     test_dataloader = val_dataloader  # type: ignore[assignment]
 
@@ -123,7 +137,9 @@ def check_gathered_losses_equal_one_process_on_the_whole_batch() -> None:
 
 def check_memory_holds_the_images_of_all_ranks_and_survives_a_checkpoint(tmp_path: Path) -> None:
     def fresh() -> Recogniser:
-        return recogniser(gather_embeddings=True, metric_loss=loss("multi_similarity", memory=EACH * SIZE + 5))
+        return recogniser(
+            gather_embeddings=True, metric_loss=loss("multi_similarity", memory=EACH * SIZE + 5)
+        )
 
     model = fresh()
     expected = in_one_process(model, steps=4)
@@ -179,9 +195,17 @@ def check_own_losses_look_at_a_ranks_own_images() -> None:
     model = recogniser()
     one, batch, total = alone(model), images(EACH * SIZE, seed=0), torch.zeros(())
     for rank in range(SIZE):
-        total = total + one.training_step(tuple(column[rank * EACH : (rank + 1) * EACH] for column in batch), 0) / SIZE
+        total = (
+            total
+            + one.training_step(
+                tuple(column[rank * EACH : (rank + 1) * EACH] for column in batch), 0
+            )
+            / SIZE
+        )
     total.backward()
-    expected = torch.cat([(p - 0.5 * p.grad).detach().flatten() for p in one.embedder.parameters()]).double()
+    expected = torch.cat(
+        [(p - 0.5 * p.grad).detach().flatten() for p in one.embedder.parameters()]
+    ).double()
     after(model)
     torch.testing.assert_close(parameters(model.embedder), expected, rtol=1e-5, atol=1e-6)
 
@@ -193,12 +217,19 @@ def check_strategies_under_which_the_loss_of_all_ranks_would_be_wrong_are_refuse
         (sharded, ddp(), {}, "the strategy is DDPStrategy"),
         (sharded, RingStrategy(), {"gradient_clip_val": 1.0}, "gradient_clip_val=1.0 would clip"),
         (sharded, RingStrategy(uneven="join"), {}, "which ranks without data do not have"),
-        (gathering, RingStrategy(algorithm="ring_local"), {}, "under this algorithm ranks step alone"),
+        (
+            gathering,
+            RingStrategy(algorithm="ring_local"),
+            {},
+            "under this algorithm ranks step alone",
+        ),
         (remembering, RingStrategy(), {}, "of which all ranks get rank 0's"),
         (remembering, ddp(), {}, "of which all ranks get rank 0's"),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            trainer(strategy, max_steps=1, max_epochs=1, limit_val_batches=0, **options).fit(model, datamodule=Given())
+            trainer(strategy, max_steps=1, max_epochs=1, limit_val_batches=0, **options).fit(
+                model, datamodule=Given()
+            )
 
 
 def check_evaluation_counts_each_image_once_and_knows_the_rare_classes() -> None:
@@ -215,13 +246,17 @@ def check_evaluation_counts_each_image_once_and_knows_the_rare_classes() -> None
         apart = labels + CLASSES * (name == "test_unseen"), indices + 1000 * loader
         found[name] = ((embeddings, *apart), (pixels(pictures), *apart))
         if name == "test":
-            rare = torch.isin(labels, torch.tensor([4]))  # the third of five classes with the fewest images
+            # the third of five classes with the fewest images
+            rare = torch.isin(labels, torch.tensor([4]))
             assert abs(metrics["test/accuracy"] - float(right.mean())) < 1e-6
             assert abs(metrics["test/accuracy_rare"] - float(right[rare].mean())) < 1e-6
     for name in ("test", "test_unseen"):
         for kind, prefix in ((0, ""), (1, "pixels_")):
             items = found[name][kind]
-            union = tuple(torch.cat(column) for column in zip(*(part[kind] for part in found.values()), strict=True))
+            union = tuple(
+                torch.cat(column)
+                for column in zip(*(part[kind] for part in found.values()), strict=True)
+            )
             for gallery, expected in (
                 ("", retrieval_metrics(*items)),
                 ("_in_all", retrieval_metrics(*items, gallery=union)),
@@ -241,13 +276,22 @@ def check_without_two_images_of_a_class_retrieval_is_left_out_with_a_warning() -
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         (metrics,) = trainer(RingStrategy()).test(model, datamodule=NoPair(), verbose=False)
-    left_out = [str(one.message) for one in caught if "left out of this evaluation" in str(one.message)]
+    left_out = [
+        str(one.message) for one in caught if "left out of this evaluation" in str(one.message)
+    ]
     assert len(left_out) == (RANK == 0)
     assert not [name for name in metrics if "R@" in name]
     assert "test/accuracy" in metrics, "the head is judged all the same"
-    with warnings.catch_warnings(record=True) as caught:  # a few batches before training need not have a pair
+    # a few batches before training need not have a pair
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = trainer(RingStrategy(), max_steps=1, num_sanity_val_steps=1, check_val_every_n_epoch=9)
-        run.fit(model, train_dataloaders=Given().train_dataloader(), val_dataloaders=NoPair().val_dataloader())
+        run = trainer(
+            RingStrategy(), max_steps=1, num_sanity_val_steps=1, check_val_every_n_epoch=9
+        )
+        run.fit(
+            model,
+            train_dataloaders=Given().train_dataloader(),
+            val_dataloaders=NoPair().val_dataloader(),
+        )
     assert run.global_step == 1
     assert not [one for one in caught if "left out of this evaluation" in str(one.message)]

@@ -18,7 +18,9 @@ def values(numel: int, dtype: torch.dtype, world_size: int) -> list[Tensor]:
     if dtype is torch.bool:
         return [torch.rand(numel, generator=generator) < 0.5 for _ in range(world_size)]
     if dtype in INTEGERS:
-        return [torch.randint(1, 4, (numel,), generator=generator).to(dtype) for _ in range(world_size)]
+        return [
+            torch.randint(1, 4, (numel,), generator=generator).to(dtype) for _ in range(world_size)
+        ]
     real = [torch.randn(numel, dtype=torch.float64, generator=generator) for _ in range(world_size)]
     if dtype.is_complex:
         return [torch.complex(part, part.flip(0) * 2).to(dtype) for part in real]
@@ -28,7 +30,9 @@ def values(numel: int, dtype: torch.dtype, world_size: int) -> list[Tensor]:
 def plain(inputs: list[Tensor], op: ReduceOp) -> Tensor:
     """The same reduction without a ring, in double precision."""
     dtype = inputs[0].dtype
-    wide = torch.stack([tensor.to(torch.float64 if dtype in FLOATS else dtype) for tensor in inputs])
+    wide = torch.stack(
+        [tensor.to(torch.float64 if dtype in FLOATS else dtype) for tensor in inputs]
+    )
     if op is ReduceOp.MIN:
         return wide.amin(0).to(dtype)
     if op is ReduceOp.MAX:
@@ -48,7 +52,9 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
 
 def allowed() -> list[tuple[torch.dtype, ReduceOp]]:
     pairs = [(dtype, op) for dtype in FLOATS + INTEGERS for op in ReduceOp]
-    pairs += [(dtype, op) for dtype in COMPLEX for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)]
+    pairs += [
+        (dtype, op) for dtype in COMPLEX for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)
+    ]
     return [*pairs, (torch.bool, ReduceOp.MIN), (torch.bool, ReduceOp.MAX)]
 
 

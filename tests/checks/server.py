@@ -1,4 +1,6 @@
-"""Parameter servers, and asynchronous gossip, on real ranks: through the Trainer, `distribute` and Fabric."""
+"""Parameter servers, and asynchronous gossip, on real ranks: through the Trainer, `distribute`
+and Fabric.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from lightning_ring.algorithms.local import AsynchronousGossip
 from lightning_ring.algorithms.server import ParameterServer
 from lightning_ring.errors import ConfigurationError, UnevenBatchesError
 from tests.checks.loops import batches, loss_of, network
-from tests.checks.models import Classifier, assert_all_ranks_equal, data, loader, parameters, trainer
+from tests.checks.models import (
+    Classifier,
+    assert_all_ranks_equal,
+    data,
+    loader,
+    parameters,
+    trainer,
+)
 from tests.checks.stepping_alone import FabricLoop, Noted, fit_and_save, saved_parameters
 from tests.checks.strategy.references import scaler_plugin
 
@@ -29,7 +38,9 @@ RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 
 class Timed(Noted):
-    """A rank may be slow, and waits for ``awaited`` files before its fifth batch. Its logs wait for no rank."""
+    """A rank may be slow, and waits for ``awaited`` files before its fifth batch. Its logs wait
+    for no rank.
+    """
 
     def __init__(self, slow_seconds: float = 0.0, awaited: Sequence[Path] = ()) -> None:
         super().__init__()
@@ -84,15 +95,22 @@ def check_bulk_mode_has_the_bits_of_ring_in_checkpoints_too(tmp_path: Path) -> N
         compare(parameters(module), parameters(expected))
         compare(torch.stack(module.validated), torch.stack(expected.validated))
         assert_all_ranks_equal(parameters(module))
-        compare(checkpoint["optimizer_states"][0]["state"], saved[0]["optimizer_states"][0]["state"])
+        compare(
+            checkpoint["optimizer_states"][0]["state"], saved[0]["optimizer_states"][0]["state"]
+        )
     resumed = run(RingStrategy(algorithm=ParameterServer()), "resumed", paths[1])
     assert torch.equal(parameters(resumed), parameters(whole))
-    for strategy, path in ((RingStrategy(), paths[2]), (RingStrategy(algorithm=ParameterServer()), paths[0])):
+    for strategy, path in (
+        (RingStrategy(), paths[2]),
+        (RingStrategy(algorithm=ParameterServer()), paths[0]),
+    ):
         compare(parameters(run(strategy, "elsewhere", path)), parameters(expected))
 
 
 def check_a_slow_rank_with_fewer_batches_holds_nobody_up(tmp_path: Path) -> None:
-    """The others take their steps meanwhile, and wait at the end of the epoch, whose weights are those of all."""
+    """The others take their steps meanwhile, and wait at the end of the epoch, whose weights are
+    those of all.
+    """
     folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
     slow = RANK == SIZE - 1
     compensated = {"delay_compensation": 0.04}
@@ -103,20 +121,33 @@ def check_a_slow_rank_with_fewer_batches_holds_nobody_up(tmp_path: Path) -> None
     ):
         L.seed_everything(5, verbose=False)
         files = [folder / f"{name}.{rank}.through" for rank in range(SIZE)]
-        module = Timed(0.2 if slow else 0.0) if name == "stale" else Timed(awaited=files[:-1] if slow else ())
-        arguments = {"use_distributed_sampler": False, "gradient_clip_val": 1.0, "max_epochs": num_epochs}
+        module = (
+            Timed(0.2 if slow else 0.0)
+            if name == "stale"
+            else Timed(awaited=files[:-1] if slow else ())
+        )
+        arguments = {
+            "use_distributed_sampler": False,
+            "gradient_clip_val": 1.0,
+            "max_epochs": num_epochs,
+        }
         arguments |= {"callbacks": [Tells(files[RANK])]}
         batches_here = DataLoader(data(4 * (5 if slow else 9)), 4)
-        fit_and_save(RingStrategy(algorithm=algorithm), module, folder / name, batches_here, **arguments)
+        fit_and_save(
+            RingStrategy(algorithm=algorithm), module, folder / name, batches_here, **arguments
+        )
         assert len(module.times) == num_epochs * (5 if slow else 9)
         *others, slowest = MPI.COMM_WORLD.allgather(module.times)  # by one clock
         for times in others:
-            if name == "stale":  # the sixth step needs the fourth of the slow rank, which begins after its third
+            # the sixth step needs the fourth of the slow rank, which begins after its third
+            if name == "stale":
                 assert times[5] > slowest[2]
         for shown in module.validated:
             assert_all_ranks_equal(shown)
         assert_all_ranks_equal(parameters(module))
-        assert torch.equal(saved_parameters(folder / name / "epoch=0.ckpt", module), module.validated[0])
+        assert torch.equal(
+            saved_parameters(folder / name / "epoch=0.ckpt", module), module.validated[0]
+        )
 
 
 def check_loops_over_every_backend() -> None:
@@ -125,7 +156,9 @@ def check_loops_over_every_backend() -> None:
         for mode in ("bulk", "async"):
             net = network()
             optimizer = torch.optim.AdamW(net.parameters(), 0.01)
-            with distribute(net, optimizer, algorithm=ParameterServer(mode=mode), backend=backend) as training:
+            with distribute(
+                net, optimizer, algorithm=ParameterServer(mode=mode), backend=backend
+            ) as training:
                 for batch in inputs:
                     loss_of(net(batch)).backward()
                     optimizer.step()
@@ -187,11 +220,16 @@ def check_a_trainers_rank_without_a_training_batch_is_an_error_of_every_rank() -
         empty = [
             said(algorithm, DataLoader(data(here), 4)),
             said(algorithm, [DataLoader(data(here), 4), DataLoader(data(here), 2)]),
-            said(algorithm, DataLoader(data(4 * (1 if here == 0 else 2)), 4), limit_train_batches=0.5),
+            said(
+                algorithm, DataLoader(data(4 * (1 if here == 0 else 2)), 4), limit_train_batches=0.5
+            ),
             said(algorithm, DataLoader(Stream(here), 4)),
             said(algorithm, DataLoader(Stream(8, here), 4), steps=2),
         ]
-        assert all(error.startswith(f"rank {SIZE - 1} has no training batch at all in this epoch") for error in empty)
+        assert all(
+            error.startswith(f"rank {SIZE - 1} has no training batch at all in this epoch")
+            for error in empty
+        )
         assert MPI.COMM_WORLD.allgather(empty) == [empty] * SIZE
 
 
@@ -218,7 +256,9 @@ def check_what_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"gradient_clip_val=0\.5, but ParameterServer"):
         trainer(bulk, gradient_clip_val=0.5).fit(Classifier(), loader())
     with pytest.raises(ConfigurationError, match="loss scaler"):
-        trainer(RingStrategy(algorithm=ParameterServer()), plugins=[scaler_plugin()]).fit(Classifier(), loader())
+        trainer(RingStrategy(algorithm=ParameterServer()), plugins=[scaler_plugin()]).fit(
+            Classifier(), loader()
+        )
 
     class Clipping(Timed):
         def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
@@ -237,4 +277,6 @@ def check_what_cannot_work_is_refused() -> None:
     with distribute(net, algorithm=ParameterServer()):
         loss_of(net(batches(1)[0])).backward()
         with pytest.raises(ConfigurationError, match="SGD that ParameterServer does not know"):
-            torch.optim.SGD(copy.deepcopy(list(net.parameters())) + list(net.parameters()), 0.1).step()
+            torch.optim.SGD(
+                copy.deepcopy(list(net.parameters())) + list(net.parameters()), 0.1
+            ).step()

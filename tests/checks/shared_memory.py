@@ -1,4 +1,6 @@
-"""Checks of memory that the ranks of one node share, run on every rank of one mpirun by `tests.battery`."""
+"""Checks of memory that the ranks of one node share, run on every rank of one mpirun by
+`tests.battery`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ from tests.checks.comm import WORLD, MPIBootstrap, assert_same_everywhere
 from tests.checks.reductions import allowed, plain, tolerance, values
 
 CPU = torch.device("cpu")
-SIZES = (SHORT_BYTES // 4 + 3, SLOT_BYTES // 4 + 1, 700_001)  # one piece, a piece and one element, several
+# one piece, a piece and one element, several
+SIZES = (SHORT_BYTES // 4 + 3, SLOT_BYTES // 4 + 1, 700_001)
 
 
 def opened(**kwargs: Any) -> SharedMemoryCommunicator:
@@ -57,7 +60,8 @@ def check_in_place_and_copied_give_the_same_bits() -> None:
         comm.all_reduce_(copied, op=op).wait()
         comm.all_reduce_(shared, op=op).wait()
         torch.testing.assert_close(shared, plain(inputs, op), **tolerance(dtype))
-        if not (dtype.is_complex and op is ReduceOp.PRODUCT):  # there vector kernels and their tails round differently
+        # there vector kernels and their tails round differently
+        if not (dtype.is_complex and op is ReduceOp.PRODUCT):
             assert torch.equal(shared.view(torch.uint8), copied.view(torch.uint8)), (dtype, op)
         assert_same_everywhere(comm, shared)
     comm.close()
@@ -88,12 +92,14 @@ def check_views_and_ranks_that_hold_it_elsewhere() -> None:
     comm = opened()
     memory = comm.empty(400_000, torch.float32, CPU).zero_()
     other = comm.empty(400_000, torch.float32, CPU).zero_()
-    for start in (0, 64, 100_000 * (comm.rank % 2)):  # the last: at another place on every other rank
+    # the last: at another place on every other rank
+    for start in (0, 64, 100_000 * (comm.rank % 2)):
         part = memory[start : start + 200_000].view(2, -1)
         part.fill_(comm.rank + 1)
         comm.all_reduce_(part).wait()
         assert (part == sum(range(1, comm.world_size + 1))).all()
-    mine = (memory, other, torch.zeros(400_000))[comm.rank % 3]  # not in one region everywhere, or in none
+    # not in one region everywhere, or in none
+    mine = (memory, other, torch.zeros(400_000))[comm.rank % 3]
     mine.fill_(comm.rank + 1)
     comm.all_reduce_(mine).wait()
     assert (mine == sum(range(1, comm.world_size + 1))).all()
@@ -101,7 +107,9 @@ def check_views_and_ranks_that_hold_it_elsewhere() -> None:
 
 
 def check_rounds_never_mix() -> None:
-    """Many collectives in a row, of all sizes, each from another delay: a torn one would be a wrong sum."""
+    """Many collectives in a row, of all sizes, each from another delay: a torn one would be a
+    wrong sum.
+    """
     comm = opened()
     generator = torch.Generator().manual_seed(1)  # the same on all ranks
     shared = comm.empty(300_000, torch.int64, CPU)
@@ -157,7 +165,11 @@ def mapped_bytes() -> int:
 
 
 def open_files() -> int:
-    return sum("memfd:lightning_ring" in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists())
+    return sum(
+        "memfd:lightning_ring" in os.readlink(path)
+        for path in Path("/proc/self/fd").iterdir()
+        if path.exists()
+    )
 
 
 def check_memory_goes_with_the_last_tensor() -> None:
@@ -204,7 +216,9 @@ class Records(logging.Handler):
 
 
 def with_little_memory(run: Callable[[], None]) -> list[str]:
-    """What is logged while the last rank may not make files of more than 1 MiB; memory files count."""
+    """What is logged while the last rank may not make files of more than 1 MiB; memory files
+    count.
+    """
     records = Records()
     log = logging.getLogger("lightning_ring")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -227,7 +241,9 @@ def check_too_little_memory_for_a_communicator() -> None:
     assert len(lines) == (WORLD.rank == 0)
     if lines:
         assert "cannot share memory" in lines[0]
-        assert f"rank {WORLD.size - 1}: reserving 1 MiB failed: [Errno 27] File too large" in lines[0]
+        assert (
+            f"rank {WORLD.size - 1}: reserving 1 MiB failed: [Errno 27] File too large" in lines[0]
+        )
         assert "travel by messages instead" in lines[0]
 
 
@@ -243,8 +259,11 @@ def check_too_little_memory_for_a_buffer() -> None:
 
     lines = with_little_memory(run)
     assert len(lines) == (WORLD.rank == 0)
-    assert all("No shared memory for a buffer" in line and "File too large" in line for line in lines)
-    assert comm.regions.location(comm.empty(1_000_000, torch.float32, CPU)) > 0  # and where it is back, it is used
+    assert all(
+        "No shared memory for a buffer" in line and "File too large" in line for line in lines
+    )
+    # and where it is back, it is used
+    assert comm.regions.location(comm.empty(1_000_000, torch.float32, CPU)) > 0
     comm.close()
 
 

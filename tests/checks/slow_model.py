@@ -27,7 +27,9 @@ class Sleep(torch.autograd.Function):
 class Slow(L.LightningModule):
     """Before the gradients of each of ``layers`` layers, the last one first, backward sleeps."""
 
-    def __init__(self, layers: int = 3, forward: float = 0.004, backward: float = 0.01, width: int = 32) -> None:
+    def __init__(
+        self, layers: int = 3, forward: float = 0.004, backward: float = 0.01, width: int = 32
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.forward_seconds, self.backward_seconds = forward, backward

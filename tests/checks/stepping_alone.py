@@ -1,4 +1,6 @@
-"""What checks of algorithms whose ranks step alone share: fits that save every epoch, and a loop of Fabric."""
+"""What checks of algorithms whose ranks step alone share: fits that save every epoch, and a loop
+of Fabric.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class FabricLoop:
     def __init__(self, algorithm: Any, seed: int) -> None:
         self.fabric = ring(RingFabricStrategy(algorithm=algorithm))
         module = network(norm=True, seed=seed)
-        self.model, self.optimizer = self.fabric.setup(module, torch.optim.AdamW(module.parameters(), 0.01))
+        self.model, self.optimizer = self.fabric.setup(
+            module, torch.optim.AdamW(module.parameters(), 0.01)
+        )
 
     def train(self, steps: range) -> Tensor:
         inputs = batches(8)

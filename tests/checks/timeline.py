@@ -19,7 +19,15 @@ from lightning_ring import RingStrategy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import StepTimer
 from lightning_ring.timeline.rank_file import TraceFile, read_other
-from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, loader, parameters
+from tests.checks.models import (
+    RANK,
+    SIZE,
+    Classifier,
+    assert_all_ranks_equal,
+    fit,
+    loader,
+    parameters,
+)
 from tests.checks.trace_format import read_trace, slices, tracks
 
 WORLD = MPI.COMM_WORLD
@@ -27,7 +35,13 @@ WORLD = MPI.COMM_WORLD
 
 def train(strategy: Any, *, batches: int = 6, module: Any = None, **arguments: Any) -> Classifier:
     module = module or Classifier()
-    fit(strategy, module, loader(batches * 4 * SIZE), arguments.pop("val", None), **({"max_epochs": 1} | arguments))
+    fit(
+        strategy,
+        module,
+        loader(batches * 4 * SIZE),
+        arguments.pop("val", None),
+        **({"max_epochs": 1} | arguments),
+    )
     WORLD.Barrier()
     return module
 
@@ -46,8 +60,12 @@ def steps_of(events: list[dict[str, Any]], rank: int) -> list[int]:
     return [event["args"]["step"] for event in slices(events, "steps", rank)]
 
 
-def assert_within_steps(events: list[dict[str, Any]], track: str, rank: int, slack: float = 1e3) -> None:
-    """Each slice lies in the step that its ``args`` name, or (new parameters) reaches into the next one; µs."""
+def assert_within_steps(
+    events: list[dict[str, Any]], track: str, rank: int, slack: float = 1e3
+) -> None:
+    """Each slice lies in the step that its ``args`` name, or (new parameters) reaches into the
+    next one; µs.
+    """
     steps = {s["args"]["step"]: s for s in slices(events, "steps", rank)}
     for event in slices(events, track, rank):
         first = steps[event["args"]["step"]]
@@ -73,32 +91,47 @@ def check_every_phase_and_bucket_of_every_step(tmp_path: Path) -> None:
             carried = slices(events, track, rank)
             assert [event["args"]["step"] for event in carried] == list(range(6))
             assert {event["name"] for event in carried} == {"all-reduce"}
-            assert all(event["args"]["waited_us"] >= 0 <= event["args"]["queued_us"] for event in carried)
+            assert all(
+                event["args"]["waited_us"] >= 0 <= event["args"]["queued_us"] for event in carried
+            )
             assert_within_steps(events, track, rank)
             sent += carried[-1]["args"]["bytes"]
         assert sent >= sum(param.nbytes for param in module.parameters())
         waits = [event["name"] for event in slices(events, "waiting for communication", rank)]
         assert [waits.count(f"wait for {track}") for track in buckets] == [6] * len(buckets)
         assert waits.count("wait for reduce") >= 6, "self.log(sync_dist=True)"
-    for track in buckets if SIZE > 1 else ():  # on one clock: nobody's all-reduce is over before all have called it
+    # on one clock: nobody's all-reduce is over before all have called it
+    for track in buckets if SIZE > 1 else ():
         for mine in zip(*(slices(events, track, rank) for rank in range(SIZE)), strict=True):
-            assert max(event["ts"] for event in mine) <= min(event["ts"] + event["dur"] for event in mine)
+            assert max(event["ts"] for event in mine) <= min(
+                event["ts"] + event["dur"] for event in mine
+            )
     about = json.loads(path.read_bytes())["otherData"]
     assert about["missing_ranks"] == about["unfinished_ranks"] == []
-    assert all(rank["clock"]["offset"] == rank["clock"]["error"] == 0 for rank in about["ranks"].values()), "one host"
+    assert all(
+        rank["clock"]["offset"] == rank["clock"]["error"] == 0 for rank in about["ranks"].values()
+    ), "one host"
 
 
 def check_sharded_steps_have_both_halves(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    train(RingStrategy(timeline=path, bucket_cap_mb=0.0005, shard_optimizer=True, force_communication=True))
+    train(
+        RingStrategy(
+            timeline=path, bucket_cap_mb=0.0005, shard_optimizer=True, force_communication=True
+        )
+    )
     events = read_trace(path)
     for rank in range(SIZE):
         halves = slices(events, "gradients of bucket 1", rank)
         assert [event["name"] for event in halves] == ["reduce-scatter"] * 6
         gathered = slices(events, "parameters of bucket 1", rank)
         assert [event["name"] for event in gathered] == ["all-gather"] * 6
-        assert [event["args"]["step"] for event in gathered] == list(range(6)), "the step that sent them"
-        optimizer = {event["args"]["step"]: event for event in slices(events, "optimizer step", rank)}
+        assert [event["args"]["step"] for event in gathered] == list(range(6)), (
+            "the step that sent them"
+        )
+        optimizer = {
+            event["args"]["step"]: event for event in slices(events, "optimizer step", rank)
+        }
         for event in gathered:
             assert event["ts"] >= optimizer[event["args"]["step"]]["ts"]
 
@@ -117,14 +150,21 @@ def check_accumulation_compression_validation_and_checkpoints(tmp_path: Path) ->
     events = read_trace(path)
     for rank in range(SIZE):
         assert steps_of(events, rank) == list(range(12))
-        assert [e["args"]["step"] for e in slices(events, "gradients of bucket 0", rank)] == list(range(1, 12, 2))
-        assert [e["args"]["step"] for e in slices(events, "optimizer step", rank)] == list(range(1, 12, 2))
+        assert [e["args"]["step"] for e in slices(events, "gradients of bucket 0", rank)] == list(
+            range(1, 12, 2)
+        )
+        assert [e["args"]["step"] for e in slices(events, "optimizer step", rank)] == list(
+            range(1, 12, 2)
+        )
         pauses = [event["name"] for event in slices(events, "validation and checkpoints", rank)]
         assert pauses.count("checkpoint") == 3
         assert pauses.count("validation batch") >= 4
         for pause in slices(events, "validation and checkpoints", rank):
             for step in slices(events, "steps", rank):
-                assert pause["ts"] + pause["dur"] <= step["ts"] or step["ts"] + step["dur"] <= pause["ts"]
+                assert (
+                    pause["ts"] + pause["dur"] <= step["ts"]
+                    or step["ts"] + step["dur"] <= pause["ts"]
+                )
 
 
 def check_training_is_the_same_with_it(tmp_path: Path) -> None:
@@ -139,7 +179,10 @@ def check_training_is_the_same_with_it(tmp_path: Path) -> None:
 def check_fits_of_one_script_are_numbered_and_a_run_replaces_the_last(tmp_path: Path) -> None:
     path, other = tmp_path / "trace.json", tmp_path / "other.json"
     if RANK == 0:
-        old = '{"displayTimeUnit":"ms","otherData":{"generator":"lightning_ring"},"traceEvents":[\n\n]}\n'
+        old = (
+            '{"displayTimeUnit":"ms","otherData":{"generator":"lightning_ring"},'
+            '"traceEvents":[\n\n]}\n'
+        )
         for stale in ("trace.json", "trace.rank7.jsonl", "trace-3.json"):
             (tmp_path / stale).write_text(old)
         (tmp_path / "trace-mine.json").write_text("{}")
@@ -148,7 +191,10 @@ def check_fits_of_one_script_are_numbered_and_a_run_replaces_the_last(tmp_path: 
         train(RingStrategy(), batches=2)
         train(RingStrategy(), batches=3)
         train(RingStrategy(timeline=other), batches=1)  # the argument counts more
-    assert [len(steps_of(read_trace(tmp_path / f"{name}.json"), 0)) for name in ("trace", "trace-2", "other")] == [
+    assert [
+        len(steps_of(read_trace(tmp_path / f"{name}.json"), 0))
+        for name in ("trace", "trace-2", "other")
+    ] == [
         2,
         3,
         1,
@@ -177,7 +223,9 @@ def check_an_unwritable_path_is_one_error_before_the_first_step(tmp_path: Path) 
         (tmp_path / f"trace.rank{SIZE - 1}.jsonl").mkdir()  # what only the last rank cannot replace
     WORLD.Barrier()
     module, strategy = Classifier(), RingStrategy(timeline=tmp_path / "trace.json")
-    with pytest.raises(ConfigurationError, match=rf"cannot be written \(rank {SIZE - 1}: .*Is a directory") as caught:
+    with pytest.raises(
+        ConfigurationError, match=rf"cannot be written \(rank {SIZE - 1}: .*Is a directory"
+    ) as caught:
         train(strategy, module=module)
     assert len(set(WORLD.allgather(str(caught.value)))) == 1
     assert module.seen["loss"] == []
@@ -198,13 +246,19 @@ def said() -> Iterator[list[str]]:
         logging.getLogger("lightning_ring").removeHandler(handler)
 
 
-def check_a_path_that_another_job_writes_is_one_error_and_with_a_switch_a_warning(tmp_path: Path) -> None:
+def check_a_path_that_another_job_writes_is_one_error_and_with_a_switch_a_warning(
+    tmp_path: Path,
+) -> None:
     path, switch = tmp_path / "trace.json", tmp_path / "on"
     other = {"generator": "lightning_ring", "run": "another"}
-    file = TraceFile(tmp_path / "trace.rank0.jsonl", other, max_bytes=1 << 22) if RANK == 0 else None
+    file = (
+        TraceFile(tmp_path / "trace.rank0.jsonl", other, max_bytes=1 << 22) if RANK == 0 else None
+    )
     switch.touch()
     WORLD.Barrier()
-    with pytest.raises(ConfigurationError, match=r"is in use: trace\.rank0\.jsonl, another job") as caught:
+    with pytest.raises(
+        ConfigurationError, match=r"is in use: trace\.rank0\.jsonl, another job"
+    ) as caught:
         train(RingStrategy(timeline=path))
     assert len(set(WORLD.allgather(str(caught.value)))) == 1
     with environment(RING_TIMELINE=str(path), RING_TIMELINE_SWITCH=str(switch)), said() as messages:
@@ -222,7 +276,9 @@ class Between(L.Callback):
     def __init__(self, path: Path, max_mb: float | None = None) -> None:
         self.path, self.max_mb = path, max_mb
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         timeline: Any = trainer.strategy.timeline  # type: ignore[attr-defined]
         if batch_idx == 2:
             timeline.start(self.path, self.max_mb)
@@ -254,7 +310,9 @@ class Operator(L.Callback):
     def __init__(self, switch: Path) -> None:
         self.switch = switch
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if RANK == 0 and batch_idx == 5:
             self.switch.touch()
         if RANK == 0 and batch_idx == 45:
@@ -277,7 +335,11 @@ def check_a_largest_size(tmp_path: Path) -> None:
                 session.recorder.slice(1, "step", 0.0, 0.0)
 
     with said() as messages:
-        train(RingStrategy(monitor=False), batches=8, callbacks=[Chatty(tmp_path / "trace.json", max_mb=0.3)])
+        train(
+            RingStrategy(monitor=False),
+            batches=8,
+            callbacks=[Chatty(tmp_path / "trace.json", max_mb=0.3)],
+        )
     assert len([message for message in messages if "largest size" in message]) == 1
     assert 0 < (tmp_path / f"trace.rank{RANK}.jsonl").stat().st_size <= 0.3 * 2**20
     assert read_other(tmp_path / f"trace.rank{RANK}.jsonl")["dropped"]

@@ -1,4 +1,6 @@
-"""Checks of the choice of a topology, and of what was chosen, on 4 ranks of one machine placed on made-up nodes."""
+"""Checks of the choice of a topology, and of what was chosen, on 4 ranks of one machine placed
+on made-up nodes.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,20 @@ _number = itertools.count()
 @cache
 def store() -> dist.Store:
     open_gloo()
-    held = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if WORLD.rank == 0 else None
+    held = (
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if WORLD.rank == 0
+        else None
+    )
     port = WORLD.bcast(held.port if held else None)
     return held or dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
 
 
 def info_on(nodes: Sequence[int]) -> RankInfo:
     """This rank in a job whose rank r is on node ``nodes[r]``."""
-    return info_of(WORLD.rank, [Member(rank, node) for rank, node in enumerate(nodes)], "mpi", generation=0)
+    return info_of(
+        WORLD.rank, [Member(rank, node) for rank, node in enumerate(nodes)], "mpi", generation=0
+    )
 
 
 @contextlib.contextmanager
@@ -85,7 +93,9 @@ def check_ranks_of_a_node_have_a_communicator_that_no_other_node_waits_for() -> 
             for _ in range(1 + nodes[comm.rank]):  # not equally often on both
                 total = torch.full((90_000,), float(comm.rank))
                 own.all_reduce_(total).wait()
-                assert (total == sum(rank for rank in range(4) if nodes[rank] == nodes[comm.rank])).all()
+                assert (
+                    total == sum(rank for rank in range(4) if nodes[rank] == nodes[comm.rank])
+                ).all()
             total = torch.full((90_000,), float(comm.rank))
             comm.all_reduce_(total).wait()
             assert (total == 6).all()
@@ -94,7 +104,9 @@ def check_ranks_of_a_node_have_a_communicator_that_no_other_node_waits_for() -> 
 
 
 def check_local_steps_of_whole_nodes() -> None:
-    """Beside gradients of a node's ranks averaged by hand, and parameters of all after every second step."""
+    """Beside gradients of a node's ranks averaged by hand, and parameters of all after every
+    second step.
+    """
     torch.manual_seed(1)
     net = nn.Linear(200, 300)
     other = copy.deepcopy(net)
@@ -151,7 +163,11 @@ def check_a_node_whose_second_segment_fails_has_all_nodes_use_messages() -> None
 
     def make_one(num_bytes: int) -> Any:
         made.append(num_bytes)
-        return (None, {"error": "no memory left"}) if WORLD.rank == 1 and len(made) == 2 else make(num_bytes)
+        return (
+            (None, {"error": "no memory left"})
+            if WORLD.rank == 1 and len(made) == 2
+            else make(num_bytes)
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_segment, "_make", make_one)
@@ -177,7 +193,10 @@ def check_what_cannot_be_nested_is_one_error_on_every_rank() -> None:
         (APART, "no two ranks share a node"),
         ([0, 0, 0, 0], "all 4 ranks are on one node"),
     ):
-        with pytest.raises(ConfigurationError, match=text) as caught, opened(nodes, topology="hierarchical"):
+        with (
+            pytest.raises(ConfigurationError, match=text) as caught,
+            opened(nodes, topology="hierarchical"),
+        ):
             pass
         assert len(set(WORLD.allgather(str(caught.value)))) == 1
 
@@ -194,14 +213,19 @@ def check_staying_flat_is_said() -> None:
         pass
     logger.removeHandler(handler)
     logger.setLevel(level)
-    said = [record for record in records if "one flat ring over all ranks: the nodes hold diff" in record.getMessage()]
+    said = [
+        record
+        for record in records
+        if "one flat ring over all ranks: the nodes hold diff" in record.getMessage()
+    ]
     assert len(said) == (WORLD.rank == 0)
 
 
 def check_every_backend_nests() -> None:
     for backend in ("auto", "mpi", "gloo"):
         with opened(ROUND_ROBIN, backend, "hierarchical") as comm:
-            # exact in any order of additions; of several pieces; not a multiple of the number of ranks
+            # exact in any order of additions; of several pieces; not a multiple of the number of
+            # ranks
             inputs = [torch.arange(3_000_001).remainder(1000).float() + rank for rank in range(4)]
             total = torch.stack(inputs).sum(0)
             flat = comm.empty(3_000_001, torch.float32, CPU).copy_(inputs[comm.rank])
@@ -267,4 +291,6 @@ def check_training_flat_and_nested_agrees() -> None:
         mine = trained[-1].numpy().tobytes()
         assert all(other == mine for other in WORLD.allgather(mine))
     torch.testing.assert_close(trained[0], trained[1], rtol=1e-6, atol=1e-6)
-    assert not torch.equal(trained[0], torch.cat([param.detach().view(-1) for param in start.parameters()]))
+    assert not torch.equal(
+        trained[0], torch.cat([param.detach().view(-1) for param in start.parameters()])
+    )

@@ -17,7 +17,9 @@ METADATA = {
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
     """The events of ``path``, after it was found to keep every rule."""
-    trace = json.loads(path.read_bytes(), parse_constant=_refuse, object_pairs_hook=_without_duplicates)
+    trace = json.loads(
+        path.read_bytes(), parse_constant=_refuse, object_pairs_hook=_without_duplicates
+    )
     assert set(trace) == {"displayTimeUnit", "otherData", "traceEvents"}
     assert trace["displayTimeUnit"] == "ms"
     threads: dict[tuple[int, int], str] = {}
@@ -51,15 +53,27 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
         begin, end = round(event["ts"] * 1e3), round(event["ts"] * 1e3) + round(event["dur"] * 1e3)
         while nested and nested[-1] <= begin:
             nested.pop()
-        assert not nested or end <= nested[-1], f"{event} begins inside another slice and ends outside"
+        assert not nested or end <= nested[-1], (
+            f"{event} begins inside another slice and ends outside"
+        )
         nested.append(end)
     return trace["traceEvents"]
 
 
 def slices(events: list[dict[str, Any]], track: str, pid: int) -> list[dict[str, Any]]:
-    """The slices of the thread ``track`` of rank ``pid``, without those inside others (``"queued"``)."""
-    tids = {e["tid"] for e in events if e["name"] == "thread_name" and e["pid"] == pid and e["args"]["name"] == track}
-    return [e for e in events if e["ph"] == "X" and e["pid"] == pid and e["tid"] in tids and e["name"] != "queued"]
+    """The slices of the thread ``track`` of rank ``pid``, without those inside others
+    (``"queued"``).
+    """
+    tids = {
+        e["tid"]
+        for e in events
+        if e["name"] == "thread_name" and e["pid"] == pid and e["args"]["name"] == track
+    }
+    return [
+        e
+        for e in events
+        if e["ph"] == "X" and e["pid"] == pid and e["tid"] in tids and e["name"] != "queued"
+    ]
 
 
 def tracks(events: list[dict[str, Any]], pid: int) -> list[str]:

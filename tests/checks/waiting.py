@@ -14,7 +14,9 @@ LATE = 1.0  # seconds; a wait that spins would take as much of a core
 
 
 def check_waiting_for_a_late_rank_takes_no_core() -> None:
-    """Neither in the thread behind, while this one could compute, nor in the one that waits in the end."""
+    """Neither in the thread behind, while this one could compute, nor in the one that waits in
+    the end.
+    """
     for backend in BACKENDS:
         with opened(backend) as comm:
             flat = comm.empty(300_000, torch.float32, CPU).fill_(1)

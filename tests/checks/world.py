@@ -1,4 +1,6 @@
-"""The communicator that checks run on: chosen by ``RING_CHECK_BACKEND``, opened once in each rank of a battery."""
+"""The communicator that checks run on: chosen by ``RING_CHECK_BACKEND``, opened once in each
+rank of a battery.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,26 @@ TIMEOUT = timedelta(seconds=60)
 
 @cache
 def open_gloo() -> None:
-    """torch.distributed's default group over Gloo, unless it is up; rank 0's port travels over MPI."""
+    """torch.distributed's default group over Gloo, unless it is up; rank 0's port travels over
+    MPI.
+    """
     if dist.is_initialized():  # on all ranks: an earlier check left it
         return
-    from mpi4py import MPI  # deferred: pytest imports this file too, and MPI must start in the ranks only
+    # deferred: pytest imports this file too, and MPI must start in the ranks only
+    from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    store = dist.TCPStore("127.0.0.1", 0, world.size, True, wait_for_workers=False) if world.rank == 0 else None
+    store = (
+        dist.TCPStore("127.0.0.1", 0, world.size, True, wait_for_workers=False)
+        if world.rank == 0
+        else None
+    )
     port = world.bcast(store.port if store else None)
     store = store or dist.TCPStore("127.0.0.1", port, world.size, False, timeout=TIMEOUT)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
+    dist.init_process_group(
+        "gloo", store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT
+    )
 
 
 @cache

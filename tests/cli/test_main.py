@@ -20,18 +20,22 @@ def test_every_listed_command_is_there() -> None:
 
 def test_help_lists_the_commands_and_imports_none_of_them() -> None:
     code = (
-        "import sys; from lightning_ring.cli.main import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit as end: print(end.code, sorted(sys.modules.keys() & {'torch', 'lightning', 'mpi4py'}))"
+        "import sys; from lightning_ring.cli.main import main\ntry: main(['--help'])\nexcept "
+        "SystemExit as end: print(end.code, sorted(sys.modules.keys() & {'torch', 'lightning', "
+        "'mpi4py'}))"
     )
-    result = subprocess.run([sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=240)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=240
+    )
     assert result.stdout.splitlines()[-1] == "0 []", result.stderr
     for name in dispatcher.COMMANDS:
         assert f"\n  {name} " in result.stdout
 
 
 @pytest.mark.parametrize("words", [[], ["beach"], ["--bench"]])
-def test_no_command_or_an_unknown_one_ends_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_or_an_unknown_one_ends_with_2(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         dispatcher.main(words)
     assert end.value.code == 2

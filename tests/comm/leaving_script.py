@@ -1,6 +1,8 @@
-"""Pairs of forked ranks that leave while messages are under way: ``leaving_script.py FOLDER PAIRS``.
+"""Pairs of forked ranks that leave while messages are under way: ``leaving_script.py FOLDER
+PAIRS``.
 
-Prints the exit codes of each pair, one pair a line. Rank 0 leaves with exit code 3 or by an exception, rank 1 later.
+Prints the exit codes of each pair, one pair a line. Rank 0 leaves with exit code 3 or by an
+exception, rank 1 later.
 """
 
 import os

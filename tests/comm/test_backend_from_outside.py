@@ -1,4 +1,6 @@
-"""A backend that writes the five required methods has all of a `Communicator`, and a `Reducer` trains over it."""
+"""A backend that writes the five required methods has all of a `Communicator`, and a `Reducer`
+trains over it.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ class BackwardsCommunicator(ListCommunicator):
         return range(self.world_size)[::-1]
 
 
-def run_ranks(world_size: int, fn: Callable[[Any], Any], kind: type[ListCommunicator] = ListCommunicator) -> list[Any]:
+def run_ranks(
+    world_size: int, fn: Callable[[Any], Any], kind: type[ListCommunicator] = ListCommunicator
+) -> list[Any]:
     copies, meeting = [None] * world_size, threading.Barrier(world_size)
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(lambda rank: fn(kind(rank, copies, meeting)), range(world_size)))
@@ -70,19 +74,27 @@ def run_ranks(world_size: int, fn: Callable[[Any], Any], kind: type[ListCommunic
 
 @pytest.mark.parametrize("kind", [ListCommunicator, BackwardsCommunicator])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_other_methods_are_written_over_the_five(world_size: int, kind: type[ListCommunicator]) -> None:
+def test_the_other_methods_are_written_over_the_five(
+    world_size: int, kind: type[ListCommunicator]
+) -> None:
     def rank(comm: ListCommunicator) -> None:
         ranks = range(world_size)
         for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64):
             gathered = comm.all_gather(torch.full((2, 3), comm.rank % 2).to(dtype))
-            assert [row[1, 2].item() for row in gathered] == [torch.tensor(r % 2).to(dtype).item() for r in ranks]
+            assert [row[1, 2].item() for row in gathered] == [
+                torch.tensor(r % 2).to(dtype).item() for r in ranks
+            ]
             sent = [torch.full((comm.rank + 2 * peer,), comm.rank % 2).to(dtype) for peer in ranks]
             received = [torch.empty(peer + 2 * comm.rank, dtype=dtype) for peer in ranks]
             comm.all_to_all(sent, received).wait()
             for peer in ranks:
-                assert torch.equal(received[peer], torch.full((peer + 2 * comm.rank,), peer % 2).to(dtype))
+                assert torch.equal(
+                    received[peer], torch.full((peer + 2 * comm.rank,), peer % 2).to(dtype)
+                )
         objects = comm.all_gather_object({"rank": comm.rank, "text": "ß" * 1000 * comm.rank})
-        assert [(each["rank"], len(each["text"])) for each in objects] == [(r, 1000 * r) for r in ranks]
+        assert [(each["rank"], len(each["text"])) for each in objects] == [
+            (r, 1000 * r) for r in ranks
+        ]
         for src in ranks:
             assert comm.broadcast_object(("from", comm.rank), src=src) == ("from", src)
         with pytest.raises(ConfigurationError, match="ranks go from 0"):
@@ -91,7 +103,9 @@ def test_the_other_methods_are_written_over_the_five(world_size: int, kind: type
             too_much = [torch.ones(int(comm.rank == 1)), *[torch.ones(0)] * (world_size - 1)]
             with pytest.raises(CollectiveError, match="rank 1 sends 4 bytes of float32 to rank 0"):
                 comm.all_to_all(too_much, [torch.empty(0)] * world_size)
-            with pytest.raises(CollectiveError, match="rank 0 tried to send an object that cannot be pickled"):
+            with pytest.raises(
+                CollectiveError, match="rank 0 tried to send an object that cannot be pickled"
+            ):
                 comm.broadcast_object(lambda: None)
         comm.barrier()
         assert comm.empty(7, torch.float64, torch.device("cpu")).shape == (7,)
@@ -131,8 +145,12 @@ def test_a_plain_loop_trains_over_it_as_one_process_does() -> None:
     def rank(comm: ListCommunicator) -> Tensor:
         net = copy.deepcopy(start)
         rows = slice(10 * comm.rank, 10 * comm.rank + 10)
-        return train(net, xs[rows], ys[rows], Reducer(comm, net.named_parameters(), bucket_cap_mb=0.0005))
+        return train(
+            net, xs[rows], ys[rows], Reducer(comm, net.named_parameters(), bucket_cap_mb=0.0005)
+        )
 
     first, second = run_ranks(2, rank)
     assert torch.equal(first, second)
-    torch.testing.assert_close(first, train(copy.deepcopy(start), xs, ys, None), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        first, train(copy.deepcopy(start), xs, ys, None), rtol=1e-12, atol=1e-12
+    )

@@ -1,4 +1,6 @@
-"""Collectives of several channels are on the wire at a time, do not mix, and fail as those of one channel do."""
+"""Collectives of several channels are on the wire at a time, do not mix, and fail as those of
+one channel do.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ def test_many_collectives_give_the_bits_of_one_channel(world_size: int) -> None:
 
     def rank(comm: Any) -> list[Tensor]:
         noise = torch.Generator().manual_seed(comm.rank)
-        tensors = [torch.randn(size, generator=noise).to(dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+        tensors = [
+            torch.randn(size, generator=noise).to(dtype)
+            for size, dtype in zip(sizes, dtypes, strict=True)
+        ]
         works = [start(comm, kind, tensor) for kind, tensor in zip(kinds, tensors, strict=True)]
         for work in reversed(works):
             work.wait()
@@ -100,7 +105,9 @@ def _wait_for_all(works: list[Work]) -> None:
 
 def test_calls_that_differ_are_one_error_on_all_ranks() -> None:
     def rank(comm: Any) -> str:
-        works = [comm.all_reduce_(torch.ones(100_000), name=f"bucket {index}") for index in range(4)]
+        works = [
+            comm.all_reduce_(torch.ones(100_000), name=f"bucket {index}") for index in range(4)
+        ]
         works.append(comm.all_reduce_(torch.ones(100_000 + comm.rank), name="bucket 4"))
         with pytest.raises(CollectiveError) as caught:
             _wait_for_all(works)

@@ -1,4 +1,6 @@
-"""Who moves a collective on: its caller, or the thread behind it; and what becomes of that thread at exit."""
+"""Who moves a collective on: its caller, or the thread behind it; and what becomes of that
+thread at exit.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ def test_a_process_may_end_while_the_thread_behind_is_inside_torch():
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_tensors_of_inference_mode(behind):
-    """Changing one outside of the mode is an error, and the thread behind is in no mode of its caller's."""
+    """Changing one outside of the mode is an error, and the thread behind is in no mode of its
+    caller's.
+    """
     steps = Steps()
     queue = steps.queue()
     with torch.inference_mode():

@@ -38,7 +38,8 @@ def test_noise_and_outliers_hardly_move_the_fit() -> None:
             disturbed = 20.0 if repeat < 2 else 1.0  # two of seven were held up by something else
             sizes.append(size)
             times.append(LINK.seconds(size, 2) * noise.uniform(0.95, 1.10) * disturbed)
-    times[SIZES.index(2**16) * 7 : SIZES.index(2**16) * 7 + 7] = [0.5] * 7  # and one size all the time
+    # and one size all the time
+    times[SIZES.index(2**16) * 7 : SIZES.index(2**16) * 7 + 7] = [0.5] * 7
     model = fit(sizes, times, 2)
     assert model.alpha_seconds == pytest.approx(50e-6, rel=0.2)
     assert model.bandwidth == pytest.approx(125e6, rel=0.1)
@@ -46,7 +47,8 @@ def test_noise_and_outliers_hardly_move_the_fit() -> None:
 
 def test_short_messages_count_as_long_ones_do() -> None:
     times = [LINK.seconds(size, 2) for size in SIZES]
-    times[-1] *= 1.3  # plain least squares would turn 0.6 s into a latency that is wrong a hundredfold
+    # plain least squares would turn 0.6 s into a latency that is wrong a hundredfold
+    times[-1] *= 1.3
     assert fit(SIZES, times, 2).alpha_seconds == pytest.approx(50e-6, rel=0.1)
 
 
@@ -69,6 +71,8 @@ def test_neither_part_is_ever_negative() -> None:
         ([1e3, 1e6], [0.1, math.nan], 2, "no measurement"),
     ],
 )
-def test_what_cannot_be_fitted_says_why(sizes: list, times: list, world_size: int, expected: str) -> None:
+def test_what_cannot_be_fitted_says_why(
+    sizes: list, times: list, world_size: int, expected: str
+) -> None:
     with pytest.raises(ConfigurationError, match=expected):
         fit(sizes, times, world_size)

@@ -49,7 +49,11 @@ def test_the_state_of_an_optimizer_is_kept_where_it_is_the_same() -> None:
 
         broadcast_optimizer_state(optimizer, comm, send=send)
         assert comm.rank == 2 or optimizer.state[params[0]]["exp_avg"] is first
-        return sizes, [group["lr"] for group in optimizer.param_groups], optimizer.state_dict()["state"]
+        return (
+            sizes,
+            [group["lr"] for group in optimizer.param_groups],
+            optimizer.state_dict()["state"],
+        )
 
     (sizes, lrs, state), *others = run_ranks(3, rank)
     assert sizes == [4 * (12 + 12 + 2 + 2 + 1)]  # exp_avg, exp_avg_sq, all of the second parameter
@@ -62,7 +66,8 @@ def test_the_state_of_an_optimizer_is_kept_where_it_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64],
 )
 @pytest.mark.parametrize("numel", [1, 3, 8, 1021, 8168, 8169, 20000])
 def test_a_changed_element_is_found(dtype: torch.dtype, numel: int) -> None:

@@ -1,4 +1,6 @@
-"""Node first, then across nodes: thread-ranks on made-up nodes, compared with a plain reduction and with one ring."""
+"""Node first, then across nodes: thread-ranks on made-up nodes, compared with a plain reduction
+and with one ring.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,15 @@ from tests.battery import check_names
 from tests.checks.reductions import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
 from tests.thread_ranks import ThreadTransport, ThreadWorld, run_ranks
 
-# nodes, by the ranks on each: in blocks, round-robin, in no order; two and three nodes; two and three ranks a node
-NODES = [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]], [[0, 2, 4], [1, 3, 5]], [[0, 3], [1, 4], [2, 5]]]
+# nodes, by the ranks on each: in blocks, round-robin, in no order; two and three nodes; two and
+# three ranks a node
+NODES = [
+    [[0, 1], [2, 3]],
+    [[0, 2], [1, 3]],
+    [[0, 3], [1, 2]],
+    [[0, 2, 4], [1, 3, 5]],
+    [[0, 3], [1, 4], [2, 5]],
+]
 LENGTHS = [0, 1, 7, 5003, 6000]  # 6,000: equal shards
 SOME = [torch.float32, torch.int32]
 
@@ -72,11 +81,18 @@ def run_nested(
 def test_every_dtype_and_op_equals_a_plain_reduction(nodes):
     world_size = sum(map(len, nodes))
     every = nodes is NODES[1]
-    cases = [(dtype, op, n) for dtype, op in allowed() if every or dtype in SOME for n in (LENGTHS, [5003])[every]]
+    cases = [
+        (dtype, op, n)
+        for dtype, op in allowed()
+        if every or dtype in SOME
+        for n in (LENGTHS, [5003])[every]
+    ]
 
     def rank(comm):
         outputs = [values(numel, dtype, world_size)[comm.rank] for dtype, op, numel in cases]
-        works = [comm.all_reduce_(out, op=op) for out, (_, op, _) in zip(outputs, cases, strict=True)]
+        works = [
+            comm.all_reduce_(out, op=op) for out, (_, op, _) in zip(outputs, cases, strict=True)
+        ]
         for work in reversed(works):  # in any order
             work.wait()
         assert all(work.done() for work in works)
@@ -114,7 +130,9 @@ def test_the_halves_leave_the_shards_that_the_communicator_names(nodes):
 
 
 def test_node_first_and_one_ring_agree():
-    """Bit for bit where no sum is rounded, or none is taken; else the order of additions shows in the last digits."""
+    """Bit for bit where no sum is rounded, or none is taken; else the order of additions shows
+    in the last digits.
+    """
     exact = [torch.randint(-1000, 1000, (5003,)).float() / 8 for _ in range(4)]
     rounded = [torch.randn(5003) for _ in range(4)]
 
@@ -151,7 +169,9 @@ def test_whatever_else_a_communicator_does(nodes):
         sent = [torch.full((comm.rank + peer,), comm.rank) for peer in range(world_size)]
         received = [torch.empty(comm.rank + peer, dtype=torch.int64) for peer in range(world_size)]
         comm.all_to_all(sent, received).wait()
-        assert [value.tolist() for value in received] == [[peer] * (comm.rank + peer) for peer in range(world_size)]
+        assert [value.tolist() for value in received] == [
+            [peer] * (comm.rank + peer) for peer in range(world_size)
+        ]
         assert comm.all_gather_object(comm.rank) == list(range(world_size))
         assert comm.broadcast_object(comm.rank, src=1) == 1
         assert comm.empty(7, torch.float32, torch.device("cpu")).shape == (7,)
@@ -193,7 +213,9 @@ def test_a_bucket_is_reduced_in_the_node_while_another_one_is_on_the_wire():
 
         comm._across.all_reduce_, comm._intra_first.reduce_scatter_ = slow_wire, watched
         tensors = [torch.full((5000,), float(comm.rank)) for _ in range(2)]
-        works = [comm.all_reduce_(tensor, name=f"bucket {index}") for index, tensor in enumerate(tensors)]
+        works = [
+            comm.all_reduce_(tensor, name=f"bucket {index}") for index, tensor in enumerate(tensors)
+        ]
         for work in works:
             work.wait()
         assert all(torch.equal(tensor, torch.full((5000,), 6.0)) for tensor in tensors)
@@ -204,7 +226,11 @@ def test_a_bucket_is_reduced_in_the_node_while_another_one_is_on_the_wire():
 def test_diverged_calls_are_the_same_error_on_every_rank():
     def rank(comm):
         texts = []
-        mine = comm.barrier if comm.rank == 3 else comm.all_reduce_(torch.ones(9000), name="bucket 3").wait
+        mine = (
+            comm.barrier
+            if comm.rank == 3
+            else comm.all_reduce_(torch.ones(9000), name="bucket 3").wait
+        )
         for call in (mine, comm.barrier, lambda: comm.all_reduce_(torch.ones(9000)).wait()):
             with pytest.raises(CollectiveError) as caught:
                 call()

@@ -33,12 +33,30 @@ def test_records_of_every_collective():
 
     for begin, records, averaged in run_ranks(2, rank):
         assert torch.equal(averaged, torch.full((5000,), 0.5))
-        assert [record.kind for record in records] == ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
-        assert [record.name for record in records] == ["bucket 0", "bucket 1", "parameters of bucket 1", ""]
+        assert [record.kind for record in records] == [
+            "all_reduce",
+            "reduce_scatter",
+            "all_gather",
+            "broadcast",
+        ]
+        assert [record.name for record in records] == [
+            "bucket 0",
+            "bucket 1",
+            "parameters of bucket 1",
+            "",
+        ]
         for record in records:
             assert record.nbytes == 20_000
-            assert begin <= record.called <= record.returned <= record.waited_from <= record.waited_until
-            assert record.called <= record.ended < record.waited_from, "it ended before it was waited for"
+            assert (
+                begin
+                <= record.called
+                <= record.returned
+                <= record.waited_from
+                <= record.waited_until
+            )
+            assert record.called <= record.ended < record.waited_from, (
+                "it ended before it was waited for"
+            )
 
 
 def test_without_listeners_the_work_is_the_communicators_own():

@@ -1,4 +1,6 @@
-"""Replication on thread-ranks: what travels, and what the ranks are told where their models differ."""
+"""Replication on thread-ranks: what travels, and what the ranks are told where their models
+differ.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,10 @@ def test_few_messages_however_many_parameters():
     def rank(comm):
         names = []
         original = comm.broadcast_
-        comm.broadcast_ = lambda tensor, **kwargs: (names.append(tensor.dtype), original(tensor, **kwargs))[1]
+        comm.broadcast_ = lambda tensor, **kwargs: (
+            names.append(tensor.dtype),
+            original(tensor, **kwargs),
+        )[1]
         broadcast_module(nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(50))), comm)
         return names
 
@@ -109,8 +114,11 @@ def trained(seed: int, optimizer_class: type, steps: int, **kwargs):
 )
 def test_ranks_without_optimizer_state_get_it_and_step_alike(optimizer_class, kwargs):
     def rank(comm):
-        kwargs_here = {key: value.clone() if torch.is_tensor(value) else value for key, value in kwargs.items()}
-        steps = 3 if comm.rank == 0 else comm.rank - 1  # rank 1 has no state, rank 2 has other state
+        kwargs_here = {
+            key: value.clone() if torch.is_tensor(value) else value for key, value in kwargs.items()
+        }
+        # rank 1 has no state, rank 2 has other state
+        steps = 3 if comm.rank == 0 else comm.rank - 1
         model, optimizer = trained(comm.rank, optimizer_class, steps, **kwargs_here)
         if comm.rank == 0:
             optimizer.param_groups[0]["lr"] *= 0.5
@@ -133,7 +141,11 @@ def test_optimizer_state_keeps_its_dtype():
         weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
         optimizer = torch.optim.SGD([weight], lr=0.1)
         if comm.rank == 0:
-            optimizer.state[weight] = {"master": torch.full((3,), 1 / 3), "history": [torch.ones(2), 5], "note": "x"}
+            optimizer.state[weight] = {
+                "master": torch.full((3,), 1 / 3),
+                "history": [torch.ones(2), 5],
+                "note": "x",
+            }
         broadcast_optimizer_state(optimizer, comm)
         return optimizer.state[weight]
 
@@ -157,7 +169,10 @@ def errors(build, error_class=ModelMismatchError, world_size=3):
 
 def test_a_different_shape_names_the_parameter_and_the_ranks():
     message = errors(lambda rank: nn.Linear(4 + (rank == 1), 2))
-    assert "parameter weight: ranks 0, 2: float32 (2, 4) on cpu; rank 1: float32 (2, 5) on cpu" in message
+    assert (
+        "parameter weight: ranks 0, 2: float32 (2, 4) on cpu; rank 1: float32 (2, 5) on cpu"
+        in message
+    )
 
 
 def test_different_dtypes_and_frozen_parameters():
@@ -180,7 +195,10 @@ def test_another_order():
         names = ["a", "b"] if rank else ["b", "a"]
         return nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
 
-    assert "another order, from number 0: rank 0: parameter b.weight; ranks 1, 2: parameter a.weight" in errors(build)
+    assert (
+        "another order, from number 0: rank 0: parameter b.weight; ranks 1, 2: parameter a.weight"
+        in errors(build)
+    )
 
 
 def test_of_many_differences_the_first_are_shown():
@@ -203,14 +221,19 @@ def test_different_optimizers_are_refused_on_every_rank():
     def rank(comm):
         model = nn.Linear(2, 2)
         params = list(model.parameters())[: 1 + comm.rank]
-        with pytest.raises(ModelMismatchError, match=r"rank 0: SGD with \[1\] parameters in its groups; rank 1: SGD"):
+        with pytest.raises(
+            ModelMismatchError,
+            match=r"rank 0: SGD with \[1\] parameters in its groups; rank 1: SGD",
+        ):
             broadcast_optimizer_state(torch.optim.SGD(params, lr=0.1), comm)
 
     run_ranks(2, rank)
 
 
 class Settings(dict):
-    """A dictionary of an optimizer of the user's, which `torch.utils._pytree` would take for one value."""
+    """A dictionary of an optimizer of the user's, which `torch.utils._pytree` would take for one
+    value.
+    """
 
 
 def test_optimizer_state_of_other_types_arrives_with_its_tensors_and_types():

@@ -50,7 +50,8 @@ def test_every_rank_asks_all_at_once_and_gets_the_answers_in_order(
             each = {peer: [question] for peer, question in questions.items()}
             answers = open_requests.ask(each, f"{length} bytes", lengths=asked_for).wait()
             assert {peer: found.tolist() for peer, found in answers.items()} == {
-                peer: [*question.tolist(), *question.flip(0).tolist()] for peer, question in questions.items()
+                peer: [*question.tolist(), *question.flip(0).tolist()]
+                for peer, question in questions.items()
             }
         comm.barrier()
         assert asked == {peer: list(LENGTHS) for peer in range(world_size)}
@@ -63,8 +64,12 @@ def test_every_rank_asks_all_at_once_and_gets_the_answers_in_order(
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_what_two_ranks_ask_each_other_shares_no_connection(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a shared one Gloo sends a long message only when the other rank's own long message has passed."""
+def test_what_two_ranks_ask_each_other_shares_no_connection(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a shared one Gloo sends a long message only when the other rank's own long message
+    has passed.
+    """
     sent: dict[tuple[int, int, int], set[int]] = defaultdict(set)
     isend = ThreadTransport.isend
 
@@ -76,7 +81,9 @@ def test_what_two_ranks_ask_each_other_shares_no_connection(world_size: int, mon
     def rank(comm: ThreadCommunicator) -> None:
         open_requests = opened(comm, lambda peer, question: torch.zeros(5000, dtype=torch.uint8))
         questions = {peer: [torch.zeros(3000, dtype=torch.uint8)] for peer in range(world_size)}
-        open_requests.ask(questions, "question", lengths={peer: [5000] for peer in questions}).wait()
+        open_requests.ask(
+            questions, "question", lengths={peer: [5000] for peer in questions}
+        ).wait()
         open_requests.close()
 
     monkeypatch.setattr(ThreadTransport, "isend", recorded)
@@ -101,16 +108,23 @@ def test_several_questions_wait_for_no_answers_between_them() -> None:
         def use(peer: int, index: int, theirs: Tensor) -> None:
             assert peer == 1
             answers.append((index, theirs.tolist()))
-            assert second_arrived.wait(30), "the second question waits for the use of the first answer"
+            assert second_arrived.wait(30), (
+                "the second question waits for the use of the first answer"
+            )
 
         open_requests = opened(comm, answer)
         if comm.rank == 0:
-            questions = [torch.full((length,), index, dtype=torch.uint8) for index, length in enumerate((200, 3, 99))]
+            questions = [
+                torch.full((length,), index, dtype=torch.uint8)
+                for index, length in enumerate((200, 3, 99))
+            ]
             last = open_requests.ask({1: questions}, "numbers", use).wait()
             assert answers == [(0, [10] * 200), (1, [11] * 3), (2, [12] * 99)]
             assert last[1].tolist() == [12] * 99
             bad = [torch.full((1,), index, dtype=torch.uint8) for index in (2, 3, 2)]
-            with pytest.raises(CollectiveError, match="rank 1 answers: ValueError: three is too much"):
+            with pytest.raises(
+                CollectiveError, match="rank 1 answers: ValueError: three is too much"
+            ):
                 open_requests.ask({1: bad}, "numbers", use).wait()
             assert answers[3:] == [(0, [12])]
             open_requests.ask({1: questions}, "again", use).wait()
@@ -120,7 +134,9 @@ def test_several_questions_wait_for_no_answers_between_them() -> None:
 
 
 def test_the_next_messages_arrive_while_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each waits until a thread gets a core, on ranks that compute, and the wire is idle meanwhile."""
+    """Else each waits until a thread gets a core, on ranks that compute, and the wire is idle
+    meanwhile.
+    """
     expected: dict[int, list[Message]] = {0: [], 1: []}  # by rank what it receives of long messages
     irecv = ThreadTransport.irecv
 
@@ -159,9 +175,17 @@ def test_an_answer_of_another_length_is_an_error_where_it_was_asked() -> None:
     def rank(comm: ThreadCommunicator) -> None:
         open_requests = opened(comm, lambda peer, question: torch.zeros(7, dtype=torch.uint8))
         if comm.rank == 0:
-            with pytest.raises(CollectiveError, match="rank 1 answers: AssertionError: 7 bytes where 5 were asked for"):
+            with pytest.raises(
+                CollectiveError,
+                match="rank 1 answers: AssertionError: 7 bytes where 5 were asked for",
+            ):
                 open_requests.ask({1: [torch.zeros(5, dtype=torch.uint8)]}, "five").wait()
-            assert open_requests.ask({1: [torch.zeros(7, dtype=torch.uint8)]}, "seven").wait()[1].numel() == 7
+            assert (
+                open_requests.ask({1: [torch.zeros(7, dtype=torch.uint8)]}, "seven")
+                .wait()[1]
+                .numel()
+                == 7
+            )
         open_requests.close()
 
     run_ranks(2, rank)
@@ -176,7 +200,9 @@ def test_what_an_answer_raises_is_told_where_it_was_asked_and_ends_nothing() -> 
 
         open_requests = opened(comm, answer)
         for peer in range(2):
-            with pytest.raises(CollectiveError, match=f"rank {peer} answers: ValueError: one is too much"):
+            with pytest.raises(
+                CollectiveError, match=f"rank {peer} answers: ValueError: one is too much"
+            ):
                 open_requests.ask({peer: [torch.ones(1, dtype=torch.uint8)]}, "one").wait()
             zero = torch.zeros(1, dtype=torch.uint8)
             assert torch.equal(open_requests.ask({peer: [zero]}, "zero").wait()[peer], zero)
@@ -186,7 +212,9 @@ def test_what_an_answer_raises_is_told_where_it_was_asked_and_ends_nothing() -> 
 
 
 @pytest.mark.parametrize("name", ["_receives", "_send"])
-def test_a_thread_that_cannot_answer_any_more_breaks_its_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_answer_any_more_breaks_its_rank(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the other one would wait for the timeout."""
 
     def fails(*_: Any, **__: Any) -> Any:

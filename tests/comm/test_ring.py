@@ -28,7 +28,8 @@ def assert_reduced(outputs: list[Tensor], inputs: list[Tensor], op: ReduceOp) ->
 def test_all_reduce_equals_sum(world_size, reduce):
     every = [values(numel, torch.float64, world_size) for numel in LENGTHS]
     results = run_ranks(
-        world_size, lambda comm: [reduce(inputs[comm.rank].clone(), comm.transport) for inputs in every]
+        world_size,
+        lambda comm: [reduce(inputs[comm.rank].clone(), comm.transport) for inputs in every],
     )
     for inputs, *outputs in zip(every, *results, strict=True):
         assert_reduced(outputs, inputs, ReduceOp.SUM)
@@ -101,9 +102,13 @@ def test_broadcast(world_size):
 
 
 def test_average_of_two_has_the_bits_of_halves_added():
-    """DistributedDataParallel divides first and sums then; for two ranks both orders round alike."""
+    """DistributedDataParallel divides first and sums then; for two ranks both orders round
+    alike.
+    """
     inputs = values(4099, torch.float32, 2)
-    outputs = run_ranks(2, lambda comm: all_reduce_(inputs[comm.rank].clone(), comm.transport, ReduceOp.AVG))
+    outputs = run_ranks(
+        2, lambda comm: all_reduce_(inputs[comm.rank].clone(), comm.transport, ReduceOp.AVG)
+    )
     assert torch.equal(outputs[0], inputs[0] / 2 + inputs[1] / 2)
 
 
@@ -111,5 +116,7 @@ def test_average_of_two_has_the_bits_of_halves_added():
 @pytest.mark.parametrize("reduce", [all_reduce_, all_reduce_directly_])
 def test_average_of_large_16_bit_values_does_not_overflow(dtype, reduce):
     largest = torch.finfo(dtype).max
-    outputs = run_ranks(4, lambda comm: reduce(torch.full((9,), largest, dtype=dtype), comm.transport, ReduceOp.AVG))
+    outputs = run_ranks(
+        4, lambda comm: reduce(torch.full((9,), largest, dtype=dtype), comm.transport, ReduceOp.AVG)
+    )
     assert torch.equal(outputs[0], torch.full((9,), largest, dtype=dtype))

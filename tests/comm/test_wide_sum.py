@@ -37,7 +37,9 @@ def test_the_shard_is_the_float32_sum_rounded_once(dtype, op, world_size, numel)
 
     for index, outputs in enumerate(run_ranks(world_size, rank)):
         for output in outputs:
-            assert torch.equal(shard(output, world_size, index), shard(rounded_once(inputs, op), world_size, index))
+            assert torch.equal(
+                shard(output, world_size, index), shard(rounded_once(inputs, op), world_size, index)
+            )
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -64,7 +66,9 @@ def every_value(dtype: torch.dtype) -> Tensor:
 
 def same_bits(given: Tensor, expected: Tensor) -> Tensor:
     """Elementwise; one NaN is as good as another."""
-    return (given.view(torch.int16) == expected.view(torch.int16)) | (given.isnan() & expected.isnan())
+    return (given.view(torch.int16) == expected.view(torch.int16)) | (
+        given.isnan() & expected.isnan()
+    )
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -83,7 +87,10 @@ def test_of_two_bfloat16_the_sum_of_halves_is_the_float32_average_rounded_once()
         order = torch.randperm(2**16, generator=generator)
         expected = (values.float() * 0.5 + values[order].float() * 0.5).to(torch.bfloat16)
         outputs = run_ranks(
-            2, lambda comm, ranks=(values, values[order]): average_of_two(ranks[comm.rank].clone(), comm)
+            2,
+            lambda comm, ranks=(values, values[order]): average_of_two(
+                ranks[comm.rank].clone(), comm
+            ),
         )
         for output in outputs:
             assert torch.equal(output.view(torch.int16), outputs[0].view(torch.int16))
@@ -106,14 +113,18 @@ def test_two_ranks_exchange_all_they_have(dtype, numel):
     def rank(comm):
         scratch = torch.empty(scratch_bytes(SMALL_PIECES), dtype=torch.uint8)
         flat = inputs[comm.rank].clone()
-        return all_reduce_(flat, comm.transport, ReduceOp.AVG, scratch=scratch, piece_bytes=SMALL_PIECES)
+        return all_reduce_(
+            flat, comm.transport, ReduceOp.AVG, scratch=scratch, piece_bytes=SMALL_PIECES
+        )
 
     for output in run_ranks(2, rank):
         assert torch.equal(output, rounded_once(inputs, ReduceOp.AVG))
 
 
 def test_a_ring_in_16_bits_would_lose_what_this_keeps():
-    inputs = [torch.full((5000,), 256.0 if rank == 0 else 0.5, dtype=torch.bfloat16) for rank in range(8)]
+    inputs = [
+        torch.full((5000,), 256.0 if rank == 0 else 0.5, dtype=torch.bfloat16) for rank in range(8)
+    ]
 
     def rank(comm):
         flat = inputs[comm.rank].clone()
@@ -121,4 +132,5 @@ def test_a_ring_in_16_bits_would_lose_what_this_keeps():
         return flat, all_reduce_directly_(inputs[comm.rank].clone(), comm.transport)
 
     for long, short in run_ranks(8, rank):
-        assert long.unique().tolist() == short.unique().tolist() == [260.0]  # 259.5; added in bfloat16 it stays 256
+        # 259.5; added in bfloat16 it stays 256
+        assert long.unique().tolist() == short.unique().tolist() == [260.0]

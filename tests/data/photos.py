@@ -1,4 +1,6 @@
-"""Image files for tests: small, drawn from a seed, of every kind that a folder of photos may hold."""
+"""Image files for tests: small, drawn from a seed, of every kind that a folder of photos may
+hold.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def decode(data: bytes) -> Image.Image:
 
 
 def image_folder(root: Path, classes: int = 3, images: int = 10) -> Path:
-    """``classes`` folders of ``images`` JPEGs: some above 32 pixels, some below; names that tar and CSV dislike."""
+    """``classes`` folders of ``images`` JPEGs: some above 32 pixels, some below; names that tar
+    and CSV dislike.
+    """
     for c in range(classes):
         folder = root / f"class {c}" / "more, é"
         folder.mkdir(parents=True)

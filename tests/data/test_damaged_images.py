@@ -21,7 +21,9 @@ from lightning_ring.errors import ConfigurationError, SampleError, ShardError, S
 from tests.images import write_folder
 
 
-def test_images_that_cannot_be_read_are_replaced_without_disturbing_the_others(tmp_path: Path, caplog: Any) -> None:
+def test_images_that_cannot_be_read_are_replaced_without_disturbing_the_others(
+    tmp_path: Path, caplog: Any
+) -> None:
     root = write_folder(tmp_path / "src", classes=3, images=8)
     pack(root, tmp_path / "dst", PackSettings(size=0), 1, lambda *numbers: None)
     bad = 5
@@ -67,7 +69,14 @@ def test_images_that_cannot_be_read_are_replaced_without_disturbing_the_others(t
     with pytest.raises(ShardError, match=rf"image {bad} \(.*CRC-32"):
         taken(0, 1, skip=False)
     with pytest.raises(ConfigurationError, match="expected 'raise', 'skip' or 'skip_shards'"):
-        image_loader(shards, ShuffledSampler(24), 3, crop=RandomResizedCrop(16), transform=None, on_error="drop")
+        image_loader(
+            shards,
+            ShuffledSampler(24),
+            3,
+            crop=RandomResizedCrop(16),
+            transform=None,
+            on_error="drop",
+        )
 
 
 def lose_shard(path: Path, how: str) -> None:
@@ -83,7 +92,9 @@ def lose_shard(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["is gone", "is cut short", "cannot be opened", "cannot be read"])
-def test_a_lost_shard_is_an_error_unless_its_images_may_be_skipped_too(tmp_path: Path, how: str) -> None:
+def test_a_lost_shard_is_an_error_unless_its_images_may_be_skipped_too(
+    tmp_path: Path, how: str
+) -> None:
     root = write_folder(tmp_path / "src", classes=2, images=12)
     pack(root, tmp_path / "dst", PackSettings(size=0, shard_mb=16 / 1024), 1, lambda *numbers: None)
     shards = ShardDataset(tmp_path / "dst", decode=False)
@@ -94,7 +105,9 @@ def test_a_lost_shard_is_an_error_unless_its_images_may_be_skipped_too(tmp_path:
     def taken(on_error: Any) -> list[int]:
         sampler = ShuffledSampler(len(shards), rank=0, world_size=1)
         crop = RandomResizedCrop(16)
-        loader = image_loader(shards, sampler, 4, crop=crop, transform=None, with_indices=True, on_error=on_error)
+        loader = image_loader(
+            shards, sampler, 4, crop=crop, transform=None, with_indices=True, on_error=on_error
+        )
         return [int(i) for *_, indices in loader for i in indices]
 
     for on_error in ("raise", "skip"):
@@ -102,7 +115,9 @@ def test_a_lost_shard_is_an_error_unless_its_images_may_be_skipped_too(tmp_path:
             taken(on_error)
     got = taken("skip_shards")
     assert len(got) == len(shards)
-    assert set(got) == set(range(len(shards))) - (lost if how != "is cut short" else lost - set(got))
+    assert set(got) == set(range(len(shards))) - (
+        lost if how != "is cut short" else lost - set(got)
+    )
 
 
 def test_a_source_of_which_nothing_can_be_read_is_an_error(tmp_path: Path) -> None:
@@ -110,6 +125,8 @@ def test_a_source_of_which_nothing_can_be_read_is_an_error(tmp_path: Path) -> No
     for path in tmp_path.glob("*/*.jpg"):
         path.write_bytes(b"no")
     sampler = ShuffledSampler(6, rank=0, world_size=1)
-    loader = image_loader(folder, sampler, 3, crop=RandomResizedCrop(16), transform=None, on_error="skip")
+    loader = image_loader(
+        folder, sampler, 3, crop=RandomResizedCrop(16), transform=None, on_error="skip"
+    )
     with pytest.raises(SampleError, match=r"nor can any of 7 images in its place"):
         next(iter(loader))

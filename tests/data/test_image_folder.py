@@ -19,21 +19,27 @@ from lightning_ring.errors import ConfigurationError
 from tests.images import picture, write_folder
 
 
-def test_image_folder_has_torchvisions_order(folder: ImageFolder, tmp_path: Path, caplog: Any) -> None:
+def test_image_folder_has_torchvisions_order(
+    folder: ImageFolder, tmp_path: Path, caplog: Any
+) -> None:
     datasets = pytest.importorskip("torchvision.datasets")
     theirs = datasets.ImageFolder(folder.root)
     assert [(folder.where(i), int(folder.labels[i])) for i in range(len(folder))] == theirs.samples
     assert folder.classes == theirs.classes
     image, label = folder[9]
     assert label == 1
-    assert np.array_equal(image.permute(1, 2, 0).numpy(), np.asarray(theirs.loader(theirs.samples[9][0])))
+    assert np.array_equal(
+        image.permute(1, 2, 0).numpy(), np.asarray(theirs.loader(theirs.samples[9][0]))
+    )
     root = write_folder(tmp_path / "odd", classes=2, images=1)
     (root / "empty").mkdir()
     (root / "c0" / "notes.txt").write_text("x")
     odd = ImageFolder(root)
     assert odd.classes == ["c0", "c1", "empty"]
     assert "found 1 classes without images: empty" in caplog.text
-    assert "left out 1 files and folders that are not images of a class: c0/notes.txt" in caplog.text
+    assert (
+        "left out 1 files and folders that are not images of a class: c0/notes.txt" in caplog.text
+    )
     Image.new("RGB", (4, 4)).save(root / "c1" / "more.png")
     assert ImageFolder(root).fingerprint != odd.fingerprint
     with pytest.raises(ConfigurationError, match="holds no images"):
@@ -43,7 +49,9 @@ def test_image_folder_has_torchvisions_order(folder: ImageFolder, tmp_path: Path
 
 
 @pytest.mark.parametrize("size", [0, 20])
-def test_folders_shards_and_torchvision_agree_on_empty_classes_and_on_exif(tmp_path: Path, size: int) -> None:
+def test_folders_shards_and_torchvision_agree_on_empty_classes_and_on_exif(
+    tmp_path: Path, size: int
+) -> None:
     datasets = pytest.importorskip("torchvision.datasets")
     root = write_folder(tmp_path / "src", classes=4, images=1, size=(20, 33))
     (root / "c1" / "0.jpg").unlink()
@@ -52,20 +60,26 @@ def test_folders_shards_and_torchvision_agree_on_empty_classes_and_on_exif(tmp_p
     Image.fromarray(picture(5, 20, 33)).save(root / "c2" / "0.jpg", exif=exif)
     expected = datasets.ImageFolder(root, allow_empty=True)
     folder = ImageFolder(root)
-    manifest = pack(root, tmp_path / "dst", PackSettings(size, group_by_class=True), 1, lambda *numbers: None)
+    manifest = pack(
+        root, tmp_path / "dst", PackSettings(size, group_by_class=True), 1, lambda *numbers: None
+    )
     shards = ShardDataset(tmp_path / "dst")
     assert manifest.counts["not turned"] == 1
     for ours in (folder, shards):
         assert ours.classes == expected.classes
         assert ours.labels.tolist() == expected.targets == [0, 2, 3]
         for i, (path, _) in enumerate(expected.samples):
-            assert np.array_equal(ours[i][0].permute(1, 2, 0).numpy(), np.asarray(expected.loader(path)))
+            assert np.array_equal(
+                ours[i][0].permute(1, 2, 0).numpy(), np.asarray(expected.loader(path))
+            )
     upright = PackSettings(size, upright=True, group_by_class=True)
     assert pack(root, tmp_path / "upright", upright, 1, lambda *numbers: None).counts["turned"] == 1
     assert ShardDataset(tmp_path / "upright")[1][0].shape == (3, 33, 20)
 
 
-def test_image_folder_takes_every_image_once_and_in_torchvisions_order(tmp_path: Path, caplog: Any) -> None:
+def test_image_folder_takes_every_image_once_and_in_torchvisions_order(
+    tmp_path: Path, caplog: Any
+) -> None:
     datasets = pytest.importorskip("torchvision.datasets")
     for path in ("c/a/b", "c/a-b", "c"):
         (tmp_path / path).mkdir(parents=True, exist_ok=True)
@@ -75,4 +89,7 @@ def test_image_folder_takes_every_image_once_and_in_torchvisions_order(tmp_path:
     (tmp_path / ".hidden").mkdir()
     folder = ImageFolder(tmp_path)
     assert [folder.where(i) for i in range(len(folder))] == expected
-    assert "left out 2 files and folders that are not images of a class: .hidden, c/loop" in caplog.text
+    assert (
+        "left out 2 files and folders that are not images of a class: .hidden, c/loop"
+        in caplog.text
+    )

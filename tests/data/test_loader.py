@@ -1,4 +1,6 @@
-"""The loader: the same batches on any number of threads, resumed anywhere, and nothing left running."""
+"""The loader: the same batches on any number of threads, resumed anywhere, and nothing left
+running.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,26 @@ from tests.images import write_folder
 @pytest.fixture(autouse=True)
 def _no_thread_stays() -> Iterator[None]:
     yield
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("ring-loader")] == []
+    assert [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("ring-loader")
+    ] == []
 
 
-def make(folder: ImageFolder, rank: int = 0, world_size: int = 1, batch_size: int = 4, **kwargs: Any) -> Loader:
-    sampler = kwargs.pop("sampler", None) or ShuffledSampler(len(folder), rank=rank, world_size=world_size)
+def make(
+    folder: ImageFolder, rank: int = 0, world_size: int = 1, batch_size: int = 4, **kwargs: Any
+) -> Loader:
+    sampler = kwargs.pop("sampler", None) or ShuffledSampler(
+        len(folder), rank=rank, world_size=world_size
+    )
     transform = kwargs.pop("transform", None)
     return image_loader(
-        folder, sampler, batch_size, crop=RandomResizedCrop(16), transform=transform, with_indices=True, **kwargs
+        folder,
+        sampler,
+        batch_size,
+        crop=RandomResizedCrop(16),
+        transform=transform,
+        with_indices=True,
+        **kwargs,
     )
 
 
@@ -61,12 +75,16 @@ def test_batches_hold_the_images_and_labels_of_the_order(folder: ImageFolder) ->
     assert [len(batch[0]) for batch in got] == [4, 4, 4, 4, 4, 1]
     indices = torch.cat([batch[2] for batch in got])
     assert indices.tolist() == list(loader.sampler)
-    assert torch.equal(torch.cat([batch[1] for batch in got]), torch.from_numpy(folder.labels[indices]).long())
+    assert torch.equal(
+        torch.cat([batch[1] for batch in got]), torch.from_numpy(folder.labels[indices]).long()
+    )
     assert got[0][0].shape == (4, 3, 16, 16)
     assert got[0][0].dtype == torch.uint8
 
 
-@pytest.mark.parametrize("transform", [None, DeviceTransform(brightness=0.4, contrast=0.4, saturation=0.4)])
+@pytest.mark.parametrize(
+    "transform", [None, DeviceTransform(brightness=0.4, contrast=0.4, saturation=0.4)]
+)
 def test_threads_and_prefetching_change_nothing(folder: ImageFolder, transform: Any) -> None:
     expected = batches(make(folder, num_threads=1, prefetch=1, transform=transform))
     assert_same(batches(make(folder, num_threads=3, prefetch=4, transform=transform)), expected)
@@ -75,16 +93,24 @@ def test_threads_and_prefetching_change_nothing(folder: ImageFolder, transform: 
 def test_buffers_are_not_overwritten_while_somebody_holds_a_batch(folder: ImageFolder) -> None:
     for transform in (None, DeviceTransform()):
         held = [batch[0] for batch in make(folder, transform=transform)]
-        assert_same([[images] for images in held], [[b[0]] for b in batches(make(folder, transform=transform))])
+        assert_same(
+            [[images] for images in held],
+            [[b[0]] for b in batches(make(folder, transform=transform))],
+        )
 
 
-@pytest.mark.parametrize("transform", [None, DeviceTransform(), DeviceTransform(dtype=torch.bfloat16)])
-def test_buffers_are_filled_anew_when_nobody_holds_them(folder: ImageFolder, transform: Any) -> None:
+@pytest.mark.parametrize(
+    "transform", [None, DeviceTransform(), DeviceTransform(dtype=torch.bfloat16)]
+)
+def test_buffers_are_filled_anew_when_nobody_holds_them(
+    folder: ImageFolder, transform: Any
+) -> None:
     def pages(loader: Loader) -> set[int]:
         return {batch[0].data_ptr() for batch in loader}
 
     loader = make(folder, transform=transform, num_threads=1, prefetch=1)
-    assert len(pages(loader) | pages(loader)) <= 3  # of 12 batches: one held by the loop, one being filled, one spare
+    # of 12 batches: one held by the loop, one being filled, one spare
+    assert len(pages(loader) | pages(loader)) <= 3
     pieces = [batch[0][-1] for batch in loader]  # a piece holds the whole
     arrays = [batch[0].permute(0, 2, 3, 1).view(torch.uint8).numpy() for batch in loader]
     expected = [batch[0] for batch in batches(make(folder, transform=transform))]
@@ -139,7 +165,9 @@ def make_after(folder: ImageFolder, rank: int, world_size: int, num: int) -> Loa
 
 
 def test_its_state_counts_the_ranks_with_which_the_iteration_began() -> None:
-    """As when a rank has died, and a checkpoint is saved before the loader begins again with the others."""
+    """As when a rank has died, and a checkpoint is saved before the loader begins again with the
+    others.
+    """
     sampler = ShuffledSampler(100)
     loader = item_loader(range(100), sampler, 4)
     with sampler.placed(1, 3):
@@ -172,7 +200,11 @@ def test_the_epoch_is_looked_at_with_the_first_batch(folder: ImageFolder) -> Non
     assert first[2].tolist() == list(loader.sampler)[:4]
     assert loader.state_dict()["sampler"]["epoch"] == 3
     loader.sampler.set_epoch(4)
-    assert loader.state_dict() == {"sampler": loader.sampler.state_dict(), "batches": 0, "images": folder.fingerprint}
+    assert loader.state_dict() == {
+        "sampler": loader.sampler.state_dict(),
+        "batches": 0,
+        "images": folder.fingerprint,
+    }
     del iterator
 
 
@@ -180,7 +212,9 @@ def test_a_broken_image_is_named_where_its_batch_would_come(tmp_path: Path) -> N
     root = write_folder(tmp_path, classes=1, images=6)
     (root / "c0" / "3.jpg").write_bytes((root / "c0" / "3.jpg").read_bytes()[:700])
     folder = ImageFolder(root)
-    loader = make(folder, sampler=ShuffledSampler(6, shuffle=False, rank=0, world_size=1), batch_size=2)
+    loader = make(
+        folder, sampler=ShuffledSampler(6, shuffle=False, rank=0, world_size=1), batch_size=2
+    )
     iterator = iter(loader)
     assert next(iterator)[2].tolist() == [0, 1]
     with pytest.raises(SampleError, match=r"c0/3.jpg: cannot be decoded: .*Repair or remove it"):
@@ -188,7 +222,13 @@ def test_a_broken_image_is_named_where_its_batch_would_come(tmp_path: Path) -> N
     assert not any(thread.name.startswith("ring-loader") for thread in threading.enumerate())
     (root / "c0" / "4.jpg").unlink()
     with pytest.raises((SampleError, FileNotFoundError), match=r"c0/4.jpg"):
-        list(make(folder, sampler=ShuffledSampler(6, shuffle=False, rank=0, world_size=1), batch_size=5))
+        list(
+            make(
+                folder,
+                sampler=ShuffledSampler(6, shuffle=False, rank=0, world_size=1),
+                batch_size=5,
+            )
+        )
 
 
 @pytest.mark.parametrize("how", ["break", "close", "error"])
@@ -214,12 +254,17 @@ def test_a_sampler_that_knows_its_batch_size(folder: ImageFolder) -> None:
     sampler = PKSampler(folder.labels, 2, 3, rank=0, world_size=1)
     loader = image_loader(folder, sampler, crop=RandomResizedCrop(16), transform=None)
     labels = [batch[1].view(2, 3) for batch in loader]
-    assert len(labels) == len(loader) == 2  # 21 images make two passes of three classes: a step of two in each
+    # 21 images make two passes of three classes: a step of two in each
+    assert len(labels) == len(loader) == 2
     assert all((group == group[0]).all() for batch in labels for group in batch)
-    with pytest.raises(ConfigurationError, match="batch_size=5 was given with PKSampler, expected 6"):
+    with pytest.raises(
+        ConfigurationError, match="batch_size=5 was given with PKSampler, expected 6"
+    ):
         image_loader(folder, sampler, 5, crop=RandomResizedCrop(16), transform=None)
     with pytest.raises(ConfigurationError, match="expected a number"):
-        image_loader(folder, BalancedSampler(folder.labels), crop=RandomResizedCrop(16), transform=None)
+        image_loader(
+            folder, BalancedSampler(folder.labels), crop=RandomResizedCrop(16), transform=None
+        )
     with pytest.raises(ConfigurationError, match="prefetch=0"):
         make(folder, prefetch=0)
 
@@ -241,9 +286,13 @@ def test_shards_give_what_their_folder_gives(folder: ImageFolder, tmp_path: Path
     settings = PackSettings(size=0, group_by_class=True)
     pack(Path(folder.root), tmp_path / "packed", settings, 1, lambda done, total, left_out: None)
     shards = ShardDataset(tmp_path / "packed")
-    assert [shards.name(i).endswith(folder.name(i)) for i in range(len(folder))] == [True] * len(folder)
+    assert [shards.name(i).endswith(folder.name(i)) for i in range(len(folder))] == [True] * len(
+        folder
+    )
     sampler = BalancedSampler(shards.labels, fingerprint=shards.fingerprint, rank=0, world_size=1)
-    loader = image_loader(shards, sampler, 4, crop=RandomResizedCrop(16), transform=None, with_indices=True)
+    loader = image_loader(
+        shards, sampler, 4, crop=RandomResizedCrop(16), transform=None, with_indices=True
+    )
     ours = make(folder, sampler=BalancedSampler(folder.labels, rank=0, world_size=1))
     assert_same(batches(loader), batches(ours))
     with pytest.raises(ConfigurationError, match="saved over the images"):
@@ -272,9 +321,13 @@ def test_any_torch_data_set() -> None:
     loader = item_loader(Items(21), sampler, 4, num_threads=3)
     got = list(loader)
     assert torch.cat([batch["index"] for batch in got]).tolist() == list(sampler)
-    assert torch.equal(torch.cat([batch["square"] for batch in got]), torch.tensor([i * i for i in sampler]))
+    assert torch.equal(
+        torch.cat([batch["square"] for batch in got]), torch.tensor([i * i for i in sampler])
+    )
     assert loader.times.transforming > 0 < loader.times.collating
-    with pytest.raises(SampleError, match=r"sample 7 of Items cannot be had: KeyError\('no row 7'\)"):
+    with pytest.raises(
+        SampleError, match=r"sample 7 of Items cannot be had: KeyError\('no row 7'\)"
+    ):
         list(item_loader(Items(21, broken=7), sampler, 4))
 
 

@@ -78,7 +78,9 @@ def test_it_equals_torchvision_bit_for_bit(box: Box) -> None:
         assert torch.equal(cropped(data, Fixed(box, size)), reference(data, box, size))
 
 
-@pytest.mark.parametrize(("box", "factor"), [(Box(12, 8, 400, 500, True), 4), (Box(0, 0, 704, 896, False), 8)])
+@pytest.mark.parametrize(
+    ("box", "factor"), [(Box(12, 8, 400, 500, True), 4), (Box(0, 0, 704, 896, False), 8)]
+)
 def test_what_is_decoded_smaller_stays_close_to_torchvision(box: Box, factor: int) -> None:
     data, size = jpeg(704, 896), box.height // (2 * factor) + 1
     image, expected = cropped(data, Fixed(box, size)).float(), reference(data, box, size).float()
@@ -90,33 +92,44 @@ def test_what_is_decoded_smaller_stays_close_to_torchvision(box: Box, factor: in
     assert torch.equal(cropped(data, whole), reference(data, box, size))
 
 
-@pytest.mark.parametrize("crop", [RandomResizedCrop(48), CenterCrop(48, 50), RandomResizedCrop((40, 56))])
+@pytest.mark.parametrize(
+    "crop", [RandomResizedCrop(48), CenterCrop(48, 50), RandomResizedCrop((40, 56))]
+)
 def test_parts_of_sharp_images_that_are_decoded_smaller_are_where_the_crop_says(crop: Any) -> None:
     reduced, means = 0, []
     for seed, numbers in enumerate(uniforms(0, Stream.CROP, 0, np.arange(24), 23).tolist()):
         data = encoded(draw(seed), quality=90)
         box = crop.box(256, 341, numbers)
-        image, expected = cropped(data, crop, numbers).float(), reference(data, box, crop.size).float()
+        image, expected = (
+            cropped(data, crop, numbers).float(),
+            reference(data, box, crop.size).float(),
+        )
         reduced += not torch.equal(image, expected)
         means.append(float((image - expected).abs().mean()))
         exact = dataclasses.replace(crop, exact=True)
         box = exact.box(256, 341, numbers)
         assert torch.equal(cropped(data, exact, numbers), reference(data, box, crop.size))
     assert reduced > 8
-    assert np.mean(means) < 1.2  # 4 and more where parts lie up to half a pixel of the smaller image aside
+    # 4 and more where parts lie up to half a pixel of the smaller image aside
+    assert np.mean(means) < 1.2
 
 
 def test_views_of_one_decoding_are_where_their_crops_say() -> None:
     data, boxes = jpeg(704, 896), [Box(16, 8, 640, 800, True), Box(64, 16, 128, 96, False)]
-    outs = [torch.empty(1, size, size, 3, dtype=torch.uint8).permute(0, 3, 1, 2) for size in (40, 16)]
+    outs = [
+        torch.empty(1, size, size, 3, dtype=torch.uint8).permute(0, 3, 1, 2) for size in (40, 16)
+    ]
     crops = [Fixed(box, out.shape[-1]) for box, out in zip(boxes, outs, strict=True)]
-    decode_into(outs, data, crops, [[], []])  # at 1/2 for the second one, alone the first would be decoded at 1/8
+    # at 1/2 for the second one, alone the first would be decoded at 1/8
+    decode_into(outs, data, crops, [[], []])
     for out, box in zip(outs, boxes, strict=True):
         expected = reference(data, box, out.shape[-1])
         assert 0 < (out[0].float() - expected.float()).abs().mean() < 1.5
     crops[1].exact = True
     decode_into(outs, data, crops, [[], []])
-    assert all(torch.equal(o[0], reference(data, b, o.shape[-1])) for o, b in zip(outs, boxes, strict=True))
+    assert all(
+        torch.equal(o[0], reference(data, b, o.shape[-1])) for o, b in zip(outs, boxes, strict=True)
+    )
 
 
 def test_without_torchs_private_resize_pixels_are_the_same(monkeypatch: Any) -> None:
@@ -147,7 +160,9 @@ def test_images_that_simplejpeg_cannot_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"hello, this is text", jpeg(64, 64)[:900], jpeg(64, 64)[:20]], ids=["empty", "text", "cut", "header"]
+    "data",
+    [b"", b"hello, this is text", jpeg(64, 64)[:900], jpeg(64, 64)[:20]],
+    ids=["empty", "text", "cut", "header"],
 )
 def test_what_is_no_image_raises(data: bytes) -> None:
     with pytest.raises((ValueError, OSError)):
@@ -160,7 +175,8 @@ def test_every_damage_is_a_value_error() -> None:
         bytearray(encoded(Image.new("RGB", (40, 30)), "BMP")),
     )
     at = png.index(b"IDAT")
-    png[at - 4 : at] = (2).to_bytes(4, "big")  # so that the next chunk has no name; Pillow: SyntaxError
+    # so that the next chunk has no name; Pillow: SyntaxError
+    png[at - 4 : at] = (2).to_bytes(4, "big")
     bmp[18:26] = bytes([0, 0, 1, 0] * 2)  # width and height; Pillow: DecompressionBombError
     for data in (png, bmp):
         with pytest.raises(ValueError, match=r"SyntaxError|DecompressionBombError"):
@@ -178,14 +194,20 @@ def test_16_bits_of_a_pgm_become_8_and_pixels_without_a_range_are_an_error() -> 
 
 
 def test_a_center_larger_than_the_image_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="cannot cut 288 pixels out of a shorter side resized to 256"):
+    with pytest.raises(
+        ConfigurationError, match="cannot cut 288 pixels out of a shorter side resized to 256"
+    ):
         CenterCrop(288, 256)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 1000), (1000, 1), (37, 53), (480, 640)])
 def test_boxes_lie_inside(size: tuple[int, int]) -> None:
     for crop in (RandomResizedCrop(16), CenterCrop(16, 20)):
-        for numbers in [*uniforms(0, Stream.CROP, 0, np.arange(200), 23).tolist(), [0.0] * 23, [1 - 2**-32] * 23]:
+        for numbers in [
+            *uniforms(0, Stream.CROP, 0, np.arange(200), 23).tolist(),
+            [0.0] * 23,
+            [1 - 2**-32] * 23,
+        ]:
             top, left, height, width, _ = crop.box(*size, numbers)
             assert top >= 0 <= left
             assert height >= 1 <= width
@@ -196,30 +218,44 @@ def test_boxes_lie_inside(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("size", [(256, 341), (100, 600)])
 def test_boxes_are_distributed_as_torchvision_draws_them(size: tuple[int, int]) -> None:
     num, crop = 3000, RandomResizedCrop()
-    ours = np.array([crop.box(*size, row) for row in uniforms(0, Stream.CROP, 0, np.arange(num), 23).tolist()], float)
+    ours = np.array(
+        [crop.box(*size, row) for row in uniforms(0, Stream.CROP, 0, np.arange(num), 23).tolist()],
+        float,
+    )
     torch.manual_seed(0)
     image, theirs = torch.empty(3, *size), transforms.RandomResizedCrop(224)
     drawn = [theirs.make_params([image]) for _ in range(num)]
-    expected = np.array([[d[name] for name in ("top", "left", "height", "width")] for d in drawn], float)
+    expected = np.array(
+        [[d[name] for name in ("top", "left", "height", "width")] for d in drawn], float
+    )
     for column in range(4):
         points = np.quantile(expected[:, column], [0.05, 0.25, 0.5, 0.75, 0.95])
         for point in points:
-            assert abs((ours[:, column] <= point).mean() - (expected[:, column] <= point).mean()) < 0.05
+            assert (
+                abs((ours[:, column] <= point).mean() - (expected[:, column] <= point).mean())
+                < 0.05
+            )
     assert abs(ours[:, 4].mean() - 0.5) < 0.04
 
 
 def test_center_crop_is_resize_and_crop() -> None:
     data = jpeg(300, 400)
     image = torch.from_numpy(decode_rgb(data)).permute(2, 0, 1)
-    expected = functional.center_crop(functional.resize(image, [256], antialias=True), [224]).float()
+    expected = functional.center_crop(
+        functional.resize(image, [256], antialias=True), [224]
+    ).float()
     assert (cropped(data, CenterCrop(224, 256)).float() - expected).abs().mean() < 3
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
 def test_normalisation(memory_format: torch.memory_format) -> None:
-    images = torch.randint(0, 256, (3, 3, 20, 24), dtype=torch.uint8).contiguous(memory_format=memory_format)
+    images = torch.randint(0, 256, (3, 3, 20, 24), dtype=torch.uint8).contiguous(
+        memory_format=memory_format
+    )
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-    expected = functional.normalize(functional.to_dtype(images, torch.float32, scale=True), mean, std)
+    expected = functional.normalize(
+        functional.to_dtype(images, torch.float32, scale=True), mean, std
+    )
     done = DeviceTransform(mean, std)(images)
     torch.testing.assert_close(done, expected, atol=1e-6, rtol=1e-5)
     assert done.is_contiguous(memory_format=torch.channels_last)
@@ -230,7 +266,9 @@ def test_normalisation(memory_format: torch.memory_format) -> None:
 
 @pytest.mark.parametrize("name", ["brightness", "contrast", "saturation"])
 def test_colours_change_as_in_torchvision(name: str) -> None:
-    images = torch.randint(0, 256, (4, 3, 20, 24), dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+    images = torch.randint(0, 256, (4, 3, 20, 24), dtype=torch.uint8).contiguous(
+        memory_format=torch.channels_last
+    )
     numbers = torch.rand(4, 3)
     done = DeviceTransform([0, 0, 0], [1, 1, 1], **{name: 0.6})(images, numbers)  # type: ignore[arg-type]
     column = ["brightness", "contrast", "saturation"].index(name)

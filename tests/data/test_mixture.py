@@ -1,4 +1,6 @@
-"""Several sets as one: the shares of each, the same images on any number of ranks, and classes joined by name."""
+"""Several sets as one: the shares of each, the same images on any number of ranks, and classes
+joined by name.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,13 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageFolder, ShardDa
     (second / names[0]).rename(second / "a new class")
     next((second / names[1]).glob("*")).unlink()
     next((second / names[1]).glob("*")).unlink()
-    pack(second, root / "shards", PackSettings(size=0, group_by_class=False), 1, lambda *numbers: None)
+    pack(
+        second,
+        root / "shards",
+        PackSettings(size=0, group_by_class=False),
+        1,
+        lambda *numbers: None,
+    )
     return ImageFolder(first), ShardDataset(root / "shards")
 
 
@@ -49,36 +57,52 @@ def loader(mixture: Mixture, rank: int, world_size: int, batch_size: int) -> Loa
         fingerprint=mixture.fingerprint,
     )
     crop = RandomResizedCrop(8)
-    return image_loader(mixture, sampler, batch_size, crop=crop, transform=None, with_indices=True, num_threads=1)
+    return image_loader(
+        mixture, sampler, batch_size, crop=crop, transform=None, with_indices=True, num_threads=1
+    )
 
 
-def test_an_image_and_its_class_name_are_those_of_its_set(sets: tuple[ImageFolder, ShardDataset]) -> None:
+def test_an_image_and_its_class_name_are_those_of_its_set(
+    sets: tuple[ImageFolder, ShardDataset],
+) -> None:
     mixture = Mixture(sets)
     assert mixture.sizes == [len(source) for source in sets]
     assert mixture.classes == [*sets[0].classes, "a new class"]
     for i in range(-len(mixture), len(mixture)):
         number, inside = mixture.place(i)
         source = sets[number]
-        assert (number, inside) == ((0, i % len(mixture)) if i % len(mixture) < 21 else (1, i % len(mixture) - 21))
+        assert (number, inside) == (
+            (0, i % len(mixture)) if i % len(mixture) < 21 else (1, i % len(mixture) - 21)
+        )
         image, label = mixture[i]
         assert torch.equal(image, source[inside][0])
-        assert mixture.classes[label] == source.classes[source[inside][1]] == mixture.classes[mixture.labels[i]]
+        assert (
+            mixture.classes[label]
+            == source.classes[source[inside][1]]
+            == mixture.classes[mixture.labels[i]]
+        )
         assert (mixture.name(i), mixture.where(i)) == (source.name(inside), source.where(inside))
     order = [39, 0, 30, 30, -1, 12]
-    assert mixture.read_many(order) == [sets[mixture.place(i)[0]].read(mixture.place(i)[1]) for i in order]
+    assert mixture.read_many(order) == [
+        sets[mixture.place(i)[0]].read(mixture.place(i)[1]) for i in order
+    ]
     with pytest.raises(IndexError, match="image 40 of 40"):
         mixture[40]
 
 
 @pytest.mark.parametrize("num_samples", [600, 200_000])
-def test_each_set_gets_its_share_and_is_used_up_before_an_image_comes_again(num_samples: int) -> None:
+def test_each_set_gets_its_share_and_is_used_up_before_an_image_comes_again(
+    num_samples: int,
+) -> None:
     sizes, weights = [1000, 10, 300], np.array([5.0, 1.0, 2.0])
     sampler = MixtureSampler(sizes, weights.tolist(), num_samples=num_samples, rank=0, world_size=1)
     taken = []
     for epoch in range(2):
         sampler.set_epoch(epoch)
         taken += list(sampler)
-        drawn = np.bincount(np.searchsorted(np.cumsum(sizes), taken[-sampler.length :], side="right"), minlength=3)
+        drawn = np.bincount(
+            np.searchsorted(np.cumsum(sizes), taken[-sampler.length :], side="right"), minlength=3
+        )
         assert np.abs(drawn - sampler.length * weights / 8).max() < 1
     for start, size in ((0, 1000), (1000, 10), (1010, 300)):
         mine = [i for i in taken if start <= i < start + size]
@@ -86,7 +110,9 @@ def test_each_set_gets_its_share_and_is_used_up_before_an_image_comes_again(num_
             assert sorted(mine[first : first + size]) == list(range(start, start + size))
 
 
-def test_it_resumes_on_another_number_of_ranks_with_the_same_images(sets: tuple[ImageFolder, ShardDataset]) -> None:
+def test_it_resumes_on_another_number_of_ranks_with_the_same_images(
+    sets: tuple[ImageFolder, ShardDataset],
+) -> None:
     mixture = Mixture(sets)
     expected = [batch[2].tolist() for batch in loader(mixture, 0, 1, 12)]
     two = [loader(mixture, rank, 2, 6) for rank in range(2)]
@@ -117,7 +143,12 @@ def test_wrong_arguments_are_named(sets: tuple[ImageFolder, ShardDataset], tmp_p
         Mixture([sets[0], Unnamed()])
     with pytest.raises(ConfigurationError, match="one set or more"):
         Mixture([])
-    for sizes, weights in (([3, 4], [1]), ([3, 4], [1, 0]), ([3, 4], [1, -1]), ([3, 4], [1, float("nan")])):
+    for sizes, weights in (
+        ([3, 4], [1]),
+        ([3, 4], [1, 0]),
+        ([3, 4], [1, -1]),
+        ([3, 4], [1, float("nan")]),
+    ):
         with pytest.raises(ConfigurationError, match=r"weights=\[.*expected 2 numbers above 0"):
             MixtureSampler(sizes, weights)
     with pytest.raises(ConfigurationError, match=r"sizes=\[3, 0\]"):

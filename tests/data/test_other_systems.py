@@ -1,4 +1,6 @@
-"""The package imports and the data path works without what macOS and Windows lack; the rest says so."""
+"""The package imports and the data path works without what macOS and Windows lack; the rest says
+so.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,20 @@ def test_data_is_packed_and_loaded_without_what_a_system_lacks(tmp_path, system)
     functions = ["sched_getaffinity", "sched_setaffinity", "posix_fadvise"]
     modules, signals, more = [], [], "lightning_ring.RingStrategy, lightning_ring.distribute"
     if system == "Windows":
-        functions += ["pread", "register_at_fork", "fork", "O_CLOEXEC", "geteuid", "getuid", "killpg", "setsid"]
-        modules, signals = ["fcntl", "resource", "termios"], ["SIGUSR1", "SIGUSR2", "SIGKILL", "SIGCHLD", "SIGSTOP"]
+        functions += [
+            "pread",
+            "register_at_fork",
+            "fork",
+            "O_CLOEXEC",
+            "geteuid",
+            "getuid",
+            "killpg",
+            "setsid",
+        ]
+        modules, signals = (
+            ["fcntl", "resource", "termios"],
+            ["SIGUSR1", "SIGUSR2", "SIGKILL", "SIGCHLD", "SIGSTOP"],
+        )
         more = WINDOWS
     code = HIDE.format(modules=modules, functions=functions, signals=signals) + TRAIN + more
     source = write_folder(tmp_path / "src")

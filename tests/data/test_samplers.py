@@ -15,7 +15,8 @@ from lightning_ring.data.sampling.counters import Stream, permute, philox, subke
 from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import ConfigurationError
 
-LABELS = np.repeat([0, 1, 2, 5, 7, 9, 70_000], [3, 50, 7, 1, 20, 4, 16])  # 101 samples; class 5 has one
+# 101 samples; class 5 has one
+LABELS = np.repeat([0, 1, 2, 5, 7, 9, 70_000], [3, 50, 7, 1, 20, 4, 16])
 
 
 def shuffled(rank: int, world_size: int, **kwargs: Any) -> OrderedSampler:
@@ -23,21 +24,29 @@ def shuffled(rank: int, world_size: int, **kwargs: Any) -> OrderedSampler:
 
 
 def balanced(rank: int, world_size: int, **kwargs: Any) -> OrderedSampler:
-    return BalancedSampler(LABELS, beta=0.5, num_samples=600, rank=rank, world_size=world_size, **kwargs)
+    return BalancedSampler(
+        LABELS, beta=0.5, num_samples=600, rank=rank, world_size=world_size, **kwargs
+    )
 
 
 def mixed(rank: int, world_size: int, **kwargs: Any) -> OrderedSampler:
-    return MixtureSampler([50, 7, 44], [1.0, 2.5, 0.5], num_samples=600, rank=rank, world_size=world_size, **kwargs)
+    return MixtureSampler(
+        [50, 7, 44], [1.0, 2.5, 0.5], num_samples=600, rank=rank, world_size=world_size, **kwargs
+    )
 
 
-def steps(make: Any, world_size: int, batch_size: int, state: Any = None, num: int | None = None) -> list[list[int]]:
+def steps(
+    make: Any, world_size: int, batch_size: int, state: Any = None, num: int | None = None
+) -> list[list[int]]:
     """What all ranks together take in each step."""
     samplers = [make(rank, world_size) for rank in range(world_size)]
     for sampler in samplers:
         if state is not None:
             sampler.load_state_dict(state)
     shares = [list(sampler)[: None if num is None else num * batch_size] for sampler in samplers]
-    cut = [[share[i : i + batch_size] for i in range(0, len(share), batch_size)] for share in shares]
+    cut = [
+        [share[i : i + batch_size] for i in range(0, len(share), batch_size)] for share in shares
+    ]
     return [sorted(itertools.chain(*parts)) for parts in zip(*cut, strict=True)]
 
 
@@ -70,7 +79,9 @@ def test_uniforms_depend_on_seed_stream_epoch_and_position_only() -> None:
 
 @pytest.mark.parametrize("size", [*range(1, 20), 100, 1023, 1024, 1025, 70_001])
 def test_permute_is_a_permutation(size: int) -> None:
-    assert np.array_equal(np.sort(permute(np.arange(size), size, subkey(1, Stream.ORDER))), np.arange(size))
+    assert np.array_equal(
+        np.sort(permute(np.arange(size), size, subkey(1, Stream.ORDER))), np.arange(size)
+    )
 
 
 def test_permute_takes_sizes_and_keys_element_by_element() -> None:
@@ -86,8 +97,13 @@ def test_permute_takes_sizes_and_keys_element_by_element() -> None:
 @pytest.mark.parametrize("size", [3, 10])
 def test_every_place_of_a_permutation_is_equally_likely(size: int) -> None:
     num = 4000
-    drawn = permute(np.tile(np.arange(size), (num, 1)), size, subkey(0, Stream.ORDER, np.arange(num)[:, None]))
-    for pairs in (drawn[:, [0]] * size + drawn[:, [1]], drawn[:, [1]] * size + drawn[:, [size - 1]]):
+    drawn = permute(
+        np.tile(np.arange(size), (num, 1)), size, subkey(0, Stream.ORDER, np.arange(num)[:, None])
+    )
+    for pairs in (
+        drawn[:, [0]] * size + drawn[:, [1]],
+        drawn[:, [1]] * size + drawn[:, [size - 1]],
+    ):
         counts = np.bincount(pairs[:, 0], minlength=size * size).reshape(size, size)
         assert counts.trace() == 0
         expected = num / (size * (size - 1))
@@ -98,7 +114,9 @@ def test_every_place_of_a_permutation_is_equally_likely(size: int) -> None:
 
 @pytest.mark.parametrize("make", [shuffled, balanced, mixed])
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 6), (3, 4), (4, 3), (1, 12)])
-def test_the_number_of_ranks_does_not_change_what_a_step_takes(make: Any, world_size: int, batch_size: int) -> None:
+def test_the_number_of_ranks_does_not_change_what_a_step_takes(
+    make: Any, world_size: int, batch_size: int
+) -> None:
     num = 8
     order = list(make(0, 1))
     expected = [sorted(order[i * 12 : (i + 1) * 12]) for i in range(num)]
@@ -131,13 +149,18 @@ def test_length_counts_what_was_taken_before_a_resumed_position() -> None:
     assert len(sampler) == 51
 
 
-@pytest.mark.parametrize(("remainder", "sizes"), [("repeat", [26] * 4), ("drop", [25] * 4), ("keep", [26, 25, 25, 25])])
+@pytest.mark.parametrize(
+    ("remainder", "sizes"), [("repeat", [26] * 4), ("drop", [25] * 4), ("keep", [26, 25, 25, 25])]
+)
 def test_remainder(remainder: Any, sizes: list[int]) -> None:
     shares = [list(shuffled(rank, 4, remainder=remainder, shuffle=False)) for rank in range(4)]
     assert [len(share) for share in shares] == sizes
     assert [len(shuffled(rank, 4, remainder=remainder)) for rank in range(4)] == sizes
     taken = np.bincount(list(itertools.chain(*shares)), minlength=101)
-    assert {"repeat": (1, 2), "drop": (0, 1), "keep": (1, 1)}[remainder] == (taken.min(), taken.max())
+    assert {"repeat": (1, 2), "drop": (0, 1), "keep": (1, 1)}[remainder] == (
+        taken.min(),
+        taken.max(),
+    )
     assert shares[1][:3] == [1, 5, 9]
 
 
@@ -232,7 +255,8 @@ def test_pk_goes_on_on_another_number_of_ranks() -> None:
     def make(rank: int, world_size: int) -> PKSampler:
         return PKSampler(labels, 2, 3, rank=rank, world_size=world_size)
 
-    groups = np.array(list(make(0, 1))).reshape(-1, 3)  # 12 classes divide by 2, 4 and 6: nothing is skipped
+    # 12 classes divide by 2, 4 and 6: nothing is skipped
+    groups = np.array(list(make(0, 1))).reshape(-1, 3)
     state = make(1, 2).state_dict(trained=2 * 6)
     assert state["position"] == 2 * 4 * 3
     taken = []
@@ -241,7 +265,8 @@ def test_pk_goes_on_on_another_number_of_ranks() -> None:
         sampler.load_state_dict(state)
         taken.append(np.array(list(sampler)).reshape(-1, 2, 3))
     first = {tuple(group) for share in taken for group in share[0]}
-    assert first == {tuple(group) for group in groups[12:18]}  # 8 of 12 classes were taken: 6 do not fit in
+    # 8 of 12 classes were taken: 6 do not fit in
+    assert first == {tuple(group) for group in groups[12:18]}
     for step in zip(*taken, strict=True):
         assert len(set(labels[np.concatenate(step)[:, 0]])) == 6
 
@@ -260,7 +285,9 @@ def test_pk_lengths_and_positions_agree(p: int, world_size: int) -> None:
     assert sampler.num_left(sampler.advanced(0, len(positions))) == 0
 
 
-@pytest.mark.parametrize(("classes", "width"), [(7, 2), (7, 4), (7, 6), (10, 6), (11, 4), (1, 1), (2, 2), (9, 5)])
+@pytest.mark.parametrize(
+    ("classes", "width"), [(7, 2), (7, 4), (7, 6), (10, 6), (11, 4), (1, 1), (2, 2), (9, 5)]
+)
 def test_pk_leaves_no_class_out_of_two_passes(classes: int, width: int) -> None:
     sampler = PKSampler(np.repeat(np.arange(classes), 6), width, 2, rank=0, world_size=1)
     assert sampler.num_passes == 3  # so that pairs of passes reach over epochs
@@ -275,7 +302,9 @@ def test_pk_leaves_no_class_out_of_two_passes(classes: int, width: int) -> None:
     assert len({tuple(one) for one in passes}) > len(passes) // 2 or classes < 3
 
 
-def test_pk_reports_what_it_leaves_out_and_what_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+def test_pk_reports_what_it_leaves_out_and_what_is_missing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert len(pk(0, 1).left_out) == 0
     with caplog.at_level(logging.WARNING):
         assert pk(0, 1, fewest=2).left_out.tolist() == [5]
@@ -283,7 +312,9 @@ def test_pk_reports_what_it_leaves_out_and_what_is_missing(caplog: pytest.LogCap
     assert 5 not in LABELS[list(pk(0, 1, fewest=2))]
     with pytest.raises(ConfigurationError, match="its position means nothing here"):
         pk(0, 1).load_state_dict(pk(0, 1, fewest=2).state_dict())
-    with pytest.raises(ConfigurationError, match=r"7 classes can be drawn from, but p=2 .* 4 ranks need 8"):
+    with pytest.raises(
+        ConfigurationError, match=r"7 classes can be drawn from, but p=2 .* 4 ranks need 8"
+    ):
         pk(0, 4)
 
 

@@ -1,4 +1,6 @@
-"""What ShardDataset and ``lightning-ring pack --verify`` say of shards that are not what was packed."""
+"""What ShardDataset and ``lightning-ring pack --verify`` say of shards that are not what was
+packed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ INDEX = "index/000000"
 def whole(tmp_path_factory):
     root = tmp_path_factory.mktemp("shards")
     source = image_folder(root / "src", classes=2, images=12)
-    run.pack(source, root / "dst", PackSettings(size=40, shard_mb=20 / 1024), 2, lambda *numbers: None)
+    run.pack(
+        source, root / "dst", PackSettings(size=40, shard_mb=20 / 1024), 2, lambda *numbers: None
+    )
     return root / "dst"
 
 
@@ -74,7 +78,8 @@ def test_a_shard_cut_short_is_named_when_opened_and_by_verify(packed, missing):
     assert problems[0] == expected
     assert problems[-1].startswith(f"{path} has SHA-256")
     cut_short = [problem for problem in problems if ", offset " in problem]
-    assert len(cut_short) == (missing > 1024)  # the first image that is hit, with its offset, and none after it
+    # the first image that is hit, with its offset, and none after it
+    assert len(cut_short) == (missing > 1024)
     assert all(problem.endswith(": cut short") for problem in cut_short)
 
 
@@ -84,9 +89,16 @@ def test_missing_longer_and_strange_shards_are_named(packed):
         file.write(b"x")
     problems = verify(packed)
     assert f"{packed / SHARD} is missing" in problems
-    assert any(problem.startswith(f"{packed / 'shard-000000.tar'} is longer than packed") for problem in problems)
-    assert f"{packed / 'other.tar'} is not in the manifest; a reader of *.tar reads it too" in problems
-    with pytest.raises(ShardError, match=r"(?s)longer than packed.*is missing.*Restore what is missing"):
+    assert any(
+        problem.startswith(f"{packed / 'shard-000000.tar'} is longer than packed")
+        for problem in problems
+    )
+    assert (
+        f"{packed / 'other.tar'} is not in the manifest; a reader of *.tar reads it too" in problems
+    )
+    with pytest.raises(
+        ShardError, match=r"(?s)longer than packed.*is missing.*Restore what is missing"
+    ):
         ShardDataset(packed)
 
 
@@ -96,7 +108,8 @@ def test_a_changed_byte_is_named_by_image_and_offset(packed):
     overwrite(packed / SHARD, offset + size - 20, bytes([data[offset + size - 20] ^ 1]))
     problems = verify(packed)
     assert problems[0] == (
-        f"{packed / SHARD}, offset {offset}, {size} bytes, image {i}: its bytes are not those that were packed (CRC-32)"
+        f"{packed / SHARD}, offset {offset}, {size} bytes, image {i}: its bytes are not those that "
+        "were packed (CRC-32)"
     )
     assert len(problems) == 2
     assert problems[1].startswith(f"{packed / SHARD} has SHA-256")
@@ -110,7 +123,10 @@ def test_an_image_that_cannot_be_decoded_is_named_by_image_and_offset(packed):
     for read in (lambda: dataset[i], lambda: dataset.__getitems__([0, i])):
         with pytest.raises(ShardError) as error:
             read()
-        assert f"image {i} ({dataset.name(i)}), {packed / SHARD} at offset {offset}, {size} bytes" in str(error.value)
+        assert (
+            f"image {i} ({dataset.name(i)}), {packed / SHARD} at offset {offset}, {size} bytes"
+            in str(error.value)
+        )
         assert "lightning-ring pack --verify" in str(error.value)
 
 
@@ -121,7 +137,9 @@ def test_damage_between_images_is_damage_of_the_shard(packed):
     assert problem.startswith(f"{packed / SHARD} has SHA-256")
 
 
-@pytest.mark.parametrize("name", ["labels.npy", "places.npy", "name_ends.npy", "stamps.npy", "names.txt"])
+@pytest.mark.parametrize(
+    "name", ["labels.npy", "places.npy", "name_ends.npy", "stamps.npy", "names.txt"]
+)
 def test_a_changed_index_is_named_and_blames_no_shard(packed, name):
     path = packed / INDEX / name
     overwrite(path, path.stat().st_size - 1, b"\x7f")
@@ -134,8 +152,14 @@ def test_no_changed_byte_of_an_image_is_read_silently(packed):
     byte = (packed / SHARD).read_bytes()[offset + size // 2]
     overwrite(packed / SHARD, offset + size // 2, bytes([byte ^ 1]))
     dataset = ShardDataset(packed)
-    for read in (lambda: dataset[i], lambda: dataset.__getitems__([0, i]), lambda: dataset.read_many([i])):
-        with pytest.raises(ShardError, match=rf"image {i} \(.*its bytes are not those that were packed: CRC-32"):
+    for read in (
+        lambda: dataset[i],
+        lambda: dataset.__getitems__([0, i]),
+        lambda: dataset.read_many([i]),
+    ):
+        with pytest.raises(
+            ShardError, match=rf"image {i} \(.*its bytes are not those that were packed: CRC-32"
+        ):
             read()
     assert dataset.read(0)
 
@@ -146,7 +170,9 @@ def test_no_changed_byte_of_the_index_is_read_silently(packed, name):
     data = path.read_bytes()
     for at in (len(data) - 2, len(data) - 9, len(data) // 2 + 40):
         overwrite(path, at, bytes([data[at] ^ 1]))
-        with pytest.raises(ShardError, match=r"is not as it was packed|are not those that were packed|is cut short"):
+        with pytest.raises(
+            ShardError, match=r"is not as it was packed|are not those that were packed|is cut short"
+        ):
             read_everything(packed)
         overwrite(path, at, data[at : at + 1])
     read_everything(packed)
@@ -164,7 +190,9 @@ def test_an_index_that_is_missing_or_short_is_named(packed, name):
     path = packed / INDEX / name
     if name.endswith(".npy"):
         np.save(path, np.load(path)[:-1])
-        with pytest.raises(ShardError, match=rf"{name} holds .* of shape \(23.*\), expected .* of shape\s+\(24.*\)"):
+        with pytest.raises(
+            ShardError, match=rf"{name} holds .* of shape \(23.*\), expected .* of shape\s+\(24.*\)"
+        ):
             read_everything(packed)
         path.write_bytes(path.read_bytes()[:40])
         with pytest.raises(ShardError, match=f"{name} cannot be mapped"):
@@ -179,7 +207,10 @@ def test_an_index_that_is_missing_or_short_is_named(packed, name):
     ("change", "message"),
     [
         (lambda fields: fields["classes"].append("more"), "fingerprint.*edited or damaged"),
-        (lambda fields: fields.update(version=1), "has version 1, expected 3: pack the images again"),
+        (
+            lambda fields: fields.update(version=1),
+            "has version 1, expected 3: pack the images again",
+        ),
         (lambda fields: fields.update(format="zip"), "was written by another program"),
         (lambda fields: fields.pop("shards"), "'shards' is missing or wrong"),
     ],
@@ -199,7 +230,9 @@ def test_a_folder_without_a_whole_manifest_is_no_data_set(packed):
     with pytest.raises(ShardError, match=r"manifest\.json cannot be read"):
         ShardDataset(packed)
     path.unlink()
-    with pytest.raises(ShardError, match=r"manifest\.json is not there\. This is no folder of packed shards"):
+    with pytest.raises(
+        ShardError, match=r"manifest\.json is not there\. This is no folder of packed shards"
+    ):
         ShardDataset(packed)
     with pytest.raises(ShardError, match=r"There is no such folder"):
         ShardDataset(packed / "nowhere")
@@ -213,7 +246,9 @@ def test_a_failing_disk_is_named_with_file_and_offset(packed, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "pread", fail)
-    with pytest.raises(ShardError, match=rf"{SHARD} cannot be read at offset {offset}, {size} bytes: Input/output"):
+    with pytest.raises(
+        ShardError, match=rf"{SHARD} cannot be read at offset {offset}, {size} bytes: Input/output"
+    ):
         dataset.read(i)
 
 
@@ -223,7 +258,8 @@ def test_a_shard_that_shrinks_or_goes_after_it_was_opened_is_named(packed):
     with open(packed / SHARD, "r+b") as file:
         file.truncate(offset + 7)
     with pytest.raises(
-        ShardError, match=rf"{SHARD} is cut short: at offset {offset} it has 7 bytes, expected {size}\."
+        ShardError,
+        match=rf"{SHARD} is cut short: at offset {offset} it has 7 bytes, expected {size}\.",
     ):
         dataset.read(i)
     (packed / "shard-000000.tar").unlink()
@@ -237,7 +273,9 @@ def test_a_shard_that_cannot_be_read_hides_no_other_damage(packed):
     overwrite(packed / "shard-000000.tar", 3000, b"wrong")
     problems = verify(packed)
     assert f"{packed / SHARD} cannot be read: Is a directory" in problems
-    assert any(problem.startswith(f"{packed / 'shard-000000.tar'} has SHA-256") for problem in problems)
+    assert any(
+        problem.startswith(f"{packed / 'shard-000000.tar'} has SHA-256") for problem in problems
+    )
 
 
 def test_a_page_of_zeros_in_the_index_is_no_image(packed):

@@ -33,7 +33,9 @@ def packed(tmp_path_factory):
     root = tmp_path_factory.mktemp("shards")
     source = image_folder(root / "src", classes=3, images=20)
     (source / "class 0" / "small.png").write_bytes(encode(photo(9, 20, 20), "PNG"))
-    run.pack(source, root / "dst", PackSettings(size=40, shard_mb=20 / 1024), 2, lambda *numbers: None)
+    run.pack(
+        source, root / "dst", PackSettings(size=40, shard_mb=20 / 1024), 2, lambda *numbers: None
+    )
     return root / "dst"
 
 
@@ -46,7 +48,9 @@ def test_webdataset_reads_the_same(packed):
     urls = sorted(str(path) for path in packed.glob("*.tar"))
     assert len(urls) > 2
     samples = list(webdataset.WebDataset(urls, shardshuffle=False))
-    assert [sample["__key__"] for sample in samples] == [dataset.key(i) for i in range(len(dataset))]
+    assert [sample["__key__"] for sample in samples] == [
+        dataset.key(i) for i in range(len(dataset))
+    ]
     for i, sample in enumerate(samples):
         image = sample["jpg"] if "jpg" in sample else sample["png"]
         assert (image, int(sample["cls"])) == dataset[i]
@@ -55,11 +59,14 @@ def test_webdataset_reads_the_same(packed):
 def test_webdataset_decodes_the_same(packed):
     dataset = ShardDataset(packed)
     urls = sorted(str(path) for path in packed.glob("*.tar"))
-    pairs = webdataset.WebDataset(urls, shardshuffle=False).decode("rgb8").to_tuple("jpg;png", "cls")
+    pairs = (
+        webdataset.WebDataset(urls, shardshuffle=False).decode("rgb8").to_tuple("jpg;png", "cls")
+    )
     for i, (image, label) in enumerate(pairs):
         pixels, expected = dataset[i]
         assert label == expected
-        torch.testing.assert_close(pixels.permute(1, 2, 0), torch.tensor(image), atol=2, rtol=0)  # two decoders
+        # two decoders
+        torch.testing.assert_close(pixels.permute(1, 2, 0), torch.tensor(image), atol=2, rtol=0)
     assert i == len(dataset) - 1
 
 
@@ -71,7 +78,9 @@ def test_tar_lists_and_extracts_the_same(packed, tmp_path):
         assert result.stderr == ""
         listed += result.stdout.split()
         subprocess.run(["tar", "xf", shard, "-C", tmp_path], check=True)
-    assert listed[::2] == [f"{i:09d}.{'png' if 'png' in dataset.name(i) else 'jpg'}" for i in range(len(dataset))]
+    assert listed[::2] == [
+        f"{i:09d}.{'png' if 'png' in dataset.name(i) else 'jpg'}" for i in range(len(dataset))
+    ]
     assert listed[1::2] == [f"{i:09d}.cls" for i in range(len(dataset))]
     for i, name in enumerate(listed[::2]):
         assert (tmp_path / name).read_bytes() == dataset.read(i)
@@ -127,7 +136,11 @@ def test_it_travels_as_a_path(packed):
     data = pickle.dumps(dataset)
     assert len(data) < 1500
     copy = pickle.loads(data)
-    assert (copy[7], copy.classes, copy.fingerprint) == (dataset[7], dataset.classes, dataset.fingerprint)
+    assert (copy[7], copy.classes, copy.fingerprint) == (
+        dataset[7],
+        dataset.classes,
+        dataset.fingerprint,
+    )
 
 
 def test_labels_that_were_set_travel_too(packed):
@@ -171,7 +184,8 @@ def test_threads_share_the_files(packed, max_open):
     order = random.Random(0).choices(range(len(dataset)), k=4000)
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(dataset.read, order)) == [expected[i] for i in order]
-    assert len(files._open) <= (max_open or 100) + 8  # threads that open at the same time may overshoot
+    # threads that open at the same time may overshoot
+    assert len(files._open) <= (max_open or 100) + 8
 
 
 def test_all_data_sets_of_a_process_share_one_bound(packed, monkeypatch):

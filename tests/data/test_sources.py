@@ -1,4 +1,6 @@
-"""Images of other libraries' formats: with every sampler, resumed exactly, on other numbers of ranks; their errors."""
+"""Images of other libraries' formats: with every sampler, resumed exactly, on other numbers of
+ranks; their errors.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +59,16 @@ def table_of(folder: ImageFolder, names: bool = True) -> pa.Table:
 
 
 def lance_images(folder: ImageFolder, root: Path) -> LanceImages:
-    return LanceImages(lance.write_dataset(table_of(folder), root / "photos.lance", max_rows_per_file=8))
+    return LanceImages(
+        lance.write_dataset(table_of(folder), root / "photos.lance", max_rows_per_file=8)
+    )
 
 
 def parquet_images(folder: ImageFolder, root: Path) -> HuggingFaceImages:
     pq.write_table(table_of(folder), root / "photos.parquet")
-    return HuggingFaceImages(datasets.Dataset.from_parquet(str(root / "photos.parquet"), cache_dir=str(root / "cache")))
+    return HuggingFaceImages(
+        datasets.Dataset.from_parquet(str(root / "photos.parquet"), cache_dir=str(root / "cache"))
+    )
 
 
 def hugging_face_images(folder: ImageFolder, root: Path) -> HuggingFaceImages:
@@ -86,7 +92,9 @@ SOURCES = {
 
 
 @pytest.fixture(params=SOURCES)
-def opened(request: pytest.FixtureRequest, folder: ImageFolder, tmp_path: Path) -> Callable[[], Any]:
+def opened(
+    request: pytest.FixtureRequest, folder: ImageFolder, tmp_path: Path
+) -> Callable[[], Any]:
     """Opens the images anew."""
 
     def open_them() -> Any:
@@ -99,7 +107,9 @@ def opened(request: pytest.FixtureRequest, folder: ImageFolder, tmp_path: Path) 
 def loader(photos: Any, kind: str, rank: int = 0, world_size: int = 1, batch_size: int = 12) -> Any:
     sampler = SAMPLERS[kind](photos, rank=rank, world_size=world_size)
     size = None if kind == "p x k" else batch_size // world_size
-    return image_loader(photos, sampler, size, crop=CROP, transform=None, with_indices=True, num_threads=2)
+    return image_loader(
+        photos, sampler, size, crop=CROP, transform=None, with_indices=True, num_threads=2
+    )
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)
@@ -131,11 +141,16 @@ def test_it_resumes_on_another_number_of_ranks(opened: Callable[[], Any]) -> Non
     photos = opened()
     expected = [sorted(batch[2].tolist()) for batch in loader(photos, "shuffled")]
     began = [loader(photos, "shuffled", rank, 2) for rank in range(2)]
-    steps = [sorted(i for part in parts for i in part[2].tolist()) for parts in zip(*map(first, began), strict=True)]
+    steps = [
+        sorted(i for part in parts for i in part[2].tolist())
+        for parts in zip(*map(first, began), strict=True)
+    ]
     three = [loader(photos, "shuffled", rank, 3) for rank in range(3)]
     for one in three:
         one.load_state_dict(began[0].state_dict())
-    steps += [sorted(i for part in parts for i in part[2].tolist()) for parts in zip(*three, strict=True)]
+    steps += [
+        sorted(i for part in parts for i in part[2].tolist()) for parts in zip(*three, strict=True)
+    ]
     assert steps == expected
 
 
@@ -152,34 +167,49 @@ def test_a_source_that_is_opened_again_is_the_same_one(folder: ImageFolder, tmp_
             assert opens(folder, tmp_path).fingerprint == opens(folder, tmp_path).fingerprint
     lance_images(folder, tmp_path)
     shutil.copytree(tmp_path / "photos.lance", tmp_path / "copy.lance")
-    prints = {LanceImages(lance.dataset(tmp_path / name)).fingerprint for name in ("photos.lance", "copy.lance")}
+    prints = {
+        LanceImages(lance.dataset(tmp_path / name)).fingerprint
+        for name in ("photos.lance", "copy.lance")
+    }
     assert len(prints) == 1
 
 
 # -- Lance
 
 
-def test_lance_stays_at_its_version_while_the_data_set_grows_and_shrinks(folder: ImageFolder, tmp_path: Path) -> None:
+def test_lance_stays_at_its_version_while_the_data_set_grows_and_shrinks(
+    folder: ImageFolder, tmp_path: Path
+) -> None:
     photos = lance_images(folder, tmp_path)
     whole = [photos.read_many(range(len(photos)))]
     state = loader(photos, "shuffled").state_dict()
-    grown = lance.write_dataset(table_of(folder).slice(0, 5), tmp_path / "photos.lance", mode="append")
+    grown = lance.write_dataset(
+        table_of(folder).slice(0, 5), tmp_path / "photos.lance", mode="append"
+    )
     grown.delete("number in (1, 9)")
     grown.optimize.compact_files()
     assert [photos.read_many(range(len(photos)))] == whole
     newest = LanceImages(lance.dataset(tmp_path / "photos.lance"))
     left = [i for i in [*range(len(folder)), *range(5)] if i not in (1, 9)]
-    assert newest.read_many([*range(len(newest)), 3, 3]) == [whole[0][i] for i in [*left, left[3], left[3]]]
+    assert newest.read_many([*range(len(newest)), 3, 3]) == [
+        whole[0][i] for i in [*left, left[3], left[3]]
+    ]
     assert newest.labels.tolist() == folder.labels[left].tolist()
-    with pytest.raises(ConfigurationError, match=r"saved over the images 'version 1, .* reads 'version \d, "):
+    with pytest.raises(
+        ConfigurationError, match=r"saved over the images 'version 1, .* reads 'version \d, "
+    ):
         loader(newest, "shuffled").load_state_dict(state)
-    loader(LanceImages(lance.dataset(tmp_path / "photos.lance", version=1)), "shuffled").load_state_dict(state)
+    loader(
+        LanceImages(lance.dataset(tmp_path / "photos.lance", version=1)), "shuffled"
+    ).load_state_dict(state)
     shutil.rmtree(tmp_path / "photos.lance" / "data")
     with pytest.raises(ShardLostError, match=r"photos\.lance, version 1, cannot be read"):
         list(loader(photos, "shuffled"))
 
 
-def test_lance_filters_rows_and_numbers_classes_as_it_is_told(folder: ImageFolder, tmp_path: Path) -> None:
+def test_lance_filters_rows_and_numbers_classes_as_it_is_told(
+    folder: ImageFolder, tmp_path: Path
+) -> None:
     photos = lance_images(folder, tmp_path).dataset
     photos.delete("number = 2")
     photos = lance.dataset(tmp_path / "photos.lance")
@@ -194,40 +224,74 @@ def test_lance_filters_rows_and_numbers_classes_as_it_is_told(folder: ImageFolde
 def test_what_lance_images_cannot_be_made_of_says_why(folder: ImageFolder, tmp_path: Path) -> None:
     photos = lance_images(folder, tmp_path).dataset
     for arguments, options, message in [
-        (["picture"], {}, r"photos\.lance, version 1, has the columns image, label, number, expected 'picture'"),
+        (
+            ["picture"],
+            {},
+            r"photos\.lance, version 1, has the columns image, label, number, expected 'picture'",
+        ),
         (["number"], {}, r"the column 'number' is of int64 , expected binary"),
         ([], {"where": "wide > 3"}, r"cannot be read with where='wide > 3': "),
         ([], {"where": "number"}, r"where='number' is int64, expected a condition"),
-        ([], {"where": "number > 100"}, r"has shape \(0,\), expected one label for each of one image or more"),
-        ([], {"classes": ["c0", "c1"]}, r"1 classes that are not in classes=\[\.\.\.\], such as 'c2'"),
+        (
+            [],
+            {"where": "number > 100"},
+            r"has shape \(0,\), expected one label for each of one image or more",
+        ),
+        (
+            [],
+            {"classes": ["c0", "c1"]},
+            r"1 classes that are not in classes=\[\.\.\.\], such as 'c2'",
+        ),
     ]:
         with pytest.raises(ConfigurationError, match=message):
             LanceImages(photos, *arguments, **options)
     blobs = pa.schema(
-        [pa.field("image", pa.large_binary(), metadata={"lance-encoding:blob": "true"}), ("label", "int64")]
+        [
+            pa.field("image", pa.large_binary(), metadata={"lance-encoding:blob": "true"}),
+            ("label", "int64"),
+        ]
     )
-    stored = lance.write_dataset(pa.table({"image": [b"x"], "label": [0]}, blobs), tmp_path / "blobs.lance")
+    stored = lance.write_dataset(
+        pa.table({"image": [b"x"], "label": [0]}, blobs), tmp_path / "blobs.lance"
+    )
     with pytest.raises(ConfigurationError, match=r"not stored as blobs"):
         LanceImages(stored)
     missing = pa.table({"image": [b"x", b"y"], "label": pa.array([None, 1])})
-    with pytest.raises(ConfigurationError, match=r"the column 'label' has no label for 1 of 2 images"):
+    with pytest.raises(
+        ConfigurationError, match=r"the column 'label' has no label for 1 of 2 images"
+    ):
         LanceImages(lance.write_dataset(missing, tmp_path / "missing.lance"))
     table = pa.table({"image": [b"x"] * 3, "label": pa.array(["a", "b", "c"]).dictionary_encode()})
-    some = LanceImages(lance.write_dataset(table, tmp_path / "codes.lance"), where="label != 'b'", classes=["c", "a"])
+    some = LanceImages(
+        lance.write_dataset(table, tmp_path / "codes.lance"),
+        where="label != 'b'",
+        classes=["c", "a"],
+    )
     assert some.labels.tolist() == [1, 0]
-    fractions = lance.write_dataset(pa.table({"image": [b"x"], "label": [0.5]}), tmp_path / "fractions.lance")
-    with pytest.raises(ConfigurationError, match=r"the column 'label' has the label 0\.5, expected a whole number"):
+    fractions = lance.write_dataset(
+        pa.table({"image": [b"x"], "label": [0.5]}), tmp_path / "fractions.lance"
+    )
+    with pytest.raises(
+        ConfigurationError, match=r"the column 'label' has the label 0\.5, expected a whole number"
+    ):
         LanceImages(fractions)
 
 
 # -- Hugging Face
 
 
-def test_a_selected_and_shuffled_data_set_is_read_in_its_order(folder: ImageFolder, tmp_path: Path) -> None:
+def test_a_selected_and_shuffled_data_set_is_read_in_its_order(
+    folder: ImageFolder, tmp_path: Path
+) -> None:
     whole = hugging_face_images(folder, tmp_path)
     kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=folder.classes)}
-    columns = {"image": [{"bytes": folder.read(i)} for i in range(len(folder))], "label": folder.labels.tolist()}
-    data = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds)).with_format("torch")
+    columns = {
+        "image": [{"bytes": folder.read(i)} for i in range(len(folder))],
+        "label": folder.labels.tolist(),
+    }
+    data = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds)).with_format(
+        "torch"
+    )
     shuffled = HuggingFaceImages(data.shuffle(seed=3).select(range(9)))
     order = data.shuffle(seed=3)._indices["indices"].to_pylist()[:9]
     assert shuffled.read_many(range(9)) == [folder.read(i) for i in order]
@@ -235,17 +299,27 @@ def test_a_selected_and_shuffled_data_set_is_read_in_its_order(folder: ImageFold
     assert shuffled.fingerprint != whole.fingerprint == HuggingFaceImages(data).fingerprint
 
 
-def test_what_hugging_face_images_cannot_be_made_of_says_why(folder: ImageFolder, tmp_path: Path) -> None:
+def test_what_hugging_face_images_cannot_be_made_of_says_why(
+    folder: ImageFolder, tmp_path: Path
+) -> None:
     data = datasets.Dataset.from_dict({"image": [1, 2], "label": [-1, 0], "text": ["a", "b"]})
     for given, message in [
-        (data.to_iterable_dataset(), "got IterableDataset, expected a datasets.Dataset: one split, not streamed"),
+        (
+            data.to_iterable_dataset(),
+            "got IterableDataset, expected a datasets.Dataset: one split, not streamed",
+        ),
         (data, r"the column 'image' is Value\(.*, expected images"),
-        (data.rename_column("image", "picture"), r"the columns picture, label, text, expected 'image' among them"),
+        (
+            data.rename_column("image", "picture"),
+            r"the columns picture, label, text, expected 'image' among them",
+        ),
     ]:
         with pytest.raises(ConfigurationError, match=message):
             HuggingFaceImages(given)
     unlabelled = datasets.Dataset.from_dict({"image": [encode(photo())] * 2, "label": [-1, 0]})
-    with pytest.raises(ConfigurationError, match=r"has labels from -1 to 0, expected numbers of classes, from 0\."):
+    with pytest.raises(
+        ConfigurationError, match=r"has labels from -1 to 0, expected numbers of classes, from 0\."
+    ):
         HuggingFaceImages(unlabelled)
     paths = datasets.Dataset.from_dict({"image": [str(tmp_path / "gone.jpg")] * 2, "label": [0, 1]})
     with pytest.raises(OSError, match=r"gone\.jpg"):
@@ -277,7 +351,9 @@ def test_images_of_every_kind_are_the_same(folder: ImageFolder) -> None:
     photos = MapStyleImages(Given(folder.read(0), tensor, array, Image.fromarray(array)))
     in_order = ShuffledSampler(4, shuffle=False, rank=0, world_size=1)
     crop = CenterCrop(16, resize=20, exact=True)
-    ((images, labels),) = image_loader(photos, in_order, 4, crop=crop, transform=None, num_threads=1)
+    ((images, labels),) = image_loader(
+        photos, in_order, 4, crop=crop, transform=None, num_threads=1
+    )
     assert labels.tolist() == [0] * 4
     assert all(torch.equal(image, images[0]) for image in images)
     sixteen = MapStyleImages(Given(Image.fromarray(np.full((4, 4), 65535, np.uint16))))
@@ -286,7 +362,10 @@ def test_images_of_every_kind_are_the_same(folder: ImageFolder) -> None:
 
 def test_what_a_torch_data_set_gives_that_is_no_image_says_so(folder: ImageFolder) -> None:
     for image, message in [
-        (torch.zeros(3, 4, 4), r"image 0 of Given is torch\.float32 \(3, 4, 4\), expected an image of Pillow"),
+        (
+            torch.zeros(3, 4, 4),
+            r"image 0 of Given is torch\.float32 \(3, 4, 4\), expected an image of Pillow",
+        ),
         (7, r"image 0 of Given is int \(\), expected"),
         (KeyError("there"), r"image 0 of Given cannot be had: KeyError\('there'\)"),
     ]:
@@ -297,15 +376,24 @@ def test_what_a_torch_data_set_gives_that_is_no_image_says_so(folder: ImageFolde
     assert [len(images) for images, _ in skipping] == [3]
     assert list(skipping.maker.skipped.reasons) == [1]
     part = Subset(TorchvisionFolder(str(folder.root)), [4, 2])
-    with pytest.raises(ConfigurationError, match=r"Subset has 2 images and no targets\. Give a label for each"):
+    with pytest.raises(
+        ConfigurationError, match=r"Subset has 2 images and no targets\. Give a label for each"
+    ):
         MapStyleImages(part)
-    labelled = MapStyleImages(part, [part.dataset.targets[i] for i in part.indices], classes=folder.classes)
-    assert (labelled.labels.tolist(), labelled.classes) == (folder.labels[[4, 2]].tolist(), folder.classes)
+    labelled = MapStyleImages(
+        part, [part.dataset.targets[i] for i in part.indices], classes=folder.classes
+    )
+    assert (labelled.labels.tolist(), labelled.classes) == (
+        folder.labels[[4, 2]].tolist(),
+        folder.classes,
+    )
     with pytest.raises(ConfigurationError, match="2 images and 1 labels"):
         MapStyleImages(part, [0])
 
 
-def test_the_example_of_the_guide_runs(folder: ImageFolder, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_the_example_of_the_guide_runs(
+    folder: ImageFolder, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     pack(folder.root, tmp_path / "shards", PackSettings(), 1, lambda *numbers: None)
     example = ROOT / "docs" / "examples" / "lance_photos.py"
     monkeypatch.chdir(tmp_path)

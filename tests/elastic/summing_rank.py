@@ -1,8 +1,10 @@
-"""A rank that sums buckets again and again, through `Generations`: ``summing_rank.py FOLDER BACKEND STEPS DEATHS``.
+"""A rank that sums buckets again and again, through `Generations`: ``summing_rank.py FOLDER BACKEND
+STEPS DEATHS``.
 
-DEATHS are ``NUMBER:STEP:BUCKET``: process NUMBER kills itself in STEP, after it has called for BUCKET buckets; or
-``NUMBER:GENERATION:open``: while the others wait for its first connection. Each survivor writes NUMBER.json: its
-communicators, the segments of its buckets and how long opening took in each generation, sums of the default group.
+DEATHS are ``NUMBER:STEP:BUCKET``: process NUMBER kills itself in STEP, after it has called for
+BUCKET buckets; or ``NUMBER:GENERATION:open``: while the others wait for its first connection. Each
+survivor writes NUMBER.json: its communicators, the segments of its buckets and how long opening
+took in each generation, sums of the default group.
 """
 
 from __future__ import annotations
@@ -48,7 +50,12 @@ class Summing:
         self.step: int | None = None
         self.complete = False
         self.buckets: list[torch.Tensor] = []
-        self.result: dict[str, list] = {"communicators": [], "segments": [], "default": [], "opening": []}
+        self.result: dict[str, list] = {
+            "communicators": [],
+            "segments": [],
+            "default": [],
+            "opening": [],
+        }
 
     def enter(self) -> Communicator:
         self.member.report(Report(self.step, self.complete))
@@ -94,7 +101,8 @@ class Summing:
                     self.generations.close(broken)
                     comm, broken = self.enter(), None
                 self.sum_buckets(comm)
-            except RuntimeError as error:  # Gloo's own, of a group that did not come up, are no others
+            # Gloo's own, of a group that did not come up, are no others
+            except RuntimeError as error:
                 if not self.member.is_over(3.0):
                     raise
                 broken = error if isinstance(error, RingError) else PeerFailedError(str(error))

@@ -1,4 +1,6 @@
-"""A module that gets another one's state and follows its steps ends with the same bits; nothing else waits for it."""
+"""A module that gets another one's state and follows its steps ends with the same bits; nothing
+else waits for it.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,19 @@ WAIT = 60.0
 
 
 class Net(nn.Module):
-    """Parameters of every kind: frozen, tied, 0-d, in another order of memory, in bfloat16, empty."""
+    """Parameters of every kind: frozen, tied, 0-d, in another order of memory, in bfloat16,
+    empty.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         g = torch.Generator().manual_seed(seed)
-        self.layers = nn.ParameterList(nn.Parameter(torch.randn(5, 4, generator=g)) for _ in range(6))
-        self.strided = nn.Parameter(torch.randn(2, 3, 4, 4, generator=g).to(memory_format=torch.channels_last))
+        self.layers = nn.ParameterList(
+            nn.Parameter(torch.randn(5, 4, generator=g)) for _ in range(6)
+        )
+        self.strided = nn.Parameter(
+            torch.randn(2, 3, 4, 4, generator=g).to(memory_format=torch.channels_last)
+        )
         self.frozen = nn.Parameter(torch.randn(7, generator=g), requires_grad=False)
         self.scale = nn.Parameter(torch.randn((), generator=g))
         self.rounded = nn.Parameter(torch.randn(9, generator=g).bfloat16())
@@ -43,7 +51,9 @@ class Net(nn.Module):
 
 Build = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Build] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd": lambda params: torch.optim.SGD(
+        params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01, foreach=False),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
     "adamw of a tensor": lambda params: torch.optim.AdamW(
@@ -88,7 +98,9 @@ def rank() -> Iterator[Rank]:
     rank.source.close("the test is over")
 
 
-def newcomer(build: Build, module: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer, Stream]:
+def newcomer(
+    build: Build, module: nn.Module | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer, Stream]:
     module = module or Net(1)
     optimizer = build(module.parameters())
     return module, optimizer, Stream("127.0.0.1", module, [optimizer])
@@ -114,7 +126,11 @@ def differing(one: nn.Module, first: Any, other: nn.Module, second: Any) -> list
         states = first.state.get(mine, {}), second.state.get(theirs, {})
         assert states[0].keys() == states[1].keys(), name
         for key, value in states[0].items():
-            equal = torch.equal(value, states[1][key]) if isinstance(value, torch.Tensor) else value == states[1][key]
+            equal = (
+                torch.equal(value, states[1][key])
+                if isinstance(value, torch.Tensor)
+                else value == states[1][key]
+            )
             found += [] if equal else [f"{name} {key}"]
     return found
 
@@ -132,7 +148,11 @@ def test_who_follows_ends_with_the_same_bits(name: str, monkeypatch: pytest.Monk
     take_step = Stream._take_step
     monkeypatch.setattr(sources, "PIECE_BYTES", 1)
     monkeypatch.setattr(sources._Feed, "_state", one_piece)
-    monkeypatch.setattr(Stream, "_take_step", lambda s, *taking: (taken.append(len(taking[1])), take_step(s, *taking)))
+    monkeypatch.setattr(
+        Stream,
+        "_take_step",
+        lambda s, *taking: (taken.append(len(taking[1])), take_step(s, *taking)),
+    )
     rank = Rank(OPTIMIZERS[name])
     rank.train()
     module, optimizer, stream = newcomer(OPTIMIZERS[name])
@@ -219,7 +239,10 @@ def test_who_reads_nothing_does_not_stop_the_training(
             rank.train()
         assert not rank.source._feeds
         connection.close()
-    assert "process 3 gets the rest of its state when it joins, while the others wait: it is" in caplog.text
+    assert (
+        "process 3 gets the rest of its state when it joins, while the others wait: it is"
+        in caplog.text
+    )
 
 
 def test_the_end_of_the_source_is_noticed(rank: Rank) -> None:
@@ -265,7 +288,9 @@ def test_a_stranger_is_hung_up_on(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("kind", ["group", "state"])
-def test_what_cannot_be_sent_does_not_end_the_training(kind: str, rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_sent_does_not_end_the_training(
+    kind: str, rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
     if kind == "group":
         rank.optimizer.param_groups[0]["rule"] = lambda: None
     else:
@@ -306,7 +331,9 @@ def test_a_message_is_a_copy() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_each_rank_sends_its_own_shard(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A newcomer of sharded ranks has their weights, and the state of each part as its rank holds it."""
+    """A newcomer of sharded ranks has their weights, and the state of each part as its rank
+    holds it.
+    """
     monkeypatch.setattr(sources, "PIECE_BYTES", 1)
     make = torch.optim.AdamW
     new = ShardedRank(make, mirrors=True)

@@ -32,12 +32,18 @@ class Failing:
     [
         (ValueError("no such photo"), 1, "ValueError: no such photo"),
         (KeyboardInterrupt(), 130, "KeyboardInterrupt"),
-        (GenerationOver("Generation 0 is over: process 2 has died."), 1, "cannot go on before its first training step"),
+        (
+            GenerationOver("Generation 0 is over: process 2 has died."),
+            1,
+            "cannot go on before its first training step",
+        ),
         (JobEnded("The job ends: asked to stop.", 143), 143, ""),
         (JobEnded("The job ends: the training has finished.", 0), 0, ""),
     ],
 )
-def test_the_last_words_of_a_rank(monkeypatch: Any, error: BaseException, code: int, said: str) -> None:
+def test_the_last_words_of_a_rank(
+    monkeypatch: Any, error: BaseException, code: int, said: str
+) -> None:
     codes = []
 
     def end(code: int) -> None:

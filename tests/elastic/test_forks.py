@@ -13,7 +13,9 @@ from tests.processes import run
 
 
 class Group:
-    """In a cycle, as torch's groups are once they are closed; its end in a forked process shows as an exit code."""
+    """In a cycle, as torch's groups are once they are closed; its end in a forked process shows
+    as an exit code.
+    """
 
     def __init__(self) -> None:
         self.itself, self.owner = self, os.getpid()
@@ -23,7 +25,9 @@ class Group:
             os._exit(3)
 
 
-def test_a_garbage_collection_in_a_forked_process_leaves_groups_of_earlier_generations_alone() -> None:
+def test_a_garbage_collection_in_a_forked_process_leaves_groups_of_earlier_generations_alone() -> (
+    None
+):
     leave_garbage_to_parent()
     gc.disable()
     try:

@@ -1,4 +1,6 @@
-"""Ranks are killed in the middle of collectives; the others open the next generation, and go on (`summing_rank.py`)."""
+"""Ranks are killed in the middle of collectives; the others open the next generation, and go on
+(`summing_rank.py`).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def job(folder: Path, backend: str, *deaths: str) -> tuple[str, dict[str, Any]]:
 
 
 def test_survivors_of_deaths_within_collectives_go_on(tmp_path: Path) -> None:
-    # in the middle of a step; the next rank 0, before a step's first collective; while others enter the commit barrier
+    # in the middle of a step; the next rank 0, before a step's first collective; while others enter
+    # the commit barrier
     said, result = job(tmp_path, "auto", "1:5:2", "0:9:0", "2:13:3")
     assert "generation 3: 1 ranks, after 13 steps" in said
     # a single rank needs no other's memory, and takes what an ordinary job of one rank takes

@@ -1,4 +1,6 @@
-"""Gloo's waits end when they are told to, also those for a rank that does not connect or does not answer."""
+"""Gloo's waits end when they are told to, also those for a rank that does not connect or does
+not answer.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _HOST = "127.0.0.1"
 
 
 class StoreOfOne(dist.Store):
-    """Of rank 0 of two. Rank 1 has told that it listens at ``port`` of this host. ``asked`` is called for that."""
+    """Of rank 0 of two. Rank 1 has told that it listens at ``port`` of this host. ``asked`` is
+    called for that.
+    """
 
     def __init__(self, port: int) -> None:
         super().__init__()

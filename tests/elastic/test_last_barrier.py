@@ -1,4 +1,6 @@
-"""The end of a plain loop, where another rank has finished and hung up before the steward's word of that has come."""
+"""The end of a plain loop, where another rank has finished and hung up before the steward's word
+of that has come.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from lightning_ring.errors import PeerFailedError
 
 
 class Steward:
-    """A member and connections: the last barrier fails at once, and the word of the other's end comes ``after``."""
+    """A member and connections: the last barrier fails at once, and the word of the other's end
+    comes ``after``.
+    """
 
     def __init__(self, after: float | None) -> None:
         self.training_is_over = self.finished = False

@@ -24,7 +24,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def steps(clock: Clock, number: int, seconds: float, state: int, gradients: int) -> list[bool]:
-    """What each of so many steps finds, in which so many bytes are sent, and which take so many seconds together."""
+    """What each of so many steps finds, in which so many bytes are sent, and which take so many
+    seconds together.
+    """
     pace, found = Pace(), []
     for _ in range(number):
         clock.now += seconds / number

@@ -1,4 +1,6 @@
-"""The order of what a rank does when its view is over, with a member, connections and a training that only record."""
+"""The order of what a rank does when its view is over, with a member, connections and a training
+that only record.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from typing import Any
 import pytest
 
 from lightning_ring.elastic.recovery import Recovery
-from lightning_ring.errors import CollectiveError, ConfigurationError, ModelMismatchError, PeerFailedError
+from lightning_ring.errors import (
+    CollectiveError,
+    ConfigurationError,
+    ModelMismatchError,
+    PeerFailedError,
+)
 from lightning_ring.membership.agreement import Report
 from lightning_ring.membership.endings import GenerationOver, JobEnded
 from lightning_ring.membership.view import View
@@ -26,7 +33,9 @@ class Recorder:
     training_is_over = False
     communicator = SimpleNamespace(barrier=lambda: None)
 
-    def __init__(self, *views: View, over: bool = True, opens: tuple[Exception | None, ...] = ()) -> None:
+    def __init__(
+        self, *views: View, over: bool = True, opens: tuple[Exception | None, ...] = ()
+    ) -> None:
         self.calls: list[Any] = []
         self.views, self.over, self.opens = list(views), over, list(opens)
         self.recovery = Recovery(self, self, self)  # type: ignore[arg-type]
@@ -89,17 +98,27 @@ def test_a_step_that_others_have_finished_is_finished_first_and_once() -> None:
     ranks = Recorder(View(1, (0, 2), 6), View(2, (0,), 6), opens=(OVER, None))
     ranks.recovery.step, ranks.recovery.complete = 5, True
     ranks.recovery.after(OVER)
-    first, second = ["close", Report(5, True), "commit", "open 1"], ["close", Report(6, False), "take back", "open 2"]
+    first, second = (
+        ["close", Report(5, True), "commit", "open 1"],
+        ["close", Report(6, False), "take back", "open 2"],
+    )
     assert ranks.calls == [*first, *second, "enter 2"]
     assert ranks.recovery.step == 6
 
 
 def test_a_newcomer_has_state_only_once_it_has_entered() -> None:
-    ranks = Recorder(View(3, (0, 4), 7, (4,)), View(4, (1, 4), 7, (4,)), opens=(PeerFailedError("rank 0 died"), None))
+    ranks = Recorder(
+        View(3, (0, 4), 7, (4,)),
+        View(4, (1, 4), 7, (4,)),
+        opens=(PeerFailedError("rank 0 died"), None),
+    )
     ranks.number = 4
     ranks.recovery.start()
     assert ("admit", (0,), None) in ranks.calls
-    assert [call for call in ranks.calls if isinstance(call, Report)] == [Report(None), Report(None)]
+    assert [call for call in ranks.calls if isinstance(call, Report)] == [
+        Report(None),
+        Report(None),
+    ]
     assert ranks.recovery.step == 7
 
 
@@ -127,13 +146,17 @@ def test_a_process_that_is_left_out_of_the_last_view_ends_with_it() -> None:
 
 
 def test_connections_that_do_not_come_up_are_tried_again_a_few_times() -> None:
-    ranks = Recorder(*(View(n, (0, 1), 0) for n in range(9)), over=False, opens=(TimeoutError("no key"),) * 9)
+    ranks = Recorder(
+        *(View(n, (0, 1), 0) for n in range(9)), over=False, opens=(TimeoutError("no key"),) * 9
+    )
     with pytest.raises(TimeoutError):
         ranks.recovery.start()
     assert ranks.calls.count("close") == 5
 
 
-@pytest.mark.parametrize("error", [ModelMismatchError("other models"), ConfigurationError("other batches")])
+@pytest.mark.parametrize(
+    "error", [ModelMismatchError("other models"), ConfigurationError("other batches")]
+)
 def test_newcomers_that_do_not_fit_are_turned_away_and_the_others_go_on(error: Exception) -> None:
     views = View(1, (0, 4), 5, (4,)), View(2, (0,), 5)
     ranks = Recorder(*views, over=False, opens=(error, None))
@@ -165,7 +188,9 @@ def test_newcomers_are_to_blame_for_an_error_in_their_first_step_and_no_later() 
         joined.recovery.after(error)
 
 
-@pytest.mark.parametrize("error", [ValueError("no such column"), CollectiveError("ranks called other collectives")])
+@pytest.mark.parametrize(
+    "error", [ValueError("no such column"), CollectiveError("ranks called other collectives")]
+)
 def test_an_error_while_nobody_has_died_is_raised(error: Exception) -> None:
     ranks = Recorder(View(1, (0,), 1), over=False)
     with pytest.raises(type(error)):

@@ -1,4 +1,6 @@
-"""torch's store over the steward, beside torch's own; sockets that are shut down under whoever waits on them."""
+"""torch's store over the steward, beside torch's own; sockets that are shut down under whoever
+waits on them.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ def test_shutting_down_frees_whoever_waits_in_gloo_and_spares_all_other_sockets(
         stores = [StewardStore(member, 10) for member in first_view(server, 2)]
         with ThreadPoolExecutor(2) as pool:
             groups = list(pool.map(lambda rank: gloo_group(stores[rank], rank), range(2)))
-            others = socket.create_connection(listening.getsockname())  # as of a logger, in another thread
+            # as of a logger, in another thread
+            others = socket.create_connection(listening.getsockname())
             others_end, _ = listening.accept()
             received = pool.submit(groups[0].recv([torch.empty(1)], 1, 0).wait)
             time.sleep(0.05)

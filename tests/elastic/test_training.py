@@ -1,4 +1,6 @@
-"""A plain loop whose ranks are killed at every point: survivors have one history, and the bits of a fresh job."""
+"""A plain loop whose ranks are killed at every point: survivors have one history, and the bits
+of a fresh job.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,24 @@ pytestmark = pytest.mark.ranks
 
 
 def check_one_history(folder: Path, steps: int) -> tuple[int, str]:
-    """Whatever process finished a step had the same weights then. Returns the last position and digest."""
+    """Whatever process finished a step had the same weights then. Returns the last position and
+    digest.
+    """
     history: dict[int, tuple[int, str]] = {}
     for log in folder.glob("*.log"):
         for step, position, digest in map(json.loads, log.read_text().splitlines()):
-            assert history.setdefault(step, (position, digest)) == (position, digest), (log.name, step)
+            assert history.setdefault(step, (position, digest)) == (position, digest), (
+                log.name,
+                step,
+            )
     assert sorted(history) == list(range(1, steps + 1))
     return history[steps]
 
 
 def check_against_a_fresh_job(folder: Path, backend: str, steps: int, end: tuple[int, str]) -> None:
-    """A job of the last view's ranks, from the state that this view began with, ends with the same bits."""
+    """A job of the last view's ranks, from the state that this view began with, ends with the
+    same bits.
+    """
     world_size = torch.load(folder / "state.pt")["world_size"]
     fresh = folder / "fresh"
     fresh.mkdir()
@@ -60,7 +69,9 @@ def test_deaths_within_a_step(backend: str, deaths: list[str], tmp_path: Path) -
     check_against_a_fresh_job(tmp_path, backend, 14, end)
 
 
-@pytest.mark.skipif("RING_TORTURE" not in os.environ, reason="minutes of random kills: RING_TORTURE=1")
+@pytest.mark.skipif(
+    "RING_TORTURE" not in os.environ, reason="minutes of random kills: RING_TORTURE=1"
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_kills_and_newcomers(seed: int, tmp_path: Path) -> None:
     backend = ["auto", "gloo"][seed % 2]

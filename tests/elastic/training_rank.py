@@ -1,9 +1,10 @@
-"""A plain loop whose ranks may die: ``training_rank.py FOLDER BACKEND STEPS [--die DEATH ...] [--from FILE]``.
+"""A plain loop whose ranks may die: ``training_rank.py FOLDER BACKEND STEPS [--die DEATH ...]
+[--from FILE]``.
 
-A DEATH is NUMBER:STEP:PLACE. PLACE is ``forward``, the number of a gradient in backward, ``commit`` (before the
-barrier), ``step`` (behind it) or ``recovery``. Each process appends the number of every step that it has finished, the
-position and a digest of weights and optimizer state to ``FOLDER/NUMBER.log``. The state with which the latest view
-began lies in ``FOLDER/state.pt``.
+A DEATH is NUMBER:STEP:PLACE. PLACE is ``forward``, the number of a gradient in backward, ``commit``
+(before the barrier), ``step`` (behind it) or ``recovery``. Each process appends the number of every
+step that it has finished, the position and a digest of weights and optimizer state to
+``FOLDER/NUMBER.log``. The state with which the latest view began lies in ``FOLDER/state.pt``.
 """
 
 from __future__ import annotations
@@ -34,18 +35,25 @@ class Rank:
         self.folder = Path(options.folder)
         self.start = options.start
         self.seconds = options.seconds
-        self.deaths = {(int(n), int(s), place) for n, s, place in (death.split(":") for death in options.die)}
+        self.deaths = {
+            (int(n), int(s), place) for n, s, place in (death.split(":") for death in options.die)
+        }
         self.member = Member()
         self.member.open()
         end_job_on_error(self.member)
         torch.set_num_threads(1)
         torch.manual_seed(5 + self.member.number)  # rank 0's values count
-        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()) for _ in range(3)]
+        blocks = [
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU())
+            for _ in range(3)
+        ]
         self.model = nn.Sequential(*blocks, nn.Dropout(0.1), nn.Linear(WIDTH, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.algorithm = Averaging(bucket_cap_mb=0.02)
         generations = Generations(self.member, options.backend, CPU, LIMIT, LIMIT)
-        self.loop = ElasticLoop(self.member, generations, self.algorithm, self.model, [self.optimizer])
+        self.loop = ElasticLoop(
+            self.member, generations, self.algorithm, self.model, [self.optimizer]
+        )
         self.num_gradients = 0
         for param in self.model.parameters():
             param.register_post_accumulate_grad_hook(self.count_gradient)
@@ -75,11 +83,14 @@ class Rank:
         time.sleep(self.seconds)
         loop = self.loop
         samples = []
-        for index in range(loop.position + loop.rank, loop.position + BATCH * loop.world_size, loop.world_size):
+        for index in range(
+            loop.position + loop.rank, loop.position + BATCH * loop.world_size, loop.world_size
+        ):
             samples.append(torch.randn(WIDTH, generator=torch.Generator().manual_seed(index)))
         batch = torch.stack(samples)
         self.die("forward")
-        torch.manual_seed(loop.step * 100 + loop.rank)  # dropout, so that a fresh job draws the same
+        # dropout, so that a fresh job draws the same
+        torch.manual_seed(loop.step * 100 + loop.rank)
         loss = nn.functional.mse_loss(self.model(batch), batch.sum(1, keepdim=True))
         with self.algorithm.backward():
             loss.backward()
@@ -96,7 +107,11 @@ class Rank:
         """When a view has begun: what a job of its ranks starts from to compute the same."""
         if self.loop.rank == 0:
             state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-            place = {"position": self.loop.position, "step": self.loop.step, "world_size": self.loop.world_size}
+            place = {
+                "position": self.loop.position,
+                "step": self.loop.step,
+                "world_size": self.loop.world_size,
+            }
             torch.save(state | place, self.folder / "new.pt")
             os.replace(self.folder / "new.pt", self.folder / "state.pt")
 
@@ -119,7 +134,10 @@ class Rank:
         loop.finish()
         for module in self.model.modules():
             if isinstance(module, nn.BatchNorm1d):  # a forward that was taken back does not count
-                assert self.start or module.num_batches_tracked == steps, (module.num_batches_tracked, steps)
+                assert self.start or module.num_batches_tracked == steps, (
+                    module.num_batches_tracked,
+                    steps,
+                )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The server that `tests.forked` starts, the ranks that it forks, and the small processes that ask for them.
+"""The server that `tests.forked` starts, the ranks that it forks, and the small processes that ask
+for them.
 
-Run by its path: ``serve SOCKET`` is the server, ``rank ARGUMENTS`` the small process of ``python ARGUMENTS``. It
-imports little, as a small process is started for each rank.
+Run by its path: ``serve SOCKET`` is the server, ``rank ARGUMENTS`` the small process of ``python
+ARGUMENTS``. It imports little, as a small process is started for each rank.
 """
 
 from __future__ import annotations
@@ -18,10 +19,34 @@ from pathlib import Path
 
 ADDRESS = "TESTS_FORK_SERVER"
 FORKED_RANKS = str(Path(__file__).parent)  # on PYTHONPATH it has the ranks of any launcher forked
-RANKS = ("RING_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "LOCAL_RANK", "SLURM_PROCID", "RING_MEMBER")
-IMPORTS = ("lightning.pytorch", "torchvision.transforms.v2", "torch.utils.tensorboard", "numpy.random")
+RANKS = (
+    "RING_RANK",
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "RANK",
+    "LOCAL_RANK",
+    "SLURM_PROCID",
+    "RING_MEMBER",
+)
+IMPORTS = (
+    "lightning.pytorch",
+    "torchvision.transforms.v2",
+    "torch.utils.tensorboard",
+    "numpy.random",
+)
 # Read once when Python, the loader or a library starts: a rank with other values is started anew.
-READ_AT_START = ("GLIBC", "KMP_", "LD_PRELOAD", "LIGHTNING", "MALLOC_", "MKL_", "OMP_", "PYTHON", "PYTORCH", "TORCH")
+READ_AT_START = (
+    "GLIBC",
+    "KMP_",
+    "LD_PRELOAD",
+    "LIGHTNING",
+    "MALLOC_",
+    "MKL_",
+    "OMP_",
+    "PYTHON",
+    "PYTORCH",
+    "TORCH",
+)
 # Read later, or set by imports in pytest's process.
 READ_LATER = ("KMP_DUPLICATE_", "KMP_INIT_", "LIGHTNING_RING_", "PYTORCH_NVML_", "TORCHELASTIC_")
 READ_LATER += ("TORCHINDUCTOR_", "TORCH_NCCL_")
@@ -31,7 +56,11 @@ OPTIONS = ("-B", "-u", "-W")  # of Python, that a forked rank heeds
 
 
 def of_start(env: Mapping[str, str]) -> dict[str, str]:
-    found = {name: env[name] for name in env if name.startswith(READ_AT_START) and not name.startswith(READ_LATER)}
+    found = {
+        name: env[name]
+        for name in env
+        if name.startswith(READ_AT_START) and not name.startswith(READ_LATER)
+    }
     if "PYTHONPATH" in found:
         found["PYTHONPATH"] = without_forked_ranks(found["PYTHONPATH"])
     return found
@@ -47,7 +76,9 @@ def namespaces() -> dict[str, str]:
 
 
 class Server:
-    """Forks a rank for each connection, and ends with its standard input. The first connection has it import."""
+    """Forks a rank for each connection, and ends with its standard input. The first connection
+    has it import.
+    """
 
     def __init__(self, address: str, prepare: Callable[[], None]) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
@@ -56,7 +87,8 @@ class Server:
         self._prepare: Callable[[], None] | None = prepare
         self._env = dict(os.environ)
         self._namespaces = namespaces()
-        self._ranks: dict[int, tuple[int, socket.socket]] = {}  # by pidfd, which is readable when the rank has ended
+        # by pidfd, which is readable when the rank has ended
+        self._ranks: dict[int, tuple[int, socket.socket]] = {}
 
     def serve(self) -> list[str] | None:
         """The arguments of a rank, in the rank; `None` at the server's end."""
@@ -92,7 +124,11 @@ class Server:
             client.close()
             return None
         request = json.loads(data)
-        spaces = {name for name, number in self._namespaces.items() if request["namespaces"].get(name) != number}
+        spaces = {
+            name
+            for name, number in self._namespaces.items()
+            if request["namespaces"].get(name) != number
+        }
         if of_start(request["env"]) != of_start(self._env) or not spaces.issubset(ENTERED):
             pid = 0
         else:
@@ -112,7 +148,9 @@ class Server:
             client.close()
         return None
 
-    def _become(self, request: dict, client: socket.socket, files: list[int], spaces: set[str]) -> None:
+    def _become(
+        self, request: dict, client: socket.socket, files: list[int], spaces: set[str]
+    ) -> None:
         import ctypes
 
         os.setsid()
@@ -181,7 +219,9 @@ def run(arguments: list[str]) -> None:
 
 
 def end(rank: Callable[[], None]) -> None:
-    """End the process as Python does after ``rank``, but for taking all modules down, which lasts seconds."""
+    """End the process as Python does after ``rank``, but for taking all modules down, which
+    lasts seconds.
+    """
     import atexit
     import threading
 
@@ -220,12 +260,15 @@ def ask_for_rank(arguments: list[str]) -> None:
     pid = 0
     with contextlib.suppress(OSError):  # no server
         server.connect(f"{env.get(ADDRESS, '')}-{int(rank) % 2}")
-        socket.send_fds(server, [json.dumps(request).encode() + b"\n"], [0, 1, 2, *spaces, *inherited])
+        socket.send_fds(
+            server, [json.dumps(request).encode() + b"\n"], [0, 1, 2, *spaces, *inherited]
+        )
         pid = int(answers.readline() or 0)
     if not pid:
         answers.close()
         server.close()
-    for number in [*spaces, *inherited] if pid else spaces:  # what is inherited is closed when the rank dies
+    # what is inherited is closed when the rank dies
+    for number in [*spaces, *inherited] if pid else spaces:
         os.close(number)
     if not pid:
         return
@@ -244,7 +287,9 @@ def ask_for_rank(arguments: list[str]) -> None:
 
 
 def become_a_rank_if_it_is_one() -> None:
-    """In a Python that starts with `FORKED_RANKS` on its path. What it starts in turn is not forked."""
+    """In a Python that starts with `FORKED_RANKS` on its path. What it starts in turn is not
+    forked.
+    """
     options, rest = options_of(sys.orig_argv[1:])
     own = {name for name in RANKS if name in os.environ}
     if not own or not rest or (rest[0].startswith("-") and rest[0] != "-m"):

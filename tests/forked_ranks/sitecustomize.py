@@ -5,5 +5,6 @@ from pathlib import Path
 
 import fork_server
 
-runpy.run_path(str(Path(__file__).parent.with_name("whole_lines") / "sitecustomize.py"))  # which this one hides
+# which this one hides
+runpy.run_path(str(Path(__file__).parent.with_name("whole_lines") / "sitecustomize.py"))
 fork_server.become_a_rank_if_it_is_one()

@@ -1,8 +1,9 @@
 """Layers that random programs are built of. Each maps (rows, 6) to (rows, 6).
 
-``raw`` is the program's input, the same bits under every strategy; ``rank`` the rank whose rows these are; ``step`` the
-number of the training step. The text of the classes that a program uses is copied into its script (`script.py`), so
-they use what a script imports: ``torch``, ``nn``, ``F`` and ``checkpoint``.
+``raw`` is the program's input, the same bits under every strategy; ``rank`` the rank whose rows
+these are; ``step`` the number of the training step. The text of the classes that a program uses is
+copied into its script (`script.py`), so they use what a script imports: ``torch``, ``nn``, ``F``
+and ``checkpoint``.
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ class Norm(nn.LayerNorm):
 
 
 class Conv(nn.Module):
-    """Weights and gradients in channels_last; ``norm`` adds BatchNorm (a bias before it gets rounding errors only)."""
+    """Weights and gradients in channels_last; ``norm`` adds BatchNorm (a bias before it gets
+    rounding errors only).
+    """
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
         self.net = nn.Sequential(
-            nn.Conv2d(1, 4, 3, padding=1, bias=not norm), nn.BatchNorm2d(4) if norm else nn.Identity()
+            nn.Conv2d(1, 4, 3, padding=1, bias=not norm),
+            nn.BatchNorm2d(4) if norm else nn.Identity(),
         )
         self.out = nn.Conv2d(4, 1, 2, padding=(0, 1)).to(memory_format=torch.channels_last)
 
@@ -115,7 +119,9 @@ class Embedded(nn.Module):
 
 
 class Method(nn.Module):
-    """Weights read in a method that is not ``forward``, from a ParameterList and a ParameterDict."""
+    """Weights read in a method that is not ``forward``, from a ParameterList and a
+    ParameterDict.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +187,8 @@ class Raises(nn.Module):
     def forward(self, x: Tensor, raw: Tensor, rank: int, step: int) -> Tensor:
         if step % 3 != 1 or not torch.is_grad_enabled():
             return x
-        return self.Fault.apply(x if x.requires_grad else x.detach().requires_grad_())  # on ranks that use no layer too
+        # on ranks that use no layer too
+        return self.Fault.apply(x if x.requires_grad else x.detach().requires_grad_())
 
 
 class Frozen(Linear):

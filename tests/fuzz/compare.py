@@ -1,4 +1,6 @@
-"""What the outcomes of one program under several strategies say: they agree, or one of them is wrong."""
+"""What the outcomes of one program under several strategies say: they agree, or one of them is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def judge(program: Program, outcomes: dict[str, Outcome]) -> Verdict:
             kinds.add(_kind_of_failure(program, name, outcomes))
             findings.append(f"{name} {outcome.kind}: {_last_line(outcome)}")
             continue
-        differences = [f"{name} trains what the documentation says it refuses"] * must_be_refused(program)
+        differences = [f"{name} trains what the documentation says it refuses"] * must_be_refused(
+            program
+        )
         differences += [f"{name}'s ranks differ: {line}" for line in _between_ranks(outcome)]
         for rank, straight in zip(outcome.ranks, outcome.straight, strict=False):
             lines = _different(rank["weights"], straight["weights"], 0.0)
@@ -65,10 +69,13 @@ def judge(program: Program, outcomes: dict[str, Outcome]) -> Verdict:
     return Verdict(kinds.pop() if kinds else "AGREE", findings, notes)
 
 
-def _sound_references(program: Program, outcomes: dict[str, Outcome], notes: list[str]) -> dict[str, Outcome]:
+def _sound_references(
+    program: Program, outcomes: dict[str, Outcome], notes: list[str]
+) -> dict[str, Outcome]:
     """One process and DDP, where they trained; what they could not do goes into ``notes``.
 
-    Where they differ from each other, the one that `ring` is equal to counts, and the other one is noted.
+    Where they differ from each other, the one that `ring` is equal to counts, and the other one is
+    noted.
     """
     sound = {}
     for name in REFERENCES:
@@ -83,15 +90,22 @@ def _sound_references(program: Program, outcomes: dict[str, Outcome], notes: lis
             sound[name] = outcome
     ring = outcomes.get("ring")
     if "one" not in sound and "Embedded(sparse=True)" in program.blocks and "ddp" in sound:
-        notes.append("ddp does not count: with sparse gradients it stands alone wherever one process can be asked")
+        notes.append(
+            "ddp does not count: with sparse gradients it stands alone wherever one "
+            "process can be asked"
+        )
         del sound["ddp"]
     if len(sound) == 2 and ring is not None and ring.kind == "ok":
         equal = {
-            name: not any(_against(program, "ring", name, ring, sound[name], tolerance(program, "ring", name)))
+            name: not any(
+                _against(program, "ring", name, ring, sound[name], tolerance(program, "ring", name))
+            )
             for name in sound
         }
         limit = tolerance(program, "ddp", "one")
-        if sum(equal.values()) == 1 and any(_against(program, "ddp", "one", sound["ddp"], sound["one"], limit)):
+        if sum(equal.values()) == 1 and any(
+            _against(program, "ddp", "one", sound["ddp"], sound["one"], limit)
+        ):
             wrong = "ddp" if equal["one"] else "one"
             notes.append(f"{wrong} stands alone: ring and the other reference agree")
             del sound[wrong]
@@ -103,7 +117,11 @@ def _kind_of_failure(program: Program, name: str, outcomes: dict[str, Outcome]) 
     if outcome.kind != "error":
         return outcome.kind.upper()
     references = [outcomes[name] for name in REFERENCES if name in outcomes]
-    same = [other for other in references if other.errors and other.errors[0]["kinds"] == outcome.errors[0]["kinds"]]
+    same = [
+        other
+        for other in references
+        if other.errors and other.errors[0]["kinds"] == outcome.errors[0]["kinds"]
+    ]
     if same and not any(other.kind == "ok" for other in references):
         return "ALL RAISE"
     refused = _refusal(program, name, outcome)
@@ -113,10 +131,11 @@ def _kind_of_failure(program: Program, name: str, outcomes: dict[str, Outcome]) 
 def tolerance(program: Program, name: str, reference: str) -> float:
     """The largest difference that counts as equal, against ``max(1, |largest value|)``.
 
-    0 (the same bits) for ``ring`` and DDP on two ranks, where a + b is b + a; 1e-12 where sums come in another order;
-    1e-10 for norms that are summed over shards, and for RMSprop, whose first steps divide rounding by roots near 0;
-    1e-9 for one process, which averages rows in another order, after 8 steps of optimizers that divide by small
-    numbers. In 32 bits the same in units of its rounding.
+    0 (the same bits) for ``ring`` and DDP on two ranks, where a + b is b + a; 1e-12 where sums come
+    in another order; 1e-10 for norms that are summed over shards, and for RMSprop, whose first
+    steps divide rounding by roots near 0; 1e-9 for one process, which averages rows in another
+    order, after 8 steps of optimizers that divide by small numbers. In 32 bits the same in units of
+    its rounding.
     """
     if program.choice("compression") != "none":
         return 0.05
@@ -126,7 +145,11 @@ def tolerance(program: Program, name: str, reference: str) -> float:
     elif name == "ring_sharded":
         limit = 1e-10
     else:
-        limit = 1e-12 if program.ranks > 2 or any(option.rounding for option in program.options()) else 0.0
+        limit = (
+            1e-12
+            if program.ranks > 2 or any(option.rounding for option in program.options())
+            else 0.0
+        )
         limit = 1e-10 if limit and program.choice("optimizer") == "RMSprop" else limit
     if program.source_of and limit < 1e-10:  # the checkpoint may come from ring_sharded
         limit = 1e-10
@@ -166,7 +189,9 @@ def _known(numbers: dict[str, Any], alone: bool) -> dict[str, Any]:
 
     And without a key that torch adds to a group when it loads a state dict.
     """
-    numbers = {name: value for name, value in numbers.items() if not name.endswith(".differentiable")}
+    numbers = {
+        name: value for name, value in numbers.items() if not name.endswith(".differentiable")
+    }
     return {name: value for name, value in numbers.items() if not (alone and name == ".top")}
 
 
@@ -194,13 +219,23 @@ def _different(mine: dict[str, Any], expected: dict[str, Any], limit: float) -> 
 
 
 def _refusal(program: Program, name: str, outcome: Outcome) -> str | None:
-    """Which refusal this is that `rules` predict, the same error on every rank; `None` for any other error."""
+    """Which refusal this is that `rules` predict, the same error on every rank; `None` for any
+    other error.
+    """
     texts = {rank["error"] for rank in outcome.errors}
-    kinds = {"RingError", "RuntimeError"}  # torch makes the latter of an access to memory that cannot be read
-    if len(texts) != 1 or len(outcome.errors) != len(outcome.ranks) or kinds.isdisjoint(outcome.errors[0]["kinds"]):
+    # torch makes the latter of an access to memory that cannot be read
+    kinds = {"RingError", "RuntimeError"}
+    if (
+        len(texts) != 1
+        or len(outcome.errors) != len(outcome.ranks)
+        or kinds.isdisjoint(outcome.errors[0]["kinds"])
+    ):
         return None
     found = texts.pop()
-    return next((what for what, pattern in refusals(program, name).items() if re.search(pattern, found)), None)
+    return next(
+        (what for what, pattern in refusals(program, name).items() if re.search(pattern, found)),
+        None,
+    )
 
 
 def _last_line(outcome: Outcome) -> str:

@@ -1,7 +1,8 @@
 """The jobs that run programs: the ranks of one strategy, which stay from program to program.
 
-Ranks are forked from one server that has imported torch and Lightning, so that a job that hung or crashed is replaced
-in a fraction of a second. Every wait is bounded, and ranks end with the process that started them.
+Ranks are forked from one server that has imported torch and Lightning, so that a job that hung or
+crashed is replaced in a fraction of a second. Every wait is bounded, and ranks end with the process
+that started them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from typing import Any
 
 from lightning_ring.job.rendezvous.greeting import reserve_port
 
-AFTER_AN_ERROR = dict.fromkeys(("ring", "ring_sharded", "horovod"), 35.0)  # s for other ranks to raise too; else 2
+# s for other ranks to raise too; else 2
+AFTER_AN_ERROR = dict.fromkeys(("ring", "ring_sharded", "horovod"), 35.0)
 
 
 @dataclass(frozen=True)
 class Order:
-    """``script``: path of a program. ``save``: path of a checkpoint to write after the first epoch. ``load``: path of
-    one to go on from. ``folder``: for the checkpoint of the end."""
+    """``script``: path of a program. ``save``: path of a checkpoint to write after the first epoch.
+    ``load``: path of one to go on from. ``folder``: for the checkpoint of the end."""
 
     script: str
     folder: str
@@ -35,12 +37,15 @@ class Order:
 
 @dataclass
 class Outcome:
-    """How a program ended under one strategy. ``kind``: ``"ok"``, ``"error"``, ``"hang"`` or ``"crash"``."""
+    """How a program ended under one strategy. ``kind``: ``"ok"``, ``"error"``, ``"hang"`` or
+    ``"crash"``.
+    """
 
     kind: str
     ranks: list[dict[str, Any]] = field(default_factory=list)
     text: str = ""
-    straight: list[dict[str, Any]] = field(default_factory=list)  # of a run without the resuming that `ranks` had
+    # of a run without the resuming that `ranks` had
+    straight: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def errors(self) -> list[dict[str, Any]]:
@@ -55,7 +60,12 @@ class Job:
         self._output = folder / f"{strategy}-{ranks}.output"
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
-            ["tests.fuzz.rank", "lightning", "torchmetrics", "lightning_ring.integrations.lightning.strategy"]
+            [
+                "tests.fuzz.rank",
+                "lightning",
+                "torchmetrics",
+                "lightning_ring.integrations.lightning.strategy",
+            ]
         )
         self._processes: list[BaseProcess] = []
         self._orders: list[Connection] = []
@@ -88,7 +98,9 @@ class Job:
         results: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + self._limit
         while len(results) < self._ranks and (left := deadline - time.monotonic()) > 0:
-            pending = {orders: rank for rank, orders in enumerate(self._orders) if rank not in results}
+            pending = {
+                orders: rank for rank, orders in enumerate(self._orders) if rank not in results
+            }
             for orders in wait(list(pending), left):
                 assert isinstance(orders, Connection)
                 try:
@@ -98,7 +110,9 @@ class Job:
                     return results
                 results[pending[orders]] = result
                 if "error" in result:
-                    deadline = min(deadline, time.monotonic() + AFTER_AN_ERROR.get(self.strategy, 2.0))
+                    deadline = min(
+                        deadline, time.monotonic() + AFTER_AN_ERROR.get(self.strategy, 2.0)
+                    )
         return results
 
     def _start(self) -> None:

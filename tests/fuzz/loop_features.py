@@ -1,10 +1,21 @@
-"""What a loop by hand may do: through `lightning_ring.distribute`, or with Horovod's API. The first option is plain."""
+"""What a loop by hand may do: through `lightning_ring.distribute`, or with Horovod's API. The
+first option is plain.
+"""
 
 from __future__ import annotations
 
 from tests.fuzz.module_features import EACH, EXTRA, FREEZE, TWO
 from tests.fuzz.option import Option, option
-from tests.fuzz.trainer_features import AGAIN, BACKEND, BUCKETS, CLIP, COMPRESSION, GROUPS, OPTIMIZER, PRECISION
+from tests.fuzz.trainer_features import (
+    AGAIN,
+    BACKEND,
+    BUCKETS,
+    CLIP,
+    COMPRESSION,
+    GROUPS,
+    OPTIMIZER,
+    PRECISION,
+)
 
 WINDOW = {  # backwards of a step
     "1": option(3, window="1"),
@@ -28,12 +39,17 @@ FAILURE = {
 
 STEPPING = {
     "by hand": option(12),
-    "in backward, hooks from before": option(without="ddp", parts=EACH, before="step_in_backward(self.optimizers)"),
-    "in backward, hooks from after": option(without="ddp", parts=EACH, after="step_in_backward(self.optimizers)"),
+    "in backward, hooks from before": option(
+        without="ddp", parts=EACH, before="step_in_backward(self.optimizers)"
+    ),
+    "in backward, hooks from after": option(
+        without="ddp", parts=EACH, after="step_in_backward(self.optimizers)"
+    ),
     "two optimizers": option(2, parts=TWO),
 }
 
-FOREIGN = {  # the state that the optimizer goes on from; DDP would load it as `ring` does, right or wrong
+# the state that the optimizer goes on from; DDP would load it as `ring` does, right or wrong
+FOREIGN = {
     "none": option(8),
     "timm's Lamb": option(without="ddp", optimizers="[foreign('Lamb', name, model)]"),
     "timm's Lars": option(without="ddp", optimizers="[foreign('Lars', name, model)]"),

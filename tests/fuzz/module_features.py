@@ -1,4 +1,6 @@
-"""What the LightningModule of a random program may do. The first option of an axis is the plain one."""
+"""What the LightningModule of a random program may do. The first option of an axis is the plain
+one.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,29 @@ BLOCKS = {
 }
 
 _STEP = "loss = self.share(batch, self.step_of(batch_idx))"
-TWO, EACH = "[of(layers[:half]), of(layers[half:])]", "[[p] for p in of(layers)]"  # parameters of each optimizer
+# parameters of each optimizer
+TWO, EACH = "[of(layers[:half]), of(layers[half:])]", "[[p] for p in of(layers)]"
 _MANUAL = "self.automatic_optimization = False"
 
 
 def _each(condition: str = "", toggle: bool = False) -> str:
     """Two optimizers, one after the other."""
-    lines = [_STEP, "optimizer.zero_grad()", "self.manual_backward(loss)", "$clip", "optimizer.step()"]
+    lines = [
+        _STEP,
+        "optimizer.zero_grad()",
+        "self.manual_backward(loss)",
+        "$clip",
+        "optimizer.step()",
+    ]
     if toggle:
         lines = ["self.toggle_optimizer(optimizer)", *lines, "self.untoggle_optimizer(optimizer)"]
     if condition:
         lines = [f"if not ({condition}):", "    continue", *lines]
-    return "for number, optimizer in enumerate(self.optimizers()):\n    " + "\n    ".join(lines) + "\n$log\n$steps"
+    return (
+        "for number, optimizer in enumerate(self.optimizers()):\n    "
+        + "\n    ".join(lines)
+        + "\n$log\n$steps"
+    )
 
 
 TRAINING = {
@@ -51,21 +64,22 @@ TRAINING = {
     "manual": option(
         2,
         init=_MANUAL,
-        step=f"optimizer = self.optimizers()\n{_STEP}\noptimizer.zero_grad()\nself.manual_backward(loss)\n$clip\n"
+        step="optimizer = "
+        f"self.optimizers()\n{_STEP}\noptimizer.zero_grad()\nself.manual_backward(loss)\n$clip\n"
         "optimizer.step()\n$log\n$steps",
     ),
     "manual, backward twice before a step": option(
         rounding=True,
         init=_MANUAL,
-        step=f"optimizer = self.optimizers()\n{_STEP}\nself.manual_backward(loss / 2)\n"
-        "if batch_idx % 2:\n    $clip\n    optimizer.step()\n    optimizer.zero_grad()\n$log\n$steps",
+        step=f"optimizer = self.optimizers()\n{_STEP}\nself.manual_backward(loss / 2)\nif "
+        "batch_idx % 2:\n    $clip\n    optimizer.step()\n    optimizer.zero_grad()\n$log\n$steps",
     ),
     "manual, first backward local": option(
         init=_MANUAL,
-        step=f"optimizer = self.optimizers()\n{_STEP}\n"
-        "local = getattr(self.trainer.strategy, 'block_backward_sync', nullcontext)\n"
-        "with nullcontext() if batch_idx % 2 else local():\n    self.manual_backward(loss / 2)\n"
-        "if batch_idx % 2:\n    $clip\n    optimizer.step()\n    optimizer.zero_grad()\n$log\n$steps",
+        step=f"optimizer = self.optimizers()\n{_STEP}\nlocal = getattr(self.trainer.strategy, "
+        "'block_backward_sync', nullcontext)\nwith nullcontext() if batch_idx % 2 else "
+        "local():\n    self.manual_backward(loss / 2)\nif batch_idx % 2:\n    $clip\n    "
+        "optimizer.step()\n    optimizer.zero_grad()\n$log\n$steps",
     ),
     "manual, model.no_sync": option(
         0.5,
@@ -78,7 +92,8 @@ TRAINING = {
     "manual, loss.backward": option(
         without="ddp",
         init=_MANUAL,
-        step=f"optimizer = self.optimizers()\n{_STEP}\noptimizer.zero_grad()\nloss.backward()\noptimizer.step()\n"
+        step="optimizer = "
+        f"self.optimizers()\n{_STEP}\noptimizer.zero_grad()\nloss.backward()\noptimizer.step()\n"
         "$log\n$steps",
     ),
     "manual, clipped after each of two backwards": option(
@@ -103,17 +118,19 @@ TRAINING = {
         step=f"{_STEP}\nself.manual_backward(loss)\n$log",
     ),
     "manual, two optimizers": option(init=_MANUAL, step=_each(), parts=TWO),
-    "manual, two optimizers, toggled": option(unused=True, init=_MANUAL, step=_each(toggle=True), parts=TWO),
+    "manual, two optimizers, toggled": option(
+        unused=True, init=_MANUAL, step=_each(toggle=True), parts=TWO
+    ),
     "manual, two optimizers, one every second step": option(
         init=_MANUAL, step=_each("batch_idx % (number + 1) == 0"), parts=TWO
     ),
     "manual, gradients of two tasks by reference": option(
         init=_MANUAL,
-        step=f"optimizer, tasks = self.optimizers(), []\nfor task in (1.0, 2.0):\n    {_STEP}\n"
-        "    optimizer.zero_grad()\n    self.manual_backward(loss + task * self.weight().abs().square().mean())\n"
-        "    tasks.append([p.grad for p in self.parameters()])\n"
-        "for p, a, b in zip(self.parameters(), *tasks):\n    if p.grad is not None:\n"
-        "        p.grad.copy_(a - 0.5 * b)\noptimizer.step()\n$log\n$steps",
+        step=f"optimizer, tasks = self.optimizers(), []\nfor task in (1.0, 2.0):\n    {_STEP}\n   "
+        " optimizer.zero_grad()\n    self.manual_backward(loss + task * "
+        "self.weight().abs().square().mean())\n    tasks.append([p.grad for p in "
+        "self.parameters()])\nfor p, a, b in zip(self.parameters(), *tasks):\n    if p.grad is "
+        "not None:\n        p.grad.copy_(a - 0.5 * b)\noptimizer.step()\n$log\n$steps",
     ),
 }
 
@@ -133,38 +150,42 @@ EXTRA = {  # other backwards than the training's
     ),
     "gradient penalty": option(
         input="x = x.clone().requires_grad_()",
-        loss="loss = loss + 0.1 * torch.autograd.grad(h.sum(), x, create_graph=True)[0].pow(2).mean()",
+        loss="loss = loss + 0.1 * torch.autograd.grad(h.sum(), x, "
+        "create_graph=True)[0].pow(2).mean()",
     ),
     "torch.func.grad": option(
-        loss="weights = dict(self.layers[0].named_parameters())\n"
-        "def squares(w):\n"
-        "    return torch.func.functional_call(self.layers[0], w, (x, x, rank, step)).pow(2).mean()\n"
-        "inner = torch.func.grad(squares)(weights)\n"
-        "moved = {name: p - 0.1 * inner[name] for name, p in weights.items()}\n"
-        "loss = loss + squares(moved)"
+        loss="weights = dict(self.layers[0].named_parameters())\ndef squares(w):\n    return "
+        "torch.func.functional_call(self.layers[0], w, (x, x, rank, step)).pow(2).mean()\ninner = "
+        "torch.func.grad(squares)(weights)\nmoved = {name: p - 0.1 * inner[name] for name, p in "
+        "weights.items()}\nloss = loss + squares(moved)"
     ),
     "backward between two steps on rank 0": option(
-        batch_end="if self.trainer.is_global_zero:\n    self.evaluate(batch).backward()\n    self.zero_grad()"
+        batch_end="if self.trainer.is_global_zero:\n    self.evaluate(batch).backward()\n    "
+        "self.zero_grad()"
     ),
     "a copy of the model learns by itself": option(
-        batch_end="twin = copy.deepcopy(self.layers)\nh = x = batch[0].to(DTYPE)\n"
-        "for layer in twin:\n    h = layer(h, x, 0, 0)\n(h.pow(2).mean() * (1 + self.global_rank)).backward()"
+        batch_end="twin = copy.deepcopy(self.layers)\nh = x = batch[0].to(DTYPE)\nfor layer in "
+        "twin:\n    h = layer(h, x, 0, 0)\n(h.pow(2).mean() * (1 + self.global_rank)).backward()"
     ),
     "regulariser over all parameters": option(
-        2, loss="loss = loss + 0.01 * sum(p.abs().pow(2).sum() for p in self.parameters() if p.requires_grad)"
+        2,
+        loss="loss = loss + 0.01 * sum(p.abs().pow(2).sum() for p in self.parameters() if "
+        "p.requires_grad)",
     ),
 }
 
 HOOKS = {  # what the user's hooks do with gradients and weights; any number of them
     "reads gradients after backward": option(
-        after_backward="self.gradients += [0.0 if p.grad is None else p.grad.to_dense().abs().sum().item()"
-        " for p in self.parameters()]"
+        after_backward="self.gradients += [0.0 if p.grad is None else "
+        "p.grad.to_dense().abs().sum().item() for p in self.parameters()]"
     ),
     "scales gradients after backward": option(
-        after_backward="for p in self.parameters():\n    if p.grad is not None:\n        p.grad.mul_(0.5)"
+        after_backward="for p in self.parameters():\n    if p.grad is not None:\n        "
+        "p.grad.mul_(0.5)"
     ),
     "assigns gradients after backward": option(
-        after_backward="for p in self.parameters():\n    if p.grad is not None:\n        p.grad = p.grad * 0.5"
+        after_backward="for p in self.parameters():\n    if p.grad is not None:\n        p.grad = "
+        "p.grad * 0.5"
     ),
     "keeps gradients by reference": option(
         after_backward="self.gradients += [g.to_dense().abs().sum().item() for g in self.kept]\n"
@@ -193,13 +214,14 @@ HOOKS = {  # what the user's hooks do with gradients and weights; any number of 
         batch_end="self.seen += [len(o.state) for o in self.trainer.optimizers]",
     ),
     "changes the learning rate": option(
-        batch_end="for o in self.trainer.optimizers:\n    for group in o.param_groups:\n        group['lr'] *= 0.9"
+        batch_end="for o in self.trainer.optimizers:\n    for group in o.param_groups:\n        "
+        "group['lr'] *= 0.9"
     ),
     "average of weights before a step": option(
         init="self.average = None",
-        before_step="now = torch.cat([torch.view_as_real(p.detach()).flatten() if p.is_complex() else"
-        " p.detach().flatten() for p in self.parameters()])\n"
-        "self.average = now if self.average is None else 0.9 * self.average + 0.1 * now\n"
+        before_step="now = torch.cat([torch.view_as_real(p.detach()).flatten() if p.is_complex() "
+        "else p.detach().flatten() for p in self.parameters()])\nself.average = now if "
+        "self.average is None else 0.9 * self.average + 0.1 * now\n"
         "self.seen.append(self.average.abs().sum().item())",
     ),
     "evaluates a copy of itself": option(
@@ -207,8 +229,8 @@ HOOKS = {  # what the user's hooks do with gradients and weights; any number of 
     ),
     "evaluates an AveragedModel": option(
         init="self.ema = []",
-        batch_end="self.ema = self.ema or [AveragedModel(self, multi_avg_fn=get_ema_multi_avg_fn(0.9))]\n"
-        "self.ema[0].update_parameters(self)\n"
+        batch_end="self.ema = self.ema or [AveragedModel(self, "
+        "multi_avg_fn=get_ema_multi_avg_fn(0.9))]\nself.ema[0].update_parameters(self)\n"
         "self.seen.append(self.ema[0].module.evaluate(torch.ones(2, 2, 6)).item())",
     ),
     "gradients are zeros, not None": option(
@@ -225,13 +247,16 @@ HOOKS = {  # what the user's hooks do with gradients and weights; any number of 
 SKIP = {  # training_step returns None; Lightning's DDP refuses it
     "none": option(15),
     "None on all ranks": option(skip="if step % 3 == 1:\n    return None", without="ddp"),
-    "None on one rank": option(skip="if step % 3 == 1 and rank == 1:\n    return None", without="ddp"),
+    "None on one rank": option(
+        skip="if step % 3 == 1 and rank == 1:\n    return None", without="ddp"
+    ),
 }
 
 FREEZE = {
     "none": option(10),
     "first layer frozen later": option(
-        unused=True, epoch_start="if self.current_epoch == 1:\n    self.layers[0].requires_grad_(False)"
+        unused=True,
+        epoch_start="if self.current_epoch == 1:\n    self.layers[0].requires_grad_(False)",
     ),
     "first layer thawed later": option(
         unused=True,
@@ -244,20 +269,28 @@ FREEZE = {
     "finetuning callback": option(
         unused=True,
         init="self.backbone = self.layers[0].requires_grad_(False)",
-        callbacks="BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_lr=0.01, verbose=False)",
+        callbacks="BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_lr=0.01, "
+        "verbose=False)",
         trained="parts = [[p for p in part if p.requires_grad] for part in parts]",
     ),
     "new layer in the second epoch": option(
-        epoch_start="if self.current_epoch == 1:\n    torch.manual_seed(SEED + 1)\n    new = Linear().to(DTYPE)\n"
-        "    self.layers.append(new)\n"
-        "    self.trainer.optimizers[0].add_param_group({'params': list(new.parameters())})"
+        epoch_start="if self.current_epoch == 1:\n    torch.manual_seed(SEED + 1)\n    new = "
+        "Linear().to(DTYPE)\n    self.layers.append(new)\n    "
+        "self.trainer.optimizers[0].add_param_group({'params': list(new.parameters())})"
     ),
     "new optimizer in the second epoch": option(
-        epoch_start="if self.current_epoch == 1:\n    self.trainer.strategy.setup_optimizers(self.trainer)"
+        epoch_start="if self.current_epoch == 1:\n    "
+        "self.trainer.strategy.setup_optimizers(self.trainer)"
     ),
     "own optimizers in the second epoch": option(
-        epoch_start="if self.current_epoch == 1:\n    self.trainer.optimizers = self.configure_optimizers()[0]"
+        epoch_start="if self.current_epoch == 1:\n    self.trainer.optimizers = "
+        "self.configure_optimizers()[0]"
     ),
 }
 
-MODULE: dict[str, dict[str, Option]] = {"training": TRAINING, "extra": EXTRA, "skip": SKIP, "freeze": FREEZE}
+MODULE: dict[str, dict[str, Option]] = {
+    "training": TRAINING,
+    "extra": EXTRA,
+    "skip": SKIP,
+    "freeze": FREEZE,
+}

@@ -12,7 +12,8 @@ class Option:
     Attributes:
         weight: How often it is drawn, against the other options of its axis.
         code: Place in the script (`script.TEMPLATE`) -> lines for it.
-        without: Strategies that the program is not run with, because it means something else there, or would hang.
+        without: Strategies that the program is not run with, because it means something else there,
+            or would hang.
         unused: Some backward leaves out parameters: DDP has to look for them.
         rounding: Sums are taken in another order than in DDP: equal to 1e-12 and not in every bit.
     """
@@ -24,5 +25,11 @@ class Option:
     rounding: bool = False
 
 
-def option(weight: float = 1.0, without: str = "", unused: bool = False, rounding: bool = False, **code: str) -> Option:
+def option(
+    weight: float = 1.0,
+    without: str = "",
+    unused: bool = False,
+    rounding: bool = False,
+    **code: str,
+) -> Option:
     return Option(weight, code, tuple(without.split()), unused, rounding)

@@ -1,4 +1,6 @@
-"""A random program, drawn from a seed: one that the Trainer runs, a loop by hand, or a loop with Horovod's API."""
+"""A random program, drawn from a seed: one that the Trainer runs, a loop by hand, or a loop with
+Horovod's API.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ STRATEGIES = ("one", "ddp", "ring", "ring_sharded")
 
 @dataclass
 class Program:
-    """What was drawn for ``seed``. ``choices``: axis -> option; an axis that is not in it has its first option."""
+    """What was drawn for ``seed``. ``choices``: axis -> option; an axis that is not in it has
+    its first option.
+    """
 
     seed: int
     family: str = "trainer"
@@ -34,19 +38,25 @@ class Program:
 
     def options(self) -> list[Option]:
         chosen = [options[self.choice(axis)] for axis, options in FAMILIES[self.family].items()]
-        return [BLOCKS[block] for block in self.blocks] + chosen + [HOOKS[hook] for hook in self.hooks]
+        return (
+            [BLOCKS[block] for block in self.blocks] + chosen + [HOOKS[hook] for hook in self.hooks]
+        )
 
     @property
     def strategies(self) -> list[str]:
         """Those that the program has one meaning under."""
         without = {name for option in self.options() for name in option.without}
         return [
-            name for name in (STRATEGIES if self.family != "horovod" else ("one", "horovod")) if name not in without
+            name
+            for name in (STRATEGIES if self.family != "horovod" else ("one", "horovod"))
+            if name not in without
         ]
 
     @property
     def source_of(self) -> dict[str, str]:
-        """Strategy -> the strategy whose checkpoint it resumes; empty where the program resumes nothing."""
+        """Strategy -> the strategy whose checkpoint it resumes; empty where the program resumes
+        nothing.
+        """
         names, how = self.strategies, self.choice("again")
         if not how.startswith("resumed"):
             return {}
@@ -55,15 +65,23 @@ class Program:
         parallel = [name for name in names if name != "one"]
         if how == "resumed on another number of ranks":
             return dict.fromkeys(parallel, "one") | {"one": parallel[-1]}
-        drifts = self.choice("freeze") in ("first layer thawed later", "new layer in the second epoch")
-        # where DDP fails, it leaves no checkpoint to go on from; where its ranks drift apart, a wrong one
+        drifts = self.choice("freeze") in (
+            "first layer thawed later",
+            "new layer in the second epoch",
+        )
+        # where DDP fails, it leaves no checkpoint to go on from; where its ranks drift apart, a
+        # wrong one
         if drifts or any("reentrant=True" in block for block in self.blocks):
             parallel = [name for name in parallel if name != "ddp"]
         after = dict(zip(parallel, parallel[-1:] + parallel[:-1], strict=True))
         return dict.fromkeys(names, parallel[-1]) | after
 
     def description(self) -> str:
-        changed = [f"{axis}: {self.choice(axis)}" for axis in AXES if self.choice(axis) != next(iter(AXES[axis]))]
+        changed = [
+            f"{axis}: {self.choice(axis)}"
+            for axis in AXES
+            if self.choice(axis) != next(iter(AXES[axis]))
+        ]
         parts = [self.family, f"{self.ranks} ranks", " > ".join(self.blocks), *changed]
         return "; ".join(parts + [f"hook: {hook}" for hook in self.hooks])
 
@@ -75,7 +93,9 @@ class Program:
                 rest = {name: value for name, value in self.choices.items() if name != axis}
                 found.append(dataclasses.replace(self, choices=rest))
         for index in range(len(self.hooks)):
-            found.append(dataclasses.replace(self, hooks=self.hooks[:index] + self.hooks[index + 1 :]))
+            found.append(
+                dataclasses.replace(self, hooks=self.hooks[:index] + self.hooks[index + 1 :])
+            )
         for index, block in enumerate(self.blocks):
             if block == "Raises()":  # it stays as long as the axis that needs it
                 continue
@@ -101,20 +121,34 @@ def draw(seed: int) -> Program:
     def pick(options: dict[str, Option]) -> str:
         return chance.choices(list(options), [option.weight for option in options.values()])[0]
 
-    family = ("trainer", "loop", "trainer", "loop", "trainer", "loop", "trainer", "loop", "trainer", "horovod")[
-        seed % 10
-    ]
+    family = (
+        "trainer",
+        "loop",
+        "trainer",
+        "loop",
+        "trainer",
+        "loop",
+        "trainer",
+        "loop",
+        "trainer",
+        "horovod",
+    )[seed % 10]
     program = Program(seed, family, ranks=chance.choices([2, 3], [6, 1])[0])
     program.blocks = [pick(BLOCKS) for _ in range(chance.randint(2, 4))]
     program.hooks = chance.sample(list(HOOKS), chance.choices([0, 1, 2], [3, 3, 1])[0])
     # half of the other axes stay plain, so that a program can be read and a finding has few causes
-    program.choices = {axis: pick(options) for axis, options in FAMILIES[family].items() if chance.random() < 0.5}
+    program.choices = {
+        axis: pick(options) for axis, options in FAMILIES[family].items() if chance.random() < 0.5
+    }
     return settled(program)
 
 
 def settled(program: Program) -> Program:
     program = dataclasses.replace(
-        program, blocks=list(program.blocks), hooks=list(program.hooks), choices=dict(program.choices)
+        program,
+        blocks=list(program.blocks),
+        hooks=list(program.hooks),
+        choices=dict(program.choices),
     )
     settle(program)
     return program

@@ -1,4 +1,6 @@
-"""One rank of a job: runs one program after the other, as it is told, and returns the numbers that each ended with."""
+"""One rank of a job: runs one program after the other, as it is told, and returns the numbers
+that each ended with.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,22 @@ EPOCHS = 2
 OF_A_CHECKPOINT = ("optimizer_states", "lr_schedulers", "global_step", "epoch")
 
 
-def follow_orders(orders: Connection, strategy: str, env: dict[str, str], output: str, limit: float) -> None:
+def follow_orders(
+    orders: Connection, strategy: str, env: dict[str, str], output: str, limit: float
+) -> None:
     """The main function of a rank. It ends with `None`, or with the process that started it."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     with open(output, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         os.environ.pop(name, None)
     os.environ.update(env)
     torch.set_num_threads(1)
@@ -59,7 +70,9 @@ def run(strategy: str, order: Order) -> dict[str, Any]:
     return {
         "weights": _numbers({name: p.detach() for name, p in model.named_parameters()}),
         "buffers": _numbers(dict(model.named_buffers())),
-        "state": _numbers({name: checkpoint[name] for name in OF_A_CHECKPOINT if name in checkpoint}),
+        "state": _numbers(
+            {name: checkpoint[name] for name in OF_A_CHECKPOINT if name in checkpoint}
+        ),
         "metrics": _numbers(dict(trainer.callback_metrics)),
         "seen": _numbers({"seen": model.seen}),
         "gradients": _numbers({"seen": model.gradients}),
@@ -67,14 +80,25 @@ def run(strategy: str, order: Order) -> dict[str, Any]:
 
 
 def _numbers(tree: Any, path: str = "") -> dict[str, Any]:
-    """Every number in nested dicts, lists and tensors as ``path -> NumPy array``; what is no number by its text."""
+    """Every number in nested dicts, lists and tensors as ``path -> NumPy array``; what is no
+    number by its text.
+    """
     if isinstance(tree, dict):
-        return {name: value for key, child in tree.items() for name, value in _numbers(child, f"{path}.{key}").items()}
+        return {
+            name: value
+            for key, child in tree.items()
+            for name, value in _numbers(child, f"{path}.{key}").items()
+        }
     if isinstance(tree, (list, tuple)):
         return _numbers(dict(enumerate(tree)), path)
     if isinstance(tree, torch.Tensor):
         tensor = tree.detach().to_dense()
-        return {path: (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().numpy().copy()}
+        return {
+            path: (torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+            .double()
+            .numpy()
+            .copy()
+        }
     if isinstance(tree, (int, float)):
         return {path: torch.tensor(float(tree), dtype=torch.float64).numpy()}
     return {path: repr(tree)}

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 _BY_GRAD = ("adversarial example by autograd.grad", "gradient penalty", "torch.func.grad")
 _FUNCTIONAL = ("Linear()", "Norm()", "Twice()", "Method()", "Large()")
 _LOCAL = ("on rank 0", "some ranks")
-_CHANGES_GRADIENTS = ("scales gradients", "assigns gradients", "post-accumulate hook", "keeps gradients")
+_CHANGES_GRADIENTS = (
+    "scales gradients",
+    "assigns gradients",
+    "post-accumulate hook",
+    "keeps gradients",
+)
 
 
 def settle(program: Program) -> None:
@@ -30,19 +35,27 @@ def settle(program: Program) -> None:
 
     if program.choice("compression") != "none":  # 64-bit gradients are not compressed
         lossy = "(" in program.choice("compression")
-        choices["precision"], choices["optimizer"] = "32-true", "SGD without momentum" if lossy else "SGD"
+        choices["precision"], choices["optimizer"] = (
+            "32-true",
+            "SGD without momentum" if lossy else "SGD",
+        )
         plain("uneven", "average", "freeze")
         if lossy:
             choices["again"] = "resumed, and straight"
             if program.choice("buckets") == "auto":
-                plain("buckets")  # sizes that are measured behind the checkpoint are others in each training
-            program.blocks[:] = ["Linear()" if b in ("Complex()", "Dropped()") else b for b in program.blocks]
+                # sizes that are measured behind the checkpoint are others in each training
+                plain("buckets")
+            program.blocks[:] = [
+                "Linear()" if b in ("Complex()", "Dropped()") else b for b in program.blocks
+            ]
     _settle_blocks(program)
     if program.family != "trainer":
         _settle_loop(program, plain, without)
     if program.choice("training") != "automatic":
         plain("accumulate", "skip", "uneven", "average")
-        if "clipped" in program.choice("training") or "step in backward" in program.choice("training"):
+        if "clipped" in program.choice("training") or "step in backward" in program.choice(
+            "training"
+        ):
             plain("clip", "groups", "freeze", "schedule", "again", "average")
         without("every third step", "gradients are zeros")
         if program.choice("clip") == "overridden":
@@ -54,43 +67,69 @@ def settle(program: Program) -> None:
         if "two optimizers" in program.choice("training"):
             if len(program.blocks) < 2:
                 program.blocks.append("Linear()")
-            program.blocks[:] = ["Linear()" if block == "Dropped()" else block for block in program.blocks]
+            program.blocks[:] = [
+                "Linear()" if block == "Dropped()" else block for block in program.blocks
+            ]
             plain("freeze")
     if must_be_refused(program):
         without("gradient", "hook")  # there is none after backward
-    if "by reference" in program.choice("training") and any(word in program.choice("extra") for word in _LOCAL):
+    if "by reference" in program.choice("training") and any(
+        word in program.choice("extra") for word in _LOCAL
+    ):
         plain("extra")  # a rank that adds to a gradient it keeps changes it for itself
-    if program.choice("extra") == "backward between two steps on rank 0" and program.choice("skip") != "none":
-        without("gradients are zeros")  # rank 0 alone would have none at all, which optimizers tell from zeros
+    if (
+        program.choice("extra") == "backward between two steps on rank 0"
+        and program.choice("skip") != "none"
+    ):
+        # rank 0 alone would have none at all, which optimizers tell from zeros
+        without("gradients are zeros")
     if program.choice("uneven") != "none":
         plain("skip", "freeze", "accumulate", "average", "again", "log", "precision", "compression")
         program.blocks[:] = [
-            "Linear()" if "OnOneRank" in b or "norm=True" in b or "Dropped" in b else b for b in program.blocks
+            "Linear()" if "OnOneRank" in b or "norm=True" in b or "Dropped" in b else b
+            for b in program.blocks
         ]
         if program.choice("extra") != "regulariser over all parameters":
             plain("extra")
-    if program.choice("skip") == "None on one rank" and program.choice("log") in ("synchronised", "per epoch"):
+    if program.choice("skip") == "None on one rank" and program.choice("log") in (
+        "synchronised",
+        "per epoch",
+    ):
         plain("log")
     if "saliency" in program.choice("extra") and program.choice("validation") == "none":
         choices["validation"] = "synchronised loss"
     if program.choice("optimizer") == "LBFGS":
         plain("groups", "clip", "accumulate", "skip", "freeze")
-        program.blocks[:] = ["Linear()" if "Conv" in block or "Shapes" in block else block for block in program.blocks]
+        program.blocks[:] = [
+            "Linear()" if "Conv" in block or "Shapes" in block else block
+            for block in program.blocks
+        ]
         without("every third step", "gradients")
-    if program.choice("schedule") == "one cycle" and program.choice("optimizer") in ("Adagrad", "ASGD", "LBFGS"):
+    if program.choice("schedule") == "one cycle" and program.choice("optimizer") in (
+        "Adagrad",
+        "ASGD",
+        "LBFGS",
+    ):
         plain("schedule")  # it cycles a momentum that they lack
     _settle_freezing(program, plain, without)
     if program.choice("callback") != "none":
         plain("average", "again", "uneven")
         if program.choice("callback") != "ModelPruning" and program.choice("validation") == "none":
             choices["validation"] = "twice an epoch"
-        program.blocks[:] = ["Conv()" if "norm=True" in block else block for block in program.blocks]  # scores
-    if program.choice("callback") == "ModelPruning":  # it looks at what a module's last forward computed
-        program.blocks[:] = ["Linear()" if block == "OnOneRank()" else block for block in program.blocks]
+        # scores
+        program.blocks[:] = [
+            "Conv()" if "norm=True" in block else block for block in program.blocks
+        ]
+    # it looks at what a module's last forward computed
+    if program.choice("callback") == "ModelPruning":
+        program.blocks[:] = [
+            "Linear()" if block == "OnOneRank()" else block for block in program.blocks
+        ]
     if program.choice("average") == "SWA":
         plain("again", "accumulate", "extra")
     elif program.choice("average") == "EMA" and program.choice("again") == "resumed, and straight":
-        plain("again")  # the end of a fit puts the average into the model, and so into the checkpoint behind it
+        # the end of a fit puts the average into the model, and so into the checkpoint behind it
+        plain("again")
     if "Dropped()" in program.blocks and program.choice("again").startswith("resumed"):
         plain("again")  # ring restores the random state, DDP does not
     if program.choice("again") == "resumed on another number of ranks" and (
@@ -103,7 +142,9 @@ def settle(program: Program) -> None:
         plain("schedule")
 
 
-def _settle_loop(program: Program, plain: Callable[..., None], without: Callable[..., None]) -> None:
+def _settle_loop(
+    program: Program, plain: Callable[..., None], without: Callable[..., None]
+) -> None:
     choices = program.choices
     without("gradients are zeros", "every third step")  # methods of a LightningModule
     if program.choice("precision") in ("double module", "bf16-mixed"):
@@ -119,7 +160,17 @@ def _settle_loop(program: Program, plain: Callable[..., None], without: Callable
     if any(word in program.choice("freeze") for word in ("new", "own", "callback")):
         plain("freeze")
     if program.choice("stepping").startswith("in backward"):
-        plain("window", "clip", "scaler", "failure", "groups", "again", "foreign", "freeze", "compression")
+        plain(
+            "window",
+            "clip",
+            "scaler",
+            "failure",
+            "groups",
+            "again",
+            "foreign",
+            "freeze",
+            "compression",
+        )
     elif program.choice("stepping") == "two optimizers":
         plain("freeze")
         if len(program.blocks) < 2:
@@ -130,15 +181,27 @@ def _settle_loop(program: Program, plain: Callable[..., None], without: Callable
         uncommon = ("Complex()", "Embedded(sparse=True)", "EveryOtherStep()")
         program.blocks[:] = ["Linear()" if block in uncommon else block for block in program.blocks]
     if program.choice("scaler") != "none":
-        program.blocks[:] = ["Linear()" if "sparse" in b or b == "Complex()" else b for b in program.blocks]
+        program.blocks[:] = [
+            "Linear()" if "sparse" in b or b == "Complex()" else b for b in program.blocks
+        ]
         if "clipped" in program.choice("window"):
             plain("window")  # a scaler unscales once a step
     if program.family == "horovod":
         if program.choice("window") != "1":
             choices["window"] = "2, the first one local"
-        uncommon = ("EveryOtherStep()", "OnOneRank()", "Unused()", "Embedded(sparse=True)", "Dropped()")
+        uncommon = (
+            "EveryOtherStep()",
+            "OnOneRank()",
+            "Unused()",
+            "Embedded(sparse=True)",
+            "Dropped()",
+        )
         program.blocks[:] = ["Linear()" if block in uncommon else block for block in program.blocks]
-        program.hooks[:] = [hook for hook in program.hooks if "after backward" not in hook and "gradient" not in hook]
+        program.hooks[:] = [
+            hook
+            for hook in program.hooks
+            if "after backward" not in hook and "gradient" not in hook
+        ]
 
 
 def _settle_blocks(program: Program) -> None:
@@ -151,7 +214,10 @@ def _settle_blocks(program: Program) -> None:
             blocks.insert(1, "Raises()")
         # a rank whose backward raises before it has made any gradient does not count it
         uncommon = ("OnOneRank()", "EveryOtherStep()", "Dropped()")
-        blocks[:] = ["Linear()" if "reentrant=True" in block or block in uncommon else block for block in blocks]
+        blocks[:] = [
+            "Linear()" if "reentrant=True" in block or block in uncommon else block
+            for block in blocks
+        ]
     else:
         blocks[:] = [block for block in blocks if block != "Raises()"]
     if program.choice("extra") in _BY_GRAD:  # reentrant checkpoints work with backward() alone
@@ -165,13 +231,22 @@ def _settle_blocks(program: Program) -> None:
         program.hooks[:] = [hook for hook in program.hooks if hook.startswith("reads")]
         if "by reference" in program.choice("training"):
             choices.pop("training")
-    if "Complex()" in blocks and program.choice("optimizer") not in ("SGD", "SGD without momentum", "Adam"):
+    if "Complex()" in blocks and program.choice("optimizer") not in (
+        "SGD",
+        "SGD without momentum",
+        "Adam",
+    ):
         choices["optimizer"] = "SGD"
-    if all(block in ("Unused()", "Frozen()", "Dropped()", "OnOneRank()", "EveryOtherStep()") for block in blocks):
+    if all(
+        block in ("Unused()", "Frozen()", "Dropped()", "OnOneRank()", "EveryOtherStep()")
+        for block in blocks
+    ):
         blocks.append("Linear()")
 
 
-def _settle_freezing(program: Program, plain: Callable[..., None], without: Callable[..., None]) -> None:
+def _settle_freezing(
+    program: Program, plain: Callable[..., None], without: Callable[..., None]
+) -> None:
     freeze = program.choice("freeze")
     if freeze == "none":
         return
@@ -188,9 +263,14 @@ def _settle_freezing(program: Program, plain: Callable[..., None], without: Call
 
 
 def differs_in_one_process(program: Program) -> bool:
-    """Whether what a rank does to its own gradients means something else where one process plays all ranks."""
+    """Whether what a rank does to its own gradients means something else where one process plays
+    all ranks.
+    """
     local = any(word in program.choice("extra") for word in _LOCAL)
-    several = program.choice("training") not in ("automatic", "manual") or program.choice("accumulate") != "1"
+    several = (
+        program.choice("training") not in ("automatic", "manual")
+        or program.choice("accumulate") != "1"
+    )
     several = several or program.choice("window") != "1"
     counted = any("post-accumulate" in hook for hook in program.hooks)
     reentrant = any("reentrant=True" in block or block == "OnOneRank()" for block in program.blocks)
@@ -198,29 +278,41 @@ def differs_in_one_process(program: Program) -> bool:
 
 
 def must_be_refused(program: Program) -> bool:
-    """Whether each rank steps gradients of its own, before they are averaged: an error, and never drift."""
+    """Whether each rank steps gradients of its own, before they are averaged: an error, and
+    never drift.
+    """
     return "in backward" in program.choice("stepping") + program.choice("training")
 
 
 def refusals(program: Program, strategy: str) -> dict[str, str]:
-    """Errors that the documentation states for ``program`` under ``strategy``: what, and a pattern of the message."""
+    """Errors that the documentation states for ``program`` under ``strategy``: what, and a
+    pattern of the message.
+    """
     found = {}
     if must_be_refused(program):
         found["an optimizer that steps in backward"] = r"step"
     if strategy == "ring_sharded":
-        if "(" in program.choice("compression") and not program.choice("compression").startswith("Int8"):
+        if "(" in program.choice("compression") and not program.choice("compression").startswith(
+            "Int8"
+        ):
             found["a compressor without shards"] = r"cannot leave each rank its shard of a sum"
         if "reads optimizer state" in program.hooks:
             found["optimizer state between steps"] = r"\.state was used outside of step\(\)"
-        if any(hook.startswith(("reads gradients", "keeps gradients")) for hook in program.hooks) or (
-            "by reference" in program.choice("training")
-        ):
+        if any(
+            hook.startswith(("reads gradients", "keeps gradients")) for hook in program.hooks
+        ) or ("by reference" in program.choice("training")):
             found["the elements of an averaged gradient"] = (
-                r"was called with .*\.grad\. Under strategy='ring_sharded'|before a backward averaged it\. Under"
+                r"was called with .*\.grad\. Under strategy='ring_sharded'|before a backward "
+                r"averaged it\. Under"
             )
-        several = program.choice("training") not in ("automatic", "manual") or program.choice("window") != "1"
+        several = (
+            program.choice("training") not in ("automatic", "manual")
+            or program.choice("window") != "1"
+        )
         if several and program.choice("extra") == "backward between two steps on rank 0":
-            found["averages that one rank has dropped"] = r"ranks keep averages of an earlier backward"
+            found["averages that one rank has dropped"] = (
+                r"ranks keep averages of an earlier backward"
+            )
         if several and any(hook.startswith(_CHANGES_GRADIENTS) for hook in program.hooks):
             found["a sum on an average that was changed"] = r"has added to .* after it was averaged"
     return found

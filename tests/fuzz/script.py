@@ -41,7 +41,9 @@ def render(program: Program) -> str:
     optimizer = places.pop("optimizer")[0].format(places["groups"][0].format("part"))
     scheduler = places.get("scheduler", [""])[0].format("o")
     steps = (
-        "for scheduler in [self.lr_schedulers()]:\n    scheduler.step()" if scheduler and "parts" not in places else ""
+        "for scheduler in [self.lr_schedulers()]:\n    scheduler.step()"
+        if scheduler and "parts" not in places
+        else ""
     )
     if scheduler and "parts" in places:
         steps = "for scheduler in self.lr_schedulers():\n    scheduler.step()"
@@ -49,11 +51,15 @@ def render(program: Program) -> str:
         "seed": str(program.seed),
         "ranks": str(program.ranks),
         "description": program.description(),
-        "classes": _classes(program.blocks + (["Linear()"] if "new layer" in program.choice("freeze") else [])),
+        "classes": _classes(
+            program.blocks + (["Linear()"] if "new layer" in program.choice("freeze") else [])
+        ),
         "layers": ", ".join(program.blocks),
         "optimizer": optimizer,
         "schedulers": f"[{scheduler} for o in optimizers]" if scheduler else "[]",
-        "ddp": "ddp_find_unused_parameters_true" if any(o.unused for o in program.options()) else "ddp",
+        "ddp": "ddp_find_unused_parameters_true"
+        if any(o.unused for o in program.options())
+        else "ddp",
         "times": "2" if program.choice("again") == "fit twice" else "1",
         "strategies": " ".join(program.strategies),
         "unused": str(any(option.unused for option in program.options())),
@@ -65,21 +71,33 @@ def render(program: Program) -> str:
     for place in ("ring", "trainer", "callbacks", "horovod"):
         values[place] = ", ".join(places.pop(place, []))
     template = (
-        templates.MODULE + (templates.TRAINER if program.family == "trainer" else templates.LOOP) + templates.MAIN
+        templates.MODULE
+        + (templates.TRAINER if program.family == "trainer" else templates.LOOP)
+        + templates.MAIN
     )
     for place in re.findall(r"\$(\w+)", template):
-        values.setdefault(place, "\n".join(places.get(place, [])) or ("" if place == "methods" else "pass"))
+        values.setdefault(
+            place, "\n".join(places.get(place, [])) or ("" if place == "methods" else "pass")
+        )
     text = template
-    while match := re.search(r"^( *)(.*)\$(\w+)", text, re.MULTILINE):  # a place may name another place
+    # a place may name another place
+    while match := re.search(r"^( *)(.*)\$(\w+)", text, re.MULTILINE):
         indent, before, place = match.groups()
-        code = textwrap.indent(values[place], indent).removeprefix(indent) if not before.strip() else values[place]
+        code = (
+            textwrap.indent(values[place], indent).removeprefix(indent)
+            if not before.strip()
+            else values[place]
+        )
         text = text[: match.start()] + indent + before + code + text[match.end() :]
-    text = re.sub(r"    def \w+\(.*\):\n +pass\n\n", "", text)  # an empty hook would count as overridden
+    # an empty hook would count as overridden
+    text = re.sub(r"    def \w+\(.*\):\n +pass\n\n", "", text)
     return re.sub(r"(?<!:)\n +pass(?=\n)", "", text)
 
 
 def _classes(names: list[str]) -> str:
-    """Source of the blocks that ``names`` call, and of those that they derive from, in the order of the file."""
+    """Source of the blocks that ``names`` call, and of those that they derive from, in the order
+    of the file.
+    """
     sources, parents = _blocks()
     needed = {name for text in names for name in re.findall(r"[A-Z]\w+(?=\()", text)}
     needed |= {parents[name] for name in needed}
@@ -88,7 +106,9 @@ def _classes(names: list[str]) -> str:
 
 @cache
 def _blocks() -> tuple[dict[str, str], dict[str, str]]:
-    """Source and first parent of each class of ``blocks.py``, from its text: importing it would import torch."""
+    """Source and first parent of each class of ``blocks.py``, from its text: importing it would
+    import torch.
+    """
     text = Path(__file__).with_name("blocks.py").read_text()
     classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
     sources = {node.name: ast.get_source_segment(text, node) or "" for node in classes}

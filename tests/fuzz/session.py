@@ -1,4 +1,6 @@
-"""Runs many seeds: each strategy's job works through them, and a seed is judged when all of its outcomes are there."""
+"""Runs many seeds: each strategy's job works through them, and a seed is judged when all of its
+outcomes are there.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ MAX_CONFIRMED = 10  # failures that are tried again in fresh processes
 
 
 class Session:
-    """A folder and jobs, both gone in the end. ``limit``: seconds for one program under one strategy."""
+    """A folder and jobs, both gone in the end. ``limit``: seconds for one program under one
+    strategy.
+    """
 
     def __init__(self, limit: float) -> None:
         one_thread_each()
@@ -39,22 +43,38 @@ class Session:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def compare(self, seeds: list[int], report: Path | None = None) -> list[str]:
-        """Judge ``seeds``, print what does not agree and the counts; the seeds that fail, each tried again alone."""
+        """Judge ``seeds``, print what does not agree and the counts; the seeds that fail, each
+        tried again alone.
+        """
         begin, counts = time.monotonic(), Counter[str]()
         failures: list[str] = []
         programs = [draw(seed) for seed in seeds]
-        judged = list(zip(programs, self.verdicts(programs, functools.partial(_tell, report=report)), strict=True))
+        judged = list(
+            zip(
+                programs,
+                self.verdicts(programs, functools.partial(_tell, report=report)),
+                strict=True,
+            )
+        )
         for program, verdict in judged:
             if verdict.fails:
-                verdict = self._confirmed(program, verdict) if len(failures) < MAX_CONFIRMED else verdict
+                verdict = (
+                    self._confirmed(program, verdict) if len(failures) < MAX_CONFIRMED else verdict
+                )
                 failures.append(f"{program.seed}: {verdict.kind}")
             counts[verdict.kind] += 1
-            counts["of these, DDP cannot or is wrong"] += any(note.startswith("ddp") for note in verdict.notes)
-        print(f"{len(seeds)} seeds in {time.monotonic() - begin:.0f} s, {_versions()}: {dict(counts)}")
+            counts["of these, DDP cannot or is wrong"] += any(
+                note.startswith("ddp") for note in verdict.notes
+            )
+        print(
+            f"{len(seeds)} seeds in {time.monotonic() - begin:.0f} s, {_versions()}: {dict(counts)}"
+        )
         spent = {name: round(seconds) for name, seconds in self._cpu_seconds.items()}
         print(f"CPU seconds, all ranks of a strategy together: {spent}", flush=True)
         for failure in failures:
-            print(f"python -m tests.fuzz --minimise --seed {failure.replace(':', '  #')}", flush=True)
+            print(
+                f"python -m tests.fuzz --minimise --seed {failure.replace(':', '  #')}", flush=True
+            )
         return failures
 
     def minimise(self, program: Program) -> tuple[Program, Verdict]:
@@ -71,8 +91,12 @@ class Session:
                 break
         return program, verdict
 
-    def verdicts(self, programs: list[Program], tell: Callable[[Program, Verdict], None]) -> list[Verdict]:
-        """Judge ``programs``, and ``tell`` of each. Every strategy's job takes them in their order."""
+    def verdicts(
+        self, programs: list[Program], tell: Callable[[Program, Verdict], None]
+    ) -> list[Verdict]:
+        """Judge ``programs``, and ``tell`` of each. Every strategy's job takes them in their
+        order.
+        """
         outcomes: dict[tuple[int, str], Future[Outcome]] = {}
         work: dict[tuple[str, int], list[tuple[int, Program]]] = {}
         for index, program in enumerate(programs):
@@ -90,10 +114,13 @@ class Session:
                 for index, program in enumerate(programs):
                     ended = {name: outcomes[index, name].result() for name in program.strategies}
                     for name, outcome in ended.items():
-                        self._cpu_seconds[name] += sum(rank["cpu_seconds"] for rank in outcome.ranks)
+                        self._cpu_seconds[name] += sum(
+                            rank["cpu_seconds"] for rank in outcome.ranks
+                        )
                     found.append(judge(program, ended))
                     tell(program, found[-1])
-            except BaseException:  # Ctrl-C and SIGTERM too: the threads must not go on to the last seed
+            # Ctrl-C and SIGTERM too: the threads must not go on to the last seed
+            except BaseException:
                 self._stopped = True
                 self._end_jobs()
                 for event in saved.values():
@@ -115,13 +142,19 @@ class Session:
             try:
                 outcome = self._run(job, index, program, saved)
             except Exception as error:
-                outcome = Outcome("crash", text=f"the fuzzer itself: {type(error).__name__}: {error}")
+                outcome = Outcome(
+                    "crash", text=f"the fuzzer itself: {type(error).__name__}: {error}"
+                )
             outcomes[index, key[0]].set_result(outcome)
 
-    def _run(self, job: Job, index: int, program: Program, saved: dict[tuple[int, str], threading.Event]) -> Outcome:
+    def _run(
+        self, job: Job, index: int, program: Program, saved: dict[tuple[int, str], threading.Event]
+    ) -> Outcome:
         script, folder = str(self._folder / f"{index}.py"), self._folder / f"{index}-{job.strategy}"
         folder.mkdir()
-        straight = program.choice("again") == "resumed, and straight" and job.run(Order(script, str(folder)))
+        straight = program.choice("again") == "resumed, and straight" and job.run(
+            Order(script, str(folder))
+        )
         source = program.source_of.get(job.strategy)
         if source is None or (straight and straight.kind != "ok"):
             return straight or job.run(Order(script, str(folder)))
@@ -130,7 +163,9 @@ class Session:
         saved[index, source].wait(3 * self._limit)
         if outcome.kind != "ok":
             return outcome
-        outcome = job.run(Order(script, str(folder), load=str(self._folder / f"{index}-{source}" / "saved.ckpt")))
+        outcome = job.run(
+            Order(script, str(folder), load=str(self._folder / f"{index}-{source}" / "saved.ckpt"))
+        )
         outcome.straight = straight.ranks if straight else []
         return outcome
 
@@ -138,7 +173,10 @@ class Session:
         again = self._alone(program)
         if again.fails:
             return again
-        return Verdict("LEAKS", [f"alone it is {again.kind}; after other seeds {verdict.kind}", *verdict.findings])
+        return Verdict(
+            "LEAKS",
+            [f"alone it is {again.kind}; after other seeds {verdict.kind}", *verdict.findings],
+        )
 
     def _alone(self, program: Program) -> Verdict:
         """In fresh processes."""
@@ -158,7 +196,12 @@ def _versions() -> str:
 
 
 def _tell(program: Program, verdict: Verdict, report: Path | None) -> None:
-    lines = [f"seed {program.seed}: {verdict.kind}", *verdict.findings, *verdict.notes, program.description()]
+    lines = [
+        f"seed {program.seed}: {verdict.kind}",
+        *verdict.findings,
+        *verdict.notes,
+        program.description(),
+    ]
     if verdict.fails:
         print("\n    ".join(lines), flush=True)
     if report is not None:

@@ -1,4 +1,5 @@
-"""The text of random programs: what all of them have, then what a Trainer's program or a loop by hand has.
+"""The text of random programs: what all of them have, then what a Trainer's program or a loop by
+hand has.
 
 A line ``$place`` stands for the lines of the program's options; see `script.render`.
 """

@@ -1,4 +1,6 @@
-"""A few dozen random programs under every strategy. More of them: ``python -m tests.fuzz --seeds 0:1000``."""
+"""A few dozen random programs under every strategy. More of them: ``python -m tests.fuzz --seeds
+0:1000``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How a random program trains: precision, optimizer, schedule, Trainer, strategy. The first option is the plain one."""
+"""How a random program trains: precision, optimizer, schedule, Trainer, strategy. The first
+option is the plain one.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ PRECISION = {
     "64-true": option(8, trainer="precision='64-true'"),
     "double module": option(3, init_end="self.double()", trainer="precision='32-true'"),
     "32-true": option(0.7, without="one", dtype="torch.float32"),
-    "bf16-mixed": option(0.5, without="one", dtype="torch.float32", trainer="precision='bf16-mixed'"),
+    "bf16-mixed": option(
+        0.5, without="one", dtype="torch.float32", trainer="precision='bf16-mixed'"
+    ),
 }
 
 OPTIMIZER = {
@@ -19,32 +23,45 @@ OPTIMIZER = {
     "AdamW foreach": option(optimizer="torch.optim.AdamW({}, lr=0.01, foreach=True)"),
     "AdamW fused": option(optimizer="torch.optim.AdamW({}, lr=0.01, fused=True)", rounding=True),
     "NAdam": option(optimizer="torch.optim.NAdam({}, lr=0.01)"),
-    "RMSprop": option(optimizer="torch.optim.RMSprop({}, lr=0.005, momentum=0.5, centered=True, eps=1e-3)"),
+    "RMSprop": option(
+        optimizer="torch.optim.RMSprop({}, lr=0.005, momentum=0.5, centered=True, eps=1e-3)"
+    ),
     "Adagrad": option(optimizer="torch.optim.Adagrad({}, lr=0.05)"),
     "ASGD": option(0.5, optimizer="torch.optim.ASGD({}, lr=0.05)"),
     "LARS": option(optimizer="LARS({}, lr=0.5, momentum=0.9)"),
     "LAMB": option(optimizer="LAMB({}, lr=0.01)"),
-    "LBFGS": option(0.4, optimizer="torch.optim.LBFGS({}, lr=0.1, max_iter=2)", without="ring_sharded"),
-    "SparseAdam": option(0, optimizer="torch.optim.SparseAdam({}, lr=0.01)"),  # needs a model of sparse tables alone
+    "LBFGS": option(
+        0.4, optimizer="torch.optim.LBFGS({}, lr=0.1, max_iter=2)", without="ring_sharded"
+    ),
+    # needs a model of sparse tables alone
+    "SparseAdam": option(0, optimizer="torch.optim.SparseAdam({}, lr=0.01)"),
 }
 
 GROUPS = {
     "one": option(3, groups="{0}"),
-    "two": option(groups="[{{'params': {0}[::2], 'weight_decay': 0.01}}, {{'params': {0}[1::2], 'lr': 0.02}}]"),
+    "two": option(
+        groups="[{{'params': {0}[::2], 'weight_decay': 0.01}}, {{'params': {0}[1::2], 'lr': 0.02}}]"
+    ),
 }
 
 SCHEDULE = {
     "none": option(3),
-    "per step": option(scheduler="{{'scheduler': torch.optim.lr_scheduler.StepLR({0}, 2, 0.5), 'interval': 'step'}}"),
+    "per step": option(
+        scheduler="{{'scheduler': torch.optim.lr_scheduler.StepLR({0}, 2, 0.5), "
+        "'interval': 'step'}}"
+    ),
     "per epoch": option(scheduler="torch.optim.lr_scheduler.CosineAnnealingLR({0}, 4)"),
     "one cycle": option(
-        scheduler="{{'scheduler': torch.optim.lr_scheduler.OneCycleLR({0}, 0.1, total_steps=40), 'interval': 'step'}}"
+        scheduler="{{'scheduler': torch.optim.lr_scheduler.OneCycleLR({0}, 0.1, total_steps=40), "
+        "'interval': 'step'}}"
     ),
     "on a plateau": option(
-        scheduler="{{'scheduler': torch.optim.lr_scheduler.ReduceLROnPlateau({0}, patience=0), 'monitor': 'val'}}"
+        scheduler="{{'scheduler': torch.optim.lr_scheduler.ReduceLROnPlateau({0}, patience=0), "
+        "'monitor': 'val'}}"
     ),
     "warm-up": option(
-        scheduler="{{'scheduler': WarmupLR({0}, gradual_warmup(4, start_factor=0.25)), 'interval': 'step'}}"
+        scheduler="{{'scheduler': WarmupLR({0}, gradual_warmup(4, start_factor=0.25)), "
+        "'interval': 'step'}}"
     ),
 }
 
@@ -65,7 +82,8 @@ CLIP = {
     ),
     "value": option(
         trainer="gradient_clip_val=0.01, gradient_clip_algorithm='value'",
-        clip="self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm='value')",
+        clip="self.clip_gradients(optimizer, gradient_clip_val=0.01, "
+        "gradient_clip_algorithm='value')",
         clip_by_hand="self.clip(nn.utils.clip_grad_value_, 0.01)",
     ),
     "overridden": option(
@@ -77,13 +95,17 @@ CLIP = {
 LOG = {
     "none": option(2),
     "synchronised": option(2, log="self.log('loss', loss.detach(), sync_dist=True)"),
-    "per epoch": option(log="self.log('loss', loss.detach(), sync_dist=True, on_step=True, on_epoch=True)"),
+    "per epoch": option(
+        log="self.log('loss', loss.detach(), sync_dist=True, on_step=True, on_epoch=True)"
+    ),
     "of each rank": option(log="self.log('loss', loss.detach())", without_one_metrics="yes"),
 }
 
 VALIDATION = {
     "none": option(2, trainer="limit_val_batches=0"),
-    "synchronised loss": option(2, validation="self.log('val', self.evaluate(batch), sync_dist=True)"),
+    "synchronised loss": option(
+        2, validation="self.log('val', self.evaluate(batch), sync_dist=True)"
+    ),
     "sum and maximum": option(
         validation="loss = self.evaluate(batch)\nself.log('val', loss, sync_dist=True)\n"
         "self.log('top', loss, sync_dist=True, reduce_fx='max')"
@@ -93,7 +115,8 @@ VALIDATION = {
         validation="self.metric.update(self.evaluate(batch))\nself.log('val', self.metric)",
     ),
     "twice an epoch": option(
-        validation="self.log('val', self.evaluate(batch), sync_dist=True)", trainer="val_check_interval=2"
+        validation="self.log('val', self.evaluate(batch), sync_dist=True)",
+        trainer="val_check_interval=2",
     ),
 }
 
@@ -114,7 +137,8 @@ CALLBACK = {
     ),
     "ModelCheckpoint, link to the last": option(
         trainer="enable_checkpointing=True",
-        callbacks="ModelCheckpoint(folder, monitor='val', mode='max', save_top_k=2, save_last='link')",
+        callbacks="ModelCheckpoint(folder, monitor='val', mode='max', save_top_k=2, "
+        "save_last='link')",
         fit_end=_CHECKPOINTS,
     ),
     "ModelCheckpoint every 3 steps": option(
@@ -122,7 +146,9 @@ CALLBACK = {
         callbacks="ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, save_last=True)",
         fit_end=_CHECKPOINTS,
     ),
-    "EarlyStopping": option(callbacks="EarlyStopping('val', mode='max', patience=1, min_delta=1e-6)"),
+    "EarlyStopping": option(
+        callbacks="EarlyStopping('val', mode='max', patience=1, min_delta=1e-6)"
+    ),
     "ModelPruning": option(callbacks="ModelPruning('l1_unstructured', amount=0.3)"),
 }
 
@@ -171,7 +197,10 @@ BUFFERS = {
     "step": option(ring="broadcast_buffers='step'"),
 }
 
-MONITOR = {"off": option(4, ring="monitor=False"), "on": option(trainer="logger=Memory(), log_every_n_steps=1")}
+MONITOR = {
+    "off": option(4, ring="monitor=False"),
+    "on": option(trainer="logger=Memory(), log_every_n_steps=1"),
+}
 
 TRAINER: dict[str, dict[str, Option]] = {
     "precision": PRECISION,

@@ -1,4 +1,6 @@
-"""What is chosen from planted times, on thread-ranks; `tests/checks/gradients` has it on real ranks and times."""
+"""What is chosen from planted times, on thread-ranks; `tests/checks/gradients` has it on real
+ranks and times.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ READY = [0.1, 0.2, 0.3, 0.4]  # of four gradients of 1 MiB
 def choose(
     monkeypatch: pytest.MonkeyPatch, link: CostModel, late: float, halves: bool = False
 ) -> list[tuple[list[list[str]], str]]:
-    """Buckets and words of two ranks; gradient ``p0`` is there after ``late`` seconds on the second one."""
+    """Buckets and words of two ranks; gradient ``p0`` is there after ``late`` seconds on the
+    second one.
+    """
     clock = threading.local()
     monkeypatch.setattr(auto_buckets, "now", lambda device: clock.now)
     monkeypatch.setattr(AutoBuckets, "_probe", lambda self, dtype, device: link)
@@ -35,7 +39,9 @@ def choose(
             for index, seconds in enumerate(READY):
                 clock.now = 7.0 + noise + (late if index == 0 and comm.rank == 1 else seconds)
                 auto.note(f"p{index}", CPU)
-        buckets = auto.build([(f"p{index}", Parameter(torch.zeros(2**18))) for index in (3, 2, 1, 0)])
+        buckets = auto.build(
+            [(f"p{index}", Parameter(torch.zeros(2**18))) for index in (3, 2, 1, 0)]
+        )
         return [bucket.names for bucket in buckets], said[0]
 
     return run_ranks(2, rank)
@@ -50,7 +56,8 @@ def test_order_and_cuts_follow_the_slowest_rank(monkeypatch: pytest.MonkeyPatch)
 def test_words_say_what_was_chosen_and_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = CostModel(1e-3, 2**20 / 0.2)  # an all-reduce of 1 MiB over two ranks: 0.202 s
     (names, words), _ = choose(monkeypatch, slow, late=0.1)
-    assert names == [["p0"], ["p1"], ["p2", "p3"]]  # there at 0.31, 0.41 of a wire that is free at 0.514
+    # there at 0.31, 0.41 of a wire that is free at 0.514
+    assert names == [["p0"], ["p1"], ["p2", "p3"]]
     assert "chose 3 bucket(s) of 1, 1, 2 MiB" in words
     assert "costs 1000 µs and moves 5 MB/s" in words
     assert "arrive 506.0 ms after backward, 506.0 ms with" not in words
@@ -58,7 +65,8 @@ def test_words_say_what_was_chosen_and_predicted(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_reduce_scatter_is_priced_where_it_travels(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = CostModel(1e-3, 2**20 / 0.19)  # 1 MiB over two ranks: an all-reduce takes 0.192 s, a reduce-scatter 0.096
+    # 1 MiB over two ranks: an all-reduce takes 0.192 s, a reduce-scatter 0.096
+    slow = CostModel(1e-3, 2**20 / 0.19)
     (whole, _), _ = choose(monkeypatch, slow, late=0.1)
     (halves, words), _ = choose(monkeypatch, slow, late=0.1, halves=True)
     assert len(whole) < 4
@@ -70,7 +78,9 @@ def test_a_reduce_scatter_is_priced_where_it_travels(monkeypatch: pytest.MonkeyP
 def test_what_is_sent_is_what_is_timed(halves: bool) -> None:
     def rank(comm) -> set[str]:
         recorded: list[CollectiveRecord] = []
-        auto = AutoBuckets(RecordedCommunicator(comm, [recorded.append]), lambda _: None, halves=halves)
+        auto = AutoBuckets(
+            RecordedCommunicator(comm, [recorded.append]), lambda _: None, halves=halves
+        )
         auto._probe(torch.float32, CPU)
         return {one.kind for one in recorded}
 

@@ -1,4 +1,6 @@
-"""Compressors that send messages of their own: bytes that leave, and nested rings. Ranks are threads."""
+"""Compressors that send messages of their own: bytes that leave, and nested rings. Ranks are
+threads.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,13 @@ def sent_bytes(compressor: Compressor | None, comm: ThreadCommunicator, numel: i
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(
     ("make", "share"),
-    [(Int8, 0.27), (TernGrad, 0.09), (OneBit, 0.05), (lambda: DGC(warmup_steps=0), 0.02), (TopK, 0.05)],
+    [
+        (Int8, 0.27),
+        (TernGrad, 0.09),
+        (OneBit, 0.05),
+        (lambda: DGC(warmup_steps=0), 0.02),
+        (TopK, 0.05),
+    ],
     ids=["int8", "terngrad", "onebit", "dgc", "topk"],
 )
 def test_bytes_that_leave(make: Callable[[], Compressor], share: float, world_size: int) -> None:
@@ -72,7 +80,10 @@ def test_bytes_that_leave(make: Callable[[], Compressor], share: float, world_si
         assert compressed <= share * whole
         told = COMPRESSORS[make().name].wire_bytes
         assert told is not None
-        assert told(numel, world_size) / (4 * numel) == pytest.approx(compressed / whole, rel=0.04, abs=6e-4)  # headers
+        # headers
+        assert told(numel, world_size) / (4 * numel) == pytest.approx(
+            compressed / whole, rel=0.04, abs=6e-4
+        )
 
 
 @pytest.mark.parametrize(
@@ -81,11 +92,16 @@ def test_bytes_that_leave(make: Callable[[], Compressor], share: float, world_si
         (Int8, references.int8),
         (OneBit, references.onebit),
         (lambda min_numel: TopK(0.05, min_numel), lambda: references.topk(0.05)),
-        (lambda min_numel: DGC(0.05, momentum=0, warmup_steps=0, min_numel=min_numel), lambda: references.topk(0.05)),
+        (
+            lambda min_numel: DGC(0.05, momentum=0, warmup_steps=0, min_numel=min_numel),
+            lambda: references.topk(0.05),
+        ),
     ],
     ids=["int8", "onebit", "topk", "dgc"],
 )
-def test_nodes_exchange_compressed_averages(make: Callable[..., Compressor], formula: Callable[[], Any]) -> None:
+def test_nodes_exchange_compressed_averages(
+    make: Callable[..., Compressor], formula: Callable[[], Any]
+) -> None:
     """As many jobs as a node has ranks, each with a part of the nodes' exact averages."""
     num_steps = 5
 
@@ -97,14 +113,18 @@ def test_nodes_exchange_compressed_averages(make: Callable[..., Compressor], for
     jobs = [formula() for _ in NODES[0]]
     for step in range(num_steps):
         nodes = [torch.stack([gradient(rank, step) for rank in node]).mean(0) for node in NODES]
-        parts = [job([shard(node, len(jobs), i).numpy() for node in nodes]) for i, job in enumerate(jobs)]
+        parts = [
+            job([shard(node, len(jobs), i).numpy() for node in nodes]) for i, job in enumerate(jobs)
+        ]
         wanted = np.concatenate(parts)
         wrong = np.abs(found[0][step].numpy() - wanted) > 1e-4 * np.abs(wanted).max()
         assert wrong.mean() < 0.002, (step, wrong.sum())
         assert all(torch.equal(other[step], found[0][step]) for other in found)
 
 
-@pytest.mark.parametrize("make", [lambda: TernGrad(min_numel=0), lambda: DGC(0.05, warmup_steps=2, min_numel=0)])
+@pytest.mark.parametrize(
+    "make", [lambda: TernGrad(min_numel=0), lambda: DGC(0.05, warmup_steps=2, min_numel=0)]
+)
 def test_nested_ranks_hold_the_same_bits(make: Callable[[], Compressor]) -> None:
     def rank(comm: Any) -> Tensor:
         send = Sender(make(), comm)
@@ -141,7 +161,11 @@ def test_a_checkpoint_may_be_resumed_with_error_feedback_or_without(with_feedbac
         return told, own, (compressor.compressor if with_feedback else compressor)._loaded
 
     for told, own, loaded in run_ranks(2, rank):
-        assert ("without error feedback" if with_feedback else "with error feedback, which this job has not") in told
+        assert (
+            "without error feedback"
+            if with_feedback
+            else "with error feedback, which this job has not"
+        ) in told
         assert torch.equal(own, loaded)
 
 
@@ -165,8 +189,12 @@ def test_ternary_gradients_may_be_tiny(scale: float) -> None:
 
 
 @pytest.mark.parametrize("numel", [20_000, 4097, 100])  # the last one travels whole
-@pytest.mark.parametrize("run", [lambda rank: run_ranks(4, rank), lambda rank: run_nested(NODES, rank)])
-def test_a_shard_in_8_bits_has_the_bits_of_the_whole(run: Callable[[Any], list[Any]], numel: int) -> None:
+@pytest.mark.parametrize(
+    "run", [lambda rank: run_ranks(4, rank), lambda rank: run_nested(NODES, rank)]
+)
+def test_a_shard_in_8_bits_has_the_bits_of_the_whole(
+    run: Callable[[Any], list[Any]], numel: int
+) -> None:
     def rank(comm: Any) -> None:
         flat = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
         whole = flat.clone()
@@ -180,9 +208,13 @@ def test_a_shard_in_8_bits_has_the_bits_of_the_whole(run: Callable[[Any], list[A
     run(rank)
 
 
-@pytest.mark.parametrize("run", [lambda rank: run_ranks(4, rank), lambda rank: run_nested(NODES, rank)])
+@pytest.mark.parametrize(
+    "run", [lambda rank: run_ranks(4, rank), lambda rank: run_nested(NODES, rank)]
+)
 def test_what_is_owed_survives_new_buckets(run: Callable[[Any], list[Any]]) -> None:
-    """What has arrived and all errors make up the gradients, though the errors' owners change on the way."""
+    """What has arrived and all errors make up the gradients, though the errors' owners change on
+    the way.
+    """
 
     def rank(comm: Any) -> tuple[Tensor, Tensor, Tensor]:
         compressor = OneBit(min_numel=0)
@@ -192,17 +224,24 @@ def test_what_is_owed_survives_new_buckets(run: Callable[[Any], list[Any]]) -> N
             turned = 4 <= step < 8
             if step in (4, 8):  # the same parameters, in another order
                 send.flat = torch.zeros(sum(SIZES))
-                compressor.prepare(send.flat, OneTensor(send.flat, SIZES[::-1] if turned else SIZES))
+                compressor.prepare(
+                    send.flat, OneTensor(send.flat, SIZES[::-1] if turned else SIZES)
+                )
             values = list(gradient(comm.rank, 0).split(SIZES))
             got = send(torch.cat(values[::-1] if turned else values))
             total += torch.cat(got.split(SIZES[::-1])[::-1]) if turned else got
         server = compressor.compressor._server  # type: ignore[attr-defined]
-        owed = [torch.cat([of(str(size)) for size in SIZES]) for of in (compressor.residual, server.of_parameter)]
+        owed = [
+            torch.cat([of(str(size)) for size in SIZES])
+            for of in (compressor.residual, server.of_parameter)
+        ]
         return total, owed[0], owed[1]
 
     totals, errors, owners = (torch.stack(each) for each in zip(*run(rank), strict=True))
     wanted = 12 * torch.stack([gradient(rank, 0) for rank in range(4)]).mean(0)
-    torch.testing.assert_close(totals[0] + errors.mean(0) + owners.sum(0), wanted, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(
+        totals[0] + errors.mean(0) + owners.sum(0), wanted, rtol=1e-4, atol=1e-3
+    )
 
 
 def test_second_legs_of_all_buckets_leave_before_the_first_is_decoded() -> None:
@@ -239,7 +278,10 @@ def test_momentum_twice_is_refused(optimizer: Callable[..., Any]) -> None:
         without.attach(net, [SGD(net.parameters(), 0.1)], comm)
         with pytest.raises(ConfigurationError, match="momentum twice"):
             without.set_optimizers([optimizer(net.parameters())])
-        with pytest.raises(ConfigurationError, match=r"'dgc' has momentum=0.9, and an optimizer has (momentum|betas)"):
+        with pytest.raises(
+            ConfigurationError,
+            match=r"'dgc' has momentum=0.9, and an optimizer has (momentum|betas)",
+        ):
             Averaging(compression="dgc").attach(net, [optimizer(net.parameters())], comm)
 
     run_ranks(1, rank)
@@ -256,7 +298,10 @@ def test_weight_decay_behind_the_momentum_is_said_once(momentum: float) -> None:
         algorithm.set_optimizers([SGD(net.parameters(), 0.1, weight_decay=1e-4)])
         algorithm.set_optimizers([SGD(net.parameters(), 0.1)])
         assert len(said) == (momentum > 0)
-        assert all("acts 0.1 times as strongly" in text and "weight_decay=0.001 acts alike" in text for text in said)
+        assert all(
+            "acts 0.1 times as strongly" in text and "weight_decay=0.001 acts alike" in text
+            for text in said
+        )
 
     run_ranks(1, rank)
 
@@ -300,7 +345,11 @@ def test_guessed_thresholds_find_exactly_the_largest(kind: str) -> None:
     found = largest(values, count)
     assert found.unique().numel() == count
     torch.testing.assert_close(
-        values[found].abs().sort().values, values.abs().topk(count).values.sort().values, rtol=0, atol=0, equal_nan=True
+        values[found].abs().sort().values,
+        values.abs().topk(count).values.sort().values,
+        rtol=0,
+        atol=0,
+        equal_nan=True,
     )
 
 
@@ -308,7 +357,9 @@ def test_guessed_thresholds_find_exactly_the_largest(kind: str) -> None:
 def test_digits_arrive(base: int) -> None:
     for numel in (0, 1, 4, 5, 1001):
         kind = torch.uint8 if base <= 256 else torch.int16
-        sent = torch.randint(0, base, (numel,), generator=torch.Generator().manual_seed(numel)).to(kind)
+        sent = torch.randint(0, base, (numel,), generator=torch.Generator().manual_seed(numel)).to(
+            kind
+        )
         message = torch.full((digits.num_bytes(numel, base) + 2,), 255, dtype=torch.uint8)
         digits.pack(sent, base, message)
         found = torch.empty_like(sent)

@@ -24,7 +24,10 @@ def test_its_length_is_divisible_and_flags_stay_behind_the_gradients(num_shards:
         param.grad = torch.randn_like(param)
     bucket.begin()
     bucket.fill([True, False, True], stop=True)
-    assert [torch.equal(view, param.grad) for view, param in zip(bucket.views[1:2], params[1:2], strict=True)] == [True]
+    assert [
+        torch.equal(view, param.grad)
+        for view, param in zip(bucket.views[1:2], params[1:2], strict=True)
+    ] == [True]
     assert bucket.flat[-4:].tolist() == [1, 0, 1, 1]
     assert bucket.used.tolist() == [1, 0, 1]
     assert bucket.stop.tolist() == [1]
@@ -34,13 +37,28 @@ def test_its_length_is_divisible_and_flags_stay_behind_the_gradients(num_shards:
 
 def test_a_nearly_empty_bucket_takes_the_next_parameter_and_the_first_stays_small() -> None:
     mib = 2**20
-    sizes = [0.004, 8, 0.01, 0.01, 9, 0.01, 9, 2, 0.5]  # of a classifier's bias and weight, BatchNorms, convolutions
-    assert number_by_size([size * mib for size in sizes], 4 * mib, mib) == [0, 1, 2, 2, 2, 3, 3, 4, 4]
-    named = [(f"p{index}", Parameter(torch.zeros(int(size * 2**18)))) for index, size in enumerate(sizes)]
+    # of a classifier's bias and weight, BatchNorms, convolutions
+    sizes = [0.004, 8, 0.01, 0.01, 9, 0.01, 9, 2, 0.5]
+    assert number_by_size([size * mib for size in sizes], 4 * mib, mib) == [
+        0,
+        1,
+        2,
+        2,
+        2,
+        3,
+        3,
+        4,
+        4,
+    ]
+    named = [
+        (f"p{index}", Parameter(torch.zeros(int(size * 2**18)))) for index, size in enumerate(sizes)
+    ]
     buckets = plan_buckets(named, 4)
     assert [len(bucket.params) for bucket in buckets] == [1, 1, 3, 2, 2]
     held = sum(bucket.flat.nbytes for bucket in buckets)
-    assert held < sum(param.nbytes for _, param in named) + 2000, "no more memory than the gradients"
+    assert held < sum(param.nbytes for _, param in named) + 2000, (
+        "no more memory than the gradients"
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -59,7 +77,9 @@ def test_the_reducers_buckets_are_divisible_by_the_ranks(world_size: int) -> Non
 def test_every_shard_begins_at_a_multiple_of_64_bytes(num_shards: int, dtype: torch.dtype) -> None:
     """Also of what travels as 16-bit numbers, and with it every rank's part of each parameter."""
     bucket = Bucket(
-        ["a", "b"], [Parameter(torch.zeros(size, dtype=dtype)) for size in (1001, 77)], num_shards=num_shards
+        ["a", "b"],
+        [Parameter(torch.zeros(size, dtype=dtype)) for size in (1001, 77)],
+        num_shards=num_shards,
     )
     if dtype is torch.float32:
         bucket.travel_as(torch.float16)

@@ -15,7 +15,9 @@ SIZES = [(40,), (5, 3), (20,)]  # the last one is in the block of 256 that holds
 
 
 def average_three_times(comm: ThreadCommunicator, scale: float) -> list[list[Tensor]]:
-    """This rank's parts, in three backwards with the same gradients. The layout changes after none of them."""
+    """This rank's parts, in three backwards with the same gradients. The layout changes after
+    none of them.
+    """
     params = [nn.Parameter(torch.zeros(size)) for size in SIZES]
     named = [(f"p{index}", param) for index, param in enumerate(params)]
     compressor: Any = Int8(min_numel=0)
@@ -27,7 +29,13 @@ def average_three_times(comm: ThreadCommunicator, scale: float) -> list[list[Ten
         with reducer.backward():
             pairs = zip(params, gradients(comm.rank, scale), strict=True)
             sum((param * gradient).sum() for param, gradient in pairs).backward()
-        parts.append([part.clone() for param in params if (part := reducer.shards.of_gradient(param)) is not None])
+        parts.append(
+            [
+                part.clone()
+                for param in params
+                if (part := reducer.shards.of_gradient(param)) is not None
+            ]
+        )
     return parts
 
 
@@ -44,7 +52,12 @@ def test_the_first_backward_gives_the_bits_of_later_ones() -> None:
 
 def test_small_gradients_beside_the_flags_of_a_bucket_do_not_become_zero() -> None:
     ranks = run_ranks(2, lambda comm: average_three_times(comm, 1e-4))
-    expected = [torch.stack(pair).mean(0) for pair in zip(gradients(0, 1e-4), gradients(1, 1e-4), strict=True)]
+    expected = [
+        torch.stack(pair).mean(0)
+        for pair in zip(gradients(0, 1e-4), gradients(1, 1e-4), strict=True)
+    ]
     for parts in zip(*ranks, strict=True):
         for of_ranks, whole in zip(zip(*parts, strict=True), expected, strict=True):
-            torch.testing.assert_close(torch.cat(of_ranks), whole.reshape(-1), rtol=0, atol=0.02 * 1e-4 * 3)
+            torch.testing.assert_close(
+                torch.cat(of_ranks), whole.reshape(-1), rtol=0, atol=0.02 * 1e-4 * 3
+            )

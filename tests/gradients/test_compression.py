@@ -35,7 +35,9 @@ def test_compression(battery: Battery, check: str) -> None:
 
 @pytest.mark.parametrize("check", ELSEWHERE)
 @pytest.mark.parametrize(("world_size", "backend"), [(1, "gloo"), (3, "mpi")])
-def test_on_other_numbers_of_ranks(battery: Battery, world_size: int, backend: str, check: str) -> None:
+def test_on_other_numbers_of_ranks(
+    battery: Battery, world_size: int, backend: str, check: str
+) -> None:
     battery(MODULE, world_size, check, only=ELSEWHERE, RING_CHECK_BACKEND=backend)
 
 
@@ -61,15 +63,21 @@ def test_a_refused_compressor_is_named_alike_on_every_rank() -> None:
 
 def test_a_compressor_from_outside_is_given_as_an_instance() -> None:
     class Sent(Compressor):
-        def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
+        def all_reduce(
+            self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = ""
+        ) -> Work:
             return comm.all_reduce_(flat, op=ReduceOp.AVG, name=name)
 
-    assert isinstance(RingStrategy(compression=ErrorFeedback(Sent())).options.new_compressor(), ErrorFeedback)
+    assert isinstance(
+        RingStrategy(compression=ErrorFeedback(Sent())).options.new_compressor(), ErrorFeedback
+    )
     with pytest.raises(ConfigurationError, match="cannot leave each rank its shard"):
         RingStrategy(compression=Sent(), shard_optimizer=True)
     with pytest.raises(ConfigurationError, match="bucket_cap_mb"):
         RingStrategy(compression=Sent(), bucket_cap_mb="auto")
-    with pytest.raises(ConfigurationError, match=r"'fp16', 'bf16', 'fp32', 'int8', .* or a Compressor"):
+    with pytest.raises(
+        ConfigurationError, match=r"'fp16', 'bf16', 'fp32', 'int8', .* or a Compressor"
+    ):
         RingStrategy(compression=Sent)  # type: ignore[arg-type]
 
 
@@ -78,13 +86,18 @@ def test_what_cannot_be_sharded_is_refused_by_both_names() -> None:
         if known.build().can_shard:
             assert RingStrategy(compression=name, shard_optimizer=True).options.shard_optimizer
             continue
-        with pytest.raises(ConfigurationError, match=f"shard_optimizer=True with compression='{name}'"):
+        with pytest.raises(
+            ConfigurationError, match=f"shard_optimizer=True with compression='{name}'"
+        ):
             RingStrategy(compression=name, shard_optimizer=True)
 
 
 def test_predictions_know_the_compressors_without_torch() -> None:
     code = "import sys, lightning_ring.cli.plan; print('torch' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], env=clean_env(), text=True).strip() == "False"
+    assert (
+        subprocess.check_output([sys.executable, "-c", code], env=clean_env(), text=True).strip()
+        == "False"
+    )
 
 
 @pytest.mark.parametrize("arguments", [{"rank": 0}, {"start_iter": -1}, {"min_compression": 0.5}])
@@ -95,7 +108,9 @@ def test_powersgd_refuses_what_cannot_work(arguments: dict) -> None:
 
 @pytest.mark.parametrize("kind", [Reducer, ShardReducer])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_gradients_travel_as_float32_and_are_rounded_once(kind: type[Reducer], dtype: torch.dtype) -> None:
+def test_16_bit_gradients_travel_as_float32_and_are_rounded_once(
+    kind: type[Reducer], dtype: torch.dtype
+) -> None:
     gradients = torch.randn(3, 1000, generator=torch.Generator().manual_seed(1)).to(dtype)
     sent: list[torch.dtype] = []
 

@@ -1,4 +1,6 @@
-"""How often a step makes the host wait for a device, and how many operations it launches; the device is a fake."""
+"""How often a step makes the host wait for a device, and how many operations it launches; the
+device is a fake.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,18 @@ WAYS = {
     "ring": lambda cap=0.002: Averaging(bucket_cap_mb=cap),
     "ring, fp16": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression="fp16"),
     "ring, bf16": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression="bf16"),
-    "ring, powersgd": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression=PowerSGD(rank=1, start_iter=0)),
+    "ring, powersgd": lambda cap=0.002: Averaging(
+        bucket_cap_mb=cap, compression=PowerSGD(rank=1, start_iter=0)
+    ),
     "ring, int8": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression=Int8(0)),
     "ring, onebit": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression=OneBit(0)),
-    "ring, terngrad": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression=TernGrad(min_numel=0)),
+    "ring, terngrad": lambda cap=0.002: Averaging(
+        bucket_cap_mb=cap, compression=TernGrad(min_numel=0)
+    ),
     "ring, topk": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression=TopK(0.1, 0)),
-    "ring, dgc": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression=DGC(0.1, warmup_steps=0, min_numel=0)),
+    "ring, dgc": lambda cap=0.002: Averaging(
+        bucket_cap_mb=cap, compression=DGC(0.1, warmup_steps=0, min_numel=0)
+    ),
     "ring_sharded": lambda cap=0.002: Sharded(bucket_cap_mb=cap),
     "ring_sharded, fp16": lambda cap=0.002: Sharded(bucket_cap_mb=cap, compression="fp16"),
 }
@@ -116,7 +124,8 @@ def test_clipping_takes_as_many_operations_for_many_parameters_as_for_few():
 
 
 @pytest.mark.parametrize("clips", [False, True], ids=["", "clipping"])
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "ring, powersgd"])  # a factorization a matrix
+# a factorization a matrix
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "ring, powersgd"])
 def test_a_step_takes_as_many_further_operations_for_many_parameters_as_for_few(way, clips):
     """Further than one process's step; many parameters lie in as many buckets as few do."""
 
@@ -136,7 +145,11 @@ def test_a_step_takes_as_many_further_operations_for_many_parameters_as_for_few(
                         with nullcontext() if algorithm is None else algorithm.backward():
                             loss.backward()
                         if clips:
-                            clip = nn.utils.clip_grad_norm_ if algorithm is None else algorithm.clip_grad_norm_
+                            clip = (
+                                nn.utils.clip_grad_norm_
+                                if algorithm is None
+                                else algorithm.clip_grad_norm_
+                            )
                             clip(net.parameters(), 0.1)
                         optimizer.step()
                         if algorithm is not None:

@@ -1,4 +1,6 @@
-"""The Triton kernels of 8-bit blocks and of signs: interpreted, compiled, and on a GPU where there is one."""
+"""The Triton kernels of 8-bit blocks and of signs: interpreted, compiled, and on a GPU where
+there is one.
+"""
 
 import importlib
 import re
@@ -31,7 +33,8 @@ for numel in (0, 1, 255, 256, 5003, 40_000):
         way.decode(numbers, scales, out)
         found.append([each.cpu() for each in (numbers, scales, out)])
     (numbers, scales, out), (others, other_scales, other_out) = found
-    assert (numbers.int() - others.int()).abs().max() <= 1 if numel else True  # a tie, behind a reciprocal
+    # a tie, behind a reciprocal
+    assert (numbers.int() - others.int()).abs().max() <= 1 if numel else True
     assert (numbers == others).float().mean() > 0.999 if numel else True
     torch.testing.assert_close(scales, other_scales, rtol=1e-6, atol=0)
     torch.testing.assert_close(out, other_out, rtol=1e-5, atol=float(scales.max()) if numel else 0)
@@ -73,7 +76,9 @@ for numel in (0, 1, 255, 256, 5003, 40_000):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=0, equal_nan=True)
 print("equal")
 """
-every_code = pytest.mark.parametrize("compare", [COMPARE_BLOCKS, COMPARE_SIGNS], ids=["blocks", "signs"])
+every_code = pytest.mark.parametrize(
+    "compare", [COMPARE_BLOCKS, COMPARE_SIGNS], ids=["blocks", "signs"]
+)
 
 
 @pytest.mark.ranks
@@ -106,7 +111,9 @@ def test_they_compile_for_real_gpus(module, name, tmp_path, monkeypatch):
     types = {"values": "*fp32", "numbers": "*i8", "bits": "*i8", "scales": "*fp32", "numel": "i64"}
     signature = types | {"tiny": "fp32", "step": "fp32"} | dict.fromkeys(constants, "constexpr")
     kernel = getattr(kernels, name)
-    source = compiler.ASTSource(kernel, {key: signature[key] for key in kernel.arg_names}, constants)
+    source = compiler.ASTSource(
+        kernel, {key: signature[key] for key in kernel.arg_names}, constants
+    )
     compiled = compiler.compile(source, target=target, options={"num_warps": 4}).asm
     assert compiled["cubin"]
     assert re.search(r"(ld|st)\.global", compiled["ptx"])

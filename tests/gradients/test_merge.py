@@ -32,8 +32,9 @@ def every_cut(num: int) -> list[list[int]]:
 
 
 def mg_wfbp(sizes: list[float], ready: list[float], seconds: Seconds) -> list[int]:
-    """Algorithm 1 of the paper, forward: hold a bucket back for the next gradient if that is there before the bucket
-    could leave, or so soon after that waiting costs less than one more message's start-up."""
+    """Algorithm 1 of the paper, forward: hold a bucket back for the next gradient if that is there
+    before the bucket could leave, or so soon after that waiting costs less than one more message's
+    start-up."""
     ends: list[int] = []
     arrived, first = 0.0, 0
     for index in range(len(sizes)):

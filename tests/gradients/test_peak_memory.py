@@ -34,7 +34,9 @@ class CountedMemory(RecordedCommunicator):
 
 
 class Mixed(nn.Module):
-    """Backward produces gradients in another order than the reverse of registration, so that buckets are sorted."""
+    """Backward produces gradients in another order than the reverse of registration, so that
+    buckets are sorted.
+    """
 
     def __init__(self):
         super().__init__()
@@ -47,7 +49,9 @@ class Mixed(nn.Module):
 
 
 def train(comm, algorithm, steps=4):
-    """Returns the bytes of gradients, and the most bytes of buckets that lived: at all, and at the end of a forward."""
+    """Returns the bytes of gradients, and the most bytes of buckets that lived: at all, and at
+    the end of a forward.
+    """
     memory = CountedMemory(comm)
     torch.manual_seed(0)
     net = Mixed()
@@ -72,12 +76,16 @@ def train(comm, algorithm, steps=4):
 @pytest.mark.parametrize("compression", [None, "powersgd"])
 def test_old_buckets_go_before_new_ones_come(compression):
     chosen = PowerSGD(rank=1, start_iter=0) if compression else None
-    for gradients, peak, _ in run_ranks(2, lambda comm: train(comm, Averaging(bucket_cap_mb=0.02, compression=chosen))):
+    for gradients, peak, _ in run_ranks(
+        2, lambda comm: train(comm, Averaging(bucket_cap_mb=0.02, compression=chosen))
+    ):
         assert peak < 1.1 * gradients
 
 
 def test_sharded_gradients_move_into_the_new_buckets():
-    """Parameters have buckets too. The averages of the first backward lie in the old ones, whose memory was kept until
-    `zero_grad`: past the second forward."""
-    for gradients, _, in_forward in run_ranks(2, lambda comm: train(comm, Sharded(bucket_cap_mb=0.02))):
+    """Parameters have buckets too. The averages of the first backward lie in the old ones, whose
+    memory was kept until `zero_grad`: past the second forward."""
+    for gradients, _, in_forward in run_ranks(
+        2, lambda comm: train(comm, Sharded(bucket_cap_mb=0.02))
+    ):
         assert in_forward < 2.1 * gradients

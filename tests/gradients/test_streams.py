@@ -43,7 +43,9 @@ def device(monkeypatch):
     device.current = device.main = FakeStream("main")
     device.kept_for = []
     monkeypatch.setattr(streams, "current_stream", lambda _: device.current)
-    monkeypatch.setattr(streams, "keep_for", lambda stream, grad: device.kept_for.append(stream.name))
+    monkeypatch.setattr(
+        streams, "keep_for", lambda stream, grad: device.kept_for.append(stream.name)
+    )
     return device
 
 

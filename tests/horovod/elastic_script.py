@@ -1,7 +1,7 @@
 """A script for elastic Horovod, which names it: ``elastic_script.py FOLDER SIZE DEATHS``.
 
-DEATHS are ``NUMBER:EPOCH:BATCH``: process NUMBER kills itself after the backward of that batch. Each process that is
-left writes NUMBER.json. The last epoch begins with SIZE ranks.
+DEATHS are ``NUMBER:EPOCH:BATCH``: process NUMBER kills itself after the backward of that batch.
+Each process that is left writes NUMBER.json. The last epoch begins with SIZE ranks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,16 @@ def train(state: hvd.elastic.TorchState) -> str:
     return "trained"
 
 
-result = {"result": train(state), "weights": model.weight.tolist(), "used": sorted(state.used), "errors": errors}
+result = {
+    "result": train(state),
+    "weights": model.weight.tolist(),
+    "used": sorted(state.used),
+    "errors": errors,
+}
 result["momentum"] = optimizer.state_dict()["state"][0]["momentum_buffer"].tolist()
-result |= {"resets": resets, "size": hvd.size(), "sum": hvd.allreduce(torch.ones(1), op=hvd.Sum).item()}
+result |= {
+    "resets": resets,
+    "size": hvd.size(),
+    "sum": hvd.allreduce(torch.ones(1), op=hvd.Sum).item(),
+}
 Path(folder, f"{number}.json").write_text(json.dumps(result))

@@ -1,4 +1,6 @@
-"""`python -m lightning_ring.horovod`: a script that names Horovod runs unchanged, as ``python script.py`` runs it."""
+"""`python -m lightning_ring.horovod`: a script that names Horovod runs unchanged, as ``python
+script.py`` runs it.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ if __name__ == "__main__":
 
 def run_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lightning_ring.horovod", *arguments]
-    return subprocess.run(command, cwd=folder, env=clean_env(), capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        command, cwd=folder, env=clean_env(), capture_output=True, text=True, timeout=240
+    )
 
 
 @pytest.mark.ranks
@@ -85,7 +89,8 @@ def test_a_script_is_main_and_its_processes_find_horovod_too(tmp_path: Path) -> 
     assert done.returncode == 1
     assert "lightning_ring: `import horovod` gives lightning_ring.horovod\n" in done.stderr
     trace = done.stderr[done.stderr.index("Traceback") :].splitlines()
-    assert f'  File "{tmp_path}/scripts/train.py", line ' in trace[1]  # torch puts the rank in front
+    # torch puts the rank in front
+    assert f'  File "{tmp_path}/scripts/train.py", line ' in trace[1]
     assert "LookupError: no such column" in "".join(trace[-2:])
     assert "as_horovod" not in "".join(trace)
 
@@ -99,7 +104,9 @@ def test_a_module_is_main(tmp_path: Path) -> None:
         "print(__name__, __spec__.name, package, sys.argv[1:], size.__module__)\n"
     )
     done = run_in(tmp_path, "-m", "tool", "a", "-m")
-    assert done.stdout == "__main__ tool.__main__ tool ['a', '-m'] lightning_ring.horovod.context\n", done.stderr
+    assert (
+        done.stdout == "__main__ tool.__main__ tool ['a', '-m'] lightning_ring.horovod.context\n"
+    ), done.stderr
     assert done.returncode == 0
 
 
@@ -113,7 +120,10 @@ def test_a_module_is_main(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_run(
-    arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", sys.argv)

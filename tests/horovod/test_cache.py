@@ -43,7 +43,9 @@ def test_requests_are_told_by_number_or_by_name() -> None:
     pending.add([again, new])
     mask, news = pending.tell(leaving=False)
     assert (mask[STAYS], mask[NO_NEWS], mask[HEAD], news) == (1, 0, 1, [new])
-    with pytest.raises(ValueError, match=r"new: a collective of this name was submitted and is not done yet"):
+    with pytest.raises(
+        ValueError, match=r"new: a collective of this name was submitted and is not done yet"
+    ):
         pending.add([Request("other", SHORT), Request("new", SHORT)])
     pending.add([Request("other", SHORT)])  # it was not kept
     pending.forget("a")

@@ -15,25 +15,42 @@ import torch
 
 import lightning_ring.horovod as hvd
 from lightning_ring.horovod.elastic import sampler as sampler_module
-from lightning_ring.horovod.elastic.state import StateHandler, get_handler_registry, set_handler_registry
+from lightning_ring.horovod.elastic.state import (
+    StateHandler,
+    get_handler_registry,
+    set_handler_registry,
+)
 from tests import forked
 from tests.processes import ROOT, run
 
-run_module = importlib.import_module("lightning_ring.horovod.elastic.run")  # the package names the function
+# the package names the function
+run_module = importlib.import_module("lightning_ring.horovod.elastic.run")
 SCRIPT = str(ROOT / "tests" / "horovod" / "elastic_script.py")
 EVERY_SAMPLE = {(epoch, index) for epoch in range(2) for index in range(48)}
 
 
 def elastic_job(folder: Path, *options: str, size: int, deaths: str, **env: str) -> dict[str, Any]:
     ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", *options]
-    script = [sys.executable, "-m", "lightning_ring.horovod", SCRIPT, str(folder), str(size), deaths]
+    script = [
+        sys.executable,
+        "-m",
+        "lightning_ring.horovod",
+        SCRIPT,
+        str(folder),
+        str(size),
+        deaths,
+    ]
     done = run([*ringrun, *script], **forked.ranks(), **env)
     assert done.returncode == 0, done.stdout
     found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     first = next(iter(found.values()))
     for one in found.values():
         assert one["result"] == "trained"
-        assert (one["weights"], one["momentum"], one["used"]) == (first["weights"], first["momentum"], first["used"])
+        assert (one["weights"], one["momentum"], one["used"]) == (
+            first["weights"],
+            first["momentum"],
+            first["used"],
+        )
         assert one["sum"] == one["size"] == len(found), "collectives go on after the training"
     used = Counter(map(tuple, first["used"]))
     assert set(used) == EVERY_SAMPLE
@@ -42,7 +59,9 @@ def elastic_job(folder: Path, *options: str, size: int, deaths: str, **env: str)
 
 
 @pytest.mark.ranks
-def test_rank_0_dies_the_others_go_back_to_the_last_commit_and_a_new_process_joins(tmp_path: Path) -> None:
+def test_rank_0_dies_the_others_go_back_to_the_last_commit_and_a_new_process_joins(
+    tmp_path: Path,
+) -> None:
     found = elastic_job(tmp_path, "-np", "3", "--min-np", "2", "--respawn", size=3, deaths="0:0:2")
     assert set(found) == {"1", "2", "3"}
     killed = float((tmp_path / "killed").read_text())
@@ -62,7 +81,14 @@ def test_the_last_rank_of_two_hosts_goes_on_alone(tmp_path: Path) -> None:
     ssh.write_text('#!/bin/sh\nshift; exec sh -c "$*"\n')
     ssh.chmod(0o755)
     found = elastic_job(
-        tmp_path, "-H", "localhost:1,elsewhere:1", "--min-np", "1", size=2, deaths="0:1:3", RING_SSH=str(ssh)
+        tmp_path,
+        "-H",
+        "localhost:1,elsewhere:1",
+        "--min-np",
+        "1",
+        size=2,
+        deaths="0:1:3",
+        RING_SSH=str(ssh),
     )
     assert set(found) == {"1"}
     assert found["1"]["resets"] == [[0, 1]]
@@ -77,7 +103,9 @@ def alone() -> Iterator[None]:
 
 
 def test_a_sampler_deals_out_the_rest_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def samplers(size: int, state: dict[str, Any] | None = None) -> list[hvd.elastic.ElasticSampler]:
+    def samplers(
+        size: int, state: dict[str, Any] | None = None
+    ) -> list[hvd.elastic.ElasticSampler]:
         found = []
         for rank in range(size):
             monkeypatch.setattr(sampler_module, "rank", lambda rank=rank: rank)
@@ -130,7 +158,10 @@ def test_a_state_goes_back_to_its_last_commit() -> None:
         step()
         state.epoch = 7
         state.restore()
-        assert (model.weight.item(), optimizer.state[model.weight]["momentum_buffer"].item()) == (weight, momentum)
+        assert (model.weight.item(), optimizer.state[model.weight]["momentum_buffer"].item()) == (
+            weight,
+            momentum,
+        )
         assert (state.epoch, state.best) == (1, [2])
     other = torch.nn.Linear(1, 1, bias=False)
     state.model = other
@@ -148,7 +179,9 @@ def test_run_calls_again_after_an_interrupt_and_raises_other_errors() -> None:
     state.register_reset_callbacks([lambda: calls.append("reset")])
 
     @hvd.elastic.run
-    def train(state: hvd.elastic.TorchState, name: str, error: type[Exception] | None = None) -> str:
+    def train(
+        state: hvd.elastic.TorchState, name: str, error: type[Exception] | None = None
+    ) -> str:
         calls.append("train")
         if error is not None:
             raise error("wrong")
@@ -164,7 +197,9 @@ def test_run_calls_again_after_an_interrupt_and_raises_other_errors() -> None:
         train(state, "", error=hvd.HorovodInternalError)
 
 
-def test_an_error_that_no_death_explains_is_raised_after_some_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_no_death_explains_is_raised_after_some_attempts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Views:
         has_state = False
         members: tuple[int, ...] = (0, 1)

@@ -1,4 +1,6 @@
-"""`lightning_ring.horovod`: on two ranks, in a single process, and the script of the guide with one changed import."""
+"""`lightning_ring.horovod`: on two ranks, in a single process, and the script of the guide with
+one changed import.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_on_four_ranks(battery: Any, check: str) -> None:
 def test_the_script_of_the_guide_runs_with_one_changed_import(tmp_path: Path) -> None:
     before = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)[0]
     assert before.count("import horovod.torch as hvd") == 1
-    (tmp_path / "script.py").write_text(before.replace("import horovod.torch", "import lightning_ring.horovod"))
+    (tmp_path / "script.py").write_text(
+        before.replace("import horovod.torch", "import lightning_ring.horovod")
+    )
     command = mpirun_command(2, "--wdir", str(tmp_path), *forked.python(), "script.py")
     done = run(command, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout
@@ -85,21 +89,19 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_a_rank_that_ends_early_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
-        "import sys, torch, lightning_ring.horovod as hvd\n"
-        "hvd.init()\n"
-        "model = torch.nn.Linear(3, 2)\n"
-        "optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())\n"
-        "for step in range(4):\n"
-        "    if step == 2 and hvd.rank() == 1:\n"
-        "        sys.exit(0)\n"
-        "    model(torch.ones(4, 3)).sum().backward()\n"
-        "    optimizer.step()\n"
+        "import sys, torch, lightning_ring.horovod as hvd\nhvd.init()\nmodel = torch.nn.Linear(3, "
+        "2)\noptimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "
+        "model.named_parameters())\nfor step in range(4):\n    if step == 2 and hvd.rank() == 1:\n"
+        "        sys.exit(0)\n    model(torch.ones(4, 3)).sum().backward()\n    optimizer.step()\n"
         "print('the end')\n"
     )
     ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", "2"]
     done = run([*ringrun, *forked.python(), str(tmp_path / "script.py")])
     assert done.returncode == 1, done.stdout
-    assert "rank 0 failed: HorovodInternalError: the Horovod API was shut down on rank 1" in done.stdout
+    assert (
+        "rank 0 failed: HorovodInternalError: the Horovod API was shut down on rank 1"
+        in done.stdout
+    )
     assert "the end" not in done.stdout
 
 
@@ -118,7 +120,9 @@ def test_a_single_process_is_a_job_of_one_rank() -> None:
     assert hvd.broadcast_object([1]) == [1]
     assert hvd.join() == 0
     model = torch.nn.Linear(1, 1)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
     assert not model.weight._post_accumulate_grad_hooks
     model(torch.ones(1, 1)).sum().backward()
     optimizer.synchronize()
@@ -149,7 +153,9 @@ def test_all_names_are_there() -> None:
 
 def test_an_unknown_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "CCL")
-    with pytest.raises(ConfigurationError, match="HOROVOD_CPU_OPERATIONS='CCL': expected GLOO or MPI"):
+    with pytest.raises(
+        ConfigurationError, match="HOROVOD_CPU_OPERATIONS='CCL': expected GLOO or MPI"
+    ):
         cpu_backend()
     monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "GLOO")
     assert cpu_backend() == "gloo"

@@ -33,5 +33,8 @@ def test_ranks_that_do_not_meet_in_time_end(
 
 def test_a_time_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "soon")
-    with pytest.raises(ConfigurationError, match="HOROVOD_START_TIMEOUT='soon': expected a number of seconds above 0"):
+    with pytest.raises(
+        ConfigurationError,
+        match="HOROVOD_START_TIMEOUT='soon': expected a number of seconds above 0",
+    ):
         within_start_timeout().__enter__()

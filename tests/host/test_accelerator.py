@@ -24,35 +24,58 @@ class FakeModule(SimpleNamespace):
             is_initialized=lambda: True,
             init=lambda: None,
             set_device=lambda index: None,
-            get_device_properties=lambda index: SimpleNamespace(name="Max 1550", total_memory=64 << 30),
+            get_device_properties=lambda index: SimpleNamespace(
+                name="Max 1550", total_memory=64 << 30
+            ),
         )
 
 
 @pytest.fixture
 def intel(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
     module = FakeModule()
-    none = SimpleNamespace(device_count=lambda: 0, is_available=lambda: False, is_initialized=lambda: False)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module if device.type == "xpu" else none)
+    none = SimpleNamespace(
+        device_count=lambda: 0, is_available=lambda: False, is_initialized=lambda: False
+    )
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda device: module if device.type == "xpu" else none
+    )
     return module
 
 
 def test_each_kind_has_its_library() -> None:
     info = RankInfo(0, 2, 0, 2, 0, 1, "torchrun")
     kinds = ("cuda", "xpu", "cpu")
-    assert [_chosen("auto", info, torch.device(kind)) for kind in kinds] == ["nccl", "xccl", "shared memory"]
-    assert [accelerator.is_gpu(torch.device(kind)) for kind in (*kinds, "mps")] == [True, True, False, False]
+    assert [_chosen("auto", info, torch.device(kind)) for kind in kinds] == [
+        "nccl",
+        "xccl",
+        "shared memory",
+    ]
+    assert [accelerator.is_gpu(torch.device(kind)) for kind in (*kinds, "mps")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_the_modules_of_torch_have_the_same_names() -> None:
-    names = "Event Stream current_stream stream synchronize memory_allocated memory_reserved max_memory_allocated"
-    names += " get_device_name get_device_properties device_count is_available is_initialized init set_device"
+    names = (
+        "Event Stream current_stream stream synchronize memory_allocated memory_reserved "
+        "max_memory_allocated"
+    )
+    names += (
+        " get_device_name get_device_properties device_count is_available is_initialized init "
+        "set_device"
+    )
     names += " get_rng_state_all set_rng_state"
     for kind in accelerator.COLLECTIVES:
         module = accelerator.gpu_module(torch.device(kind))
         assert [name for name in names.split() if not hasattr(module, name)] == []
 
 
-def test_the_bench_and_the_doctor_find_gpus_of_any_kind(intel: FakeModule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bench_and_the_doctor_find_gpus_of_any_kind(
+    intel: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
     info = RankInfo(1, 2, 1, 2, 0, 1, "torchrun")
     for asked in ("auto", "gpu", "xpu"):
         assert choose_device(asked, info) == torch.device("xpu", 1)

@@ -1,4 +1,6 @@
-"""Memory that is freed comes back without page faults, and goes back to the system when it is told to."""
+"""Memory that is freed comes back without page faults, and goes back to the system when it is
+told to.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,11 @@ print(json.dumps({"faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt -
 
 
 def _run(script: str = _SCRIPT, **variables: str) -> dict[str, int]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MALLOC_", "GLIBC_"))
+    }
     root = str(Path(__file__).resolve().parent.parent)
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -88,7 +94,11 @@ def test_freed_memory_is_used_again_without_page_faults_and_returned_at_the_end(
 
 @needs_glibc
 @pytest.mark.parametrize(
-    "variables", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000000"}]
+    "variables",
+    [
+        {"MALLOC_TRIM_THRESHOLD_": "131072"},
+        {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000000"},
+    ],
 )
 def test_what_the_user_told_glibc_holds(variables: dict[str, str]) -> None:
     found = _run(**variables)
@@ -103,7 +113,9 @@ def test_memory_that_was_taken_comes_without_page_faults() -> None:
 
 def test_variables_of_glibc_count_as_a_choice() -> None:
     assert not keep_freed_memory({"MALLOC_TOP_PAD_": "0"})
-    assert not keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1:glibc.malloc.trim_threshold=1"})
+    assert not keep_freed_memory(
+        {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1:glibc.malloc.trim_threshold=1"}
+    )
 
 
 def test_it_is_on_by_default_and_can_be_left_out() -> None:
@@ -128,7 +140,11 @@ def test_a_fit_keeps_it_from_its_first_step_to_its_end(
     monkeypatch.setattr(strategy, "return_freed_memory", lambda: said.append("return"))
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(
-        strategy=RingStrategy(keep_freed_memory=keeps), accelerator="cpu", devices=1, fast_dev_run=1, **quiet
+        strategy=RingStrategy(keep_freed_memory=keeps),
+        accelerator="cpu",
+        devices=1,
+        fast_dev_run=1,
+        **quiet,
     )
     with pytest.raises(ValueError, match="fails") if fails else nullcontext():
         trainer.fit(Steps())

@@ -8,7 +8,9 @@ from lightning_ring.host.random_state import collect_random_state, restore_rando
 
 
 def test_a_state_that_is_a_view_is_restored() -> None:
-    """Such as one rank's row of what was gathered: torch reads where the whole memory begins, and ends the process."""
+    """Such as one rank's row of what was gathered: torch reads where the whole memory begins,
+    and ends the process.
+    """
     state = collect_random_state()
     expected = torch.rand(3)
     state["torch"] = torch.stack([torch.zeros_like(state["torch"]), state["torch"]])[1]

@@ -28,7 +28,11 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Pat
 
 def test_names_that_are_long_or_urls(tmp_path: Path) -> None:
     files = WholeCheckpointIO()
-    for path in (str(tmp_path / f"{'x' * 245}.ckpt"), f"file://{tmp_path}/a.ckpt", "memory://folder/a.ckpt"):
+    for path in (
+        str(tmp_path / f"{'x' * 245}.ckpt"),
+        f"file://{tmp_path}/a.ckpt",
+        "memory://folder/a.ckpt",
+    ):
         files.save_checkpoint({"step": 3}, path)
         assert files.load_checkpoint(path) == {"step": 3}
     assert {file.name for file in tmp_path.iterdir()} == {f"{'x' * 245}.ckpt", "a.ckpt"}

@@ -1,4 +1,5 @@
-"""A script on 3 ranks: two jobs one after the other, then rank 0 leaves and the others go on as ranks 0 and 1.
+"""A script on 3 ranks: two jobs one after the other, then rank 0 leaves and the others go on as
+ranks 0 and 1.
 
 ``membership_script.py FOLDER BACKEND ...``: each rank writes ``RANK.json``, by the launcher's rank.
 """
@@ -51,7 +52,9 @@ def fit(backend: str) -> dict[str, Any]:
 
 
 def sums() -> list[float]:
-    """The sum of 1, 2, ... over the ranks of the current job, through each backend and the default group."""
+    """The sum of 1, 2, ... over the ranks of the current job, through each backend and the
+    default group.
+    """
     job = current_job()
     assert job is not None
     found = []
@@ -66,7 +69,9 @@ def sums() -> list[float]:
 
 
 def of_jobs() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("ring-"))
+    return sorted(
+        thread.name for thread in threading.enumerate() if thread.name.startswith("ring-")
+    )
 
 
 def main() -> None:
@@ -80,7 +85,11 @@ def main() -> None:
         "group": torch.distributed.is_initialized(),
         "GLOO": "GLOO_SOCKET_IFNAME" in os.environ,
     }
-    result: dict[str, Any] = {"closed": closed, "fits": [first, fit(BACKENDS[0])], "sums": [first_sums, sums()]}
+    result: dict[str, Any] = {
+        "closed": closed,
+        "fits": [first, fit(BACKENDS[0])],
+        "sums": [first_sums, sums()],
+    }
     rank = first["rank"]
     job = current_job()
     assert job is not None

@@ -1,7 +1,8 @@
 """What a rank of the process tests does: joins the job, then behaves as ``argv[1]`` says at rank 1.
 
-Rank 0 meanwhile waits as a communicator does, calling `JobWatch.check`, or with ``sleep`` in a way that nothing can
-interrupt. ``argv[2]`` is a folder: each rank writes its pid there, and what it lived to see.
+Rank 0 meanwhile waits as a communicator does, calling `JobWatch.check`, or with ``sleep`` in a way
+that nothing can interrupt. ``argv[2]`` is a folder: each rank writes its pid there, and what it
+lived to see.
 """
 
 import contextlib
@@ -26,7 +27,9 @@ store = open_store(info, timedelta(seconds=60))
 watch = JobWatch(info, store)
 end_job_on_error(info, watch)
 # as in a real job; torch wraps sys.excepthook here
-torch.distributed.init_process_group("gloo", store=store, rank=info.rank, world_size=info.world_size)
+torch.distributed.init_process_group(
+    "gloo", store=store, rank=info.rank, world_size=info.world_size
+)
 stopped = []
 if number := os.environ.get("RING_STOP_SIGNAL"):
     signal.signal(int(number), lambda *_: stopped.append(True))

@@ -1,6 +1,8 @@
-"""What a rank of the stall tests does: meets the others again and again, while one of them comes late.
+"""What a rank of the stall tests does: meets the others again and again, while one of them comes
+late.
 
-``stall_script.py FOLDER [BACKEND]``: each rank writes ``pid.RANK``, at the end its error to ``error.RANK``.
+``stall_script.py FOLDER [BACKEND]``: each rank writes ``pid.RANK``, at the end its error to
+``error.RANK``.
 """
 
 import os
@@ -68,7 +70,9 @@ def main() -> None:
     backend = sys.argv[2] if len(sys.argv) > 2 else "auto"
     open_communicator(job, backend, CPU, timedelta(seconds=60), WARNING)
 
-    def phase(name: str, late: tuple[int, ...], act: Callable[[float], None], seconds: float) -> None:
+    def phase(
+        name: str, late: tuple[int, ...], act: Callable[[float], None], seconds: float
+    ) -> None:
         training.phase = name
         meet(job, f"before {name}")
         if rank == 0:

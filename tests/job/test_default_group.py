@@ -15,14 +15,18 @@ from lightning_ring.job.ranks import RankInfo
 
 
 def test_an_attempt_that_failed_does_not_rename_the_next_group() -> None:
-    """Ranks whose attempts failed a different number of times would look for each other under different names."""
+    """Ranks whose attempts failed a different number of times would look for each other under
+    different names.
+    """
     lasting = Lasting(lambda: None, KeptMemory(), timedelta(seconds=0.2))
     alone = Job(RankInfo(0, 2, 0, 2, 0, 1, "ringrun"), [], dist.HashStore(), lasting=lasting)
     for _ in range(2):
         with pytest.raises(RuntimeError):
             alone.open_default_group()  # the other rank never comes
     assert not dist.is_initialized()
-    Job(RankInfo(0, 1, 0, 1, 0, 1, "ringrun"), [], dist.HashStore(), lasting=lasting).open_default_group()
+    Job(
+        RankInfo(0, 1, 0, 1, 0, 1, "ringrun"), [], dist.HashStore(), lasting=lasting
+    ).open_default_group()
     try:
         assert dist.group.WORLD is not None
         assert dist.group.WORLD.group_name == "0"

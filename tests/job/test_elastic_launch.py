@@ -24,17 +24,31 @@ def test_a_steward_within_another_launchers_job_is_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("environ", "begin", "line"),
     [
-        (OPEN_MPI, "Open MPI started these 4 ranks and ends all", "`ringrun -n 4 --min-ranks 1 python train.py`"),
-        (TORCHRUN, "torchrun started these 4", "`ringrun -H host1:2,host2:2,... --min-ranks 1 python train.py`"),
+        (
+            OPEN_MPI,
+            "Open MPI started these 4 ranks and ends all",
+            "`ringrun -n 4 --min-ranks 1 python train.py`",
+        ),
+        (
+            TORCHRUN,
+            "torchrun started these 4",
+            "`ringrun -H host1:2,host2:2,... --min-ranks 1 python train.py`",
+        ),
         (
             SRUN_STEP,
             "srun started these 3",
             "`ringrun --min-ranks 1 python train.py` in the batch script, without srun",
         ),
-        (RINGRUN, "ringrun started these 2 ranks without --min-ranks", "`ringrun -n 2 --min-ranks 1 python train.py`"),
+        (
+            RINGRUN,
+            "ringrun started these 2 ranks without --min-ranks",
+            "`ringrun -n 2 --min-ranks 1 python train.py`",
+        ),
     ],
 )
-def test_others_are_refused_with_the_line_to_use(environ: dict[str, str], begin: str, line: str) -> None:
+def test_others_are_refused_with_the_line_to_use(
+    environ: dict[str, str], begin: str, line: str
+) -> None:
     with pytest.raises(ConfigurationError) as refused:
         started_by_steward(environ)
     assert begin in str(refused.value)

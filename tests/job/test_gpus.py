@@ -20,8 +20,10 @@ TWICE = [*OWN, ("a", "GPU-2")]
 
 def test_pick_gpu():
     assert pick_gpu(local_rank=1, local_size=2, device_count=4, visible=None) == 1
-    assert pick_gpu(local_rank=1, local_size=2, device_count=1, visible="3") == 0  # the launcher gave each rank its own
-    assert pick_gpu(local_rank=1, local_size=2, device_count=1, visible=None) == 0  # hidden by a cgroup
+    # the launcher gave each rank its own
+    assert pick_gpu(local_rank=1, local_size=2, device_count=1, visible="3") == 0
+    # hidden by a cgroup
+    assert pick_gpu(local_rank=1, local_size=2, device_count=1, visible=None) == 0
     for visible in (None, "0,1"):
         with pytest.raises(RankDiscoveryError, match=r"Local rank 2 .* finds 2 GPUs"):
             pick_gpu(local_rank=2, local_size=4, device_count=2, visible=visible, environ={})
@@ -34,14 +36,24 @@ def test_pick_gpu():
     ("nccl", "environ", "choice"),
     [
         ((2, 30, 7), {}, "set NCCL_MULTI_RANK_GPU_ENABLE=1 on all ranks"),
-        ((2, 27, 5), {}, "takes NCCL 2.30 or newer .here: 2.27.5., and NCCL_MULTI_RANK_GPU_ENABLE=1"),
-        ((2, 27, 5), SHARED, "is set, but takes NCCL 2.30 or newer .here: 2.27.5.: install a newer torch"),
+        (
+            (2, 27, 5),
+            {},
+            "takes NCCL 2.30 or newer .here: 2.27.5., and NCCL_MULTI_RANK_GPU_ENABLE=1",
+        ),
+        (
+            (2, 27, 5),
+            SHARED,
+            "is set, but takes NCCL 2.30 or newer .here: 2.27.5.: install a newer torch",
+        ),
         ((), SHARED, "not in this torch"),
     ],
 )
 def test_two_ranks_on_one_gpu_are_named_with_the_choice(nccl, environ, choice):
     check_gpu_assignment(OWN, nccl, environ)
-    with pytest.raises(RankDiscoveryError, match="Ranks 1 and 3 were given the same GPU, GPU-2 on a") as caught:
+    with pytest.raises(
+        RankDiscoveryError, match="Ranks 1 and 3 were given the same GPU, GPU-2 on a"
+    ) as caught:
         check_gpu_assignment(TWICE, nccl, environ)
     assert caught.match(choice)
 
@@ -56,7 +68,9 @@ def test_nccl_runs_its_communicators_kernels_in_the_order_of_the_calls(monkeypat
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
     seen = []
     monkeypatch.setattr(
-        dist, "init_process_group", lambda *args, **kwargs: seen.append(os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT"))
+        dist,
+        "init_process_group",
+        lambda *args, **kwargs: seen.append(os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT")),
     )
     Job(SINGLE, [], dist.HashStore(), device=torch.device(device)).open_default_group()
     assert seen == [order]

@@ -1,4 +1,6 @@
-"""Real ranks that fail, die, exit and are stopped, under every way to start them (`rank_script.py` is the rank)."""
+"""Real ranks that fail, die, exit and are stopped, under every way to start them
+(`rank_script.py` is the rank).
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,8 @@ def job(launcher: str, action: str, folder: Path, **env: str) -> Iterator[Job]:
         yield begun
     finally:
         end_session(process)
-        for file in folder.glob("pid.*"):  # ranks that ringrun started live in sessions of their own
+        # ranks that ringrun started live in sessions of their own
+        for file in folder.glob("pid.*"):
             with contextlib.suppress(ProcessLookupError, ValueError):
                 os.kill(int(file.read_text()), signal.SIGKILL)
         process.communicate(timeout=60)
@@ -240,7 +243,8 @@ def test_a_second_ctrl_c_ends_the_grace(tmp_path):
     with job("plain", "sleep", tmp_path, RING_STOP_GRACE="100") as ranks:
         pids = ranks.rank_pids()
         ranks.process.send_signal(signal.SIGINT)
-        assert any("asking the ranks to stop" in line for line in ranks.process.stdout)  # two at once would be one
+        # two at once would be one
+        assert any("asking the ranks to stop" in line for line in ranks.process.stdout)
         ranks.process.send_signal(signal.SIGINT)
         code, output = ranks.finish()
         assert_gone(pids)

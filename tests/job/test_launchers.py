@@ -44,7 +44,14 @@ RINGRUN = {"RING_RANK": "1", "RING_WORLD_SIZE": "2"}
 
 def place(found: LaunchVariables | None) -> tuple[object, ...]:
     assert found is not None
-    return found.rank, found.world_size, found.local_rank, found.local_size, found.node_rank, found.num_nodes
+    return (
+        found.rank,
+        found.world_size,
+        found.local_rank,
+        found.local_size,
+        found.node_rank,
+        found.num_nodes,
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +59,11 @@ def place(found: LaunchVariables | None) -> tuple[object, ...]:
     [
         (OPEN_MPI, "mpi", (1, 4, 1, 2, None, None)),
         (
-            {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "0"},
+            {
+                "MV2_COMM_WORLD_RANK": "0",
+                "MV2_COMM_WORLD_SIZE": "2",
+                "MV2_COMM_WORLD_LOCAL_RANK": "0",
+            },
             "mpi",
             (0, 2, 0, None, None, None),
         ),
@@ -61,7 +72,11 @@ def place(found: LaunchVariables | None) -> tuple[object, ...]:
             "mpi",
             (1, 2, 1, 2, None, None),
         ),
-        (SRUN_STEP | {"PMIX_RANK": "2", "PMIX_NAMESPACE": "slurm.pmix.17.0"}, "mpi", (2, 3, 0, 1, 1, 2)),
+        (
+            SRUN_STEP | {"PMIX_RANK": "2", "PMIX_NAMESPACE": "slurm.pmix.17.0"},
+            "mpi",
+            (2, 3, 0, 1, 1, 2),
+        ),
         (RINGRUN, "ringrun", (1, 2, 1, 2, 0, 1)),
         (TORCHRUN, "torchrun", (3, 4, 1, 2, 1, 2)),
         (
@@ -70,10 +85,15 @@ def place(found: LaunchVariables | None) -> tuple[object, ...]:
             (3, 4, 1, 2, 1, 2),
         ),
         (SRUN_STEP, "slurm", (2, 3, 0, 1, 1, 2)),
-        # a cluster's prologue, or a job script for another program, sets some of torchrun's variables
+        # a cluster's prologue, or a job script for another program, sets some of torchrun's
+        # variables
         (SRUN_STEP | {"LOCAL_RANK": "1"}, "slurm", (2, 3, 0, 1, 1, 2)),
         (SRUN_STEP | {"RANK": "0", "WORLD_SIZE": "8"}, "slurm", (2, 3, 0, 1, 1, 2)),
-        (SRUN_STEP | {"WORLD_SIZE": "8", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "slurm", (2, 3, 0, 1, 1, 2)),
+        (
+            SRUN_STEP | {"WORLD_SIZE": "8", "MASTER_ADDR": "here", "MASTER_PORT": "1"},
+            "slurm",
+            (2, 3, 0, 1, 1, 2),
+        ),
     ],
 )
 def test_every_launcher_is_read(environ, source, expected):
@@ -103,14 +123,17 @@ def test_one_process_is_no_rank_of_a_launcher(environ):
 @pytest.mark.parametrize(
     ("environ", "source"),
     [
-        (BATCH_SHELL | OPEN_MPI, "mpi"),  # mpirun inside sbatch: Lightning's own choice is Slurm, and rank 0 twice
+        # mpirun inside sbatch: Lightning's own choice is Slurm, and rank 0 twice
+        (BATCH_SHELL | OPEN_MPI, "mpi"),
         (SRUN_STEP | OPEN_MPI, "mpi"),  # mpirun starts its daemons through srun
         (OPEN_MPI | TORCHRUN, "torchrun"),  # mpirun, one torchrun a node
         (SRUN_STEP | TORCHRUN, "torchrun"),
         (BATCH_SHELL | RINGRUN, "ringrun"),
-        (SRUN_STEP | {name: TORCHRUN[name] for name in BY_HAND}, "torchrun"),  # all four: each task starts several
+        # all four: each task starts several
+        (SRUN_STEP | {name: TORCHRUN[name] for name in BY_HAND}, "torchrun"),
         (BATCH_SHELL | OPEN_MPI | {"LOCAL_RANK": "0"}, "mpi"),
-        (OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "9"}, "mpi"),  # exported by a job script for another purpose
+        # exported by a job script for another purpose
+        (OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "9"}, "mpi"),
     ],
 )
 def test_the_nearest_launcher_counts(environ, source):
@@ -122,7 +145,10 @@ def test_the_nearest_launcher_counts(environ, source):
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({"OMPI_COMM_WORLD_RANK": "0"}, ["OMPI_COMM_WORLD_SIZE is not set", "OMPI_COMM_WORLD_RANK=0"]),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0"},
+            ["OMPI_COMM_WORLD_SIZE is not set", "OMPI_COMM_WORLD_RANK=0"],
+        ),
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "4"}, ["rank 4", "world size is 4", "Open MPI"]),
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "four"}, ["OMPI_COMM_WORLD_SIZE='four'"]),
         ({"RANK": "0", "WORLD_SIZE": "2"}, ["LOCAL_RANK is not set", "RANK=0", "WORLD_SIZE=2"]),
@@ -132,7 +158,10 @@ def test_the_nearest_launcher_counts(environ, source):
             ["WORLD_SIZE=3", "LOCAL_WORLD_SIZE=2", "GROUP_RANK"],
         ),
         (TORCHRUN | {"LOCAL_RANK": "2"}, ["local rank 2", "torchrun"]),
-        (SRUN_STEP | {"SLURM_STEP_TASKS_PER_NODE": "2"}, ["SLURM_STEP_TASKS_PER_NODE='2'", "SLURM_STEP_NUM_TASKS=3"]),
+        (
+            SRUN_STEP | {"SLURM_STEP_TASKS_PER_NODE": "2"},
+            ["SLURM_STEP_TASKS_PER_NODE='2'", "SLURM_STEP_NUM_TASKS=3"],
+        ),
         ({"RING_RANK": "0"}, ["RING_WORLD_SIZE is not set"]),
         (SRUN_STEP | {"PMIX_RANK": "1", "PMIX_NAMESPACE": "x"}, ["PMIX_RANK=1", "SLURM_PROCID=2"]),
     ],
@@ -145,7 +174,8 @@ def test_what_does_not_add_up_is_named(environ, words):
 
 
 @pytest.mark.parametrize(
-    ("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("", []), ("2,x", []), ("8(x2)", [8, 8])]
+    ("text", "counts"),
+    [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("", []), ("2,x", []), ("8(x2)", [8, 8])],
 )
 def test_tasks_per_node(text, counts):
     assert tasks_per_node(text) == counts

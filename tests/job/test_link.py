@@ -36,8 +36,8 @@ while True:
 
 @pytest.mark.netns
 def test_both_sides_end_when_the_link_is_cut(tmp_path):
-    """Two jobs: plain processes, rank 0 waiting in a loop that checks, rank 1 in one that nothing can interrupt; and
-    under mpirun two ranks on each host that reduce in the node, then across."""
+    """Two jobs: plain processes, rank 0 waiting in a loop that checks, rank 1 in one that nothing
+    can interrupt; and under mpirun two ranks on each host that reduce in the node, then across."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     with open_hosts(2, rate=None) as hosts, contextlib.ExitStack() as cleanup:
@@ -59,13 +59,23 @@ def test_both_sides_end_when_the_link_is_cut(tmp_path):
         ranks = [
             start(
                 hosts.on(host, sys.executable, SCRIPT, action, str(tmp_path)),
-                **{"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+                **{
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "LOCAL_RANK": "0",
+                    "LOCAL_WORLD_SIZE": "1",
+                },
                 **master,
             )
             for rank, (host, action) in enumerate(zip(hosts.names, ("wait", "sleep"), strict=True))
         ]
-        nested = start(hosts.mpirun(4, sys.executable, "-c", NESTED, str(tmp_path)), OMPI_MCA_mpi_yield_when_idle="1")
-        up = [Path(tmp_path, f"pid.{rank}") for rank in range(2)] + [Path(tmp_path, f"nested.{r}") for r in range(4)]
+        nested = start(
+            hosts.mpirun(4, sys.executable, "-c", NESTED, str(tmp_path)),
+            OMPI_MCA_mpi_yield_when_idle="1",
+        )
+        up = [Path(tmp_path, f"pid.{rank}") for rank in range(2)] + [
+            Path(tmp_path, f"nested.{r}") for r in range(4)
+        ]
         deadline = time.monotonic() + 90
         while not all(file.exists() for file in up):
             assert time.monotonic() < deadline, "the ranks did not come up"
@@ -96,7 +106,9 @@ def test_hosts_that_have_ipv6_addresses_alone(tmp_path):
     with open_hosts(2, rate=None) as hosts, contextlib.ExitStack() as cleanup:
         for number, host in enumerate(hosts.names):
             for words in ("-4 addr flush", f"addr add fd78::{number + 1}/64 nodad"):
-                subprocess.run(["ip", "-n", host, *words.split(), "dev", INTERFACE], check=True, timeout=20)
+                subprocess.run(
+                    ["ip", "-n", host, *words.split(), "dev", INTERFACE], check=True, timeout=20
+                )
         ranks = []
         for rank, host in enumerate(hosts.names):
             process = subprocess.Popen(

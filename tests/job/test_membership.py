@@ -1,4 +1,6 @@
-"""Jobs one after the other in one process, and a job that goes on with fewer ranks (`membership_script.py`)."""
+"""Jobs one after the other in one process, and a job that goes on with fewer ranks
+(`membership_script.py`).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def check_results(folder: Path, classes: list[str]) -> None:
             continue
         assert result["sums"][2] == [3.0] * (len(classes) + 1)
         assert [fit["communicator"] for fit in later] == classes
-        assert {(fit["rank"], fit["world_size"], fit["generation"]) for fit in later} == {(rank - 1, 2, 2)}
+        assert {(fit["rank"], fit["world_size"], fit["generation"]) for fit in later} == {
+            (rank - 1, 2, 2)
+        }
     assert [fit["sum"] for fit in results[1]["fits"]] == [fit["sum"] for fit in results[2]["fits"]]
 
 
@@ -41,7 +45,9 @@ def test_rank_0_leaves_a_job_of_mpi(tmp_path: Path) -> None:
     check_results(tmp_path, ["MPICommunicator", "SharedMemoryCommunicator", "GlooCommunicator"])
 
 
-def test_rank_0_leaves_a_job_of_plain_processes_and_a_later_failure_ends_the_others(tmp_path: Path) -> None:
+def test_rank_0_leaves_a_job_of_plain_processes_and_a_later_failure_ends_the_others(
+    tmp_path: Path,
+) -> None:
     done = run(
         [*RINGRUN, "-n", "3", "--no-mpi", *forked.python(), SCRIPT, str(tmp_path), "auto", "gloo"],
         FAIL="1",

@@ -21,7 +21,9 @@ def connected() -> tuple[socket.socket, MessageConnection]:
     return one, MessageConnection(other)
 
 
-def received(connection: MessageConnection, until_over: bool = False, number: int = 0) -> tuple[list[Any], str | None]:
+def received(
+    connection: MessageConnection, until_over: bool = False, number: int = 0
+) -> tuple[list[Any], str | None]:
     found: list[Any] = []
     until = time.monotonic() + 60
     over = None
@@ -61,7 +63,9 @@ def test_waiting_works_with_many_open_files() -> None:
         pytest.skip("this process may open no 2048 files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
     sender, low = connected()
-    high = MessageConnection(socket.socket(fileno=fcntl.fcntl(low.socket.fileno(), fcntl.F_DUPFD, 1500)))
+    high = MessageConnection(
+        socket.socket(fileno=fcntl.fcntl(low.socket.fileno(), fcntl.F_DUPFD, 1500))
+    )
     try:
         high.wait(0.01)
         high.wait(1.0, to_send=True)

@@ -16,11 +16,16 @@ LATE = 'all_reduce "bucket 4"'
 
 
 def homes(world_size: int) -> dict[int, dict[str, Any]]:
-    return {rank: {"rank": rank, "host": f"node{rank // 4}", "pid": 100 + rank} for rank in range(world_size)}
+    return {
+        rank: {"rank": rank, "host": f"node{rank // 4}", "pid": 100 + rank}
+        for rank in range(world_size)
+    }
 
 
 def test_the_cause_comes_first_and_ranks_at_the_same_place_share_a_line():
-    statuses: dict[int, RankStatus] = {rank: RankStatus(LATE, 60.0, progress="step 17") for rank in range(12)}
+    statuses: dict[int, RankStatus] = {
+        rank: RankStatus(LATE, 60.0, progress="step 17") for rank in range(12)
+    }
     for rank in (1, 9):
         stack = ("train.py:3 load: open(path)",)
         statuses[rank] = RankStatus(last='all_reduce "bucket 3"', progress="step 17", stack=stack)
@@ -31,15 +36,18 @@ def test_the_cause_comes_first_and_ranks_at_the_same_place_share_a_line():
         'all_reduce "bucket 3". '
         "The main thread, innermost call first:",
         "    train.py:3 load: open(path)",
-        "rank 6 (host node1, pid 106) is silent: it is stopped (SIGSTOP, a debugger), its host swaps, or C code holds "
-        "its interpreter. `py-spy dump --native --pid 106` there shows where.",
+        "rank 6 (host node1, pid 106) is silent: it is stopped (SIGSTOP, a debugger), its host "
+        "swaps, or C code holds its interpreter. `py-spy dump --native --pid 106` there shows "
+        "where.",
         "ranks 0, 2, 4, 5, 7, 8, 10, 11 wait in it, step 17.",
         'rank 3 waits in all_reduce "bucket 3", step 16.',
     ]
 
 
 def test_a_thousand_ranks_make_a_short_report():
-    statuses = {rank: RankStatus(stack=(f"train.py:{rank} load: open(path)",) * 8) for rank in range(500)}
+    statuses = {
+        rank: RankStatus(stack=(f"train.py:{rank} load: open(path)",) * 8) for rank in range(500)
+    }
     statuses |= {rank: RankStatus(LATE, 60.0) for rank in range(600, 1000)}
     lines = stall_lines(LATE, statuses, homes(1000))
     assert len(lines) < 50
@@ -50,7 +58,10 @@ def test_a_thousand_ranks_make_a_short_report():
 
 
 def test_where_nobody_is_missing_all_stacks_are_shown():
-    statuses = {rank: RankStatus(LATE, 60.0, stack=("train.py:9 step: loss.backward()",)) for rank in range(3)}
+    statuses = {
+        rank: RankStatus(LATE, 60.0, stack=("train.py:9 step: loss.backward()",))
+        for rank in range(3)
+    }
     assert stall_lines(LATE, statuses, homes(3))[-2:] == [
         "The main thread of ranks 0, 1, 2:",
         "    train.py:9 step: loss.backward()",
@@ -74,7 +85,10 @@ def test_the_main_thread_is_seen_from_another_one():
     watcher = threading.Thread(target=look_until_the_main_thread_waits)
     watcher.start()
     watcher.join()  # the line that is seen
-    assert any(line.startswith("test_rank_status.py", line.rindex("/") + 1 if "/" in line else 0) for line in seen[0])
+    assert any(
+        line.startswith("test_rank_status.py", line.rindex("/") + 1 if "/" in line else 0)
+        for line in seen[0]
+    )
     assert any("watcher.join()  # the line that is seen" in line for line in seen[0])
     assert len(seen[0]) <= 8
 

@@ -16,7 +16,11 @@ from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.job.ranks import SINGLE, RankInfo
 from lightning_ring.job.rendezvous import store as rendezvous
 from lightning_ring.job.rendezvous.greeting import Greeter, greet, listen, reserve_port
-from lightning_ring.job.rendezvous.interfaces import ipv4_addresses, ipv6_addresses, reachable_candidates
+from lightning_ring.job.rendezvous.interfaces import (
+    ipv4_addresses,
+    ipv6_addresses,
+    reachable_candidates,
+)
 from lightning_ring.job.rendezvous.store import open_store
 from lightning_ring.job.watch import relay
 from lightning_ring.job.watch.watch import JobWatch
@@ -26,7 +30,9 @@ MINUTE = timedelta(minutes=1)
 
 
 def ranks(world_size: int, source: str) -> list[RankInfo]:
-    return [RankInfo(rank, world_size, rank, world_size, 0, 1, source) for rank in range(world_size)]
+    return [
+        RankInfo(rank, world_size, rank, world_size, 0, 1, source) for rank in range(world_size)
+    ]
 
 
 @pytest.fixture
@@ -46,7 +52,9 @@ def test_a_torch_whose_newer_store_takes_no_listening_socket(monkeypatch):
 
     def of_torch_2_6(*args, use_libuv=True, master_listen_fd=None, **settings):
         if use_libuv and master_listen_fd is not None:
-            raise NotImplementedError("The libuv TCPStore backend does not support initialization with an listen fd.")
+            raise NotImplementedError(
+                "The libuv TCPStore backend does not support initialization with an listen fd."
+            )
         return TCPStore(*args, use_libuv=use_libuv, master_listen_fd=master_listen_fd, **settings)
 
     monkeypatch.setattr(rendezvous, "TCPStore", of_torch_2_6)
@@ -69,7 +77,11 @@ def test_ranks_meet_at_a_known_port(monkeypatch, free_port):
             store.set(str(info.rank), f"hello from {info.rank}")
             return store.get(str((info.rank + 1) % 3))
 
-        assert list(pool.map(meet, ranks(3, "torchrun"))) == [b"hello from 1", b"hello from 2", b"hello from 0"]
+        assert list(pool.map(meet, ranks(3, "torchrun"))) == [
+            b"hello from 1",
+            b"hello from 2",
+            b"hello from 0",
+        ]
 
 
 def test_slurm_ranks_derive_the_same_port(monkeypatch):
@@ -78,7 +90,9 @@ def test_slurm_ranks_derive_the_same_port(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     with ThreadPoolExecutor(2) as pool:
-        stores = list(pool.map(lambda info: open_store(info, timedelta(seconds=60)), ranks(2, "slurm")))
+        stores = list(
+            pool.map(lambda info: open_store(info, timedelta(seconds=60)), ranks(2, "slurm"))
+        )
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"
 
@@ -90,11 +104,15 @@ def test_a_port_that_is_taken_is_named_by_rank_0(monkeypatch):
         port = other.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(RankDiscoveryError, match=f"port {port} of 127.0.0.1.*in use.*MASTER_PORT"):
+        with pytest.raises(
+            RankDiscoveryError, match=f"port {port} of 127.0.0.1.*in use.*MASTER_PORT"
+        ):
             open_store(ranks(2, "torchrun")[0], timedelta(seconds=60))
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.0 400 Bad Request\r\n\r\n", b"lightning_ring other-job 1234\n", None])
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.0 400 Bad Request\r\n\r\n", b"lightning_ring other-job 1234\n", None]
+)
 def test_another_program_on_the_port_is_named_by_the_others(monkeypatch, answer):
     """torch's own store client waits for ever for a server that says nothing (``None``)."""
     monkeypatch.setattr("lightning_ring.job.rendezvous.store.ANSWER_SECONDS", 0.5)
@@ -113,7 +131,9 @@ def test_another_program_on_the_port_is_named_by_the_others(monkeypatch, answer)
         threading.Thread(target=serve, daemon=True).start()
         monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(RankDiscoveryError, match=f"Rank 1 asked 127.0.0.1:{port} .* the port is taken"):
+        with pytest.raises(
+            RankDiscoveryError, match=f"Rank 1 asked 127.0.0.1:{port} .* the port is taken"
+        ):
             open_store(ranks(2, "torchrun")[1], timedelta(seconds=60))
         for connection in connections:
             connection.close()
@@ -129,7 +149,9 @@ def test_a_reserved_port_is_for_those_who_know_its_number():
 
 
 def test_nobody_there(free_port):
-    with pytest.raises(RankDiscoveryError, match=f"could not reach rank 0 at 127.0.0.1:{free_port} within 1 s"):
+    with pytest.raises(
+        RankDiscoveryError, match=f"could not reach rank 0 at 127.0.0.1:{free_port} within 1 s"
+    ):
         greet(LOOPBACK, free_port, "job", rank=1, timeout=1)
 
 
@@ -189,13 +211,17 @@ def own_addresses() -> dict[str, str]:
 @pytest.mark.parametrize("kind", ["name of loopback", "host name", "IPv4", "IPv6 loopback", "IPv6"])
 @pytest.mark.parametrize("num_nodes", [1, 2])
 @pytest.mark.parametrize("store_of_torchrun", [False, True])
-def test_ranks_meet_wherever_the_job_says_that_rank_0_is(monkeypatch, kind, num_nodes, store_of_torchrun):
+def test_ranks_meet_wherever_the_job_says_that_rank_0_is(
+    monkeypatch, kind, num_nodes, store_of_torchrun
+):
     """The store, and then the watch, by each kind of address."""
     address = own_addresses().get(kind, "")
     if not address:
         pytest.skip(f"this host has no {kind} address")
     listeners = []
-    monkeypatch.setattr(relay, "listen", lambda where: listeners.append(listen(where)) or listeners[-1])
+    monkeypatch.setattr(
+        relay, "listen", lambda where: listeners.append(listen(where)) or listeners[-1]
+    )
     monkeypatch.setenv("MASTER_ADDR", address)
     with contextlib.ExitStack() as cleanup:
         if store_of_torchrun:
@@ -205,7 +231,10 @@ def test_ranks_meet_wherever_the_job_says_that_rank_0_is(monkeypatch, kind, num_
         else:
             port = cleanup.enter_context(reserve_port("")).getsockname()[1]
             monkeypatch.setenv("MASTER_PORT", str(port))
-        infos = [RankInfo(rank, 2, rank, 2, rank if num_nodes == 2 else 0, num_nodes, "torchrun") for rank in range(2)]
+        infos = [
+            RankInfo(rank, 2, rank, 2, rank if num_nodes == 2 else 0, num_nodes, "torchrun")
+            for rank in range(2)
+        ]
 
         def meet(info: RankInfo) -> tuple[Store, JobWatch]:
             store = open_store(info, MINUTE)
@@ -233,5 +262,7 @@ def test_a_port_that_cannot_be_one_is_refused(monkeypatch, port):
 def test_an_address_of_another_host_is_named_by_rank_0(monkeypatch, free_port):
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.200")  # an address for documentation
     monkeypatch.setenv("MASTER_PORT", str(free_port))
-    with pytest.raises(RankDiscoveryError, match=r"MASTER_ADDR=192\.0\.2\.200 is no address of rank 0's host"):
+    with pytest.raises(
+        RankDiscoveryError, match=r"MASTER_ADDR=192\.0\.2\.200 is no address of rank 0's host"
+    ):
         open_store(ranks(2, "torchrun")[0], timedelta(seconds=1))

@@ -1,4 +1,6 @@
-"""Ranks that come late: what is reported, by whom, how often, and how the job ends. `stall_script.py` is the rank."""
+"""Ranks that come late: what is reported, by whom, how often, and how the job ends.
+`stall_script.py` is the rank.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ pytestmark = [
     pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python"),
 ]
 REPORT = r"^(\S.*) has waited (\d+) s; it fails after 60 s\.\n((?:  .*\n)*)"
-NAP = r"    \S*stall_script\.py:\d+ nap: time\.sleep\(seconds\)  # the line that a report must show\n"
+NAP = (
+    r"    \S*stall_script\.py:\d+ nap: time\.sleep\(seconds\)  # the line that a report must show\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +43,15 @@ def test_a_wait_shorter_than_the_warning_is_not_reported(job):
 def test_rank_0_names_the_late_rank_with_its_stack_once_a_report_and_ever_more_rarely(job):
     _, phases, _ = job
     found = reports(phases["asleep"])
-    first, second = (int(seconds) for _, seconds, _ in found)  # due after 1, 3 and 7 s, in a wait of 5 s
+    # due after 1, 3 and 7 s, in a wait of 5 s
+    first, second = (int(seconds) for _, seconds, _ in found)
     assert 1 <= first < 3 <= second < 7, phases["asleep"]
     for collective, _, body in found:
         assert collective.startswith('all_reduce "asleep" (sum, float32, 1000 elements)')
-        away = r"  rank 1 \(host \S+, pid \d+\) is not in it, in phase asleep; the last that it finished was "
+        away = (
+            r"  rank 1 \(host \S+, pid \d+\) is not in it, in phase asleep; the last that it "
+            r"finished was "
+        )
         away += r'all_reduce "before asleep" \(.*\)\. The main thread, innermost call first:\n'
         assert re.match(away + "  " + NAP, body), body
         assert body.endswith("  ranks 0, 2 wait in it, in phase asleep.\n"), body
@@ -55,7 +63,9 @@ def test_a_stopped_rank_is_silent_and_training_goes_on_when_it_does(job):
     assert found
     pid = (folder / "pid.2").read_text()
     for _, _, body in found:
-        assert re.match(rf"  rank 2 \(host \S+, pid {pid}\) is silent: it is stopped .*--pid {pid}\b", body), body
+        assert re.match(
+            rf"  rank 2 \(host \S+, pid {pid}\) is silent: it is stopped .*--pid {pid}\b", body
+        ), body
         assert body.endswith("  ranks 0, 1 wait in it, in phase stopped.\n")
 
 
@@ -72,17 +82,23 @@ def test_rank_0_reports_its_own_lateness(job):
 def test_without_rank_0_each_that_waits_reports_itself(job):
     _, phases, folder = job
     found = reports(phases["rank 0 stopped"])
-    silent = rf"  rank 0 \(host \S+, pid {(folder / 'pid.0').read_text()}\) is silent: it is stopped"
+    silent = (
+        rf"  rank 0 \(host \S+, pid {(folder / 'pid.0').read_text()}\) is silent: it is stopped"
+    )
     assert all(re.match(silent, body) for _, _, body in found), found
     assert all("Without rank 0 the other ranks cannot be asked" in body for _, _, body in found)
-    waiting = set(re.findall(r"  (rank \d waits in it, in phase rank 0 stopped)", phases["rank 0 stopped"]))
+    waiting = set(
+        re.findall(r"  (rank \d waits in it, in phase rank 0 stopped)", phases["rank 0 stopped"])
+    )
     assert waiting == {f"rank {rank} waits in it, in phase rank 0 stopped" for rank in (1, 2)}
 
 
 def test_what_rank_0_hears_when_it_goes_on_is_no_report_of_a_later_collective(job):
     _, phases, _ = job
     # before rank 0's main thread has joined the collective that waited, its report is still true
-    assert all('"rank 0 stopped"' in head for head in re.findall(r"(.*) has waited", phases["after"]))
+    assert all(
+        '"rank 0 stopped"' in head for head in re.findall(r"(.*) has waited", phases["after"])
+    )
 
 
 def test_past_the_timeout_every_rank_raises_the_report_and_the_job_ends(job):
@@ -90,11 +106,17 @@ def test_past_the_timeout_every_rank_raises_the_report_and_the_job_ends(job):
     assert code != 0
     errors = [(folder / f"error.{rank}").read_text() for rank in range(3)]
     assert errors[0] == errors[1] == errors[2]
-    assert re.match(r'all_reduce "timeout" \(.*\) did not finish within 2 s: still waiting for rank 1\.\n', errors[0])
-    assert re.search(r"\n  rank 1 \(host \S+, pid \d+\) is not in it, in phase timeout; ", errors[0])
+    assert re.match(
+        r'all_reduce "timeout" \(.*\) did not finish within 2 s: still waiting for rank 1\.\n',
+        errors[0],
+    )
+    assert re.search(
+        r"\n  rank 1 \(host \S+, pid \d+\) is not in it, in phase timeout; ", errors[0]
+    )
     assert re.search(NAP, errors[0])
     assert errors[0].endswith(
-        "\n  ranks 0, 2 wait in it, in phase timeout.\nIf a rank is only slow, give a longer timeout."
+        "\n  ranks 0, 2 wait in it, in phase timeout.\nIf a rank is only slow, give a longer "
+        "timeout."
     )
     assert "CollectiveError" in phases["timeout"]
     assert_gone([int((folder / f"pid.{rank}").read_text()) for rank in range(3)])

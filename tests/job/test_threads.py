@@ -1,4 +1,6 @@
-"""Threads that fit the cores: ranks that share them, ranks that are bound to some, containers with a quota."""
+"""Threads that fit the cores: ranks that share them, ranks that are bound to some, containers
+with a quota.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,20 @@ def test_what_the_user_chose_is_left_alone(monkeypatch):
     ("node", "threads", "level", "text"),
     [
         ([EIGHT] * 2, 4, "INFO", "2 ranks on this node, 8 cores: 4 thread"),
-        ([bound(0), bound(1)], 1, "WARNING", "to 1 of its 8 cores, for 1 thread.*--bind-to none.*PE=4"),
+        (
+            [bound(0), bound(1)],
+            1,
+            "WARNING",
+            "to 1 of its 8 cores, for 1 thread.*--bind-to none.*PE=4",
+        ),
         ([bound(0, 1, 2, 3), bound(4, 5, 6, 7)], 8, "WARNING", "to 4 of its 8 cores, for 8 thread"),
         ([bound(0, 1, 2, 3), bound(4, 5, 6, 7)], 4, "INFO", "2 ranks on this node, 8 cores"),
-        ([EIGHT] * 4, 8, "WARNING", "4 ranks with 8 threads each share the 8 core.*OMP_NUM_THREADS=2"),
+        (
+            [EIGHT] * 4,
+            8,
+            "WARNING",
+            "4 ranks with 8 threads each share the 8 core.*OMP_NUM_THREADS=2",
+        ),
     ],
 )
 def test_it_is_said_once(caplog, monkeypatch, node, threads, level, text):
@@ -76,5 +88,7 @@ def test_ranks_of_two_nodes_fit_their_own_node(monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
     members = [Member(rank, node=rank // 2, cores=tuple(range(12))) for rank in range(3)]
     for rank in range(3):
-        fit_threads(RankInfo(rank, 3, min(rank, 1), 2 - rank // 2, rank // 2, 2, "torchrun"), members)
+        fit_threads(
+            RankInfo(rank, 3, min(rank, 1), 2 - rank // 2, rank // 2, 2, "torchrun"), members
+        )
     assert set_to == [6, 6]  # the rank that has its node to itself keeps all 12

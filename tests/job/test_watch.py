@@ -23,12 +23,16 @@ from lightning_ring.job.watch.watch import JobWatch
 
 @contextlib.contextmanager
 def job(world_size: int) -> Iterator[list[JobWatch]]:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    server = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
 
     def build(rank: int) -> JobWatch:
         store = server
         if rank:
-            store = TCPStore("127.0.0.1", server.port, wait_for_workers=False, timeout=timedelta(seconds=60))
+            store = TCPStore(
+                "127.0.0.1", server.port, wait_for_workers=False, timeout=timedelta(seconds=60)
+            )
         return JobWatch(RankInfo(rank, world_size, rank, world_size, 0, 1, "torchrun"), store)
 
     with ThreadPoolExecutor(world_size) as pool:
@@ -81,7 +85,10 @@ def test_a_failure_is_raised_on_all_other_ranks_and_named():
         watches[1].report(ValueError("no such photo"))
         for rank in (0, 2):
             assert eventually(watches[rank].failure)
-            with pytest.raises(PeerFailedError, match=r"rank 1 \(host .*, pid \d+\) failed: ValueError: no such photo"):
+            with pytest.raises(
+                PeerFailedError,
+                match=r"rank 1 \(host .*, pid \d+\) failed: ValueError: no such photo",
+            ):
                 watches[rank].check()
         watches[1].check()  # its own failure is no peer's
 
@@ -100,7 +107,9 @@ def test_a_rank_that_vanishes_is_dead():
         vanish(watches[1])
         for rank in (0, 2):
             assert eventually(watches[rank].failure)
-            with pytest.raises(PeerFailedError, match=r"rank 1 .* died: its process ended without a word"):
+            with pytest.raises(
+                PeerFailedError, match=r"rank 1 .* died: its process ended without a word"
+            ):
                 watches[rank].check()
 
 
@@ -183,9 +192,18 @@ def test_messages_reach_all_ranks_in_one_order():
     with job(3) as watches:
         heard: list[list[object]] = [[], [], []]
         for rank, watch in enumerate(watches):
-            watch.on_event(lambda message, rank=rank: heard[rank].append((message["rank"], message.get("place"))))
+            watch.on_event(
+                lambda message, rank=rank: heard[rank].append(
+                    (message["rank"], message.get("place"))
+                )
+            )
         with ThreadPoolExecutor(3) as pool:
-            list(pool.map(lambda watch: [watch.tell({"kind": "place", "place": n}) for n in range(50)], watches))
+            list(
+                pool.map(
+                    lambda watch: [watch.tell({"kind": "place", "place": n}) for n in range(50)],
+                    watches,
+                )
+            )
         assert eventually(lambda: all(len(messages) == 150 for messages in heard))
         assert heard[0] == heard[1] == heard[2]
 

@@ -1,4 +1,6 @@
-"""Agents and the process that starts them, against strangers, wrong addresses and programs that cannot be run."""
+"""Agents and the process that starts them, against strangers, wrong addresses and programs that
+cannot be run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from lightning_ring.launch.remote import HostLine, RemoteChild, RemoteHosts
 
 
 @contextmanager
-def remote(line: HostLine = lambda host, command: ["true"], **environ: str) -> Iterator[RemoteHosts]:
+def remote(
+    line: HostLine = lambda host, command: ["true"], **environ: str
+) -> Iterator[RemoteHosts]:
     hosts = RemoteHosts(["true"], environ, line)
     hosts.add(Host("b", 1))
     try:
@@ -31,7 +35,9 @@ def remote(line: HostLine = lambda host, command: ["true"], **environ: str) -> I
 
 
 def connect(hosts: RemoteHosts) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", hosts._listener.getsockname()[1]), timeout=60)
+    connection = socket.create_connection(
+        ("127.0.0.1", hosts._listener.getsockname()[1]), timeout=60
+    )
     connection.settimeout(60)
     return connection
 
@@ -64,7 +70,10 @@ def test_a_stranger_is_hung_up_on_whatever_it_says(said: str) -> None:
             hosts.hosts["b"].answer = "and mine"
             while hosts.hosts["b"].connection is None:
                 hosts.look(time.monotonic())
-            assert json.loads(own.makefile().readline()) == {"kind": "welcome", "answer": "and mine"}
+            assert json.loads(own.makefile().readline()) == {
+                "kind": "welcome",
+                "answer": "and mine",
+            }
 
 
 def test_a_stranger_that_says_nothing_is_hung_up_on_and_many_are_not_let_in() -> None:
@@ -84,13 +93,21 @@ def order(addresses: list[str], port: int) -> Order:
     return Order("b", "secret", "and mine", addresses, port, 1, ["true"], "/", 1)
 
 
-def test_an_agent_tries_the_next_address_where_another_program_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_tries_the_next_address_where_another_program_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(agent_module, "OrphanGuard", lambda line: None)
     monkeypatch.setattr(agent_module, "_CONNECT_SECONDS", 1.0)
     own = socket.create_server(("127.0.0.1", 0))
     port = own.getsockname()[1]
-    others = [socket.create_server((address, port)) for address in ("127.0.0.2", "127.0.0.3", "127.0.0.4")]
-    answers = [b"", b'{"kind": "start", "number": 0, "environ": {}}\n', b'{"kind": "welcome", "answer": "secret"}\n']
+    others = [
+        socket.create_server((address, port)) for address in ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+    ]
+    answers = [
+        b"",
+        b'{"kind": "start", "number": 0, "environ": {}}\n',
+        b'{"kind": "welcome", "answer": "secret"}\n',
+    ]
     heard = []
     kept = []
 
@@ -100,7 +117,10 @@ def test_an_agent_tries_the_next_address_where_another_program_answers(monkeypat
         connection.sendall(answer)
         kept.append(connection)
 
-    pairs = [*zip(others, answers, strict=True), (own, b'{"kind": "welcome", "answer": "and mine"}\n{"kind": "end"}\n')]
+    pairs = [
+        *zip(others, answers, strict=True),
+        (own, b'{"kind": "welcome", "answer": "and mine"}\n{"kind": "end"}\n'),
+    ]
     threads = [threading.Thread(target=serve, args=pair, daemon=True) for pair in pairs]
     for thread in threads:
         thread.start()
@@ -137,7 +157,10 @@ def test_a_program_that_cannot_be_run_is_named(capsys: pytest.CaptureFixture[str
         child.start(None)
         assert (child.code, child.is_lost, child.is_running) == (127, True, False)
     said = capsys.readouterr().err
-    assert "host b is lost with 1 ranks: `/absent/ssh` could not be run: No such file or directory" in said
+    assert (
+        "host b is lost with 1 ranks: `/absent/ssh` could not be run: No such file or directory"
+        in said
+    )
 
 
 def test_a_host_is_no_option_of_ssh() -> None:

@@ -86,6 +86,8 @@ def test_a_later_failure_leaves_the_hosts_of_before_and_is_said_once(
         ("echo a:1", 0.3, "has not listed 2 slots within 0.3 s"),
     ],
 )
-def test_a_command_that_does_not_list_enough_ends_the_start(command: str, seconds: float, text: str) -> None:
+def test_a_command_that_does_not_list_enough_ends_the_start(
+    command: str, seconds: float, text: str
+) -> None:
     with pytest.raises(ConfigurationError, match=text):
         Discovery(["sh", "-c", command]).wait_for(2, seconds)

@@ -1,4 +1,6 @@
-"""How elastic jobs are started and watched: by plain Python, in wrappers; how the kernel tells of a death."""
+"""How elastic jobs are started and watched: by plain Python, in wrappers; how the kernel tells
+of a death.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,12 @@ def test_plain_python_is_the_steward_of_its_own_ranks(tmp_path: Path) -> None:
     """The script starts itself as ranks; one of them is killed and replaced."""
     script = counting(
         tmp_path,
-        "from lightning_ring.job.launchers.elastic import started_by_steward\n"
-        "from lightning_ring.launch.script import JobFinished, elastic_script_job\n"
-        "from lightning_ring.launch.elastic import ElasticLimits, RespawnLimits\n"
-        "if not started_by_steward(os.environ):\n"
-        "    with elastic_script_job(ElasticLimits(2, min_ranks=1, respawn=RespawnLimits())) as job:\n"
-        "        raise JobFinished(job.run())\n"
-        f"if number == '1': when_counting({KILL})\n"
-        "count()\n",
+        "from lightning_ring.job.launchers.elastic import started_by_steward\nfrom "
+        "lightning_ring.launch.script import JobFinished, elastic_script_job\nfrom "
+        "lightning_ring.launch.elastic import ElasticLimits, RespawnLimits\nif not "
+        "started_by_steward(os.environ):\n    with elastic_script_job(ElasticLimits(2, "
+        "min_ranks=1, respawn=RespawnLimits())) as job:\n        raise JobFinished(job.run())\n"
+        f"if number == '1': when_counting({KILL})\ncount()\n",
         steps=200,
     )
     done = run([sys.executable, script])
@@ -53,8 +53,13 @@ def test_plain_python_is_the_steward_of_its_own_ranks(tmp_path: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_killed_process_is_seen_to_be_dead_before_its_memory_is_free() -> None:
-    code = "import mmap; m = mmap.mmap(-1, 2**29); m[::4096] = bytes(2**17); print('ready', flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    code = (
+        "import mmap; m = mmap.mmap(-1, 2**29); m[::4096] = bytes(2**17); print('ready', "
+        "flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         assert not is_dead(process.pid)
@@ -78,9 +83,13 @@ def test_stopped_and_hanging_ranks_are_killed_and_the_others_go_on(tmp_path: Pat
     assert done.returncode == 0, done.stdout
     told = [line for line in done.stdout.splitlines() if "process 1 (" in line]
     assert len(told) == 1, done.stdout
-    assert re.search(r"killed by signal 9 \(SIGKILL\) \(it has neither answered nor used processor time for", told[0])
     assert re.search(
-        r"process 2 \(pid \d+\) was killed.*\(it was started, and has used no processor time for \d+ s \(it hangs\)\)",
+        r"killed by signal 9 \(SIGKILL\) \(it has neither answered nor used processor time for",
+        told[0],
+    )
+    assert re.search(
+        r"process 2 \(pid \d+\) was killed.*\(it was started, and has used no processor time for "
+        r"\d+ s \(it hangs\)\)",
         done.stdout,
     )
     assert len(json.loads((tmp_path / "0.json").read_text())) == 60
@@ -88,7 +97,9 @@ def test_stopped_and_hanging_ranks_are_killed_and_the_others_go_on(tmp_path: Pat
 
 @pytest.mark.ranks
 def test_the_rank_in_a_wrapper_is_watched_and_its_session_ends_with_it(tmp_path: Path) -> None:
-    """A shell starts each rank, which starts a child and is killed; the shell would go on for ten minutes."""
+    """A shell starts each rank, which starts a child and is killed; the shell would go on for
+    ten minutes.
+    """
     script = counting(
         tmp_path,
         "if number == '1':\n"

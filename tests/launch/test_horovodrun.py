@@ -37,18 +37,33 @@ def test_every_option_of_horovodrun_is_known() -> None:
     assert set(INSTEAD) <= options
 
 
-@pytest.mark.parametrize("option", ["--autotune", "-p", '--mpi-args=--map-by "x"', "--jsrun", "--log-level"])
-def test_what_is_not_taken_is_one_error_that_names_what_to_use(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "option", ["--autotune", "-p", '--mpi-args=--map-by "x"', "--jsrun", "--log-level"]
+)
+def test_what_is_not_taken_is_one_error_that_names_what_to_use(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert ringrun.main(["-np", "2", option, "python", "train.py"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"ringrun: {option.split('=')[0]} is an option of horovodrun that ringrun does not take. ")
+    assert said.startswith(
+        f"ringrun: {option.split('=')[0]} is an option of horovodrun that ringrun does not take. "
+    )
     assert said.count("\n") == 1
 
 
 def test_a_command_line_of_horovodrun() -> None:
-    line = "-np 4 -H a:2,b:2 --network-interface lo --timeline-filename t.json --timeline-mark-cycles --verbose"
-    options = parser().parse_args([*line.split(), "--start-timeout", "30", "python", "t.py", "--autotune", "-p", "1"])
-    assert (options.ranks, options.hosts, options.command[2:]) == (4, "a:2,b:2", ["--autotune", "-p", "1"])
+    line = (
+        "-np 4 -H a:2,b:2 --network-interface lo --timeline-filename t.json "
+        "--timeline-mark-cycles --verbose"
+    )
+    options = parser().parse_args(
+        [*line.split(), "--start-timeout", "30", "python", "t.py", "--autotune", "-p", "1"]
+    )
+    assert (options.ranks, options.hosts, options.command[2:]) == (
+        4,
+        "a:2,b:2",
+        ["--autotune", "-p", "1"],
+    )
     assert variables(options, here=False) == {
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -57,10 +72,17 @@ def test_a_command_line_of_horovodrun() -> None:
         "HOROVOD_TIMELINE_MARK_CYCLES": "1",
         "HOROVOD_START_TIMEOUT": "30",
     }
-    elastic = parser().parse_args(["-np", "2", "--min-np", "2", "--max-np", "4", "-hostfile", "hosts", "train.py"])
+    elastic = parser().parse_args(
+        ["-np", "2", "--min-np", "2", "--max-np", "4", "-hostfile", "hosts", "train.py"]
+    )
     limits = ringrun._elastic_limits(elastic, 2)
     assert limits is not None
-    assert (limits.ranks, limits.min_ranks, limits.max_ranks, elastic.hostfile) == (2, 2, 4, "hosts")
+    assert (limits.ranks, limits.min_ranks, limits.max_ranks, elastic.hostfile) == (
+        2,
+        2,
+        4,
+        "hosts",
+    )
 
 
 @pytest.mark.parametrize(

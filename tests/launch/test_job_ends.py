@@ -34,7 +34,13 @@ def test_a_rank_that_fails_by_itself_ends_the_job(tmp_path: Path) -> None:
     ("killed", "code", "expected", "told"),
     [
         ("2", 9, 9, r"process 1 \(pid \d+\) ended with exit code 9; the job ends"),
-        ("02", 0, 1, r"the job has ended: process 1 \(pid \d+\) left with exit code 0 without having finished"),
+        (
+            "02",
+            0,
+            1,
+            r"the job has ended: process 1 \(pid \d+\) left with exit code 0 without having "
+            r"finished",
+        ),
     ],
 )
 def test_an_exit_ends_the_job_at_once_also_beside_deaths(
@@ -64,32 +70,39 @@ def test_an_exit_ends_the_job_at_once_also_beside_deaths(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("hosts", ["", AGENT])
-def test_a_rank_that_failed_ends_the_job_and_is_named_before_its_memory_is_free(hosts: str, tmp_path: Path) -> None:
+def test_a_rank_that_failed_ends_the_job_and_is_named_before_its_memory_is_free(
+    hosts: str, tmp_path: Path
+) -> None:
     if hosts and not reachable_candidates({}):
         pytest.skip("this host has no address but its own loopback")
     script = counting(
         tmp_path,
-        "if number == '1':\n    memory = b'1' * 2**30\n    when_counting(lambda: os._exit(9))\ncount()\n",
+        "if number == '1':\n    memory = b'1' * 2**30\n    when_counting(lambda: "
+        "os._exit(9))\ncount()\n",
     )
     done = start(f"ElasticLimits(3){hosts}", script, FAIL_SECONDS="0")  # the kernel takes longer
     assert done.returncode == 9, done.stdout
-    assert re.search(r"process 1 \((host \w+, )?pid \d+\) ended with exit code 9; the job ends", done.stdout), (
-        done.stdout
-    )
+    assert re.search(
+        r"process 1 \((host \w+, )?pid \d+\) ended with exit code 9; the job ends", done.stdout
+    ), done.stdout
     assert "generation 1: " not in done.stdout  # the others do not connect anew
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("limits", "waited"), [("", ""), (", wait_for_ranks=1.0, respawn=RespawnLimits(delay=60.0)", " for 1 s")]
+    ("limits", "waited"),
+    [("", ""), (", wait_for_ranks=1.0, respawn=RespawnLimits(delay=60.0)", " for 1 s")],
 )
-def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(limits: str, waited: str, tmp_path: Path) -> None:
+def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(
+    limits: str, waited: str, tmp_path: Path
+) -> None:
     script = counting(tmp_path, f"if number == '0': when_counting({KILL})\ncount()\n")
     done = start(f"ElasticLimits(2, min_ranks=2{limits})", script)
     assert done.returncode == 1, done.stdout
     last = done.stdout.strip().splitlines()[-1]
     told = (
-        rf"1 of its ranks are left{waited}, and it goes on with 2 or more \(--min-ranks\)\. Dead: ..:..:.. process 0 "
+        rf"1 of its ranks are left{waited}, and it goes on with 2 or more \(--min-ranks\)\. Dead: "
+        r"..:..:.. process 0 "
     )
     assert re.search(told + r"\(pid \d+\) was killed by signal 9", last), done.stdout
 
@@ -115,13 +128,15 @@ def test_a_rank_that_leaves_without_having_finished_fails_the_job(tmp_path: Path
     done = start("ElasticLimits(2)", script)
     assert done.returncode == 1, done.stdout
     last = done.stdout.strip().splitlines()[-1]
-    assert re.search(r"process 1 \(pid \d+\) left with exit code 0 without having finished its training", last)
+    assert re.search(
+        r"process 1 \(pid \d+\) left with exit code 0 without having finished its training", last
+    )
 
 
 @pytest.mark.ranks
 def test_ranks_that_do_not_end_with_their_job_are_ended(tmp_path: Path) -> None:
-    """Process 0 heeds nothing, and is killed. Stopped ones go on, so that they end: 2 learns why the job is over, as it
-    was stopped before; 3, which stops itself then, gets SIGTERM."""
+    """Process 0 heeds nothing, and is killed. Stopped ones go on, so that they end: 2 learns why
+    the job is over, as it was stopped before; 3, which stops itself then, gets SIGTERM."""
     script = counting(
         tmp_path,
         f"folder, pid = {str(tmp_path)!r}, os.getpid()\n"
@@ -140,7 +155,10 @@ def test_ranks_that_do_not_end_with_their_job_are_ended(tmp_path: Path) -> None:
         "    if number == '3': time.sleep(0.2); os.kill(pid, signal.SIGSTOP)\n"
         "    time.sleep(3600)\n",
     )
-    soon = "import lightning_ring.launch.supervisor as s; s._TERM_SECONDS = 2.0; s.PEERS_SECONDS = 3.0; " + START
+    soon = (
+        "import lightning_ring.launch.supervisor as s; s._TERM_SECONDS = 2.0; s.PEERS_SECONDS = "
+        "3.0; " + START
+    )
     done = run([sys.executable, "-c", soon, "ElasticLimits(4)", script])
     assert done.returncode == 9, done.stdout
     assert {path.suffix for path in tmp_path.glob("ended.*")} == {".2", ".3"}, done.stdout
@@ -151,9 +169,8 @@ def test_ranks_that_do_not_end_with_their_job_are_ended(tmp_path: Path) -> None:
 def test_what_a_dead_rank_started_ends_though_the_job_succeeds(tmp_path: Path) -> None:
     script = counting(
         tmp_path,
-        "if number == '1':\n"
-        f"    child = subprocess.Popen(['sleep', '300']); open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
-        f"    when_counting({KILL})\n"
+        "if number == '1':\n    child = subprocess.Popen(['sleep', '300']); "
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n    when_counting({KILL})\n"
         "count()\n",
         steps=80,
     )
@@ -164,8 +181,19 @@ def test_what_a_dead_rank_started_ends_though_the_job_succeeds(tmp_path: Path) -
 
 @pytest.mark.ranks
 def test_no_steward_no_job(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", START, "ElasticLimits(2)", RANK, str(tmp_path), "100000", "0.01"]
-    job = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
+    command = [
+        sys.executable,
+        "-c",
+        START,
+        "ElasticLimits(2)",
+        RANK,
+        str(tmp_path),
+        "100000",
+        "0.01",
+    ]
+    job = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE
+    )
     try:
         wait_for(lambda: len(list(tmp_path.glob("*.log"))) == 2)
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
@@ -181,11 +209,22 @@ def test_the_end_of_ringrun_ends_all_with_one_line(tmp_path: Path) -> None:
     """Of ranks in wrappers, and of what ranks have started."""
     script = counting(
         tmp_path,
-        "child = subprocess.Popen(['sleep', '300'])\n"
-        f"open({str(tmp_path)!r} + '/pids.' + number, 'w').write(f'{{child.pid}} {{os.getpid()}}')\ncount()\n",
+        f"child = subprocess.Popen(['sleep', '300'])\nopen({str(tmp_path)!r} + '/pids.' + number, "
+        f"'w').write(f'{{child.pid}} {{os.getpid()}}')\ncount()\n",
     )
     shell = f"{sys.executable} {script}; exit $?"
-    command = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "2", "--min-ranks", "1", "bash", "-c", shell]
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_ring.cli.ringrun",
+        "-n",
+        "2",
+        "--min-ranks",
+        "1",
+        "bash",
+        "-c",
+        shell,
+    ]
     with (tmp_path / "output").open("wb") as output:
         job = subprocess.Popen(command, env=clean_env(), stderr=output, start_new_session=True)
     try:
@@ -198,4 +237,6 @@ def test_the_end_of_ringrun_ends_all_with_one_line(tmp_path: Path) -> None:
     wait_for(lambda: all(is_dead(pid) for pid in pids))
     time.sleep(2.5)  # a rank that lived on would say a line of its own by then
     lines = [line for line in (tmp_path / "output").read_text().splitlines() if "gone" in line]
-    assert lines == [f"lightning_ring: the process that started the ranks (pid {job.pid}) has gone: they end"]
+    assert lines == [
+        f"lightning_ring: the process that started the ranks (pid {job.pid}) has gone: they end"
+    ]

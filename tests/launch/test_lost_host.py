@@ -1,4 +1,6 @@
-"""A host that says nothing is lost within the promised time. The clock is the test's own: no machine is too slow."""
+"""A host that says nothing is lost within the promised time. The clock is the test's own: no
+machine is too slow.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,20 @@ def test_the_limits_keep_the_promise_and_ranks_are_killed_before_they_count_as_d
 
 
 class Cluster:
-    """The steward's side of host ``b``, whose agent is a socket of this test. ``now`` is the time."""
+    """The steward's side of host ``b``, whose agent is a socket of this test. ``now`` is the
+    time.
+    """
 
     def __init__(self, hosts: RemoteHosts) -> None:
         self.hosts, self.now = hosts, hosts._last_look
         self.child = RemoteChild("process 0", 0, {}, hosts.hosts["b"])
         self.child.start(None)
-        self.agent = socket.create_connection(("127.0.0.1", hosts._listener.getsockname()[1]), timeout=60)
-        self.say(b'{"kind": "hello", "host": "b", "token": "%s"}\n' % hosts.hosts["b"].token.encode())
+        self.agent = socket.create_connection(
+            ("127.0.0.1", hosts._listener.getsockname()[1]), timeout=60
+        )
+        self.say(
+            b'{"kind": "hello", "host": "b", "token": "%s"}\n' % hosts.hosts["b"].token.encode()
+        )
         connected = select.poll()
         connected.register(hosts._listener, select.POLLIN)
         assert connected.poll(60_000)
@@ -73,7 +81,9 @@ def cluster() -> Iterator[Cluster]:
         hosts.close()
 
 
-def test_a_host_is_lost_1_4_seconds_after_its_last_word(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_is_lost_1_4_seconds_after_its_last_word(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cluster.looks_until_lost(1.3) is None
     cluster.say()
     assert cluster.looks_until_lost(1.3) is None
@@ -81,7 +91,10 @@ def test_a_host_is_lost_1_4_seconds_after_its_last_word(cluster: Cluster, capsys
     lost = cluster.looks_until_lost()
     assert lost == pytest.approx(LOST_SECONDS, abs=2.5 * LOOK_SECONDS)
     assert (cluster.child.dead, cluster.child.code) == (True, -9)
-    assert "host b is lost with 1 ranks: its agent has said nothing for 1.4 s" in capsys.readouterr().err
+    assert (
+        "host b is lost with 1 ranks: its agent has said nothing for 1.4 s"
+        in capsys.readouterr().err
+    )
 
 
 def test_time_in_which_the_steward_was_stopped_does_not_count(cluster: Cluster) -> None:
@@ -92,8 +105,12 @@ def test_time_in_which_the_steward_was_stopped_does_not_count(cluster: Cluster) 
 
 
 @contextmanager
-def agent_of(steward: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Agent, SimpleNamespace]]:
-    """An agent that is connected to ``steward`` and has one process; and its clock, which moves in waits alone."""
+def agent_of(
+    steward: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Agent, SimpleNamespace]]:
+    """An agent that is connected to ``steward`` and has one process; and its clock, which moves
+    in waits alone.
+    """
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     ours = socket.create_connection(steward.getsockname(), timeout=60)
     connection = MessageConnection(ours)
@@ -103,7 +120,9 @@ def agent_of(steward: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
     connection.wait = wait  # type: ignore[method-assign, assignment]
     monkeypatch.setattr(agent_module, "time", clock)
-    monkeypatch.setattr(agent_module, "OrphanGuard", lambda line: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(
+        agent_module, "OrphanGuard", lambda line: SimpleNamespace(close=lambda: None)
+    )
     monkeypatch.setattr(Agent, "_connect", lambda self: connection)
     agent = Agent(order([], 0))
     agent._children[0] = child = Child("process 0", SLEEP, {})
@@ -117,7 +136,9 @@ def agent_of(steward: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Iterato
         connection.close()
 
 
-def test_an_agent_that_hears_nothing_for_a_second_kills_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_hears_nothing_for_a_second_kills_its_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as steward,
         agent_of(steward, monkeypatch) as (agent, clock),

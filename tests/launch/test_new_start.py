@@ -1,4 +1,6 @@
-"""When a job begins again from a checkpoint, and where: the steward and its processes only record."""
+"""When a job begins again from a checkpoint, and where: the steward and its processes only
+record.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def process(slot: int, died: float | None = None) -> Any:
     return SimpleNamespace(slot=slot, died=died, kill_at=None)
 
 
-def test_processes_begin_again_in_the_slots_of_those_that_lived(capsys: pytest.CaptureFixture[str]) -> None:
+def test_processes_begin_again_in_the_slots_of_those_that_lived(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     starts: Any = NewStarts()
     steward: Any = Steward()
     ended, hanging, dead = process(0), process(1), process(2, died=1.0)
@@ -56,7 +60,8 @@ def test_a_job_that_gets_no_further_ends(capsys: pytest.CaptureFixture[str]) -> 
         assert (steward.ended is None) is bool(slots)
         return slots
 
-    assert [lose(found) for found in (CHECKPOINT, CHECKPOINT, ("last.ckpt", 2))] == [[0]] * 3  # the file has changed
+    # the file has changed
+    assert [lose(found) for found in (CHECKPOINT, CHECKPOINT, ("last.ckpt", 2))] == [[0]] * 3
     assert [lose(("last.ckpt", 2)) for _ in range(3)] == [[0], [0], []]
     assert "began 3 times from last.ckpt" in capsys.readouterr().err
 

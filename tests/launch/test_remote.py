@@ -1,4 +1,6 @@
-"""Ranks on several hosts, each a network namespace: a host that is lost, an agent that is killed."""
+"""Ranks on several hosts, each a network namespace: a host that is lost, an agent that is
+killed.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +28,41 @@ SUMMING = str(ROOT / "tests" / "elastic" / "summing_rank.py")
 SSH = '#!/bin/sh\nhost=$1; shift\nexec ip netns exec "$host" unshare --uts sh -c "hostname $host; $*"\n'
 # an agent on this very host, which has a second name
 START = (
-    "import sys; from lightning_ring.launch.elastic import *; from lightning_ring.launch.hosts import Host; "
-    "sys.exit(ElasticJob([sys.executable, *sys.argv[1:]], ElasticLimits(4), "
-    "hosts=[Host('localhost', 2), Host('elsewhere', 2)], line=lambda host, command: ['sh', '-c', command]).run())"
+    "import sys; from lightning_ring.launch.elastic import *; from lightning_ring.launch.hosts "
+    "import Host; sys.exit(ElasticJob([sys.executable, *sys.argv[1:]], ElasticLimits(4), "
+    "hosts=[Host('localhost', 2), Host('elsewhere', 2)], line=lambda host, command: ['sh', '-c', "
+    "command]).run())"
 )
 
 
 @contextmanager
-def job(hosts: Hosts, folder: Path, script: list[str], *options: str) -> Iterator[subprocess.Popen[str]]:
+def job(
+    hosts: Hosts, folder: Path, script: list[str], *options: str
+) -> Iterator[subprocess.Popen[str]]:
     """Two ranks on each of ``hosts``; ringrun is on the first host."""
     ssh = folder / "ssh"
     ssh.write_text(SSH)
     ssh.chmod(0o755)
     where = ",".join(f"{name}:2" for name in hosts.names)
-    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-H", where, "--min-ranks", "2", *options]
+    ringrun = [
+        sys.executable,
+        "-m",
+        "lightning_ring.cli.ringrun",
+        "-H",
+        where,
+        "--min-ranks",
+        "2",
+        *options,
+    ]
     command = hosts.on(hosts.names[0], *ringrun, sys.executable, *script)
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
-            command, env=clean_env(RING_SSH=str(ssh)), stdout=output, stderr=output, text=True, start_new_session=True
+            command,
+            env=clean_env(RING_SSH=str(ssh)),
+            stdout=output,
+            stderr=output,
+            text=True,
+            start_new_session=True,
         )
     try:
         yield process
@@ -63,7 +82,9 @@ def said(folder: Path) -> str:
 
 def agents(hosts: Hosts, host: str) -> list[int]:
     found = []
-    for pid in subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, timeout=60).stdout.split():
+    for pid in subprocess.run(
+        ["ip", "netns", "pids", host], capture_output=True, text=True, timeout=60
+    ).stdout.split():
         line = Path("/proc", pid, "cmdline").read_text()
         found += [int(pid)] if "lightning_ring.launch.agent" in line else []
     return found
@@ -73,7 +94,10 @@ def agents(hosts: Hosts, host: str) -> list[int]:
 def test_the_ranks_of_a_lost_host_are_dead_and_the_others_go_on(tmp_path: Path) -> None:
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    with open_hosts(2, rate=None) as hosts, job(hosts, tmp_path, counting(tmp_path, 250)) as process:
+    with (
+        open_hosts(2, rate=None) as hosts,
+        job(hosts, tmp_path, counting(tmp_path, 250)) as process,
+    ):
         wait_for(lambda: len(list(tmp_path.glob("*.log"))) == 4)
         hosts.cut(hosts.names[1])
         wait_for(lambda: "generation 1: 2 ranks" in said(tmp_path))
@@ -89,13 +113,18 @@ def test_the_ranks_of_a_lost_host_are_dead_and_the_others_go_on(tmp_path: Path) 
 def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_started_again(tmp_path: Path) -> None:
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    with open_hosts(2, rate=None) as hosts, job(hosts, tmp_path, counting(tmp_path, 400), "--respawn") as process:
+    with (
+        open_hosts(2, rate=None) as hosts,
+        job(hosts, tmp_path, counting(tmp_path, 400), "--respawn") as process,
+    ):
         wait_for(lambda: len(list(tmp_path.glob("*.log"))) == 4)
         (agent,) = agents(hosts, hosts.names[1])
         os.kill(agent, signal.SIGKILL)
         assert process.wait(timeout=240) == 0, said(tmp_path)
         assert not hosts.running(hosts.names[1])
-    assert f"host {hosts.names[1]} is lost with 2 ranks: the connection to its agent ended" in said(tmp_path)
+    assert f"host {hosts.names[1]} is lost with 2 ranks: the connection to its agent ended" in said(
+        tmp_path
+    )
     assert "of them new" in said(tmp_path)
     numbers = {path.stem for path in tmp_path.glob("*.json")}
     assert numbers == {"0", "1", "4", "5"}, said(tmp_path)
@@ -118,9 +147,20 @@ def test_collectives_across_hosts_go_on_when_a_rank_dies(tmp_path: Path) -> None
 
 @pytest.mark.ranks
 def test_a_host_that_cannot_be_reached_ends_the_start(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-H", "localhost:1,elsewhere:1", "--min-ranks", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_ring.cli.ringrun",
+        "-H",
+        "localhost:1,elsewhere:1",
+        "--min-ranks",
+        "1",
+    ]
     ssh = tmp_path / "ssh"
-    ssh.write_text("#!/bin/sh\necho 'ssh: connect to host elsewhere port 22: Connection refused' >&2; exit 255\n")
+    ssh.write_text(
+        "#!/bin/sh\necho 'ssh: connect to host elsewhere port 22: Connection refused' "
+        ">&2; exit 255\n"
+    )
     ssh.chmod(0o755)
     done = subprocess.run(
         [*command, sys.executable, RANK, str(tmp_path), "50"],
@@ -135,22 +175,28 @@ def test_a_host_that_cannot_be_reached_ends_the_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.skipif(not reachable_candidates({}), reason="this host has no address but its own loopback")
+@pytest.mark.skipif(
+    not reachable_candidates({}), reason="this host has no address but its own loopback"
+)
 def test_told_to_stop_the_ranks_of_an_agent_end_too(tmp_path: Path) -> None:
     """A rank of the agent is killed and leaves; then the job is told to stop."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, runpy, signal, sys\n"
-        f"open({str(tmp_path)!r} + '/pid.' + os.environ['RING_MEMBER'], 'w').write(str(os.getpid()))\n"
-        "def stop(*_):\n"
-        f"    open({str(tmp_path)!r} + '/stopped.' + os.environ['RING_MEMBER'], 'w'); os._exit(3)\n"
-        "signal.signal(int(os.environ['RING_STOP_SIGNAL']), stop)\n"
-        f"sys.argv = ['', {str(tmp_path)!r}, '100000', '0.02']; runpy.run_path({RANK!r}, run_name='__main__')\n"
+        f"import os, runpy, signal, sys\nopen({str(tmp_path)!r} + '/pid.' + "
+        "os.environ['RING_MEMBER'], 'w').write(str(os.getpid()))\ndef stop(*_):\n    "
+        f"open({str(tmp_path)!r} + '/stopped.' + os.environ['RING_MEMBER'], 'w'); os._exit(3)\n"
+        "signal.signal(int(os.environ['RING_STOP_SIGNAL']), stop)\nsys.argv = ['', "
+        f"{str(tmp_path)!r}, '100000', '0.02']; runpy.run_path({RANK!r}, run_name='__main__')\n"
     )
     with (tmp_path / "output").open("w") as output:
         command = [sys.executable, "-c", START, str(script)]
         process = subprocess.Popen(
-            command, env=clean_env(), stdout=output, stderr=output, text=True, start_new_session=True
+            command,
+            env=clean_env(),
+            stdout=output,
+            stderr=output,
+            text=True,
+            start_new_session=True,
         )
     try:
         wait_for(lambda: len(list(tmp_path.glob("*.log"))) == 4)
@@ -168,17 +214,39 @@ def test_told_to_stop_the_ranks_of_an_agent_end_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.skipif(not reachable_candidates({}), reason="this host has no address but its own loopback")
-def test_ranks_start_on_a_host_that_is_listed_later_and_not_on_one_that_is_listed_no_more(tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    not reachable_candidates({}), reason="this host has no address but its own loopback"
+)
+def test_ranks_start_on_a_host_that_is_listed_later_and_not_on_one_that_is_listed_no_more(
+    tmp_path: Path,
+) -> None:
     ssh, listed = tmp_path / "ssh", tmp_path / "listed"
     ssh.write_text('#!/bin/sh\nshift; exec sh -c "$*"\n')
     ssh.chmod(0o755)
     listed.write_text("localhost:1\n")
-    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-np", "1", "--host-discovery-script"]
-    options = [f"cat {listed}", "--max-np", "3", "--respawn", sys.executable, *counting(tmp_path, 100000)]
+    ringrun = [
+        sys.executable,
+        "-m",
+        "lightning_ring.cli.ringrun",
+        "-np",
+        "1",
+        "--host-discovery-script",
+    ]
+    options = [
+        f"cat {listed}",
+        "--max-np",
+        "3",
+        "--respawn",
+        sys.executable,
+        *counting(tmp_path, 100000),
+    ]
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(
-            [*ringrun, *options], env=clean_env(RING_SSH=str(ssh)), stdout=output, stderr=output, start_new_session=True
+            [*ringrun, *options],
+            env=clean_env(RING_SSH=str(ssh)),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     try:
         wait_for(lambda: "generation 0: 1 ranks" in said(tmp_path))
@@ -189,7 +257,8 @@ def test_ranks_start_on_a_host_that_is_listed_later_and_not_on_one_that_is_liste
         agent = next(line for line in ps(process.pid) if "lightning_ring.launch.agent" in line)
         os.kill(int(agent.split()[0]), signal.SIGKILL)
         wait_for(lambda: "1 ranks are left" in said(tmp_path))
-        wait_for(lambda: said(tmp_path).count(": 1 ranks, after") == 2)  # in generation 0, and again
+        # in generation 0, and again
+        wait_for(lambda: said(tmp_path).count(": 1 ranks, after") == 2)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=240) == 143, said(tmp_path)
     finally:
@@ -202,7 +271,9 @@ def test_ranks_start_on_a_host_that_is_listed_later_and_not_on_one_that_is_liste
 def ps(parent: int) -> list[str]:
     """Pid and command of the children of ``parent``, and theirs."""
     found = []
-    lines = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, timeout=60).stdout
+    lines = subprocess.run(
+        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, timeout=60
+    ).stdout
     parents = {parent}
     for line in lines.splitlines()[1:]:
         pid, ppid, command = line.split(maxsplit=2)

@@ -1,4 +1,6 @@
-"""Processes that take the place of dead ones: when they start, how many, and what their own end means."""
+"""Processes that take the place of dead ones: when they start, how many, and what their own end
+means.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,18 @@ def test_the_deaths_of_one_slot_do_not_count_for_another() -> None:
 
 @pytest.mark.ranks
 def test_a_rank_that_keeps_dying_is_replaced_until_the_limit(tmp_path: Path) -> None:
-    script = counting(tmp_path, "if number == '0': count()\nos.kill(os.getpid(), signal.SIGSEGV)\n", steps=60)
+    script = counting(
+        tmp_path, "if number == '0': count()\nos.kill(os.getpid(), signal.SIGSEGV)\n", steps=60
+    )
     done = start("ElasticLimits(2, respawn=RespawnLimits(limit=2, delay=0.01))", script)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("killed by signal 11 (SIGSEGV); ") == 3, done.stdout
     assert done.stdout.count("a new process replaces it") == 2
     assert "no other process replaces it, after 3 deaths in a row" in done.stdout
     last = done.stdout.strip().splitlines()[-1]  # why a slot is empty is said at the end
-    assert "slot 1 stays empty, 3 processes died one after the other; the last: process 3 (pid" in last, done.stdout
+    assert (
+        "slot 1 stays empty, 3 processes died one after the other; the last: process 3 (pid" in last
+    ), done.stdout
     assert len(json.loads((tmp_path / "0.json").read_text())) == 60
 
 
@@ -50,7 +56,8 @@ def test_a_rank_that_keeps_dying_is_replaced_until_the_limit(tmp_path: Path) -> 
 def test_a_newcomer_that_fails_does_not_end_the_job(tmp_path: Path) -> None:
     script = counting(
         tmp_path,
-        f"if int(number) > 1: raise RuntimeError('no GPU here')\nif number == '1': when_counting({KILL})\ncount()\n",
+        "if int(number) > 1: raise RuntimeError('no GPU here')\nif number == '1': "
+        f"when_counting({KILL})\ncount()\n",
         steps=120,
     )
     done = start("ElasticLimits(2, respawn=RespawnLimits(limit=2, delay=0.01))", script)
@@ -60,7 +67,9 @@ def test_a_newcomer_that_fails_does_not_end_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_a_replacement_that_fails_after_the_training_has_finished_is_no_failure_of_the_job(tmp_path: Path) -> None:
+def test_a_replacement_that_fails_after_the_training_has_finished_is_no_failure_of_the_job(
+    tmp_path: Path,
+) -> None:
     script = counting(
         tmp_path,
         f"if number == '1': when_counting({KILL})\n"
@@ -72,23 +81,26 @@ def test_a_replacement_that_fails_after_the_training_has_finished_is_no_failure_
     )
     done = start("ElasticLimits(2, respawn=RespawnLimits(delay=0.1))", script)
     assert done.returncode == 0, done.stdout
-    assert re.search(r"process 2 \(pid \d+\) ended with exit code 1; 0 ranks are left", done.stdout), done.stdout
+    assert re.search(
+        r"process 2 \(pid \d+\) ended with exit code 1; 0 ranks are left", done.stdout
+    ), done.stdout
 
 
 @pytest.mark.ranks
 def test_a_process_that_is_killed_while_the_job_begins_again_is_replaced(tmp_path: Path) -> None:
     script = counting(
         tmp_path,
-        "from lightning_ring.membership.member import Member, Report\n"
-        "if not os.environ['RING_RESUME_FROM']:\n"
-        "    member = Member(); member.open(); member.report(Report()); member.next_view(60); time.sleep(0.5)\n"
-        "    if number == '2': time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    member.lose_state('A shard is lost.', 'last.ckpt', 1); os._exit(1)\n"
-        "count()\n",
+        "from lightning_ring.membership.member import Member, Report\nif not "
+        "os.environ['RING_RESUME_FROM']:\n    member = Member(); member.open(); "
+        "member.report(Report()); member.next_view(60); time.sleep(0.5)\n    if number == '2': "
+        "time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)\n    member.lose_state('A shard "
+        "is lost.', 'last.ckpt', 1); os._exit(1)\ncount()\n",
         steps=150,
     )
     done = start("ElasticLimits(3, respawn=RespawnLimits(delay=0.1))", script)
     assert done.returncode == 0, done.stdout
     assert "A shard is lost. 3 processes begin again from last.ckpt" in done.stdout
-    assert re.search(r"process 2 \(pid \d+\) was killed by signal 9 .* a new process replaces it", done.stdout)
+    assert re.search(
+        r"process 2 \(pid \d+\) was killed by signal 9 .* a new process replaces it", done.stdout
+    )
     assert {path.stem for path in tmp_path.glob("*.json")} == {"3", "4", "5"}, done.stdout

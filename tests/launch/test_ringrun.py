@@ -37,10 +37,17 @@ def pairs(line: list[str]) -> list[tuple[str, str]]:
 
 
 def test_line_on_this_host():
-    line = mpirun_line(OPEN_MPI, 3, ["python", "train.py"], [], {"PATH": "/bin", "NCCL_DEBUG": "INFO"})
+    line = mpirun_line(
+        OPEN_MPI, 3, ["python", "train.py"], [], {"PATH": "/bin", "NCCL_DEBUG": "INFO"}
+    )
     assert line[0] == OPEN_MPI.path
     assert line[-2:] == ["python", "train.py"]
-    for pair in [("-n", "3"), ("--host", "localhost:3"), ("--bind-to", "none"), ("btl_tcp_links", "2")]:
+    for pair in [
+        ("-n", "3"),
+        ("--host", "localhost:3"),
+        ("--bind-to", "none"),
+        ("btl_tcp_links", "2"),
+    ]:
         assert pair in pairs(line)
     assert ("--allow-run-as-root" in line) == (os.geteuid() == 0)
     assert "-x" not in line, "local ranks inherit the whole environment"
@@ -48,7 +55,13 @@ def test_line_on_this_host():
 
 
 def test_line_on_several_hosts_exports_what_ranks_need():
-    environ = {"PATH": "/bin", "NCCL_DEBUG": "INFO", "RING_STOP_SIGNAL": "12", "SECRET": "x", "OMP_NUM_THREADS": "1"}
+    environ = {
+        "PATH": "/bin",
+        "NCCL_DEBUG": "INFO",
+        "RING_STOP_SIGNAL": "12",
+        "SECRET": "x",
+        "OMP_NUM_THREADS": "1",
+    }
     line = mpirun_line(OPEN_MPI, 4, ["train"], [Host("a", 2), Host("b", 2)], environ)
     assert ("--host", "a:2,b:2") in pairs(line)
     exported = [name for option, name in pairs(line) if option == "-x"]
@@ -70,12 +83,25 @@ def test_slurm_s_tasks_are_mpirun_s_slots(tasks, slots):
 
 def test_line_of_another_mpirun_is_minimal():
     assert mpirun_line(HYDRA, 2, ["train"], [], {}) == [HYDRA.path, "-n", "2", "train"]
-    assert mpirun_line(HYDRA, 2, ["train"], [Host("a", 2)], {}) == [HYDRA.path, "-n", "2", "-hosts", "a:2", "train"]
+    assert mpirun_line(HYDRA, 2, ["train"], [Host("a", 2)], {}) == [
+        HYDRA.path,
+        "-n",
+        "2",
+        "-hosts",
+        "a:2",
+        "train",
+    ]
 
 
 def test_mpirun_is_named_with_its_version():
-    hydra = "HYDRA build details:\n    Version:                                 5.0.2\n    Release Date: today\n"
-    intel = "Intel(R) MPI Library for Linux* OS, Version 2021.19.0 Build 20260929 (id: 1821d9b)\nCopyright Intel\n"
+    hydra = (
+        "HYDRA build details:\n    Version:                                 5.0.2\n    Release "
+        "Date: today\n"
+    )
+    intel = (
+        "Intel(R) MPI Library for Linux* OS, Version 2021.19.0 Build 20260929 (id: "
+        "1821d9b)\nCopyright Intel\n"
+    )
     for says, expected in [
         (hydra, ("mpich", 5, "mpirun (MPICH) 5.0.2")),
         (intel, ("intelmpi", 2021, "mpirun (Intel MPI) 2021.19.0")),
@@ -97,7 +123,12 @@ def test_intels_mpirun_is_a_script_around_the_program_to_start(tmp_path, monkeyp
     found = identify(str(tmp_path / "mpirun"))
     assert found is not None
     assert found.family == "intelmpi"
-    assert mpirun_line(found, 2, ["train"], [], {}) == [str(tmp_path / "mpiexec.hydra"), "-n", "2", "train"]
+    assert mpirun_line(found, 2, ["train"], [], {}) == [
+        str(tmp_path / "mpiexec.hydra"),
+        "-n",
+        "2",
+        "train",
+    ]
 
 
 def test_more_ranks_than_cores_yield_while_they_wait():
@@ -158,9 +189,15 @@ def test_hostfile(tmp_path):
         (["-n", "2", "absent.py"], ["absent.py: no such file"]),
         (["-n", "2", "no-such-program"], ["no-such-program: no such command"]),
         (["-n", "2", "--no-mpi", "-H", "far:2", "ls"], ["this host only"]),
-        (["-n", "2", "--min-ranks", "3", "ls"], ["2 ranks, at least 3 and at most 2", "--min-ranks"]),
+        (
+            ["-n", "2", "--min-ranks", "3", "ls"],
+            ["2 ranks, at least 3 and at most 2", "--min-ranks"],
+        ),
         (["-n", "4", "--max-ranks", "3", "ls"], ["at most 3", "--max-ranks"]),
-        (["-n", "4", "--min-ranks", "2", "--respawn-limit", "3", "ls"], ["--respawn-limit 3", "with --respawn"]),
+        (
+            ["-n", "4", "--min-ranks", "2", "--respawn-limit", "3", "ls"],
+            ["--respawn-limit 3", "with --respawn"],
+        ),
         (["-n", "4", "--min-ranks", "2", "--wait-for-ranks", "-1", "ls"], ["--wait-for-ranks -1"]),
     ],
 )
@@ -219,6 +256,17 @@ def test_mpirun_beside_python_comes_first(tmp_path, monkeypatch):
 
 def test_help_names_every_option():
     command = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--help"]
-    text = subprocess.run(command, env=clean_env(), capture_output=True, text=True, timeout=240).stdout
-    for option in ("-n", "-H", "--hostfile", "--dry-run", "--no-mpi", "COMMAND", "--min-ranks", "--respawn"):
+    text = subprocess.run(
+        command, env=clean_env(), capture_output=True, text=True, timeout=240
+    ).stdout
+    for option in (
+        "-n",
+        "-H",
+        "--hostfile",
+        "--dry-run",
+        "--no-mpi",
+        "COMMAND",
+        "--min-ranks",
+        "--respawn",
+    ):
         assert option in text

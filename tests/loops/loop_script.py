@@ -1,4 +1,5 @@
-"""A plain loop as a user starts it: ``python loop_script.py RANKS WHAT``; each rank prints one line.
+"""A plain loop as a user starts it: ``python loop_script.py RANKS WHAT``; each rank prints one
+line.
 
 WHAT: "train", or the way in which rank 1 ends before the others: "raise", "kill", "leave".
 """
@@ -33,7 +34,11 @@ def main(ranks: str, what: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     weights = training.all_gather(model.weight)
-    print(f"rank {training.rank} of {training.world_size}: equal={bool((weights == weights[0]).all())}", flush=True)
+    print(
+        f"rank {training.rank} of {training.world_size}: "
+        f"equal={bool((weights == weights[0]).all())}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

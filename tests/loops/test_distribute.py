@@ -46,10 +46,16 @@ def test_a_single_process_registers_nothing_and_trains_as_before() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ({"algorithm": "gossip"}, "distribute got algorithm='gossip', expected one of None, 'ring', 'ring_sharded'"),
+        (
+            {"algorithm": "gossip"},
+            "distribute got algorithm='gossip', expected one of None, 'ring', 'ring_sharded'",
+        ),
         ({"backend": "smoke"}, "distribute got backend='smoke'"),
         ({"ranks": 0}, "distribute got ranks=0, expected a number of ranks, 1 or more"),
-        ({"broadcast_buffers": "step"}, "distribute got broadcast_buffers='step', expected True or False"),
+        (
+            {"broadcast_buffers": "step"},
+            "distribute got broadcast_buffers='step', expected True or False",
+        ),
         ({"optimizers": ["Adam"]}, "distribute got a str among its optimizers"),
         ({"module": "resnet"}, "distribute got a str as module, expected a torch.nn.Module"),
     ],

@@ -1,4 +1,6 @@
-"""Plain PyTorch loops through `lightning_ring.distribute`: under every launcher, and when a rank ends too early."""
+"""Plain PyTorch loops through `lightning_ring.distribute`: under every launcher, and when a rank
+ends too early.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ RINGRUN = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "2"]
 LAUNCHERS = {
     "ringrun": [*RINGRUN, SCRIPT, "2"],
     "no-mpi": [*RINGRUN, "--no-mpi", SCRIPT, "0"],
-    "torchrun": [*forked.python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, "0"],
+    "torchrun": [
+        *forked.python(),
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        SCRIPT,
+        "0",
+    ],
     "python": [*forked.python(), SCRIPT, "2"],
     "alone": [*forked.python(), SCRIPT, "0"],
 }
@@ -45,7 +55,9 @@ def trained_by_one_process() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if not algorithm_class(name).steps_alone])
+@pytest.mark.parametrize(
+    "name", [name for name in ALGORITHMS if not algorithm_class(name).steps_alone]
+)
 def test_two_ranks_train_as_one_process_on_all_samples(name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "model.pt")
     done = run([*RINGRUN, *forked.python(), str(EXAMPLE), name, path])

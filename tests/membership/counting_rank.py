@@ -1,8 +1,9 @@
-"""A rank without torch, for tests of the membership: ``counting_rank.py FOLDER STEPS [SECONDS_A_STEP]``.
+"""A rank without torch, for tests of the membership: ``counting_rank.py FOLDER STEPS
+[SECONDS_A_STEP]``.
 
-Its state is the list of all ranks' contributions to each step, ``100 * step + rank``; the store of the view carries
-them. Each process appends the steps that it finishes to ``FOLDER/NUMBER.log``, where they outlive a ``kill -9``, and
-writes its whole history to ``FOLDER/NUMBER.json`` at the end.
+Its state is the list of all ranks' contributions to each step, ``100 * step + rank``; the store of
+the view carries them. Each process appends the steps that it finishes to ``FOLDER/NUMBER.log``,
+where they outlive a ``kill -9``, and writes its whole history to ``FOLDER/NUMBER.json`` at the end.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Rank:
 
     def exchange(self, name: str, value: int) -> list[int]:
         world = len(self.member.view.members)
-        self.member.request({"op": "set", "key": f"{name}/{self.member.rank}", "value": str(value)}, WAIT)
+        self.member.request(
+            {"op": "set", "key": f"{name}/{self.member.rank}", "value": str(value)}, WAIT
+        )
         keys = [f"{name}/{rank}" for rank in range(world)]
         return [int(text) for text in self.member.request({"op": "get", "keys": keys}, WAIT)]
 
@@ -49,7 +52,9 @@ class Rank:
         if not view.newcomers:
             return
         if self.member.rank == 0:
-            self.member.request({"op": "set", "key": "state", "value": json.dumps(self.history)}, WAIT)
+            self.member.request(
+                {"op": "set", "key": "state", "value": json.dumps(self.history)}, WAIT
+            )
         (state,) = self.member.request({"op": "get", "keys": ["state"]}, WAIT)
         if self.history is None:
             self.history = json.loads(state)

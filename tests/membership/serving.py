@@ -16,14 +16,18 @@ WAIT = 60.0
 
 
 class Serving:
-    """A steward in a thread, whose members are threads' too: a killed one is seen to be dead at once."""
+    """A steward in a thread, whose members are threads' too: a killed one is seen to be dead at
+    once.
+    """
 
     def __init__(self, silence: SilenceLimits | None = None, **limits: int) -> None:
         self.calls: list[Callable[[], object]] = []  # of the steward, in its thread
         self.killed: list[int] = []
         self.why: dict[int, str] = {}
         self.members: list[Member] = []
-        self.steward = Steward(Membership(**limits), self.kill, silence=silence, idle=lambda member: 1e9)
+        self.steward = Steward(
+            Membership(**limits), self.kill, silence=silence, idle=lambda member: 1e9
+        )
         self.over = threading.Event()
         self.thread = threading.Thread(target=self.serve)
         self.thread.start()

@@ -34,7 +34,9 @@ def test_the_step_that_counts(reports: list[Report], step: int | None) -> None:
 
 @pytest.mark.parametrize("reports", [[DONE, BEHIND], [Report(8), FULL], [Report(8, True), BEHIND]])
 def test_a_rank_that_cannot_follow_is_named(reports: list[Report]) -> None:
-    with pytest.raises(DisagreementError, match=r"finished step \d, and ranks \[1\] cannot finish it"):
+    with pytest.raises(
+        DisagreementError, match=r"finished step \d, and ranks \[1\] cannot finish it"
+    ):
         agreed_step(dict(enumerate(reports)))
 
 
@@ -187,7 +189,9 @@ def test_one_history_whatever_happens_in_which_order(seeds: range) -> None:
 
 
 def live_through(seed: int) -> None:
-    """Ranks as the protocol has them: averages, a barrier that all must reach, then the step. Deaths at any point."""
+    """Ranks as the protocol has them: averages, a barrier that all must reach, then the step.
+    Deaths at any point.
+    """
     draws = random.Random(seed)
     membership, numbers = opened(4), itertools.count(4)
     steps: dict[int, int] = dict.fromkeys(range(4), 0)
@@ -205,12 +209,16 @@ def live_through(seed: int) -> None:
         most = max(most, *steps.values())
         events = [("report", member) for member in alive]
         events += [("die", member) for member in draws.sample(alive, draws.randrange(len(alive)))]
-        events += [("join", next(numbers)) for _ in range(draws.randrange(3))] if len(alive) < 6 else []
+        events += (
+            [("join", next(numbers)) for _ in range(draws.randrange(3))] if len(alive) < 6 else []
+        )
         draws.shuffle(events)
         for kind, member in events:
             if kind == "report":
                 membership.report(
-                    member, view.generation, Report(steps[member], complete[member] and not finished[member])
+                    member,
+                    view.generation,
+                    Report(steps[member], complete[member] and not finished[member]),
                 )
             elif kind == "die":
                 membership.fenced(member)

@@ -1,4 +1,6 @@
-"""Members that are silent, connections that say nothing, and a steward that is out of file descriptors."""
+"""Members that are silent, connections that say nothing, and a steward that is out of file
+descriptors.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,10 @@ def test_a_silent_member_is_removed_and_the_others_go_on() -> None:
 def test_a_second_process_with_a_number_that_is_taken_is_refused() -> None:
     with serving() as server:
         (one,) = first_view(server, 1)
-        with pytest.raises(RankDiscoveryError, match=r"process 0 of the job is process \d+ already.*start it without"):
+        with pytest.raises(
+            RankDiscoveryError,
+            match=r"process 0 of the job is process \d+ already.*start it without",
+        ):
             Member(server.steward.variables(0)).open()
         with pytest.raises(RankDiscoveryError, match="process 7 of the job takes part no more"):
             Member(server.steward.variables(7)).open()
@@ -149,7 +154,9 @@ def test_a_steward_without_file_descriptors_does_not_spin_and_accepts_later(
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         with socket.create_connection(("127.0.0.1", steward.port), timeout=WAIT):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, limits[1]))
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, limits[1])
+            )
             with contextlib.suppress(OSError):
                 while len(taken) < 1000:
                     taken.append(os.dup(0))

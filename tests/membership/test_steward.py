@@ -35,9 +35,9 @@ def test_a_death_stops_the_others_and_frees_who_waits_in_the_store() -> None:
         waiting.start()
         three.close()
         waiting.join(WAIT)
-        assert "generation 0 is over (process 2 has died" in str(freed[0]).lower() or "process 2 has died" in str(
+        assert "generation 0 is over (process 2 has died" in str(
             freed[0]
-        )
+        ).lower() or "process 2 has died" in str(freed[0])
         assert stopped.wait(WAIT)
         with pytest.raises(GenerationOver, match="process 2 has died"):
             two.check()
@@ -58,9 +58,18 @@ def test_the_store_answers_as_torchs_and_each_view_begins_with_an_empty_one() ->
         assert two.request({"op": "add", "key": "n", "value": 3}, WAIT) == 5
         assert two.request({"op": "get", "keys": ["n"]}, WAIT) == ["5"]
         assert one.request({"op": "check", "keys": ["n", "m"]}, WAIT) is False
-        assert one.request({"op": "compare_set", "key": "m", "expected": "", "value": "x"}, WAIT) == "x"
-        assert one.request({"op": "compare_set", "key": "m", "expected": "y", "value": "z"}, WAIT) == "x"
-        assert one.request({"op": "compare_set", "key": "k", "expected": "y", "value": "z"}, WAIT) == "y"
+        assert (
+            one.request({"op": "compare_set", "key": "m", "expected": "", "value": "x"}, WAIT)
+            == "x"
+        )
+        assert (
+            one.request({"op": "compare_set", "key": "m", "expected": "y", "value": "z"}, WAIT)
+            == "x"
+        )
+        assert (
+            one.request({"op": "compare_set", "key": "k", "expected": "y", "value": "z"}, WAIT)
+            == "y"
+        )
         assert one.request({"op": "count"}, WAIT) == 2
         assert one.request({"op": "delete", "key": "m"}, WAIT) is True
         with pytest.raises(GenerationOver, match="no operation 'sing'"):
@@ -97,7 +106,9 @@ def test_who_waits_for_a_rank_that_died_after_the_fit_is_told_so() -> None:
         wait_for(lambda: len(server.steward.membership._outside) == 2, WAIT)
         two.close()
         assert one.is_over(WAIT)
-        with pytest.raises(GenerationOver, match="process 1 has died after the training had ended: "):
+        with pytest.raises(
+            GenerationOver, match="process 1 has died after the training had ended: "
+        ):
             one.check()
 
 
@@ -163,7 +174,8 @@ def test_a_failure_ends_the_job_on_every_rank() -> None:
         one, two = first_view(server, 2)
         one.fail("rank 0 failed: ValueError: no such file")
         assert two.is_over(WAIT)
-        with pytest.raises(JobEnded, match="ValueError: no such file"):  # at once: its key may be one that `one` owes
+        # at once: its key may be one that `one` owes
+        with pytest.raises(JobEnded, match="ValueError: no such file"):
             two.request({"op": "wait", "keys": ["address of one"]}, WAIT)
         two.report(Report(1))
         with pytest.raises(JobEnded, match="ValueError: no such file") as ended:
@@ -171,7 +183,7 @@ def test_a_failure_ends_the_job_on_every_rank() -> None:
         assert not ended.value.finished
 
 
-def test_a_failure_that_follows_from_a_death_after_the_fit_leaves_the_last_word_to_the_launcher() -> None:
+def test_a_failure_that_follows_from_a_late_death_leaves_the_last_word_to_the_launcher() -> None:
     with serving() as server:
         one, two, three = first_view(server, 3)
         for member in (one, two, three):
@@ -231,14 +243,28 @@ def test_a_stranger_is_sent_away() -> None:
     with serving() as server:
         stranger = Member(server.steward.variables(0) | {"RING_STEWARD_TOKEN": "guess"})
         with socket.create_connection((stranger._host, stranger._port), timeout=WAIT) as connection:
-            connection.sendall(b'{"kind": "hello", "token": "guess", "member": 0}\n{"kind": "failed", "text": "!"}\n')
+            connection.sendall(
+                b'{"kind": "hello", "token": "guess", "member": 0}\n'
+                b'{"kind": "failed", "text": "!"}\n'
+            )
             assert connection.recv(1) == b""
         token, odd = server.steward.variables(0)["RING_STEWARD_TOKEN"], []
-        odd += [{"member": 0}, {"member": True, "pid": 1}, {"member": 0, "pid": "1"}, {"member": [0], "pid": 1}]
-        for said in [*({"kind": "hello", "token": token, **message} for message in odd), "x" * 5000]:
-            with socket.create_connection((stranger._host, stranger._port), timeout=WAIT) as connection:
+        odd += [
+            {"member": 0},
+            {"member": True, "pid": 1},
+            {"member": 0, "pid": "1"},
+            {"member": [0], "pid": 1},
+        ]
+        for said in [
+            *({"kind": "hello", "token": token, **message} for message in odd),
+            "x" * 5000,
+        ]:
+            with socket.create_connection(
+                (stranger._host, stranger._port), timeout=WAIT
+            ) as connection:
                 connection.sendall(json.dumps(said).encode() + b"\n")
-                with contextlib.suppress(ConnectionResetError):  # what it has not read is lost with the connection
+                # what it has not read is lost with the connection
+                with contextlib.suppress(ConnectionResetError):
                     assert connection.recv(1) == b""
         assert server.thread.is_alive()
         assert server.steward.ended is None

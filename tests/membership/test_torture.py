@@ -1,4 +1,6 @@
-"""Real processes without torch, killed at random moments: no finished step is lost, and there is one history."""
+"""Real processes without torch, killed at random moments: no finished step is lost, and there is
+one history.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def finished_steps(folder: Path) -> list[tuple[int, list[int]]]:
 
 
 def check_histories(folder: Path, steps: int) -> list[list[int]]:
-    """All histories, of which there must be one or more, are equal, and hold every step that anybody has finished."""
+    """All histories, of which there must be one or more, are equal, and hold every step that
+    anybody has finished.
+    """
     histories = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     assert histories
     assert all(history == histories[0] for history in histories)
@@ -37,7 +41,16 @@ def check_histories(folder: Path, steps: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_kills_lose_no_finished_step(seed: int, tmp_path: Path) -> None:
-    command = [sys.executable, TORTURE, str(seed), str(tmp_path), RANK, str(tmp_path), str(STEPS), "0.01"]
+    command = [
+        sys.executable,
+        TORTURE,
+        str(seed),
+        str(tmp_path),
+        RANK,
+        str(tmp_path),
+        str(STEPS),
+        "0.01",
+    ]
     done = run(command)
     assert done.returncode == 0, done.stdout[-4000:]
     check_histories(tmp_path, STEPS)

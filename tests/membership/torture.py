@@ -1,6 +1,7 @@
 """Kills ranks of an elastic job at random moments: ``torture.py [options] SEED FOLDER COMMAND...``.
 
-A rank counts as a holder of the state once its log in FOLDER has a line; one holder at least is left alive.
+A rank counts as a holder of the state once its log in FOLDER has a line; one holder at least is
+left alive.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from lightning_ring.launch.respawn import RespawnLimits
 
 def torture(job: ElasticJob, folder: Path, draws: random.Random, kills: int) -> None:
     killed = 0
-    while killed < kills and not list(folder.glob("*.json")):  # which a rank writes after its training
-        time.sleep(draws.choice([0.0, 0.003, 0.03, 0.2, 0.4]))  # also during a recovery, and two at once
+    # which a rank writes after its training
+    while killed < kills and not list(folder.glob("*.json")):
+        # also during a recovery, and two at once
+        time.sleep(draws.choice([0.0, 0.003, 0.03, 0.2, 0.4]))
         pids = job.pids()
         holders = [number for number in pids if (folder / f"{number}.log").exists()]
         victim = draws.choice(list(pids) or [-1])
@@ -37,7 +40,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--kills", type=int, default=4)
-    parser.add_argument("--no-respawn", action="store_true", help="else only every third seed is without")
+    parser.add_argument(
+        "--no-respawn", action="store_true", help="else only every third seed is without"
+    )
     parser.add_argument("seed", type=int)
     parser.add_argument("folder", type=Path)
     parser.add_argument("command", nargs=argparse.REMAINDER)
@@ -47,7 +52,9 @@ def main() -> int:
     ranks = options.ranks if replaced or options.no_respawn else options.ranks + options.kills
     job = ElasticJob([sys.executable, *options.command], ElasticLimits(ranks, respawn=respawn))
     draws = random.Random(options.seed)
-    threading.Thread(target=torture, args=(job, options.folder, draws, options.kills), daemon=True).start()
+    threading.Thread(
+        target=torture, args=(job, options.folder, draws, options.kills), daemon=True
+    ).start()
     return job.run()
 
 

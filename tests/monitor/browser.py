@@ -45,7 +45,17 @@ def wait_for(page: Page, *words: str) -> None:
 def open_tensorboard(logs: Path) -> Iterator[str]:
     """Its address, on a free port of this machine."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tensorboard.main", "--logdir", str(logs), "--port", "0", "--host", "127.0.0.1"],
+        [
+            sys.executable,
+            "-m",
+            "tensorboard.main",
+            "--logdir",
+            str(logs),
+            "--port",
+            "0",
+            "--host",
+            "127.0.0.1",
+        ],
         env=clean_env(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

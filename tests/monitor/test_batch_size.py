@@ -7,6 +7,9 @@ from lightning_ring.monitor.batch_size import first_dimension
 
 
 def test_batch_size_is_the_first_tensors_length() -> None:
-    assert first_dimension({"scale": torch.tensor(1.0), "images": [torch.ones(7, 3), torch.ones(9)]}) == 7
+    assert (
+        first_dimension({"scale": torch.tensor(1.0), "images": [torch.ones(7, 3), torch.ones(9)]})
+        == 7
+    )
     with pytest.raises(TypeError, match="Give the callback batch_size="):
         first_dimension(["no", "tensor"])

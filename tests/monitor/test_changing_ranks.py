@@ -1,4 +1,6 @@
-"""Monitor and timeline where ranks die and join: a rank may miss an exchange, or record nothing. Ranks are threads."""
+"""Monitor and timeline where ranks die and join: a rank may miss an exchange, or record nothing.
+Ranks are threads.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ from tests.thread_ranks import run_ranks
 def exchange(comm: Communicator | None) -> RowExchange:
     rank = comm.rank if comm is not None else 1
     on_device = torch.tensor([10.0 + rank], dtype=torch.float64)
-    return RowExchange(comm, RankRow(rank, 0.0, StepTimes.unknown(), Memory()), on_device, torch.device("cpu"))
+    return RowExchange(
+        comm, RankRow(rank, 0.0, StepTimes.unknown(), Memory()), on_device, torch.device("cpu")
+    )
 
 
 def test_a_rank_that_has_missed_the_end_of_an_exchange_has_all_rows() -> None:
-    """It gets what another rank has, after a death (`HostCalls`), and has exchanged nothing itself."""
+    """It gets what another rank has, after a death (`HostCalls`), and has exchanged nothing
+    itself.
+    """
     table, _ = run_ranks(2, lambda comm: exchange(comm).table().clone())
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(call_together=lambda run: table))
     rows, sums = _exchanged(trainer, exchange).finish()
@@ -44,7 +50,10 @@ def test_a_rank_that_could_not_record_lets_the_others_end_their_files(tmp_path: 
         timeline.number = 4 + comm.rank
         timeline._trainer, timeline._comm = trainer, comm
         if comm.rank == 0:  # process 5 joined, and could not open its file
-            timeline._record_in(start_session(path, None, max_bytes=2**20, about={}, number=timeline.number), trainer)
+            timeline._record_in(
+                start_session(path, None, max_bytes=2**20, about={}, number=timeline.number),
+                trainer,
+            )
         timeline.stop()
         assert not timeline.recording
 

@@ -1,4 +1,6 @@
-"""TensorBoard's pages in a real browser, what happens without TensorBoard, and the progress bars."""
+"""TensorBoard's pages in a real browser, what happens without TensorBoard, and the progress
+bars.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +54,20 @@ def test_without_tensorboard_there_is_one_warning_and_training_goes_on(
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "tensorboard" else find(name, *rest)
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "tensorboard" else find(name, *rest),
     )
     dashboard._warn_of_missing.cache_clear()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(2):
-            run = fit(tmp_path, callbacks=[RingMonitor()], logger=CSVLogger(tmp_path), enable_progress_bar=False)
+            run = fit(
+                tmp_path,
+                callbacks=[RingMonitor()],
+                logger=CSVLogger(tmp_path),
+                enable_progress_bar=False,
+            )
     said = [str(one.message) for one in seen if "tensorboard" in str(one.message)]
     assert len(said) == 1, said
     assert "pip install 'lightning-ring[monitor]'" in said[0]
@@ -67,12 +76,16 @@ def test_without_tensorboard_there_is_one_warning_and_training_goes_on(
 
 
 def test_charts_are_those_that_have_values() -> None:
-    charts = dashboard.layout(trust_ratios=False, communicates=False, judged_by=["val/R@1", "val/loss", None])
+    charts = dashboard.layout(
+        trust_ratios=False, communicates=False, judged_by=["val/R@1", "val/loss", None]
+    )
     assert list(charts) == ["Training", "Throughput", "Data", "Optimizer"]
     assert list(charts["Optimizer"]) == ["optimizer, ms"]
     assert list(charts["Training"]) == ["loss", "accuracy", "R@1", "gradient norm", "learning rate"]
     (tags,) = charts["Training"]["R@1"][1]
-    shown = [tag for tag in ("val/R@1", "test_unseen/R@1", "val/R@10", "ring/R@1") if re.match(tags, tag)]
+    shown = [
+        tag for tag in ("val/R@1", "test_unseen/R@1", "val/R@10", "ring/R@1") if re.match(tags, tag)
+    ]
     assert shown == ["val/R@1", "test_unseen/R@1"]
 
 
@@ -85,7 +98,9 @@ class Mine(TQDMProgressBar):
         return items | {"mine": 1}
 
 
-@pytest.mark.parametrize(("bar", "shown"), [(TQDMProgressBar(), True), (RichProgressBar(), True), (Mine(), False)])
+@pytest.mark.parametrize(
+    ("bar", "shown"), [(TQDMProgressBar(), True), (RichProgressBar(), True), (Mine(), False)]
+)
 def test_bars_show_it_and_a_users_own_decides(tmp_path: Path, bar: Any, shown: bool) -> None:
     run = fit(tmp_path, callbacks=[RingMonitor(), bar], logger=False)
     metrics = bar.get_metrics(run, run.lightning_module)
@@ -102,11 +117,28 @@ def test_pages_open_in_a_browser(battery: Battery) -> None:
     logs = battery.left_by("tests.checks.monitor", 2, check) / "logs"
     with open_tensorboard(logs) as address, open_page(1500, 1000) as page:
         page.goto(f"{address}#custom_scalars")
-        wait_for(page, "Training", "Throughput", "Communication", "Data", "Optimizer", "gradient norm", "Matches (7)")
+        wait_for(
+            page,
+            "Training",
+            "Throughput",
+            "Communication",
+            "Data",
+            "Optimizer",
+            "gradient norm",
+            "Matches (7)",
+        )
         assert len(page.screenshot()) > 20_000, "an empty page is smaller"
         page.goto("about:blank")  # else an address that differs after its # is not loaded again
         page.goto(f"{address}#hparams")
-        wait_for(page, "ring/world_size", "ring/optimizer", "width", "ring/images_per_second", "version_0", "1.0000")
+        wait_for(
+            page,
+            "ring/world_size",
+            "ring/optimizer",
+            "width",
+            "ring/images_per_second",
+            "version_0",
+            "1.0000",
+        )
         page.goto("about:blank")
         page.goto(f"{address}#images")
         wait_for(page, "ring/buckets of a step")

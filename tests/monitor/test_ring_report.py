@@ -13,7 +13,12 @@ from lightning_ring.monitor.bucket_chart import bars
 from lightning_ring.monitor.rank_rows import Memory, RankRow
 from lightning_ring.monitor.ring_report import RingReport
 from lightning_ring.monitor.step_record import StepRecord, StepTimes, mean_times
-from lightning_ring.monitor.step_window import break_down, collective_times, collectives_of, sent_bytes
+from lightning_ring.monitor.step_window import (
+    break_down,
+    collective_times,
+    collectives_of,
+    sent_bytes,
+)
 from lightning_ring.timeline.drawing import ON_THE_WIRE, READY, WAITED_FOR, draw
 
 
@@ -28,22 +33,38 @@ def step(**marks: tuple[float, float]) -> StepRecord:
 
 
 def collective(
-    called: float, returned: float, waited: tuple[float, float], ended: float, kind: str = "all_reduce", name: str = "a"
+    called: float,
+    returned: float,
+    waited: tuple[float, float],
+    ended: float,
+    kind: str = "all_reduce",
+    name: str = "a",
 ) -> CollectiveRecord:
     record = CollectiveRecord(name, kind, nbytes=8, called=100 + called, returned=100 + returned)
-    record.waited_from, record.waited_until, record.ended = 100 + waited[0], 100 + waited[1], 100 + ended
+    record.waited_from, record.waited_until, record.ended = (
+        100 + waited[0],
+        100 + waited[1],
+        100 + ended,
+    )
     return record
 
 
-AUTOMATIC = {"data": (0.0, 2.0), "forward": (3.0, 9.0), "backward": (9.0, 21.0), "optimizer": (2.5, 26.0)}
+AUTOMATIC = {
+    "data": (0.0, 2.0),
+    "forward": (3.0, 9.0),
+    "backward": (9.0, 21.0),
+    "optimizer": (2.5, 26.0),
+}
 
 
 def test_collectives_come_out_of_the_phase_in_which_they_cost_time() -> None:
     record = step(**AUTOMATIC)
     told = [
-        collective(12, 12.5, (18, 20), ended=19.5),  # under way 12 to 19.5: lost 0.5 in backward, then 2
+        # under way 12 to 19.5: lost 0.5 in backward, then 2
+        collective(12, 12.5, (18, 20), ended=19.5),
         collective(14, 14, (20, 20.5), ended=20.5),  # waits for the one before: 19.5 to 20.5
-        collective(-3, -2, (4, 5), ended=1, kind="all_gather"),  # called in the step before; lost 1 in forward
+        # called in the step before; lost 1 in forward
+        collective(-3, -2, (4, 5), ended=1, kind="all_gather"),
         collective(31, 31, (31, 32), ended=32),  # of a validation
     ]
     mine = collectives_of(record, told)
@@ -55,7 +76,15 @@ def test_collectives_come_out_of_the_phase_in_which_they_cost_time() -> None:
     assert found.optimizer == pytest.approx(23.5 - 6 - 12)
     assert found.busy == pytest.approx(4 + 7.5 + 1)
     assert found.hidden == pytest.approx(12.5 - 4)
-    parts = (found.data, found.copy, found.forward, found.backward, found.exposed, found.optimizer, found.other)
+    parts = (
+        found.data,
+        found.copy,
+        found.forward,
+        found.backward,
+        found.exposed,
+        found.optimizer,
+        found.other,
+    )
     assert sum(parts) == pytest.approx(found.total) == 30
     assert found.sent == pytest.approx(2 * (2 * 3 / 4 * 8) + 3 / 4 * 8)
 
@@ -77,7 +106,12 @@ def test_time_in_which_two_collectives_overlap_counts_once() -> None:
     assert found.busy == pytest.approx(7 + 1), "10 to 17, and 19 to 20"
     assert found.exposed == pytest.approx(2 + 1 + 0.5)
     times = collective_times(told)
-    assert [(one.began - 100, one.ended - 100) for one in times] == [(10, 16), (15, 15), (16, 17), (19, 20)]
+    assert [(one.began - 100, one.ended - 100) for one in times] == [
+        (10, 16),
+        (15, 15),
+        (16, 17),
+        (19, 20),
+    ]
 
 
 def test_backward_of_manual_optimization_comes_out_of_forward_and_out_of_a_closure() -> None:
@@ -89,7 +123,9 @@ def test_backward_of_manual_optimization_comes_out_of_forward_and_out_of_a_closu
     record.end_manual_backward(111.0)
     record.end("manual_optimizer", 112.0)
     times = record.times()
-    assert (times.forward, times.backward, times.optimizer) == pytest.approx((20 - 3 - 6, 3 + 4, 6 - 4))
+    assert (times.forward, times.backward, times.optimizer) == pytest.approx(
+        (20 - 3 - 6, 3 + 4, 6 - 4)
+    )
     assert [record.phase_at(100.0 + at) for at in (1, 3, 6.5, 8, 25, 31)] == [
         "forward", "backward", "optimizer", "backward", "other", None,
     ]  # fmt: skip
@@ -97,7 +133,13 @@ def test_backward_of_manual_optimization_comes_out_of_forward_and_out_of_a_closu
 
 @pytest.mark.parametrize(
     ("kind", "sent"),
-    [("all_reduce", 12), ("reduce_scatter", 6), ("all_gather", 6), ("all_to_all", 6), ("broadcast", 8)],
+    [
+        ("all_reduce", 12),
+        ("reduce_scatter", 6),
+        ("all_gather", 6),
+        ("all_to_all", 6),
+        ("broadcast", 8),
+    ],
 )
 def test_bytes_are_counted_as_nccl_tests_do(kind: str, sent: float) -> None:
     assert sent_bytes(collective(0, 0, (0, 0), 0, kind=kind), world_size=4) == sent
@@ -113,7 +155,13 @@ def row(
     data_share: float = 0.1,
 ) -> RankRow:
     times = StepTimes(
-        data=data_share * total, exposed=exposed, total=total, busy=busy, sent=6e9, images=images, steps=steps
+        data=data_share * total,
+        exposed=exposed,
+        total=total,
+        busy=busy,
+        sent=6e9,
+        images=images,
+        steps=steps,
     )
     return RankRow(rank, 0, times, Memory(1e9 * (rank + 1)))
 
@@ -122,31 +170,47 @@ def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
     report = RingReport(7, [row(0, 2.0, 0.5), row(1, 2.0, 0.1), row(2, 2.0, 0.6), row(3, 2.0, 0.4)])
     rank, behind = report.slowest
     assert (rank, behind) == (1, pytest.approx(1.9 - 1.5))
-    assert report.bar() == {"img/s": "64", "data": "10%", "comm": "20%", "slowest": "rank 1 +400 ms"}
+    assert report.bar() == {
+        "img/s": "64",
+        "data": "10%",
+        "comm": "20%",
+        "slowest": "rank 1 +400 ms",
+    }
     scalars = report.scalars()
     assert scalars["ring/images_per_second"] == pytest.approx(64)
-    assert [name for name in scalars if "slowest_rank" in name] == ["ring/slowest_rank_behind_ms/rank_1"]
+    assert [name for name in scalars if "slowest_rank" in name] == [
+        "ring/slowest_rank_behind_ms/rank_1"
+    ]
     assert scalars["ring/slowest_rank_behind_ms/rank_1"] == pytest.approx(400)
     assert scalars["ring/memory_gb"] == 4
     assert "ring/cuda_peak_gb" not in scalars
 
 
 def test_the_share_of_data_is_that_of_the_rank_that_holds_the_others_up() -> None:
-    """One loader is late, and seven ranks stand in the all-reduce; the mean would say 12 % of a step."""
+    """One loader is late, and seven ranks stand in the all-reduce; the mean would say 12 % of a
+    step.
+    """
     late = RingReport(
-        0, [row(rank, 2.0, 1.5, data_share=0.01) for rank in range(7)] + [row(7, 2.0, 0.0, data_share=0.9)]
+        0,
+        [row(rank, 2.0, 1.5, data_share=0.01) for rank in range(7)]
+        + [row(7, 2.0, 0.0, data_share=0.9)],
     )
     assert late.data_share == late.scalars()["ring/data_share"] == pytest.approx(0.9)
     assert (late.bar()["data"], late.bar()["slowest"]) == ("90%", "rank 7 +1500 ms")
-    assert late.scalars()["ring/data_ms"] == pytest.approx(2000 * (7 * 0.01 + 0.9) / 8), "parts stay means: they add up"
-    # rank 0 waits for data while rank 1 computes, which takes longer: better data would change nothing
+    assert late.scalars()["ring/data_ms"] == pytest.approx(2000 * (7 * 0.01 + 0.9) / 8), (
+        "parts stay means: they add up"
+    )
+    # rank 0 waits for data while rank 1 computes, which takes longer: better data would change
+    # nothing
     hidden = RingReport(0, [row(0, 2.0, 0.5, data_share=0.5), row(1, 2.0, 0.0, data_share=0.0)])
     assert hidden.data_share == 0
     assert hidden.scalars()["ring/data_ms_slowest"] == 1000
 
 
 def test_bandwidth_is_that_of_the_rank_that_others_did_not_keep_waiting() -> None:
-    assert RingReport(0, [row(0, 2.0, 0.5, busy=3.0), row(1, 2.0, 0.5, busy=1.5)]).bus_bandwidth == 4e9
+    assert (
+        RingReport(0, [row(0, 2.0, 0.5, busy=3.0), row(1, 2.0, 0.5, busy=1.5)]).bus_bandwidth == 4e9
+    )
 
 
 def test_what_cannot_be_told_is_left_out_and_a_norm_that_is_not_finite_is_not() -> None:
@@ -164,7 +228,9 @@ def test_what_cannot_be_told_is_left_out_and_a_norm_that_is_not_finite_is_not() 
 
 
 def test_bytes_have_so_few_digits_that_ticks_of_three_differ() -> None:
-    """What a rank sends differs in the fourth digit from step to step, and the ticks were five times 0.311."""
+    """What a rank sends differs in the fourth digit from step to step, and the ticks were five
+    times 0.311.
+    """
     sent = []
     for nbytes in (310_600.0, 311_400.0):
         one = row(0, 2.0, 0.5)
@@ -176,7 +242,9 @@ def test_bytes_have_so_few_digits_that_ticks_of_three_differ() -> None:
 
 def test_trust_ratios_are_told_by_percentiles() -> None:
     scalars = RingReport(0, [row(0, 1.0, 0.0)], trust_ratios=torch.arange(101.0)).scalars()
-    assert [scalars[f"ring/trust_ratio/p{percent}"] for percent in ("05", "50", "95")] == pytest.approx([5, 50, 95])
+    assert [
+        scalars[f"ring/trust_ratio/p{percent}"] for percent in ("05", "50", "95")
+    ] == pytest.approx([5, 50, 95])
 
 
 def test_the_mean_of_each_number() -> None:
@@ -192,7 +260,8 @@ def test_a_row_survives_its_way_as_numbers() -> None:
 def test_the_chart_shows_what_was_ready_on_the_wire_and_waited_for() -> None:
     pytest.importorskip("matplotlib")
     found = bars(
-        step(**AUTOMATIC), [collective(12, 12.5, (18, 20), 19.5), collective(14, 14, (20, 20.5), 20.5, name="b")]
+        step(**AUTOMATIC),
+        [collective(12, 12.5, (18, 20), 19.5), collective(14, 14, (20, 20.5), 20.5, name="b")],
     )
     of_second = {bar.kind: (bar.start, bar.stop) for bar in found if bar.lane == "b"}
     assert of_second == {READY: (14, 19.5), ON_THE_WIRE: (19.5, 20.5), WAITED_FOR: (20, 20.5)}
@@ -200,8 +269,17 @@ def test_the_chart_shows_what_was_ready_on_the_wire_and_waited_for() -> None:
     assert [(bar.start, bar.stop) for bar in found if bar.lane == "optimizer"][-1] == (21, 26), (
         "without what runs inside it"
     )
-    assert list(dict.fromkeys(bar.lane for bar in found)) == ["data", "forward", "backward", "optimizer", "a", "b"]
+    assert list(dict.fromkeys(bar.lane for bar in found)) == [
+        "data",
+        "forward",
+        "backward",
+        "optimizer",
+        "a",
+        "b",
+    ]
     axes = draw(found, title="title").axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [*dict.fromkeys(bar.lane for bar in found)]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        *dict.fromkeys(bar.lane for bar in found)
+    ]
     drawn = {(round(bar.get_x()), round(bar.get_x() + bar.get_width())) for bar in axes.patches}
     assert drawn == {(round(1e3 * bar.start), round(1e3 * bar.stop)) for bar in found}

@@ -19,7 +19,9 @@ PHASES = {"data": 0.010, "forward": 0.020, "backward": 0.030, "optimizer": 0.040
 
 
 class Clock:
-    """Real waiting would be at the mercy of the machine: this clock only moves when a phase says so."""
+    """Real waiting would be at the mercy of the machine: this clock only moves when a phase says
+    so.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -87,7 +89,12 @@ def timed(manual: bool = False, **arguments: Any) -> tuple[list[StepTimes], L.Tr
     attach = Attach(clock)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(
-        accelerator="cpu", max_epochs=2, callbacks=[attach], enable_checkpointing=False, **quiet, **arguments
+        accelerator="cpu",
+        max_epochs=2,
+        callbacks=[attach],
+        enable_checkpointing=False,
+        **quiet,
+        **arguments,
     )
     loader = DataLoader(Sleepy(torch.randn(6, 2)), batch_size=None, num_workers=0)
     trainer.fit(Model(clock, manual), loader, DataLoader(TensorDataset(torch.zeros(1, 2))))

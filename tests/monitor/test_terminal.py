@@ -19,7 +19,12 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning_ring import RingStrategy
 from lightning_ring.monitor import RingMonitor
 from lightning_ring.monitor.narrow_bars import NarrowRich, NarrowTQDM, narrow, short
-from lightning_ring.monitor.terminal import EpochLines, replace_bars, shown_on_terminal, widen_terminal
+from lightning_ring.monitor.terminal import (
+    EpochLines,
+    replace_bars,
+    shown_on_terminal,
+    widen_terminal,
+)
 
 
 @pytest.fixture
@@ -102,7 +107,9 @@ def test_without_a_terminal_each_epoch_is_a_line(bar, capsys):
     )
     trainer.fit(Progress(), torch.ones(6, 2))
     output = capsys.readouterr().out
-    assert re.findall(r"^epoch (\d): 6 batches in \d+\.\d s, loss -?[\d.]+$", output, re.MULTILINE) == ["0", "1"]
+    assert re.findall(
+        r"^epoch (\d): 6 batches in \d+\.\d s, loss -?[\d.]+$", output, re.MULTILINE
+    ) == ["0", "1"]
     assert output.count("said by the module\n") == 2
     assert "\x1b" not in output
     assert "\r" not in output
@@ -112,7 +119,9 @@ def test_a_bar_of_the_users_class_is_left_alone():
     class Own(TQDMProgressBar):
         pass
 
-    trainer = L.Trainer(callbacks=[Own()], logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer = L.Trainer(
+        callbacks=[Own()], logger=False, enable_checkpointing=False, accelerator="cpu"
+    )
     replace_bars(trainer)
     assert type(trainer.progress_bar_callback) is Own
     trainer = L.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
@@ -137,7 +146,9 @@ class Slow(Progress):
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
-def test_bars_of_80_columns_show_loss_metric_one_rate_and_the_slowest_rank(bar, terminal, monkeypatch):
+def test_bars_of_80_columns_show_loss_metric_one_rate_and_the_slowest_rank(
+    bar, terminal, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     terminal(80)
@@ -173,7 +184,9 @@ def test_bars_of_80_columns_show_loss_metric_one_rate_and_the_slowest_rank(bar, 
 
 
 def test_names_on_a_bar_are_as_short_as_they_are_clear():
-    assert list(short({"v_num": 3, "data": "70%", "train/loss": 0.1, "val/loss": 0.2, "val/R@1": 0.3})) == [
+    assert list(
+        short({"v_num": 3, "data": "70%", "train/loss": 0.1, "val/loss": 0.2, "val/R@1": 0.3})
+    ) == [
         "train/loss",
         "val/loss",
         "R@1",
@@ -185,8 +198,14 @@ def test_only_lightnings_own_bars_become_narrow():
     class Own(TQDMProgressBar):
         pass
 
-    for given, expected in ((TQDMProgressBar, NarrowTQDM), (RichProgressBar, NarrowRich), (Own, Own)):
-        trainer = L.Trainer(callbacks=[given(refresh_rate=7)], logger=False, enable_checkpointing=False, devices=1)
+    for given, expected in (
+        (TQDMProgressBar, NarrowTQDM),
+        (RichProgressBar, NarrowRich),
+        (Own, Own),
+    ):
+        trainer = L.Trainer(
+            callbacks=[given(refresh_rate=7)], logger=False, enable_checkpointing=False, devices=1
+        )
         narrow(trainer)
         assert type(trainer.progress_bar_callback) is expected
         assert trainer.progress_bar_callback.refresh_rate == 7

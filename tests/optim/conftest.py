@@ -9,8 +9,8 @@ from lightning_ring.optim.engine import compiler
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory):
-    """Compiled kernels of this session go to a folder of its own, one for all of xdist's workers; without a compiler
-    the fused way is skipped."""
+    """Compiled kernels of this session go to a folder of its own, one for all of xdist's workers;
+    without a compiler the fused way is skipped."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:

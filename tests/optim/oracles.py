@@ -1,4 +1,6 @@
-"""The papers' algorithms in NumPy float64, written from the formulas and sharing nothing with the package."""
+"""The papers' algorithms in NumPy float64, written from the formulas and sharing nothing with
+the package.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ import numpy as np
 
 
 class NumpyLARS:
-    def __init__(self, lr, momentum=0.9, nesterov=False, weight_decay=0.0, trust_coefficient=0.001, eps=0.0,
-                 momentum_form="paper", maximize=False, adapt=True):  # fmt: skip
+    def __init__(self, lr, momentum=0.9, nesterov=False, weight_decay=0.0, trust_coefficient=0.001,
+                 eps=0.0, momentum_form="paper", maximize=False, adapt=True):  # fmt: skip
         self.lr, self.mu, self.nesterov, self.wd = lr, momentum, nesterov, weight_decay
         self.eta, self.eps, self.form, self.maximize, self.adapt = (
             trust_coefficient, eps, momentum_form, maximize, adapt)  # fmt: skip
@@ -31,8 +33,8 @@ class NumpyLARS:
 
 
 class NumpyLAMB:
-    def __init__(self, lr, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, bias_correction=True, trust_clip=None,
-                 maximize=False, adapt=True, max_grad_norm=None):  # fmt: skip
+    def __init__(self, lr, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, bias_correction=True,
+                 trust_clip=None, maximize=False, adapt=True, max_grad_norm=None):  # fmt: skip
         self.lr, (self.b1, self.b2), self.eps, self.wd = lr, betas, eps, weight_decay
         self.correct, self.clip, self.maximize, self.adapt, self.max_norm = (
             bias_correction, trust_clip, maximize, adapt, max_grad_norm)  # fmt: skip

@@ -58,12 +58,16 @@ def test_nesterov_needs_momentum():
 
 @every_optimizer
 def test_unknown_key_in_a_group(optimizer_class):
-    with pytest.raises(ValueError, match=r"unknown keys \['weight_deacy'\]; known are .*'weight_decay'"):
+    with pytest.raises(
+        ValueError, match=r"unknown keys \['weight_deacy'\]; known are .*'weight_decay'"
+    ):
         optimizer_class([{"params": random_params(), "weight_deacy": 0.1}])
 
 
 @every_optimizer
-@pytest.mark.parametrize("params", [[], [{"params": []}], [{"params": []}, {"params": []}]], ids=str)
+@pytest.mark.parametrize(
+    "params", [[], [{"params": []}], [{"params": []}, {"params": []}]], ids=str
+)
 def test_no_parameters(optimizer_class, params):
     with pytest.raises(ValueError, match=r"empty parameter list|no parameters"):
         optimizer_class(params)
@@ -109,7 +113,9 @@ def test_two_ways_at_once(optimizer_class):
 def test_fused_without_a_compiler_says_so(optimizer_class, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler, and none was found .*g\+\+.* leave fused=None"):
+    with pytest.raises(
+        RuntimeError, match=r"needs a C\+\+ compiler, and none was found .*g\+\+.* leave fused=None"
+    ):
         optimizer_class(random_params(), fused=True)
     optimizer_class(random_params())  # the default needs none
 
@@ -121,14 +127,18 @@ def test_a_compiler_that_fails_is_shown(monkeypatch, tmp_path):
     params = random_params()
     for param in params:
         param.grad = torch.zeros_like(param)
-    with pytest.raises(RuntimeError, match="The C\\+\\+ compiler failed on the fused optimizer kernel: false"):
+    with pytest.raises(
+        RuntimeError, match="The C\\+\\+ compiler failed on the fused optimizer kernel: false"
+    ):
         LARS(params, fused=True).step()
     assert compiler.find_compiler() == ["false"]
 
 
 @every_optimizer
 def test_fused_on_another_device(optimizer_class):
-    with pytest.raises(ValueError, match="fused=True has kernels for cpu and cuda, found a parameter on meta"):
+    with pytest.raises(
+        ValueError, match="fused=True has kernels for cpu and cuda, found a parameter on meta"
+    ):
         optimizer_class([torch.ones(2, device="meta", requires_grad=True)], fused=True)
 
 
@@ -147,7 +157,10 @@ def test_kernels_compile_in_several_processes_at_once(tmp_path):
     )
     env = clean_env(LIGHTNING_RING_CACHE=str(tmp_path))
     command = [sys.executable, "-c", program]
-    processes = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, cwd=ROOT, text=True) for _ in range(2)]
+    processes = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, cwd=ROOT, text=True)
+        for _ in range(2)
+    ]
     try:
         outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
     finally:
@@ -155,4 +168,6 @@ def test_kernels_compile_in_several_processes_at_once(tmp_path):
             process.kill()
     assert len(set(outputs)) == 1
     assert float(outputs[0]) == pytest.approx(0.999)
-    assert [name for name in os.listdir(tmp_path) if not name.endswith(".so")] == [], "scratch was left behind"
+    assert [name for name in os.listdir(tmp_path) if not name.endswith(".so")] == [], (
+        "scratch was left behind"
+    )

@@ -20,7 +20,9 @@ LR = {"LARS": 0.5, "LAMB": 0.01}
 
 
 def make(optimizer_class, params, way, **kwargs):
-    return optimizer_class(params, **({"lr": LR.get(optimizer_class.__name__, 0.01)} | kwargs), **way)
+    return optimizer_class(
+        params, **({"lr": LR.get(optimizer_class.__name__, 0.01)} | kwargs), **way
+    )
 
 
 def take_steps(optimizer, params, num_steps, first=0):
@@ -43,7 +45,9 @@ def reference(optimizer_class, params, num_steps, first=0, **kwargs):
 
 @every_optimizer
 def test_has_an_oracle(optimizer_class):
-    assert optimizer_class.__name__ in ORACLES, "a new optimizer needs a float64 oracle in tests/optim/oracles.py"
+    assert optimizer_class.__name__ in ORACLES, (
+        "a new optimizer needs a float64 oracle in tests/optim/oracles.py"
+    )
 
 
 @every_optimizer
@@ -67,19 +71,29 @@ def test_converges(optimizer_class, way):
 
 @every_optimizer
 @every_way
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 def test_dtypes(optimizer_class, way, dtype):
     params = random_params(dtype=dtype)
     expected = reference(optimizer_class, params, 5, weight_decay=0.01)
     optimizer = make(optimizer_class, params, way, weight_decay=0.01)
     take_steps(optimizer, params, 5)
-    bfloat16 = 4e-2 if INTERPRETED else 2e-2  # Triton's interpreter cuts bits off instead of rounding
-    tolerance = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: bfloat16, torch.float16: 2e-3}[dtype]
+    # Triton's interpreter cuts bits off instead of rounding
+    bfloat16 = 4e-2 if INTERPRETED else 2e-2
+    tolerance = {
+        torch.float64: 1e-13,
+        torch.float32: 1e-6,
+        torch.bfloat16: bfloat16,
+        torch.float16: 2e-3,
+    }[dtype]
     for param, other in zip(params, expected, strict=True):
         assert param.dtype == dtype
         assert relative_difference(param, other) < tolerance
         for name in optimizer_class.state_names:
-            assert optimizer.state[param][name].dtype == (dtype if dtype == torch.float64 else torch.float32)
+            assert optimizer.state[param][name].dtype == (
+                dtype if dtype == torch.float64 else torch.float32
+            )
 
 
 @every_optimizer
@@ -116,7 +130,9 @@ def test_groups_have_their_own_hyperparameters(optimizer_class, way):
     params = random_params()
     settings = [{"weight_decay": 0.1}, {"adapt": False, "weight_decay": 0.0, "lr": 0.003}]
     optimizer = make(
-        optimizer_class, [{"params": params[::2]} | settings[0], {"params": params[1::2]} | settings[1]], way
+        optimizer_class,
+        [{"params": params[::2]} | settings[0], {"params": params[1::2]} | settings[1]],
+        way,
     )
     expected = [reference(optimizer_class, params, 4, **setting) for setting in settings]
     take_steps(optimizer, params, 4)
@@ -167,7 +183,8 @@ def test_zero_gradients_leave_weight_decay_with_ratio_one(optimizer_class, way):
         param.grad = torch.zeros_like(param)
     optimizer = make(optimizer_class, params, way, lr=0.1, weight_decay=0.5)
     optimizer.step()
-    # LARS measures the gradient: ratio 1, w -= lr wd w. LAMB measures wd w itself: ratio 1/wd, w -= lr w.
+    # LARS measures the gradient: ratio 1, w -= lr wd w. LAMB measures wd w itself: ratio 1/wd, w -=
+    # lr w.
     shrink = {"LARS": 0.05, "LAMB": 0.1}[optimizer_class.__name__]
     for param, old in zip(params, before, strict=True):
         assert relative_difference(param, old * (1 - shrink)) < 1e-14
@@ -240,10 +257,17 @@ def test_any_memory_layout(optimizer_class, way, layout, same_grad_layout):
     if layout is not LAYOUTS["expanded_dim"]:
         assert not param.is_contiguous()
     plain = param.detach().contiguous().clone().requires_grad_()
-    optimizers = make(optimizer_class, [param], way), make(optimizer_class, [plain], {"foreach": False})
+    optimizers = (
+        make(optimizer_class, [param], way),
+        make(optimizer_class, [plain], {"foreach": False}),
+    )
     for step in range(3):
         set_random_grads([plain], step)
-        param.grad = layout(plain.grad.clone()) if same_grad_layout and param.shape == values.shape else plain.grad
+        param.grad = (
+            layout(plain.grad.clone())
+            if same_grad_layout and param.shape == values.shape
+            else plain.grad
+        )
         for optimizer in optimizers:
             optimizer.step()
     assert relative_difference(param, plain) < 1e-13
@@ -275,10 +299,15 @@ def test_huge_and_tiny_gradients_in_float32(optimizer_class, way, scale):
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
 def test_huge_and_tiny_weights_in_float32(optimizer_class, way, scale):
     params = [
-        (p.detach() * scale).requires_grad_() for p in random_params(dtype=torch.float32, shapes=[(6, 5), (400,)])
+        (p.detach() * scale).requires_grad_()
+        for p in random_params(dtype=torch.float32, shapes=[(6, 5), (400,)])
     ]
     expected = reference(
-        optimizer_class, params, 2, weight_decay=0.0, **({"eps": 1e-6} if optimizer_class.__name__ == "LAMB" else {})
+        optimizer_class,
+        params,
+        2,
+        weight_decay=0.0,
+        **({"eps": 1e-6} if optimizer_class.__name__ == "LAMB" else {}),
     )
     take_steps(make(optimizer_class, params, way, weight_decay=0.0), params, 2)
     for param, other in zip(params, expected, strict=True):
@@ -369,7 +398,9 @@ def test_changes_are_seen_by_autograd(optimizer_class, way):
 @every_optimizer
 @every_way
 def test_moved_parameters_are_followed(optimizer_class, way):
-    """``param.data = ...`` (as `Module.to` does) between steps must not leave the optimizer on the old memory."""
+    """``param.data = ...`` (as `Module.to` does) between steps must not leave the optimizer on
+    the old memory.
+    """
     params = random_params()
     expected = reference(optimizer_class, params, 3)
     optimizer = make(optimizer_class, params, way)

@@ -37,15 +37,23 @@ CHANGES: dict[str, Callable[[Any, list[Parameter]], None]] = {
     "another gradient is gone": lambda optimizer, params: setattr(params[3], "grad", None),
     "states are replaced": lambda optimizer, params: _momenta(optimizer, 0.5),
     "one state is begun anew": lambda optimizer, params: optimizer.state.pop(params[0], None),
-    "all states are begun anew": lambda optimizer, params: setattr(optimizer, "state", defaultdict(dict)),
+    "all states are begun anew": lambda optimizer, params: setattr(
+        optimizer, "state", defaultdict(dict)
+    ),
     "a state is loaded": lambda optimizer, params: _load(optimizer),
     "a gradient lies otherwise": lambda optimizer, params: _transposed_gradient(params),
     "a weight lies otherwise": lambda optimizer, params: setattr(
         params[4], "data", params[4].data.to(memory_format=torch.channels_last)
     ),
-    "a weight has other memory": lambda optimizer, params: setattr(params[2], "data", params[2].data.clone() * 2),
-    "gradients are in other memory": lambda optimizer, params: [setattr(p, "grad", p.grad.clone()) for p in params],
-    "a group comes": lambda optimizer, params: optimizer.add_param_group({"params": [_another(params)]}),
+    "a weight has other memory": lambda optimizer, params: setattr(
+        params[2], "data", params[2].data.clone() * 2
+    ),
+    "gradients are in other memory": lambda optimizer, params: [
+        setattr(p, "grad", p.grad.clone()) for p in params
+    ],
+    "a group comes": lambda optimizer, params: optimizer.add_param_group(
+        {"params": [_another(params)]}
+    ),
 }
 
 
@@ -69,7 +77,9 @@ def test_steps_equal_those_that_collect_anew(optimizer_class: Any, way: dict[str
         for change in [change for change in CHANGES.values() for _ in range(2)]:
             generator = torch.Generator().manual_seed(len(params))
             for param in params:
-                param.grad = torch.randn(param.shape, generator=generator).as_strided(param.shape, param.stride())
+                param.grad = torch.randn(param.shape, generator=generator).as_strided(
+                    param.shape, param.stride()
+                )
             change(optimizer, params)
             if anew:
                 optimizer._collected = None

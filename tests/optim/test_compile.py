@@ -8,7 +8,9 @@ from tests.optim.ways import every_optimizer, random_params, relative_difference
 
 
 @pytest.mark.ranks
-@pytest.mark.skipif(compiler.find_compiler() is None, reason="torch.compile needs a C++ compiler on the CPU")
+@pytest.mark.skipif(
+    compiler.find_compiler() is None, reason="torch.compile needs a C++ compiler on the CPU"
+)
 @every_optimizer
 @pytest.mark.parametrize("kwargs", [{}, {"skip_nonfinite": True}], ids=str)
 def test_compiled_step_equals_eager(optimizer_class, kwargs):

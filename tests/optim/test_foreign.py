@@ -40,7 +40,9 @@ def assert_goes_on(theirs, params, ours, others):
         assert relative_difference(a, b) < 1e-13
 
 
-@pytest.mark.parametrize("options", [{}, {"trust_clip": True}, {"always_adapt": True, "max_grad_norm": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"trust_clip": True}, {"always_adapt": True, "max_grad_norm": 1.0}], ids=str
+)
 def test_lamb_goes_on_from_timms(options):
     params, others = random_params(), random_params()
     theirs = timm.Lamb(groups(params), **{"lr": 0.02, "max_grad_norm": None} | options)
@@ -48,27 +50,38 @@ def test_lamb_goes_on_from_timms(options):
     assert_goes_on(theirs, params, ours, others)
 
 
-@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"always_adapt": True, "eps": 1e-3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"nesterov": True}, {"always_adapt": True, "eps": 1e-3}], ids=str
+)
 def test_lars_goes_on_from_timms(options):
     params, others = random_params(), random_params()
-    theirs = timm.Lars(groups(params), **{"lr": 0.5, "momentum": 0.9, "trust_coeff": 0.02} | options)
+    theirs = timm.Lars(
+        groups(params), **{"lr": 0.5, "momentum": 0.9, "trust_coeff": 0.02} | options
+    )
     assert_goes_on(theirs, params, LARS(groups(others)), others)
 
 
 def of_apex(optimizer):
-    """The state of a LAMB as apex's FusedLAMB saves it: with the step of a group, and no ``adapt``."""
+    """The state of a LAMB as apex's FusedLAMB saves it: with the step of a group, and no
+    ``adapt``.
+    """
     saved = copy.deepcopy(optimizer.state_dict())
     for group in saved["param_groups"]:
         for name in ("trust_clip", "maximize", "adapt"):
             del group[name]
         group |= {"step": 3, "grad_averaging": True, "max_grad_norm": 1.0}
-    saved["state"] = {key: {k: v for k, v in state.items() if k != "step"} for key, state in saved["state"].items()}
+    saved["state"] = {
+        key: {k: v for k, v in state.items() if k != "step"}
+        for key, state in saved["state"].items()
+    }
     return saved
 
 
 def test_lamb_goes_on_from_apexs_which_adapts_what_decays():
     params, others = random_params(), random_params()
-    theirs, ours = (LAMB(groups(p, adapt=False), lr=0.02, max_grad_norm=1.0) for p in (params, others))
+    theirs, ours = (
+        LAMB(groups(p, adapt=False), lr=0.02, max_grad_norm=1.0) for p in (params, others)
+    )
     take_steps(theirs, params, range(3))
     take_steps(ours, others, range(3))
     ours.load_state_dict(of_apex(theirs))
@@ -94,12 +107,32 @@ PLAIN_SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0.1, "n
         (LAMB, lambda: lamb_groups(grad_averaging=False), "grad_averaging=False, expected True"),
         (LAMB, lambda: lamb_groups(max_grad_norm=1.0), "max_grad_norm=1.0, expected None"),
         (LAMB, lambda: lamb_groups(lr=-1.0), "lr=-1.0, expected"),
-        (LAMB, lambda: {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}, "'betas', .*timm's Lamb"),
-        (LAMB, lambda: torch.optim.AdamW(random_params()).state_dict()["param_groups"][0], "'amsgrad', .*timm's Lamb"),
+        (
+            LAMB,
+            lambda: {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1},
+            "'betas', .*timm's Lamb",
+        ),
+        (
+            LAMB,
+            lambda: torch.optim.AdamW(random_params()).state_dict()["param_groups"][0],
+            "'amsgrad', .*timm's Lamb",
+        ),
         (LARS, lambda: PLAIN_SGD, "'dampening', .*timm's Lars"),
-        (LARS, lambda: PLAIN_SGD | {"trust_coefficient": 0.01, "eps": 1e-8}, "'dampening', .*timm's Lars"),
-        (LARS, lambda: timm.Lars(random_params(), dampening=0.5).param_groups[0], "dampening=0.5, expected 0"),
-        (LARS, lambda: timm.Lars(random_params(), trust_clip=True).param_groups[0], "trust_clip=True, expected 0"),
+        (
+            LARS,
+            lambda: PLAIN_SGD | {"trust_coefficient": 0.01, "eps": 1e-8},
+            "'dampening', .*timm's Lars",
+        ),
+        (
+            LARS,
+            lambda: timm.Lars(random_params(), dampening=0.5).param_groups[0],
+            "dampening=0.5, expected 0",
+        ),
+        (
+            LARS,
+            lambda: timm.Lars(random_params(), trust_clip=True).param_groups[0],
+            "trust_clip=True, expected 0",
+        ),
     ],
 )
 def test_what_computes_something_else_is_refused(cls, group, expected):

@@ -1,4 +1,6 @@
-"""Float64 against implementations that others wrote (optax) and a transcription of the papers (NumPy): 50 steps."""
+"""Float64 against implementations that others wrote (optax) and a transcription of the papers
+(NumPy): 50 steps.
+"""
 
 import functools
 
@@ -16,10 +18,28 @@ SETTINGS = [
     (LARS, {"lr": 0.5, "momentum": 0.0, "weight_decay": 1e-2, "eps": 1e-3}),
     (LARS, {"lr": 0.5, "weight_decay": 1e-2, "nesterov": True}),
     (LARS, {"lr": 0.5, "weight_decay": 1e-2, "momentum_form": "torch", "trust_coefficient": 0.02}),
-    (LARS, {"lr": 0.5, "weight_decay": 1e-2, "momentum_form": "torch", "nesterov": True, "maximize": True}),
+    (
+        LARS,
+        {
+            "lr": 0.5,
+            "weight_decay": 1e-2,
+            "momentum_form": "torch",
+            "nesterov": True,
+            "maximize": True,
+        },
+    ),
     (LARS, {"lr": 0.01, "weight_decay": 1e-2, "adapt": False}),
     (LAMB, {"lr": 0.01}),
-    (LAMB, {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.0, "bias_correction": False}),
+    (
+        LAMB,
+        {
+            "lr": 0.01,
+            "betas": (0.8, 0.95),
+            "eps": 1e-3,
+            "weight_decay": 0.0,
+            "bias_correction": False,
+        },
+    ),
     (LAMB, {"lr": 0.01, "trust_clip": 0.7, "maximize": True}),
     (LAMB, {"lr": 0.01, "max_grad_norm": 1.0}),
     (LAMB, {"lr": 0.01, "weight_decay": 0.1, "adapt": False}),
@@ -54,15 +74,25 @@ def test_equals_the_papers_in_numpy(setting, way):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.05])
 def test_lamb_equals_optax(way, weight_decay):
     expected = trained_by_optax("lamb", 0.01, b1=0.9, b2=0.999, eps=1e-6, weight_decay=weight_decay)
-    check_against_optax(expected, lambda params: LAMB(params, lr=0.01, weight_decay=weight_decay, **way))
+    check_against_optax(
+        expected, lambda params: LAMB(params, lr=0.01, weight_decay=weight_decay, **way)
+    )
 
 
 @every_way
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_lars_without_weight_decay_equals_optax(way, nesterov):
-    settings = {"weight_decay": 0.0, "momentum": 0.9, "nesterov": nesterov, "trust_coefficient": 0.001, "eps": 1e-4}
+    settings = {
+        "weight_decay": 0.0,
+        "momentum": 0.9,
+        "nesterov": nesterov,
+        "trust_coefficient": 0.001,
+        "eps": 1e-4,
+    }
     expected = trained_by_optax("lars", 0.5, **settings)
-    check_against_optax(expected, lambda params: LARS(params, lr=0.5, nesterov=nesterov, eps=1e-4, **way))
+    check_against_optax(
+        expected, lambda params: LARS(params, lr=0.5, nesterov=nesterov, eps=1e-4, **way)
+    )
 
 
 @functools.cache
@@ -78,7 +108,9 @@ def trained_by_optax(name, lr, **settings):
         update = jax.jit(transform.update)
         for step in range(NUM_STEPS):
             set_random_grads(params, step)
-            updates, state = update([jax.numpy.asarray(p.grad.numpy()) for p in params], state, weights)
+            updates, state = update(
+                [jax.numpy.asarray(p.grad.numpy()) for p in params], state, weights
+            )
             weights = optax.apply_updates(weights, updates)
         return [torch.from_numpy(np.array(weight)) for weight in weights]
 

@@ -22,7 +22,10 @@ from tests.optim.ways import (
 def test_lars_without_momentum(dtype):
     """torch's fused SGD takes no momentum buffer then, which LARS keeps in its state."""
     params, others = (random_params(dtype=dtype, shapes=[(70_000,), (5, 3)]) for _ in range(2))
-    optimizer, expected = LARS(params, lr=0.1, momentum=0.0), LARS(others, lr=0.1, momentum=0.0, foreach=False)
+    optimizer, expected = (
+        LARS(params, lr=0.1, momentum=0.0),
+        LARS(others, lr=0.1, momentum=0.0, foreach=False),
+    )
     for step in range(2):
         for o, p in ((optimizer, params), (expected, others)):
             set_random_grads(p, step)
@@ -33,7 +36,9 @@ def test_lars_without_momentum(dtype):
 
 def peak_bytes(profile):
     """Largest sum of tensor memory that was taken and not yet given back."""
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     running = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         running += event.nbytes()
@@ -43,9 +48,13 @@ def peak_bytes(profile):
 
 @pytest.mark.ranks
 @every_optimizer
-@pytest.mark.parametrize("way", [{}, *([{"fused": True}] if compiler.find_compiler() else [])], ids=str)
+@pytest.mark.parametrize(
+    "way", [{}, *([{"fused": True}] if compiler.find_compiler() else [])], ids=str
+)
 @pytest.mark.parametrize("low_precision", [False, True])
-def test_a_step_takes_less_than_five_percent_of_the_parameters_memory(optimizer_class, way, low_precision):
+def test_a_step_takes_less_than_five_percent_of_the_parameters_memory(
+    optimizer_class, way, low_precision
+):
     dtype = torch.bfloat16 if low_precision else torch.float32
     sizes = [1 << 20] * 3 + [1 << 18] * (48 if low_precision else 16) + [100_003] * 60 + [64] * 100
     params = [torch.ones(size, dtype=dtype, requires_grad=True) for size in sizes]
@@ -53,7 +62,9 @@ def test_a_step_takes_less_than_five_percent_of_the_parameters_memory(optimizer_
         param.grad = torch.ones_like(param)
     optimizer = optimizer_class(params, lr=0.1, weight_decay=0.01, **way)
     optimizer.step()  # makes the state, compiles
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         optimizer.step()
     assert peak_bytes(profile) < 0.05 * sum(param.nbytes for param in params)
 
@@ -75,7 +86,9 @@ def test_the_bits_do_not_depend_on_the_run(optimizer_class, way):
 
 @pytest.mark.parametrize("size", [1, 33, 65_543])
 def test_lambs_one_sweep_move_leaves_the_state_alone(size):
-    """It calls torch's AdamW kernel with betas just below 1, which must not change a bit of the averages."""
+    """It calls torch's AdamW kernel with betas just below 1, which must not change a bit of the
+    averages.
+    """
     generator = torch.Generator().manual_seed(size)
     w, m, v, exponents = torch.randn(4, size, dtype=torch.float64, generator=generator)
     m, v = (m * 10 ** (8 * exponents)).float(), (v.square() * 10 ** (-8 * exponents)).float()

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from lightning_ring.optim import LAMB, LARS
-from tests.optim.ways import every_optimizer, every_way, random_params, relative_difference, set_random_grads
+from tests.optim.ways import (
+    every_optimizer,
+    every_way,
+    random_params,
+    relative_difference,
+    set_random_grads,
+)
 
 SHAPES = [(40, 7), (300,), (1,), (), (0,), (70_001,)]
 # Where each tensor is cut, as shares of its length: ranks get equal, ragged and empty slices.
@@ -20,7 +26,16 @@ CUTS = {
 }
 SETTINGS = [
     (LARS, {"lr": 0.5, "weight_decay": 0.01}),
-    (LARS, {"lr": 0.5, "weight_decay": 0.01, "momentum_form": "torch", "nesterov": True, "skip_nonfinite": True}),
+    (
+        LARS,
+        {
+            "lr": 0.5,
+            "weight_decay": 0.01,
+            "momentum_form": "torch",
+            "nesterov": True,
+            "skip_nonfinite": True,
+        },
+    ),
     (LAMB, {"lr": 0.01}),
     (LAMB, {"lr": 0.01, "max_grad_norm": 1.0, "skip_nonfinite": True}),
 ]
@@ -57,7 +72,9 @@ def cut(tensor, shares, rank):
 
 
 def train_sharded(cls, kwargs, way, shares, dtype, in_place=True, num_steps=4, bad_step=None):
-    """Weights put together again, from ranks that each hold slices; calls of the reduction; skipped steps by rank."""
+    """Weights put together again, from ranks that each hold slices; calls of the reduction;
+    skipped steps by rank.
+    """
     world_size = len(shares) + 1
     reduction = SumOverRanks(world_size, in_place)
     whole = random_params(dtype=dtype, shapes=SHAPES)
@@ -66,7 +83,8 @@ def train_sharded(cls, kwargs, way, shares, dtype, in_place=True, num_steps=4, b
         slices = [cut(p, shares, rank).requires_grad_() for p in whole]
         groups = [{"params": slices[:2]}, {"params": slices[2:], "adapt": False}]
         optimizer = cls(groups, **kwargs, **way)
-        optimizer.norm_all_reduce = reduction.on(rank)  # after construction, as the strategy sets it
+        # after construction, as the strategy sets it
+        optimizer.norm_all_reduce = reduction.on(rank)
         full = random_params(dtype=dtype, shapes=SHAPES)
         for step in range(num_steps):
             set_grads(full, step, bad_step)
@@ -76,7 +94,10 @@ def train_sharded(cls, kwargs, way, shares, dtype, in_place=True, num_steps=4, b
         return slices, optimizer
 
     with ThreadPoolExecutor(world_size) as pool:
-        results = [future.result(timeout=120) for future in [pool.submit(rank_main, r) for r in range(world_size)]]
+        results = [
+            future.result(timeout=120)
+            for future in [pool.submit(rank_main, r) for r in range(world_size)]
+        ]
     weights = [torch.cat([slices[i].detach() for slices, _ in results]) for i in range(len(SHAPES))]
     return weights, reduction.calls, [optimizer for _, optimizer in results]
 
@@ -111,7 +132,9 @@ def test_equals_one_rank_with_whole_tensors(setting, way, shares):
         assert calls == [4 * per_step] * (len(shares) + 1)
         for optimizer in optimizers:
             assert torch.equal(optimizer.trust_ratios, optimizers[0].trust_ratios)
-            torch.testing.assert_close(optimizer.trust_ratios, whole.trust_ratios, rtol=10 * tolerance, atol=0)
+            torch.testing.assert_close(
+                optimizer.trust_ratios, whole.trust_ratios, rtol=10 * tolerance, atol=0
+            )
 
 
 @every_optimizer
@@ -119,7 +142,9 @@ def test_equals_one_rank_with_whole_tensors(setting, way, shares):
 def test_the_function_may_return_the_sum(optimizer_class, way):
     kwargs = {"lr": 0.1}
     in_place, _, _ = train_sharded(optimizer_class, kwargs, way, [0.3], torch.float64)
-    returned, _, _ = train_sharded(optimizer_class, kwargs, way, [0.3], torch.float64, in_place=False)
+    returned, _, _ = train_sharded(
+        optimizer_class, kwargs, way, [0.3], torch.float64, in_place=False
+    )
     for a, b in zip(in_place, returned, strict=True):
         assert torch.equal(a, b)
 

@@ -74,7 +74,10 @@ def test_round_trip_after_add_param_group(optimizer_class, way):
 @every_way
 def test_a_group_added_later_keeps_the_others_state(optimizer_class, way):
     whole, grown = random_params(shapes=[(5,), (6, 2)]), random_params(shapes=[(5,), (6, 2)])
-    optimizer, growing = optimizer_class(whole, lr=0.1, **way), optimizer_class(grown[:1], lr=0.1, **way)
+    optimizer, growing = (
+        optimizer_class(whole, lr=0.1, **way),
+        optimizer_class(grown[:1], lr=0.1, **way),
+    )
     for step in range(4):
         if step == 2:
             growing.add_param_group({"params": grown[1:]})
@@ -109,7 +112,10 @@ def test_across_dtypes_state_keeps_its_precision(optimizer_class, source, target
 def test_between_ways_to_run(optimizer_class, source, target):
     """How to run is this machine's affair: it is not loaded from the checkpoint."""
     params, others = random_params(), random_params(seed=1)
-    optimizer, other = optimizer_class(params, **WAYS[source]), optimizer_class(others, **WAYS[target])
+    optimizer, other = (
+        optimizer_class(params, **WAYS[source]),
+        optimizer_class(others, **WAYS[target]),
+    )
     take_steps(optimizer, params, 0, 3)
     continued(optimizer, params, others, other)
     assert other.options == optimizer_class(random_params(), **WAYS[target]).options
@@ -133,7 +139,9 @@ def test_loaded_state_shares_no_memory_with_the_checkpoint(optimizer_class):
 
 @every_optimizer
 @every_way
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"]
+)
 def test_copies_go_on_alone(optimizer_class, way, duplicate):
     params = random_params()
     optimizer = optimizer_class(params, lr=0.1, skip_nonfinite=True, **way)
@@ -159,7 +167,9 @@ def test_hooks_of_others_see_and_change_what_is_loaded(optimizer_class):
 
     seen = []
     other.register_load_state_dict_pre_hook(doubled)
-    other.register_load_state_dict_post_hook(lambda o: seen.append(o.state[others[2]][name].clone()))
+    other.register_load_state_dict_post_hook(
+        lambda o: seen.append(o.state[others[2]][name].clone())
+    )
     other.load_state_dict(optimizer.state_dict())
     assert torch.equal(seen[0], optimizer.state[params[2]][name] * 2)
 
@@ -168,7 +178,10 @@ def test_hooks_of_others_see_and_change_what_is_loaded(optimizer_class):
 @every_way
 def test_trust_ratios_can_be_read(optimizer_class, way):
     weight, bias, unused = random_params(shapes=[(4, 3), (4,), (2,)])
-    groups = [{"params": [("layer.weight", weight)]}, {"params": [("bias", bias), ("unused", unused)], "adapt": False}]
+    groups = [
+        {"params": [("layer.weight", weight)]},
+        {"params": [("bias", bias), ("unused", unused)], "adapt": False},
+    ]
     optimizer = optimizer_class(groups, lr=0.1, weight_decay=0.01, **way)
     assert torch.isnan(optimizer.trust_ratios).all()
     set_random_grads([weight, bias], 0)
@@ -187,4 +200,6 @@ def test_trust_ratios_can_be_read(optimizer_class, way):
     kept = optimizer.trust_ratios
     set_random_grads([weight, bias], 1)
     optimizer.step()
-    assert float(kept[0]) == named["layer.weight"], "what was read must not change with the next step"
+    assert float(kept[0]) == named["layer.weight"], (
+        "what was read must not change with the next step"
+    )

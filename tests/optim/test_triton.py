@@ -11,19 +11,28 @@ import torch
 
 from lightning_ring.optim.engine.parameter_list import TensorKind
 from lightning_ring.optim.engine.triton_kernel import BLOCK, CHUNK, compile_module
-from tests.optim.ways import INTERPRETED, every_optimizer, random_params, relative_difference, set_random_grads
+from tests.optim.ways import (
+    INTERPRETED,
+    every_optimizer,
+    random_params,
+    relative_difference,
+    set_random_grads,
+)
 from tests.processes import ROOT, run
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine"
+)
 
 
 @pytest.mark.ranks
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
 @pytest.mark.timeout(600)
 def test_under_the_interpreter():
-    # converges is 150 steps, the oracles 50: hours for an interpreter; the battery compares with the plain way.
+    # converges is 150 steps, the oracles 50: hours for an interpreter; the battery compares with
+    # the plain way.
     which = "fused and (test_battery and not converges)"
     files = [str(ROOT / "tests" / "optim" / "test_battery.py")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, "-k"]
@@ -49,7 +58,9 @@ ARGUMENTS = {
 @pytest.mark.ranks
 @pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
 @pytest.mark.parametrize(
-    ("weight", "mirror"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)], ids=str
+    ("weight", "mirror"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)],
+    ids=str,
 )
 @every_optimizer
 def test_it_compiles_for_real_gpus(optimizer_class, weight, mirror, tmp_path, monkeypatch):
@@ -79,8 +90,12 @@ def test_it_compiles_for_real_gpus(optimizer_class, weight, mirror, tmp_path, mo
 @pytest.mark.gpu
 @needs_gpu
 @every_optimizer
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("way", [{}, {"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+@pytest.mark.parametrize(
+    "way", [{}, {"fused": True}, {"foreach": True}, {"foreach": False}], ids=str
+)
 def test_on_cuda(optimizer_class, way, dtype):
     shapes = [(), (0,), (7,), (300, 70), (64, 3, 7, 7), (100_003,)]
     params = [p.detach().cuda().requires_grad_() for p in random_params(dtype=dtype, shapes=shapes)]
@@ -93,7 +108,12 @@ def test_on_cuda(optimizer_class, way, dtype):
             copied.grad = param.grad.double().cpu()
         optimizer.step()
         oracle.step()
-    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    tolerance = {
+        torch.float64: 1e-12,
+        torch.float32: 2e-6,
+        torch.bfloat16: 2e-2,
+        torch.float16: 2e-3,
+    }[dtype]
     for param, copied in zip(params, copies, strict=True):
         assert relative_difference(param.cpu(), copied) < tolerance
 
@@ -120,7 +140,10 @@ def test_the_step_waits_for_nothing(optimizer_class, way):
 @needs_gpu
 @every_optimizer
 def test_in_a_cuda_graph(optimizer_class):
-    params = [p.detach().cuda().requires_grad_() for p in random_params(dtype=torch.float32, shapes=[(300, 70), (50,)])]
+    params = [
+        p.detach().cuda().requires_grad_()
+        for p in random_params(dtype=torch.float32, shapes=[(300, 70), (50,)])
+    ]
     others = [p.detach().clone().requires_grad_() for p in params]
     lr = torch.tensor(0.1, device="cuda")
     optimizer = optimizer_class(params, lr=lr, capturable=True)

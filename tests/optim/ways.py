@@ -1,4 +1,6 @@
-"""What the shared battery runs over: every optimizer in ``optim.__all__``, every way to run it here."""
+"""What the shared battery runs over: every optimizer in ``optim.__all__``, every way to run it
+here.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,13 @@ import torch
 
 from lightning_ring import optim
 
-OPTIMIZERS = [getattr(optim, name) for name in optim.__all__ if isinstance(getattr(optim, name), type)]
+OPTIMIZERS = [
+    getattr(optim, name) for name in optim.__all__ if isinstance(getattr(optim, name), type)
+]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU_WAYS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-# Under Triton's interpreter the fused way is the Triton kernel; the others have had their turn without it.
+# Under Triton's interpreter the fused way is the Triton kernel; the others have had their turn
+# without it.
 WAYS = {"fused": {"fused": True}} if INTERPRETED else CPU_WAYS
 
 every_optimizer = pytest.mark.parametrize("optimizer_class", OPTIMIZERS, ids=lambda c: c.__name__)
@@ -21,9 +26,14 @@ every_way = pytest.mark.parametrize("way", list(WAYS.values()), ids=list(WAYS))
 SHAPES = [(), (1,), (7,), (0,), (3, 0), (5, 3), (4, 3, 3, 3), (300,)]
 
 
-def random_params(seed: int = 0, dtype: torch.dtype = torch.float64, shapes: list[tuple[int, ...]] = SHAPES):
+def random_params(
+    seed: int = 0, dtype: torch.dtype = torch.float64, shapes: list[tuple[int, ...]] = SHAPES
+):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
 
 
 def set_random_grads(params: list[torch.Tensor], step: int) -> None:
@@ -36,4 +46,8 @@ def set_random_grads(params: list[torch.Tensor], step: int) -> None:
 def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference over the norm of ``expected``; 0 for empty tensors."""
     actual, expected = actual.detach().double(), expected.detach().double()
-    return float((actual - expected).norm() / expected.norm().clamp(min=1e-300)) if expected.numel() else 0.0
+    return (
+        float((actual - expected).norm() / expected.norm().clamp(min=1e-300))
+        if expected.numel()
+        else 0.0
+    )

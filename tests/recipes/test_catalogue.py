@@ -14,13 +14,23 @@ from lightning_ring.errors import ConfigurationError
 from recipes.catalogue.make import FAMILIES, SPLITS, Catalogue, make_catalogue, photographs, take
 
 TINY = Catalogue(
-    seen=1, unseen=1, most=4, fewest=2, val_photographs=1, test_photographs=1, unseen_photographs=2, size=32
+    seen=1,
+    unseen=1,
+    most=4,
+    fewest=2,
+    val_photographs=1,
+    test_photographs=1,
+    unseen_photographs=2,
+    size=32,
 )
 
 
 def digests(folder: Path) -> dict[str, str]:
     files = sorted(folder.rglob("*.jpg"))
-    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+    }
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +41,32 @@ def made(tmp_path_factory) -> Path:
 def test_same_arguments_give_the_same_bytes_on_any_number_of_processes(made, tmp_path):
     again = make_catalogue(tmp_path / "again", TINY, num_workers=1)
     assert digests(made) == digests(again)
-    assert len(set(digests(made).values())) == len(list(photographs(TINY)))  # no two photographs are the same
+    # no two photographs are the same
+    assert len(set(digests(made).values())) == len(list(photographs(TINY)))
 
 
 def test_another_seed_is_another_catalogue():
     photo = next(photographs(TINY))
-    pictures = [np.asarray(take(Catalogue(size=32, seed=seed), photo)[0], dtype=float) for seed in (0, 0, 1)]
+    pictures = [
+        np.asarray(take(Catalogue(size=32, seed=seed), photo)[0], dtype=float) for seed in (0, 0, 1)
+    ]
     assert np.array_equal(pictures[0], pictures[1])
     assert np.abs(pictures[0] - pictures[2]).mean() > 5
 
 
 def test_default_has_five_families_150_classes_and_a_long_tail():
     everything = list(photographs(Catalogue()))
-    classes = {split: {(p.family, p.number) for p in everything if p.split == split} for split in SPLITS}
+    classes = {
+        split: {(p.family, p.number) for p in everything if p.split == split} for split in SPLITS
+    }
     assert len(FAMILIES) == 5
     assert len(classes["train"]) == 110
     assert classes["val"] == classes["test"] == classes["train"]
     assert len(classes["unseen"]) == 40
     assert not classes["unseen"] & classes["train"]
     sizes = [
-        sum(p.split == "train" and (p.family, p.number) == c for p in everything) for c in sorted(classes["train"])
+        sum(p.split == "train" and (p.family, p.number) == c for p in everything)
+        for c in sorted(classes["train"])
     ]
     assert (max(sizes), min(sizes)) == (100, 5)
     assert sorted(sizes)[55] < np.mean(sizes)  # most classes have fewer than the mean
@@ -84,7 +100,8 @@ def test_interrupted_drawing_leaves_nothing(tmp_path, monkeypatch):
     def stopped(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(recipes.catalogue.make.json, "dumps", stopped_after(2, stopped))  # the record is written last
+    # the record is written last
+    monkeypatch.setattr(recipes.catalogue.make.json, "dumps", stopped_after(2, stopped))
     with pytest.raises(KeyboardInterrupt):
         make_catalogue(tmp_path / "catalogue", TINY, num_workers=1)
     assert list(tmp_path.iterdir()) == []
@@ -98,7 +115,9 @@ def stopped_after(calls: int, stopped):
     return lambda *args, **kwargs: stopped() if next(count) == calls else original(*args, **kwargs)
 
 
-@pytest.mark.parametrize("arguments", [{"fewest": 0}, {"most": 3, "fewest": 4}, {"size": 8}, {"test_photographs": 0}])
+@pytest.mark.parametrize(
+    "arguments", [{"fewest": 0}, {"most": 3, "fewest": 4}, {"size": 8}, {"test_photographs": 0}]
+)
 def test_impossible_catalogues_are_refused(arguments):
     with pytest.raises(ConfigurationError, match="a catalogue needs"):
         Catalogue(**arguments)

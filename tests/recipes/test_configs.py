@@ -47,7 +47,9 @@ TINY_CATALOGUE = (
 
 @pytest.mark.parametrize("experiment", options("experiment"))
 def test_every_experiment_can_be_built(experiment, composed):
-    config = composed(f"experiment={experiment}", "trainer.accelerator=cpu", "trainer.precision=32-true")
+    config = composed(
+        f"experiment={experiment}", "trainer.accelerator=cpu", "trainer.precision=32-true"
+    )
     assert config.name == experiment
     model, data = recipes.train.model_and_data(config)
     trainer = instantiate(
@@ -62,7 +64,9 @@ def test_every_experiment_can_be_built(experiment, composed):
     optimizer = instantiate(config.optimizer)(model.parameters())
     assert optimizer.param_groups[0]["lr"] == config.optimizer.lr
     factor = instantiate(config.schedule)(total=40 * config.trainer.max_epochs)
-    assert max(factor(step) for step in range(40 * config.trainer.max_epochs)) == pytest.approx(1.0, abs=0.01)
+    assert max(factor(step) for step in range(40 * config.trainer.max_epochs)) == pytest.approx(
+        1.0, abs=0.01
+    )
     assert factor(40 * config.trainer.max_epochs) < 0.01
 
 
@@ -85,7 +89,11 @@ def test_digits_fill_a_batch_of_the_model(composed):
 )
 def test_lars_has_the_reference_rows_of_mlperf(row, values, composed):
     config = composed("experiment=imagenet_resnet50_lars", f"lars_batch={row}")
-    optimizer, warmup, epochs = config.optimizer, config.schedule.warmup_epochs, config.trainer.max_epochs
+    optimizer, warmup, epochs = (
+        config.optimizer,
+        config.schedule.warmup_epochs,
+        config.trainer.max_epochs,
+    )
     rates = (optimizer.lr, warmup, optimizer.momentum, optimizer.weight_decay)
     assert (config.data.batch_size, *rates, epochs) == values
     assert config.model.label_smoothing == 0.1
@@ -93,14 +101,19 @@ def test_lars_has_the_reference_rows_of_mlperf(row, values, composed):
 
 def test_goyals_schedule_warms_up_from_the_unscaled_rate_and_steps_by_epochs(composed):
     config = composed("experiment=imagenet_resnet50")
-    rate = [config.optimizer.lr * instantiate(config.schedule)(total=900)(10 * epoch) for epoch in range(90)]
+    rate = [
+        config.optimizer.lr * instantiate(config.schedule)(total=900)(10 * epoch)
+        for epoch in range(90)
+    ]
     assert rate[0] == pytest.approx(0.1)
     assert rate[5] == rate[29] == pytest.approx(0.1 * config.data.batch_size / 256)
     assert [rate[30], rate[60], rate[80]] == pytest.approx([0.32, 0.032, 0.0032])
 
 
 @pytest.mark.parametrize("schedule", options("schedule"))
-@pytest.mark.parametrize("experiment", [name for name in options("experiment") if name.startswith("imagenet")])
+@pytest.mark.parametrize(
+    "experiment", [name for name in options("experiment") if name.startswith("imagenet")]
+)
 def test_every_schedule_fits_the_experiments_in_epochs(experiment, schedule, composed):
     config = composed(f"experiment={experiment}", f"schedule={schedule}", "trainer.max_epochs=90")
     factor = instantiate(config.schedule)(total=900)
@@ -126,7 +139,10 @@ def test_every_argument_of_the_strategy_can_be_set_and_has_its_default(name, com
         for key, parameter in inspect.signature(RingStrategy).parameters.items()
         if key not in lightnings
     }
-    given = {key: instantiate(value) if OmegaConf.is_dict(value) else value for key, value in config.items()}
+    given = {
+        key: instantiate(value) if OmegaConf.is_dict(value) else value
+        for key, value in config.items()
+    }
     assert given.pop("_target_") == "lightning_ring.RingStrategy"
     assert given == arguments | {"shard_optimizer": name == "ring_sharded"}
     assert instantiate(config).options.shard_optimizer == (name == "ring_sharded")
@@ -134,7 +150,10 @@ def test_every_argument_of_the_strategy_can_be_set_and_has_its_default(name, com
 
 def test_a_gpu_that_is_not_there_is_told_before_torch_is_imported(composed, monkeypatch):
     monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter(()))
-    with pytest.raises(ConfigurationError, match=r"imagenet_resnet50 trains on a GPU.*trainer=cpu trainer.devices=2"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"imagenet_resnet50 trains on a GPU.*trainer=cpu trainer.devices=2",
+    ):
         recipes.start.check(composed("experiment=imagenet_resnet50"))
     recipes.start.check(composed("experiment=imagenet_resnet50", "trainer=cpu"))
 
@@ -150,14 +169,30 @@ SLOWER = [pytest.param(sampler, marks=pytest.mark.ranks) for sampler in ("balanc
 
 
 @pytest.mark.parametrize("sampler", ["pxk", *SLOWER])
-def test_scan_to_identify_takes_two_steps_and_retrieves(sampler, composed, catalogue, tmp_path, capsys):
-    config = composed("experiment=scan_to_identify", *TINY_CATALOGUE, catalogue, f"data.sampler={sampler}")
+def test_scan_to_identify_takes_two_steps_and_retrieves(
+    sampler, composed, catalogue, tmp_path, capsys
+):
+    config = composed(
+        "experiment=scan_to_identify", *TINY_CATALOGUE, catalogue, f"data.sampler={sampler}"
+    )
     metrics = recipes.train.train(config)
-    assert {"test/R@1", "test/MAP@R", "test/accuracy", "test/accuracy_rare", "test_unseen/R@1"} <= set(metrics)
-    assert {"test_unseen_in_all/MAP@R", "test_unseen_equal/R@1", "test_unseen_in_all/pixels_R@1"} <= set(metrics)
+    assert {
+        "test/R@1",
+        "test/MAP@R",
+        "test/accuracy",
+        "test/accuracy_rare",
+        "test_unseen/R@1",
+    } <= set(metrics)
+    assert {
+        "test_unseen_in_all/MAP@R",
+        "test_unseen_equal/R@1",
+        "test_unseen_in_all/pixels_R@1",
+    } <= set(metrics)
     assert all(0 <= value <= 1 for value in metrics.values())
     assert "test, unseen: R@1 " in capsys.readouterr().out
-    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)["global_step"] == 2
+    assert (
+        torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)["global_step"] == 2
+    )
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["ranks"], result["steps"], result["metrics"]) == (1, 2, metrics)
 
@@ -170,7 +205,10 @@ def test_every_loss_and_its_miner_make_an_embedding_better(loss, composed):
         model.sharded_head.join(None)
     weights = [model.sharded_head.weight] if model.sharded_head is not None else []
     torch.manual_seed(0)
-    embeddings, labels = torch.randn(24, config.model.embedding_size, requires_grad=True), torch.arange(24) % 4
+    embeddings, labels = (
+        torch.randn(24, config.model.embedding_size, requires_grad=True),
+        torch.arange(24) % 4,
+    )
     optimizer = torch.optim.Adam([embeddings, *model.metric_loss.parameters(), *weights], lr=0.05)
     losses = []
     for _ in range(20):
@@ -184,16 +222,26 @@ def test_every_loss_and_its_miner_make_an_embedding_better(loss, composed):
 @pytest.mark.ranks  # takes seconds
 def test_own_packed_images_take_the_catalogues_place(composed, catalogue):
     own = [option for option in TINY_CATALOGUE if "drawing" not in option]
-    _, data = recipes.train.model_and_data(composed("experiment=scan_to_identify", *TINY_CATALOGUE, catalogue))
+    _, data = recipes.train.model_and_data(
+        composed("experiment=scan_to_identify", *TINY_CATALOGUE, catalogue)
+    )
     data.prepare_data()
-    config = composed("experiment=scan_to_identify", "data=shards", *own, f"{catalogue}/shards", "data.indices=true")
+    config = composed(
+        "experiment=scan_to_identify",
+        "data=shards",
+        *own,
+        f"{catalogue}/shards",
+        "data.indices=true",
+    )
     metrics = recipes.train.train(config)
     assert {"test/R@1", "test_unseen/R@1"} <= set(metrics)
 
 
 @pytest.mark.ranks  # takes seconds
 def test_bottleneck_measures_and_trains_nothing(composed, catalogue, tmp_path, capsys):
-    config = composed("experiment=bottleneck", *TINY_CATALOGUE, catalogue, "callbacks.gap_meter.steps=4")
+    config = composed(
+        "experiment=bottleneck", *TINY_CATALOGUE, catalogue, "callbacks.gap_meter.steps=4"
+    )
     config.trainer.limit_train_batches = 1.0
     assert recipes.train.train(config) == {}
     output = capsys.readouterr().out
@@ -202,15 +250,20 @@ def test_bottleneck_measures_and_trains_nothing(composed, catalogue, tmp_path, c
 
 
 def test_packed_images_that_are_not_there_are_told_with_the_command(composed, tmp_path):
-    _, data = recipes.train.model_and_data(composed("experiment=imagenet_resnet50", f"data.folder={tmp_path}"))
+    _, data = recipes.train.model_and_data(
+        composed("experiment=imagenet_resnet50", f"data.folder={tmp_path}")
+    )
     with pytest.raises(
-        ConfigurationError, match=f"{tmp_path} holds no .* lightning-ring pack IMAGES/train {tmp_path}/train"
+        ConfigurationError,
+        match=f"{tmp_path} holds no .* lightning-ring pack IMAGES/train {tmp_path}/train",
     ):
         data.setup("fit")
 
 
 def test_another_number_of_classes_is_told(composed, catalogue):
-    config = composed("experiment=scan_to_identify", *TINY_CATALOGUE, catalogue, "data.num_classes=7")
+    config = composed(
+        "experiment=scan_to_identify", *TINY_CATALOGUE, catalogue, "data.num_classes=7"
+    )
     _, data = recipes.train.model_and_data(config)
     data.prepare_data()
     with pytest.raises(ConfigurationError, match=r"holds 5 classes.*Set data.num_classes=5"):
@@ -220,17 +273,26 @@ def test_another_number_of_classes_is_told(composed, catalogue):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("optimizer", "schedule"),
-    sorted({(name, "cosine") for name in options("optimizer")} | {("sgd", name) for name in ("cosine", "poly")}),
+    sorted(
+        {(name, "cosine") for name in options("optimizer")}
+        | {("sgd", name) for name in ("cosine", "poly")}
+    ),
 )
 def test_every_optimizer_and_every_schedule_learns(optimizer, schedule, composed):
-    """From the learning rate of its file at the peak down to almost none; biases and BatchNorm do not decay."""
-    config = composed("experiment=debug", f"optimizer={optimizer}", f"schedule={schedule}", "trainer.max_epochs=3")
+    """From the learning rate of its file at the peak down to almost none; biases and BatchNorm
+    do not decay.
+    """
+    config = composed(
+        "experiment=debug", f"optimizer={optimizer}", f"schedule={schedule}", "trainer.max_epochs=3"
+    )
     config.trainer.limit_train_batches = 1.0
     result = recipes.train.train(config)
     assert result["test/accuracy"] > 0.8
     logs = EventAccumulator(HydraConfig.get().runtime.output_dir)
     logs.Reload()
-    (tag,) = {tag for tag in logs.Tags()["scalars"] if tag.startswith("lr-") and tag.endswith("pg1")}
+    (tag,) = {
+        tag for tag in logs.Tags()["scalars"] if tag.startswith("lr-") and tag.endswith("pg1")
+    }
     rates = [event.value for event in logs.Scalars(tag)]
     assert max(rates) == pytest.approx(config.optimizer.lr, rel=0.02)
     assert rates[-1] < 0.01 * max(rates)
@@ -260,7 +322,8 @@ def test_folder_of_a_run_is_rank_zeros_only(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     folder = str(tmp_path / "logs" / "x")
     assert recipes.train.rank_zero_folder(folder) == folder
-    monkeypatch.setenv("SLURM_PROCID", "0")  # an sbatch job sets it to 0 for all that mpirun starts inside
+    # an sbatch job sets it to 0 for all that mpirun starts inside
+    monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     other = Path(recipes.train.rank_zero_folder(folder))
     assert other.is_dir()
@@ -280,7 +343,10 @@ def test_debug_experiment_takes_two_steps_and_its_checkpoint_resumes(composed, t
 
 @pytest.mark.ranks  # takes seconds
 def test_run_is_the_same_for_the_same_seed(composed):
-    losses = [recipes.train.train(composed("experiment=debug", f"seed={seed}"))["test/loss"] for seed in (1, 1, 2)]
+    losses = [
+        recipes.train.train(composed("experiment=debug", f"seed={seed}"))["test/loss"]
+        for seed in (1, 1, 2)
+    ]
     assert losses[0] == losses[1] != losses[2]
 
 
@@ -289,6 +355,10 @@ def test_the_last_checkpoint_is_the_last_also_where_it_is_not_the_best(composed,
     # of epochs, the first has the least number
     best = ("callbacks.checkpoint.monitor=epoch", "+callbacks.checkpoint.mode=min")
     recipes.train.train(composed("experiment=debug", "trainer.max_epochs=3", *best))
-    steps = {name: torch.load(tmp_path / "checkpoints" / f"{name}.ckpt", weights_only=False)["global_step"]
-             for name in ("best", "last")}  # fmt: skip
+    steps = {
+        name: torch.load(tmp_path / "checkpoints" / f"{name}.ckpt", weights_only=False)[
+            "global_step"
+        ]
+        for name in ("best", "last")
+    }
     assert steps == {"best": 2, "last": 6}

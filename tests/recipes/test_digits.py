@@ -63,18 +63,26 @@ def test_parts_share_no_image():
     sizes = {name: len(dataset) for name, dataset in data.datasets.items()}
     assert sum(sizes.values()) == 1797
     assert sizes["test"] == 359
-    scans = [image.numpy().tobytes() for dataset in data.datasets.values() for image in dataset.tensors[0]]
+    scans = [
+        image.numpy().tobytes()
+        for dataset in data.datasets.values()
+        for image in dataset.tensors[0]
+    ]
     assert len(set(scans)) == 1797
 
 
-@pytest.mark.parametrize(("batch", "world", "expected"), [(64, 1, 64), (64, 2, 32), (63, 3, 21), (4, 4, 1)])
+@pytest.mark.parametrize(
+    ("batch", "world", "expected"), [(64, 1, 64), (64, 2, 32), (63, 3, 21), (4, 4, 1)]
+)
 def test_batch_of_a_rank(batch, world, expected):
     assert per_rank_batch_size(batch, world) == expected
     loader = build(batch, world).train_dataloader()
     assert len(next(iter(loader))[0]) == expected
 
 
-@pytest.mark.parametrize(("batch", "world", "hint"), [(64, 3, "63 or 66"), (2, 4, "to 4"), (0, 2, "to 2")])
+@pytest.mark.parametrize(
+    ("batch", "world", "hint"), [(64, 3, "63 or 66"), (2, 4, "to 4"), (0, 2, "to 2")]
+)
 def test_batch_that_does_not_divide_names_the_nearest(batch, world, hint):
     with pytest.raises(ConfigurationError, match=hint):
         per_rank_batch_size(batch, world)
@@ -91,16 +99,22 @@ def test_evaluation_takes_every_image_once(world_size):
     assert len({len(loader) for loader in loaders}) == 1
     seen = torch.cat([images for loader in loaders for images, _ in loader])
     everything = build().datasets["test"].tensors[0]
-    assert sorted(map(str, seen.flatten(1).tolist())) == sorted(map(str, everything.flatten(1).tolist()))
+    assert sorted(map(str, seen.flatten(1).tolist())) == sorted(
+        map(str, everything.flatten(1).tolist())
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ranks_have_equally_many_evaluation_batches(world_size):
     for num_samples, batch_size in itertools.product(range(4, 60), (1, 2, 5, 20)):
         size = even_batch_size(num_samples, world_size, batch_size)
-        shares = [len(ExactSampler(range(num_samples), world_size, rank)) for rank in range(world_size)]
+        shares = [
+            len(ExactSampler(range(num_samples), world_size, rank)) for rank in range(world_size)
+        ]
         assert size >= batch_size
-        assert sum(shares) == num_samples == ExactSampler(range(num_samples), world_size, 0).total_size
+        assert (
+            sum(shares) == num_samples == ExactSampler(range(num_samples), world_size, 0).total_size
+        )
         assert len({-(-share // size) for share in shares}) == 1
 
 

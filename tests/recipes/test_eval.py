@@ -21,7 +21,9 @@ def folder(composed, tmp_path):
     return tmp_path, metrics
 
 
-def test_checkpoint_gives_the_metrics_of_its_run_and_values_can_be_changed(folder, monkeypatch, capsys):
+def test_checkpoint_gives_the_metrics_of_its_run_and_values_can_be_changed(
+    folder, monkeypatch, capsys
+):
     path, metrics = folder
     checkpoint = f"ckpt_path={path}/checkpoints/best.ckpt"
     monkeypatch.setattr(sys, "argv", ["eval.py", checkpoint])
@@ -29,7 +31,9 @@ def test_checkpoint_gives_the_metrics_of_its_run_and_values_can_be_changed(folde
     recipes.eval.main()
     assert f"test accuracy {metrics['test/accuracy']:.4f} on 359 images" in capsys.readouterr().out
     assert recipes.eval.saved_configuration([checkpoint, "data.batch_size=8"]).data.batch_size == 8
-    with pytest.raises(SystemExit, match=r"batch_sise.* The values of that run are in .*config\.yaml"):
+    with pytest.raises(
+        SystemExit, match=r"batch_sise.* The values of that run are in .*config\.yaml"
+    ):
         recipes.eval.saved_configuration([checkpoint, "data.batch_sise=8"])
 
 
@@ -38,10 +42,14 @@ def test_what_is_missing_is_named(tmp_path):
         recipes.eval.saved_configuration([])
     with pytest.raises(SystemExit, match=f"{tmp_path}/last.ckpt is not there"):
         recipes.eval.saved_configuration([f"ckpt_path={tmp_path}/last.ckpt"])
-    with pytest.raises(SystemExit, match=f"{tmp_path} is a folder. Name a checkpoint in it: it holds none"):
+    with pytest.raises(
+        SystemExit, match=f"{tmp_path} is a folder. Name a checkpoint in it: it holds none"
+    ):
         recipes.eval.saved_configuration([f"ckpt_path={tmp_path}"])
     (tmp_path / "last.ckpt").touch()
-    with pytest.raises(SystemExit, match=f"is a folder. Name a checkpoint in it: ckpt_path={tmp_path}/last.ckpt"):
+    with pytest.raises(
+        SystemExit, match=f"is a folder. Name a checkpoint in it: ckpt_path={tmp_path}/last.ckpt"
+    ):
         recipes.eval.saved_configuration([f"ckpt_path={tmp_path}"])
     with pytest.raises(SystemExit, match=r"\.hydra/config\.yaml is not there"):
         recipes.eval.saved_configuration([f"ckpt_path={tmp_path}/last.ckpt"])

@@ -1,4 +1,6 @@
-"""The scripts that the guide from Horovod ends in run on two ranks as they are printed; what it names exists."""
+"""The scripts that the guide from Horovod ends in run on two ranks as they are printed; what it
+names exists.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_the_script_moved_over_trains_and_saves_on_two_ranks(tmp_path: Path) -> 
     accuracies = [float(value) for value in re.findall(r"epoch \d: accuracy (0\.\d+)", output)]
     assert len(accuracies) == 5, f"one line an epoch, from rank 0 alone:\n{output}"
     assert accuracies[-1] > 0.85, output
-    assert sorted(file.name for file in tmp_path.glob("epoch*.ckpt")) == [f"epoch{epoch}.ckpt" for epoch in range(5)]
+    assert sorted(file.name for file in tmp_path.glob("epoch*.ckpt")) == [
+        f"epoch{epoch}.ckpt" for epoch in range(5)
+    ]
 
 
 @pytest.mark.ranks
@@ -40,7 +44,9 @@ def test_collectives_work_without_a_trainer(tmp_path: Path) -> None:
 
 
 def test_both_scripts_have_the_same_settings() -> None:
-    before, after = (re.findall(r"^EPOCHS, .*$", script, re.MULTILINE) for script in (BEFORE, AFTER))
+    before, after = (
+        re.findall(r"^EPOCHS, .*$", script, re.MULTILINE) for script in (BEFORE, AFTER)
+    )
     assert before == after != []
     compile(BEFORE, "before.py", "exec")
 

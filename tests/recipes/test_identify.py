@@ -16,7 +16,9 @@ from recipes.recogniser import Recogniser
 from tests.recipes.test_configs import TINY_CATALOGUE
 
 
-def test_it_finds_the_nearest_images_of_the_run_and_draws_them(composed, catalogue, tmp_path, monkeypatch, capsys):
+def test_it_finds_the_nearest_images_of_the_run_and_draws_them(
+    composed, catalogue, tmp_path, monkeypatch, capsys
+):
     config = composed("experiment=scan_to_identify", *TINY_CATALOGUE, catalogue, "test=false")
     recipes.train.train(config)
     (tmp_path / ".hydra").mkdir()
@@ -43,11 +45,16 @@ def test_it_finds_the_nearest_images_of_the_run_and_draws_them(composed, catalog
     found = recipes.identify.embeddings(model, known, CenterCrop(32, resize=32))
     nearest = (found @ found[3]).topk(2)
     of_test = run(photo, "--gallery", known.root, "-k", 2, "-o", tmp_path / "found.png")
-    assert [known.name(i) in line for i, line in zip(nearest.indices.tolist(), of_test[1:3], strict=True)] == [
+    assert [
+        known.name(i) in line
+        for i, line in zip(nearest.indices.tolist(), of_test[1:3], strict=True)
+    ] == [
         True,
         True,
     ]
-    assert [float(line.split()[1]) for line in of_test[1:3]] == pytest.approx(nearest.values.tolist(), abs=1e-3)
+    assert [float(line.split()[1]) for line in of_test[1:3]] == pytest.approx(
+        nearest.values.tolist(), abs=1e-3
+    )
     assert torch.allclose(found.norm(dim=1), torch.ones(len(known)))
 
     (tmp_path / "text.jpg").write_text("some words")

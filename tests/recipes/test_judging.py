@@ -16,23 +16,32 @@ def items(classes: int, each: int, seed: int, noise: float = 1.0) -> tuple[Tenso
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(classes).repeat_interleave(each) + 1000 * seed
     centres = torch.randn(classes, 8, generator=generator)
-    embeddings = centres.repeat_interleave(each, 0) + noise * torch.randn(len(labels), 8, generator=generator)
+    embeddings = centres.repeat_interleave(each, 0) + noise * torch.randn(
+        len(labels), 8, generator=generator
+    )
     return embeddings, labels, torch.arange(len(labels)) + 10_000 * seed
 
 
-def test_seen_and_unseen_classes_of_one_difficulty_are_equal_only_in_galleries_of_one_size() -> None:
+def test_seen_and_unseen_classes_of_one_difficulty_are_equal_only_in_galleries_of_one_size() -> (
+    None
+):
     sets = {"test": items(120, 10, 1), "test_unseen": items(20, 20, 2)}
     found = judged(sets, None, ALONE)
-    assert found["test_unseen/R@1"] > found["test/R@1"] + 0.1  # flattered: fewer classes to be mistaken for
+    # flattered: fewer classes to be mistaken for
+    assert found["test_unseen/R@1"] > found["test/R@1"] + 0.1
     assert abs(found["test_unseen_equal/R@1"] - found["test_equal/R@1"]) < 0.06
     assert found["test_unseen_in_all/R@1"] < found["test_unseen/R@1"]
 
 
-def test_galleries_of_equal_size_hold_as_many_classes_and_images_on_any_number_of_ranks(monkeypatch) -> None:
+def test_galleries_of_equal_size_hold_as_many_classes_and_images_on_any_number_of_ranks(
+    monkeypatch,
+) -> None:
     seen: list[tuple[int, list[int]]] = []
     whole = items(30, 12, 1)
 
-    def noted(self: Ranks, part: tuple[Tensor, Tensor, Tensor], gallery: object = None) -> dict[str, float]:
+    def noted(
+        self: Ranks, part: tuple[Tensor, Tensor, Tensor], gallery: object = None
+    ) -> dict[str, float]:
         _, counts = self.rows(part[1]).unique(return_counts=True)
         seen.append((int(self.rows(part[2]).sum()), counts.tolist()))
         return {}

@@ -37,7 +37,9 @@ def method(scaling: str = "none", warmup_epochs: float = 0) -> Method:
 
 def compose_study(*overrides: str) -> dict:
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return OmegaConf.to_container(compose("large_batch", overrides=list(overrides)), resolve=True)
+        return OmegaConf.to_container(
+            compose("large_batch", overrides=list(overrides)), resolve=True
+        )
 
 
 def test_images_are_some_twenty_thousand_and_always_the_same():
@@ -71,13 +73,17 @@ def test_whole_study_writes_its_report_and_goes_on_where_it_stopped(tmp_path, ca
         for size in (128, 256)
     ]
     assert all(len(cell.accuracies) == 2 for cell in cells)
-    assert {cell.batch_size: cell.steps for cell in cells} == {128: 1295 // 128 * 3, 256: 1295 // 256 * 3}
+    assert {cell.batch_size: cell.steps for cell in cells} == {
+        128: 1295 // 128 * 3,
+        256: 1295 // 256 * 3,
+    }
     assert (tmp_path / "large_batch.md").read_text() == table(cells)
     assert (tmp_path / "large_batch.png").read_bytes()[1:4] == b"PNG"
 
     record = tmp_path / "runs.jsonl"
     lines = record.read_bytes().splitlines(keepends=True)
-    record.write_bytes(b"".join(lines[:-2]) + lines[-2][:20])  # killed while it wrote the last but one
+    # killed while it wrote the last but one
+    record.write_bytes(b"".join(lines[:-2]) + lines[-2][:20])
     capsys.readouterr()
     assert study(compose_study(*TINY), tmp_path) == cells
     assert capsys.readouterr().out.count("accuracy") == 2
@@ -86,8 +92,16 @@ def test_whole_study_writes_its_report_and_goes_on_where_it_stopped(tmp_path, ca
 
 @pytest.mark.ranks
 def test_processes_give_what_one_gives(tmp_path):
-    """Through the command line: spawned workers must find the code, and results may not depend on who computed them."""
-    few = [*TINY, "batch_sizes=[256]", "~methods.sgd_linear", "~methods.lars_warmup", "~methods.lamb_warmup"]
+    """Through the command line: spawned workers must find the code, and results may not depend
+    on who computed them.
+    """
+    few = [
+        *TINY,
+        "batch_sizes=[256]",
+        "~methods.sgd_linear",
+        "~methods.lars_warmup",
+        "~methods.lamb_warmup",
+    ]
     arguments = [*few, "hydra.run.dir=" + str(tmp_path / "two"), "workers=2"]
     result = run([sys.executable, str(ROOT / "recipes" / "large_batch.py"), *arguments])
     assert result.returncode == 0, result.stdout
@@ -121,7 +135,9 @@ def test_runs_that_would_do_the_same_are_one():
     assert plain.key(replace(SETTINGS, epochs=2)) != plain.key(SETTINGS)
 
 
-@pytest.mark.parametrize(("scaling", "expected"), [("none", 0.1), ("linear", 3.2), ("sqrt", 0.1 * 32**0.5)])
+@pytest.mark.parametrize(
+    ("scaling", "expected"), [("none", 0.1), ("linear", 3.2), ("sqrt", 0.1 * 32**0.5)]
+)
 def test_learning_rate_grows_with_the_batch(scaling, expected):
     assert Run(method(scaling), 1024, 0.1, 1, "val").lr(SETTINGS) == pytest.approx(expected)
 

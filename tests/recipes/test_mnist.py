@@ -12,7 +12,12 @@ import recipes.train
 from lightning_ring.errors import ConfigurationError
 from recipes.data.mnist import MEAN, STD, Mnist
 
-IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+IDX = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
 NUM_TRAIN, NUM_TEST = 60, 20
 
 
@@ -52,7 +57,9 @@ def loaded(folder: Path) -> Mnist:
 def test_the_images_are_those_of_the_files(tmp_path):
     before = sorted(write(tmp_path).rglob("*"))
     data = loaded(tmp_path)
-    assert sorted(tmp_path.rglob("*")) == before, "the folder may be another's: nothing is written there"
+    assert sorted(tmp_path.rglob("*")) == before, (
+        "the folder may be another's: nothing is written there"
+    )
     train, train_labels, test, test_labels = arrays()
     images, labels = data.datasets["test"].tensors
     expected = (torch.from_numpy(test).double() / 255 - MEAN) / STD
@@ -61,24 +68,34 @@ def test_the_images_are_those_of_the_files(tmp_path):
     sizes = {name: len(part) for name, part in data.datasets.items()}
     assert sizes == {"train": 50, "val": 10, "test": NUM_TEST}  # a tenth of 6 a class, rounded
     together = torch.cat([data.datasets[name].tensors[0] for name in ("train", "val")])
-    assert together.sum().item() == pytest.approx(((train.astype(float) / 255 - MEAN) / STD).sum(), rel=1e-4)
-    assert sorted(torch.cat([data.datasets[name].tensors[1] for name in ("train", "val")]).tolist()) == sorted(
-        train_labels.tolist()
+    assert together.sum().item() == pytest.approx(
+        ((train.astype(float) / 255 - MEAN) / STD).sum(), rel=1e-4
     )
+    assert sorted(
+        torch.cat([data.datasets[name].tensors[1] for name in ("train", "val")]).tolist()
+    ) == sorted(train_labels.tolist())
 
 
-@pytest.mark.parametrize("content", [b"<!DOCTYPE html>", idx(arrays()[0])[:-1], idx(arrays()[0] / 255)])
+@pytest.mark.parametrize(
+    "content", [b"<!DOCTYPE html>", idx(arrays()[0])[:-1], idx(arrays()[0] / 255)]
+)
 def test_a_damaged_file_is_told(content, tmp_path):
     (write(tmp_path) / "MNIST" / "raw" / IDX[0]).write_bytes(content)
-    with pytest.raises(ConfigurationError, match=r"cannot be read from .*raw: .* Remove damaged files"):
+    with pytest.raises(
+        ConfigurationError, match=r"cannot be read from .*raw: .* Remove damaged files"
+    ):
         loaded(tmp_path)
 
 
 def test_what_cannot_be_had_is_told_with_the_command(composed, tmp_path, monkeypatch):
-    monkeypatch.setattr("torchvision.datasets.MNIST.mirrors", ["http://127.0.0.1:9/"])  # nothing listens there
-    _, data = recipes.train.model_and_data(composed("experiment=mnist_resnet50", f"data.folder={tmp_path}"))
+    # nothing listens there
+    monkeypatch.setattr("torchvision.datasets.MNIST.mirrors", ["http://127.0.0.1:9/"])
+    _, data = recipes.train.model_and_data(
+        composed("experiment=mnist_resnet50", f"data.folder={tmp_path}")
+    )
     with pytest.raises(
-        ConfigurationError, match=rf"cannot be read from {tmp_path}/MNIST/raw: .* run python -c .*download=True"
+        ConfigurationError,
+        match=rf"cannot be read from {tmp_path}/MNIST/raw: .* run python -c .*download=True",
     ):
         data.prepare_data()
     with pytest.raises(ConfigurationError, match=r"Dataset not found.* data.folder=FOLDER"):
@@ -88,7 +105,12 @@ def test_what_cannot_be_had_is_told_with_the_command(composed, tmp_path, monkeyp
 @pytest.mark.ranks
 def test_the_recipe_trains_and_tests_on_it(composed, tmp_path):
     folder = write(tmp_path / "data")
-    options = ("trainer.accelerator=cpu", "trainer.devices=1", "trainer.max_epochs=1", "schedule.warmup=1")
+    options = (
+        "trainer.accelerator=cpu",
+        "trainer.devices=1",
+        "trainer.max_epochs=1",
+        "schedule.warmup=1",
+    )
     small = ("model.network.name=resnet18", "data.batch_size=16", "data.val_fraction=0.2")
     config = composed("experiment=mnist_resnet50", f"data.folder={folder}", *small, *options)
     metrics = recipes.train.train(config)

@@ -30,13 +30,25 @@ def test_images_are_stretched_to_what_a_screen_shows():
 def test_confusion_has_axes_class_names_and_counts():
     labels, predicted = torch.tensor([0, 0, 1, 1, 1]), torch.tensor([0, 1, 1, 1, 1])
     axes, colours = confusion(predicted, labels, ["cat", "owl", "newt"], "val").axes
-    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title()) == ("predicted class", "class", "val")
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title()) == (
+        "predicted class",
+        "class",
+        "val",
+    )
     assert colours.get_ylabel() == "share of the images of a class"
     for ticks in (axes.get_xticklabels(), axes.get_yticklabels()):
         assert [tick.get_text() for tick in ticks] == ["cat", "owl", "newt"]
     # (column, row): what it was taken for, and its class
-    assert {text.get_position(): text.get_text() for text in axes.texts} == {(0, 0): "1", (1, 0): "1", (1, 1): "3"}
-    assert axes.images[0].get_array().tolist() == [[0.5, 0.5, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
+    assert {text.get_position(): text.get_text() for text in axes.texts} == {
+        (0, 0): "1",
+        (1, 0): "1",
+        (1, 1): "3",
+    }
+    assert axes.images[0].get_array().tolist() == [
+        [0.5, 0.5, 0.0],
+        [0.0, 1.0, 0.0],
+        [0.0, 0.0, 0.0],
+    ]
     assert worst_classes(predicted, labels) == [0, 1]
 
 
@@ -52,10 +64,14 @@ def test_strips_frame_right_ones_green_and_others_red():
     labels = torch.tensor([7, 7, 7, 8])
     picture = strips(torch.zeros(4, 3, 4, 4), labels, embeddings, num=4, k=1)
     cell = 4 + 6 + 3  # image, frames, padding
-    frames = [[tuple(picture[:, 4 + row * cell, 4 + column * cell].tolist()) for column in (0, 1)] for row in range(4)]
+    frames = [
+        [tuple(picture[:, 4 + row * cell, 4 + column * cell].tolist()) for column in (0, 1)]
+        for row in range(4)
+    ]
     assert [row[0] for row in frames] == [(1.0, 1.0, 1.0)] * 4
     green, red = pytest.approx((0, 0.8, 0)), pytest.approx((0.9, 0, 0))
-    assert [row[1] for row in frames] == [green, green, red, red]  # 2 and 3 are nearest to each other, of two classes
+    # 2 and 3 are nearest to each other, of two classes
+    assert [row[1] for row in frames] == [green, green, red, red]
 
 
 def test_grey_images_get_frames_too():

@@ -1,4 +1,6 @@
-"""README and guides: the commands that they give run, and their tables list every argument and error."""
+"""README and guides: the commands that they give run, and their tables list every argument and
+error.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_quick_start_has_two_commands_of_one_line():
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder with `.ci/run`, and a ``python3`` that fails after it has said what it was asked for."""
+    """A folder with `.ci/run`, and a ``python3`` that fails after it has said what it was asked
+    for.
+    """
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
     python = tmp_path / "bin" / "python3"
@@ -84,12 +88,16 @@ def test_recipe_commands_compose(line):
 
 
 def test_argument_table_is_the_strategys():
-    table = (DOCS / "reference" / "strategy.md").read_text().split("## Arguments")[1].split("\n#")[0]
+    table = (
+        (DOCS / "reference" / "strategy.md").read_text().split("## Arguments")[1].split("\n#")[0]
+    )
     documented = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     assert sorted(documented) == sorted(field.name for field in dataclasses.fields(RingOptions))
 
 
 def test_every_error_is_explained():
-    errors = [name for name, value in vars(lightning_ring.errors).items() if isinstance(value, type)]
+    errors = [
+        name for name, value in vars(lightning_ring.errors).items() if isinstance(value, type)
+    ]
     guide = (DOCS / "guides" / "troubleshooting.md").read_text()
     assert [name for name in errors if f"`{name}`" not in guide] == []

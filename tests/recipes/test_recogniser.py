@@ -27,13 +27,19 @@ def test_recogniser_on_two_ranks(battery: Battery, check: str) -> None:
 
 @pytest.mark.parametrize(("classification", "metric"), [(0, 0), (-1, 1), (1, -1)])
 def test_losses_that_leave_nothing_to_train_are_refused(classification, metric) -> None:
-    weights = {"classification_weight": classification, "metric_weight": metric, "metric_loss": torch.nn.Identity()}
+    weights = {
+        "classification_weight": classification,
+        "metric_weight": metric,
+        "metric_loss": torch.nn.Identity(),
+    }
     with pytest.raises(ValueError, match="neither may be negative, and one must be positive"):
         Recogniser(torch.nn.Identity(), 8, 5, partial(torch.optim.SGD, lr=1), None, **weights)
 
 
 def test_a_memory_is_for_losses_between_embeddings_and_holds_a_batch() -> None:
-    with pytest.raises(ConfigurationError, match="given with ArcFaceLoss, expected a positive memory"):
+    with pytest.raises(
+        ConfigurationError, match="given with ArcFaceLoss, expected a positive memory"
+    ):
         MetricLoss(ArcFaceLoss(5, 8), memory=32, embedding_size=8)
     loss = MetricLoss(SupConLoss(), memory=4, embedding_size=8)
     with pytest.raises(ConfigurationError, match="a memory of 4 images cannot hold the batch of 6"):
@@ -64,7 +70,12 @@ def test_an_evaluation_that_was_cut_short_leaves_nothing_to_the_next() -> None:
     model = Recogniser(SmallEmbedder([4], 8), 8, 3, partial(torch.optim.SGD, lr=1))
     images = BatchedTensors(torch.randn(12, 3, 8, 8), torch.arange(12) // 4, torch.arange(12))
     loader = DataLoader(images, batch_size=3, collate_fn=whole_batch)
-    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    options = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+    }
     [expected] = L.Trainer(**options).validate(model, loader, verbose=False)
     trainer = L.Trainer(**options, callbacks=Stops())
     with pytest.raises(RuntimeError, match="cut short"):

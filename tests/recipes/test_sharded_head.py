@@ -1,4 +1,6 @@
-"""The class-sharded head on 2, 3 and 4 ranks against one process, and against pytorch-metric-learning."""
+"""The class-sharded head on 2, 3 and 4 ranks against one process, and against
+pytorch-metric-learning.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,15 @@ from lightning_ring.optim import LARS
 from recipes.recognition.sharded_head import BLOCK, ShardedHead
 from tests.thread_ranks import run_ranks
 
-CLASSES, SIZE, EACH = 11, 6, 12  # a number of classes that no number of ranks divides; images of all ranks
+# a number of classes that no number of ranks divides; images of all ranks
+CLASSES, SIZE, EACH = 11, 6, 12
 MARGINS = {"none": 0.0, "cosface": 0.35, "arcface": 28.6}
 
 
 def head(**options: Any) -> ShardedHead:
-    return ShardedHead(**{"num_classes": CLASSES, "embedding_size": SIZE, "scale": 16.0, "seed": 3} | options)
+    return ShardedHead(
+        **{"num_classes": CLASSES, "embedding_size": SIZE, "scale": 16.0, "seed": 3} | options
+    )
 
 
 def joined(comm: Any = None, **options: Any) -> ShardedHead:
@@ -32,11 +37,15 @@ def joined(comm: Any = None, **options: Any) -> ShardedHead:
 
 def images(step: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(EACH, SIZE, generator=generator).double(), torch.randint(CLASSES, (EACH,), generator=generator)
+    return torch.randn(EACH, SIZE, generator=generator).double(), torch.randint(
+        CLASSES, (EACH,), generator=generator
+    )
 
 
 def trained(model: ShardedHead, comm: Any, steps: int = 3, first: int = 0) -> list[Tensor]:
-    """What a rank learns: losses, and the gradients of its own embeddings, averaged as the strategy does."""
+    """What a rank learns: losses, and the gradients of its own embeddings, averaged as the
+    strategy does.
+    """
     if model.optimizer is None:
         model.set_optimizer(partial(torch.optim.Adam, lr=0.1))
     seen = []
@@ -62,14 +71,17 @@ def test_ranks_learn_what_one_process_learns(num_ranks: int, margin: Any) -> Non
         model = joined(comm, margin=margin, size=MARGINS[margin])
         seen = trained(model, comm)
         assert len(model.weight) < CLASSES
-        mine = images(9)[0][comm.rank :: num_ranks][: 4 - comm.rank]  # ranks may have different numbers
+        # ranks may have different numbers
+        mine = images(9)[0][comm.rank :: num_ranks][: 4 - comm.rank]
         return seen, model.state(), model.predict(mine)
 
     results = run_ranks(num_ranks, one)
     for step in range(3):
         for rank, (seen, _, _) in enumerate(results):
             torch.testing.assert_close(seen[2 * step], expected[2 * step])
-            torch.testing.assert_close(seen[2 * step + 1], expected[2 * step + 1].chunk(num_ranks)[rank])
+            torch.testing.assert_close(
+                seen[2 * step + 1], expected[2 * step + 1].chunk(num_ranks)[rank]
+            )
     assert [state for _, state, _ in results[1:]] == [{}] * (num_ranks - 1)
     whole = alone.state()
     torch.testing.assert_close(results[0][1], whole)
@@ -106,10 +118,15 @@ def test_a_checkpoint_goes_on_on_any_number_of_ranks(num_ranks: int) -> None:
             torch.testing.assert_close(mine, whole.chunk(num_ranks)[rank] if whole.ndim else whole)
 
 
-@pytest.mark.parametrize(("margin", "reference"), [("arcface", ArcFaceLoss), ("cosface", CosFaceLoss)])
+@pytest.mark.parametrize(
+    ("margin", "reference"), [("arcface", ArcFaceLoss), ("cosface", CosFaceLoss)]
+)
 def test_losses_are_those_of_pytorch_metric_learning(margin: Any, reference: Any) -> None:
     size = MARGINS[margin]
-    model, library = joined(margin=margin, size=size), reference(CLASSES, SIZE, margin=size, scale=16.0)
+    model, library = (
+        joined(margin=margin, size=size),
+        reference(CLASSES, SIZE, margin=size, scale=16.0),
+    )
     library.W.data = model.weight.detach().T.clone()
     embeddings, labels = images()
     embeddings[0] = -model.weight.detach()[labels[0]]  # an angle of 180 degrees
@@ -159,13 +176,17 @@ def test_more_ranks_than_classes() -> None:
     results = run_ranks(4, one)
     embeddings, labels = images()
     assert all(torch.allclose(loss, alone(embeddings, labels % 2)) for loss, _ in results)
-    assert torch.equal(torch.cat([predicted for _, predicted in results]), alone.predict(embeddings))
+    assert torch.equal(
+        torch.cat([predicted for _, predicted in results]), alone.predict(embeddings)
+    )
 
 
 def test_what_would_go_wrong_is_refused() -> None:
     model = head()
     model.join(None)
-    with pytest.raises(ConfigurationError, match=r"labels of a batch are from 0 to 11, but the head has 11 classes"):
+    with pytest.raises(
+        ConfigurationError, match=r"labels of a batch are from 0 to 11, but the head has 11 classes"
+    ):
         model(torch.randn(2, SIZE), torch.tensor([0, 11]))
     with pytest.raises(ConfigurationError, match="LARS scales steps by the norm of a whole tensor"):
         model.set_optimizer(partial(LARS, lr=0.1))

@@ -31,7 +31,12 @@ def photos(root: Path, classes: str) -> Path:
 
 
 def shards(
-    folder: Path, classes: str, num_classes: int, stage: str = "fit", batch_size: int = 1, **options: Any
+    folder: Path,
+    classes: str,
+    num_classes: int,
+    stage: str = "fit",
+    batch_size: int = 1,
+    **options: Any,
 ) -> Shards:
     for split in ("train", "val"):
         source = photos(folder / f"images {split}", classes)
@@ -61,7 +66,9 @@ def test_a_checkpoint_gives_classes_the_numbers_that_it_was_trained_with(tmp_pat
 def test_a_class_that_the_checkpoint_has_not_is_an_error(tmp_path, classes, strange):
     state = shards(tmp_path / "trained", "bcd", 3).state_dict()
     other = shards(tmp_path / "other", classes, 3, "test")
-    with pytest.raises(ConfigurationError, match=f"1 classes besides the 3 that the checkpoint .*{strange}"):
+    with pytest.raises(
+        ConfigurationError, match=f"1 classes besides the 3 that the checkpoint .*{strange}"
+    ):
         other.load_state_dict(state)
 
 
@@ -90,14 +97,16 @@ def test_randaugment_and_mixup_change_training_alone(tmp_path):
     assert not torch.equal(images, others)
     assert torch.allclose(labels.sum(1), torch.ones(3))
     logits = torch.eye(3)[[0, 1, 1]]
-    assert accuracy(logits, torch.tensor([[0.6, 0.4, 0.0], [0.0, 0.7, 0.3], [0.9, 0.1, 0.0]])).item() == pytest.approx(
-        2 / 3
-    )
+    assert accuracy(
+        logits, torch.tensor([[0.6, 0.4, 0.0], [0.0, 0.7, 0.3], [0.9, 0.1, 0.0]])
+    ).item() == pytest.approx(2 / 3)
     [(images, labels)], [(others, numbers)] = data.val_dataloader(), plain.val_dataloader()
     assert torch.equal(images, others)
     assert torch.equal(labels, numbers)
     for recogniser in ({"sampler": "pxk"}, {"indices": True}):
-        with pytest.raises(ConfigurationError, match=r"data.mixup=0.2 mixes labels, which a recogniser"):
+        with pytest.raises(
+            ConfigurationError, match=r"data.mixup=0.2 mixes labels, which a recogniser"
+        ):
             Shards("anywhere", 4, 3, mixup=0.2, **recogniser)
 
 
@@ -114,21 +123,29 @@ def test_numbering_takes_time_in_proportion_to_the_classes(tmp_path):
 def test_packed_numbers_can_be_given(tmp_path):
     source = photos(tmp_path / "src", "bd")
     (tmp_path / "classes.txt").write_text("d\nc\nb\n")
-    assert main([str(source), str(tmp_path / "dst"), "--classes", str(tmp_path / "classes.txt")]) == 0
+    assert (
+        main([str(source), str(tmp_path / "dst"), "--classes", str(tmp_path / "classes.txt")]) == 0
+    )
     shutil.copytree(source, tmp_path / "more" / "src")
     manifest = str(tmp_path / "dst" / "manifest.json")
-    assert main([str(tmp_path / "more" / "src"), str(tmp_path / "again"), "--classes", manifest]) == 0
+    assert (
+        main([str(tmp_path / "more" / "src"), str(tmp_path / "again"), "--classes", manifest]) == 0
+    )
     for folder in ("dst", "again"):
         dataset = ShardDataset(tmp_path / folder)
         assert dataset.classes == ["d", "c", "b"]
         assert {dataset.name(i)[0]: int(dataset.labels[i]) for i in range(2)} == {"b": 2, "d": 0}
     (tmp_path / "classes.txt").write_text("d\n")
-    with pytest.raises(ConfigurationError, match=r"classes that --classes does not list: 'b' \(1 of 2\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"classes that --classes does not list: 'b' \(1 of 2\)"
+    ):
         main([str(source), str(tmp_path / "third"), "--classes", str(tmp_path / "classes.txt")])
 
 
 class MeanRed(L.LightningModule):
-    """Knows the class of a picture by its colour; counts the right ones by the numbers of its three classes."""
+    """Knows the class of a picture by its colour; counts the right ones by the numbers of its
+    three classes.
+    """
 
     def training_step(self, batch, batch_idx):
         return None
@@ -144,13 +161,24 @@ class MeanRed(L.LightningModule):
 
 
 def test_a_trainer_tests_by_the_names_of_the_checkpoint(tmp_path):
-    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "max_epochs": 1}
-    trainer = L.Trainer(**options, enable_model_summary=False, enable_checkpointing=False, limit_val_batches=0)
+    options = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "max_epochs": 1,
+    }
+    trainer = L.Trainer(
+        **options, enable_model_summary=False, enable_checkpointing=False, limit_val_batches=0
+    )
     trainer.fit(MeanRed(), shards(tmp_path / "trained", "bcd", 3))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    for classes, right in (("bcd", 1.0), ("bd", 1.0)):  # d is number 1 in the second folder, and 2 in the checkpoint
+    # d is number 1 in the second folder, and 2 in the checkpoint
+    for classes, right in (("bcd", 1.0), ("bd", 1.0)):
         data = shards(tmp_path / f"other {classes}", classes, 3, "test")
-        (metrics,) = L.Trainer(**options).test(MeanRed(), data, ckpt_path=tmp_path / "a.ckpt", verbose=False)
+        (metrics,) = L.Trainer(**options).test(
+            MeanRed(), data, ckpt_path=tmp_path / "a.ckpt", verbose=False
+        )
         assert metrics["right"] == right
     renamed = shards(tmp_path / "renamed", "axcd", 3, "test")
     with pytest.raises(ConfigurationError, match="was a class renamed"):

@@ -1,4 +1,6 @@
-"""docs/guides/slow-job.md: its commands work, small, and the pictures and names that it shows exist."""
+"""docs/guides/slow-job.md: its commands work, small, and the pictures and names that it shows
+exist.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,25 @@ from tests import forked
 from tests.processes import ROOT, mpirun_command, run
 
 GUIDE = (ROOT / "docs" / "guides" / "slow-job.md").read_text()
-TOLD = [shlex.split(line, comments=True) for line in re.findall(r"^(?:python|lightning-ring) .*$", GUIDE, re.MULTILINE)]
+TOLD = [
+    shlex.split(line, comments=True)
+    for line in re.findall(r"^(?:python|lightning-ring) .*$", GUIDE, re.MULTILINE)
+]
 SCRIPT = str(ROOT / "recipes" / "slow_job.py")
-SMALL = {"draw": ["--num-images", "32", "--scale", "0.1"], "train": ["--epochs", "1", "--log-every", "1"]}
+SMALL = {
+    "draw": ["--num-images", "32", "--scale", "0.1"],
+    "train": ["--epochs", "1", "--log-every", "1"],
+}
 
 
 def arguments(what: str, folder: Path) -> list[str]:
     """Of the guide's first command that does ``what``, with every file of it in ``folder``."""
-    command = next(words for words in TOLD if words[1:3] == [str(Path(SCRIPT).relative_to(ROOT)), what])
-    words = [str(folder / word) if "/" in word or word == "photos" else word for word in command[2:]]
+    command = next(
+        words for words in TOLD if words[1:3] == [str(Path(SCRIPT).relative_to(ROOT)), what]
+    )
+    words = [
+        str(folder / word) if "/" in word or word == "photos" else word for word in command[2:]
+    ]
     return [*words, *SMALL[what], "--logs", str(folder / "logs")]
 
 
@@ -33,13 +45,19 @@ def arguments(what: str, folder: Path) -> list[str]:
 def test_the_slow_job_trains_on_two_ranks_and_packs(tmp_path: Path) -> None:
     options = slow_job.parse(arguments("draw", tmp_path))
     slow_job.draw(options.folder, options.num_images, options.scale)
-    command = mpirun_command(2, "--wdir", str(tmp_path), *forked.python(), SCRIPT, *arguments("train", tmp_path))
+    command = mpirun_command(
+        2, "--wdir", str(tmp_path), *forked.python(), SCRIPT, *arguments("train", tmp_path)
+    )
     result = run(command, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stdout
 
     events = json.loads((tmp_path / "logs" / "folder.json").read_text())["traceEvents"]
-    lanes = {(event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"}
-    assert {(rank, lane) for rank in range(2) for lane in ("data wait", "waiting for communication")} <= lanes
+    lanes = {
+        (event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"
+    }
+    assert {
+        (rank, lane) for rank in range(2) for lane in ("data wait", "waiting for communication")
+    } <= lanes
     written = b"".join(file.read_bytes() for file in tmp_path.glob("logs/folder/version_0/events*"))
     named = set(re.findall(r"`(ring/\w+)`", GUIDE))
     assert named

@@ -1,4 +1,6 @@
-"""The first second of a run: mistakes that need no torch, and ranks whose parent does without it."""
+"""The first second of a run: mistakes that need no torch, and ranks whose parent does without
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,22 @@ def _no_launcher(monkeypatch):
 
 
 def started_by_torchrun(monkeypatch, ranks: str) -> None:
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}.items():
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+    }.items():
         monkeypatch.setenv(name, value)
 
 
 MISTAKES = [
     (["data.batch_size=63"], r"batch_size=63.*2 ranks.*62 or 64"),
     (["trainer.devices=3"], r"batch_size=64.*3 ranks.*63 or 66"),
-    (["experiment=scan_to_identify", "data.images_per_class=5"], r"32 images, .* data.images_per_class=5"),
+    (
+        ["experiment=scan_to_identify", "data.images_per_class=5"],
+        r"32 images, .* data.images_per_class=5",
+    ),
     (["ckpt_path=logs/none.ckpt"], r"ckpt_path=logs/none.ckpt does not exist"),
     (["optimizer.lr=fast"], r"optimizer.lr=fast: expected a number, such as 0.1, its default"),
     (["optimizer=lamb", "optimizer.lr=fast"], r"such as 0.01, its default"),
@@ -49,7 +59,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")  # the ranks run this file, not
 
 @pytest.fixture
 def typed(tmp_path):
-    """Runs the recipe with the given overrides; its last line says whether the typed process imported torch."""
+    """Runs the recipe with the given overrides; its last line says whether the typed process
+    imported torch.
+    """
     script = tmp_path / "typed.py"
     script.write_text(TYPED)
     return lambda *overrides: run(
@@ -74,7 +86,9 @@ def test_a_mistake_is_found_before_ranks_start(overrides, says, typed, tmp_path)
 
 @pytest.mark.ranks
 def test_the_process_that_starts_the_ranks_imports_no_torch(typed):
-    result = typed("trainer.max_epochs=1", "+trainer.limit_train_batches=2", "test=false", "schedule.warmup=0")
+    result = typed(
+        "trainer.max_epochs=1", "+trainer.limit_train_batches=2", "test=false", "schedule.warmup=0"
+    )
     assert result.returncode == 0, result.stdout
     assert "trained 1 epoch on 2 ranks" in result.stdout
     assert "torch in the parent: False" in result.stdout
@@ -83,7 +97,12 @@ def test_the_process_that_starts_the_ranks_imports_no_torch(typed):
 
 @pytest.mark.parametrize(
     "overrides",
-    [["strategy=ddp"], ["strategy.start_method=fork"], ["trainer.devices=1"], ["trainer.devices=auto"]],
+    [
+        ["strategy=ddp"],
+        ["strategy.start_method=fork"],
+        ["trainer.devices=1"],
+        ["trainer.devices=auto"],
+    ],
 )
 def test_ranks_that_others_start_are_left_to_them(overrides, composed):
     start_ranks(composed(*overrides))

@@ -31,7 +31,14 @@ from tests.tools.plan.profiles import gradient, link, profile
 
 
 def result(method: str, seed: int, curve: list[tuple[float, float]], accuracy: float = 0.9) -> dict:
-    about = {"method": method, "rate": "1gbit", "straggler": False, "seed": seed, "steps": 20, "bytes_per_step": 5e5}
+    about = {
+        "method": method,
+        "rate": "1gbit",
+        "straggler": False,
+        "seed": seed,
+        "steps": 20,
+        "bytes_per_step": 5e5,
+    }
     return about | {"curve": curve, "accuracy": accuracy}
 
 
@@ -43,25 +50,43 @@ def test_time_to_target_is_that_of_the_first_evaluation_that_reaches_it() -> Non
 def test_the_table_says_what_was_not_reached(tmp_path: Path) -> None:
     slow = [result("DDP", seed, [(2.0, 0.5), (4.0 + seed, 0.8)]) for seed in range(3)]
     fast = [result("ring", seed, [(1.0, 0.8), (2.0, 0.8)], 0.8 + 0.1 * seed) for seed in range(3)]
-    never = [result("lost", seed, [(1.0, 0.5)]) for seed in range(2)] + [result("lost", 2, [(1.0, 0.9)])]
+    never = [result("lost", seed, [(1.0, 0.5)]) for seed in range(2)] + [
+        result("lost", 2, [(1.0, 0.9)])
+    ]
     cells = [cell_of(results, 0.7, 0.11) for results in (slow, fast)] + [cell_of(never, 0.7)]
-    rows = [[word.strip() for word in row.split("|")[1:-1]] for row in table(cells, "DDP").splitlines()]
+    rows = [
+        [word.strip() for word in row.split("|")[1:-1]] for row in table(cells, "DDP").splitlines()
+    ]
     assert rows[0] == ["method", "kB a step", "test accuracy, %", "1gbit"]
-    assert rows[2:4] == [["DDP", "500", "90.0 ± 0.0", "5.0 (1.00)"], ["ring", "500", "90.0 ± 10.0", "1.0 (0.20)"]]
+    assert rows[2:4] == [
+        ["DDP", "500", "90.0 ± 0.0", "5.0 (1.00)"],
+        ["ring", "500", "90.0 ± 10.0", "1.0 (0.20)"],
+    ]
     assert rows[4][3] == "not reached"
-    steps = [[word.strip() for word in row.split("|")[1:-1]] for row in step_table(cells).splitlines()[2:]]
+    steps = [
+        [word.strip() for word in row.split("|")[1:-1]]
+        for row in step_table(cells).splitlines()[2:]
+    ]
     assert steps == [["DDP", "250.0 (-56%)"], ["ring", "100.0 (+10%)"], ["lost", "50.0"]]
     plot(cells, "DDP", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 5000
 
 
-def test_tables_hold_all_runs_on_record_whatever_command_made_them(study: Any, tmp_path: Path) -> None:
+def test_tables_hold_all_runs_on_record_whatever_command_made_them(
+    study: Any, tmp_path: Path
+) -> None:
     settings, by_name, _ = study
     methods = [by_name["ddp"], by_name["ring"]]
     record: dict[str, dict] = {}
 
-    def put(method: Method, rate: str, straggler: bool, seed: int, settings: Settings = settings) -> None:
-        found = result(method.label, seed, [(2.0, 0.8)]) | {"rate": rate, "straggler": straggler, "batch_seconds": 0.1}
+    def put(
+        method: Method, rate: str, straggler: bool, seed: int, settings: Settings = settings
+    ) -> None:
+        found = result(method.label, seed, [(2.0, 0.8)]) | {
+            "rate": rate,
+            "straggler": straggler,
+            "batch_seconds": 0.1,
+        }
         record[Run(method, rate, straggler, seed).key(settings)] = found
 
     for seed in (1, 2, 3):
@@ -70,8 +95,10 @@ def test_tables_hold_all_runs_on_record_whatever_command_made_them(study: Any, t
     put(methods[0], "100mbit", False, 1)
     for seed in (2, 1):
         put(methods[1], "10gbit", False, seed)
-    put(methods[1], "100mbit", False, 1, replace(settings, steps=settings.steps + 1))  # another study's
-    put(replace(methods[1], momentum=0.1), "100mbit", False, 1)  # what its configuration has no more
+    # another study's
+    put(methods[1], "100mbit", False, 1, replace(settings, steps=settings.steps + 1))
+    # what its configuration has no more
+    put(replace(methods[1], momentum=0.1), "100mbit", False, 1)
     cells = cells_on_record(record, methods, settings, 0.72)
     assert [(cell.method, cell.wire, len(cell.accuracies)) for cell in cells] == [
         ("DDP", "100mbit", 1),
@@ -80,7 +107,10 @@ def test_tables_hold_all_runs_on_record_whatever_command_made_them(study: Any, t
         ("DDP", "100mbit, slow rank", 1),
     ]
     equal, slow, steps = tables(cells, "DDP").split("\n\n")
-    assert [row.split("|")[4:-1] for row in equal.splitlines()[-2:]] == [["  ", " 2.0 (1.00) "], [" 1 ", " 2 to 3 "]]
+    assert [row.split("|")[4:-1] for row in equal.splitlines()[-2:]] == [
+        ["  ", " 2.0 (1.00) "],
+        [" 1 ", " 2 to 3 "],
+    ]
     assert "slow rank" not in equal
     assert slow.splitlines()[0].count("slow rank") == steps.splitlines()[0].count("slow rank") == 1
     plot(cells, "DDP", tmp_path / "picture.png")
@@ -94,8 +124,16 @@ def test_rates_are_read_as_tc_does() -> None:
 def test_every_run_of_the_configuration_differs() -> None:
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         config = OmegaConf.to_container(compose("wires"), resolve=True)
-    settings, methods = Settings(**config["settings"]), [Method(**node) for node in config["methods"].values()]
-    runs = [Run(method, rate, False, seed) for method in methods for rate in config["rates"] for seed in (1, 2)]
+    settings, methods = (
+        Settings(**config["settings"]),
+        [Method(**node) for node in config["methods"].values()],
+    )
+    runs = [
+        Run(method, rate, False, seed)
+        for method in methods
+        for rate in config["rates"]
+        for seed in (1, 2)
+    ]
     assert len({each.key(settings) for each in runs}) == len(runs)
     assert config["baseline"] in [method.label for method in methods]
 
@@ -105,23 +143,28 @@ def study() -> tuple[Settings, dict[str, Method], Profile]:
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         config = OmegaConf.to_container(compose("wires"), resolve=True)
     methods = {name: Method(**node) for name, node in config["methods"].items()}
-    one = profile(gradient("w", 4, 0.1), run=recorded_profile.Run(2, 2, "cpu", 16, 10))  # 0.16 s alone
+    # 0.16 s alone
+    one = profile(gradient("w", 4, 0.1), run=recorded_profile.Run(2, 2, "cpu", 16, 10))
     return Settings(**config["settings"]), methods, replace(one, link=link(100, 0.1).costs)
 
 
 def test_every_method_has_a_prediction_and_a_busy_machine_takes_longer(study: Any) -> None:
     settings, methods, recorded = study
     for name, method in methods.items():
-        as_recorded, busy = (predicted_seconds(method, recorded, False, settings, 0.16 * times) for times in (1, 3))
+        as_recorded, busy = (
+            predicted_seconds(method, recorded, False, settings, 0.16 * times) for times in (1, 3)
+        )
         assert as_recorded is not None, name
         assert busy is not None, name
-        assert busy - as_recorded == pytest.approx(0.32, rel=0.35), name  # more of an exchange is hidden
+        # more of an exchange is hidden
+        assert busy - as_recorded == pytest.approx(0.32, rel=0.35), name
 
 
 def test_only_ranks_at_their_own_pace_go_on_without_a_slow_one(study: Any) -> None:
     settings, methods, recorded = study
     free = replace(recorded, link=Link.of("free", CostModel(0.0, math.inf)).costs)
-    meeting = 0.32 / 2 / settings.eval_every  # half of a long step until the last rank comes to an evaluation
+    # half of a long step until the last rank comes to an evaluation
+    meeting = 0.32 / 2 / settings.eval_every
     for name, expected in {
         "ddp": 0.32,
         "ring": 0.32,
@@ -135,12 +178,15 @@ def test_only_ranks_at_their_own_pace_go_on_without_a_slow_one(study: Any) -> No
         assert found == pytest.approx(expected), name
 
 
-def test_an_average_that_takes_longer_than_all_steps_of_a_round_is_waited_for_once(study: Any) -> None:
+def test_an_average_that_takes_longer_than_all_steps_of_a_round_is_waited_for_once(
+    study: Any,
+) -> None:
     settings, methods, recorded = study
     slow = replace(recorded, link=link(0, 0.001).costs)
     found = predicted_seconds(methods["gossip_async"], slow, False, settings, 0.16)
     even = 4 * 2**20 * (1 + 1 / 16) / 1e6
-    # the even rank's first step waits for no average, and by and large the odd rank for half of the last one
+    # the even rank's first step waits for no average, and by and large the odd rank for half of the
+    # last one
     together = (40 - (1 - 0.16 / even)) / (1 / 0.16 + 1 / even)
     assert found == pytest.approx((together + even / 2) / 20)
 
@@ -162,7 +208,13 @@ def test_steps_of_all_are_known_however_long_a_step_takes() -> None:
 @pytest.mark.netns
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    options = ["rates=[]", "straggler_rates=[200mbit]", "seeds=[1]", "settings.steps=4", "settings.eval_every=2"]
+    options = [
+        "rates=[]",
+        "straggler_rates=[200mbit]",
+        "seeds=[1]",
+        "settings.steps=4",
+        "settings.eval_every=2",
+    ]
     options += [
         "settings.warmup_steps=1",
         "settings.images=400",

@@ -51,7 +51,10 @@ def test_runs_of_one_second_get_folders_of_their_own(tmp_path):
 
 
 def test_checkpoints_below_such_a_folder_can_be_named_as_they_are():
-    assert quoted_path("ckpt_path=logs/0_seed=1,lr=2/last.ckpt") == "ckpt_path='logs/0_seed=1,lr=2/last.ckpt'"
+    assert (
+        quoted_path("ckpt_path=logs/0_seed=1,lr=2/last.ckpt")
+        == "ckpt_path='logs/0_seed=1,lr=2/last.ckpt'"
+    )
     for unchanged in ("ckpt_path='a=1'", "ckpt_path=a,b", "ckpt_path=null", "seed=1", "-m"):
         assert quoted_path(unchanged) == unchanged
 
@@ -60,7 +63,9 @@ def finished(folder: Path, overrides: list[str], metrics: dict[str, float] | Non
     (folder / ".hydra").mkdir(parents=True)
     OmegaConf.save(OmegaConf.create(overrides), folder / ".hydra" / "overrides.yaml")
     if metrics is not None:
-        (folder / "result.json").write_text(json.dumps({"ranks": 2, "seconds": 61.24, "metrics": metrics}))
+        (folder / "result.json").write_text(
+            json.dumps({"ranks": 2, "seconds": 61.24, "metrics": metrics})
+        )
 
 
 def test_table_has_the_best_run_first_and_says_what_failed(tmp_path):
@@ -134,17 +139,28 @@ def test_a_run_that_fails_is_a_row_and_the_others_go_on(tmp_path):
 @pytest.mark.ranks
 @pytest.mark.skipif(executable() is None, reason=f"none of {', '.join(NAMES)} is installed")
 def test_two_optimizers_and_two_seeds_in_a_browser(tmp_path):
-    """The table in the terminal, the CSV and the tab, once it is sorted by accuracy, name the runs in one order."""
+    """The table in the terminal, the CSV and the tab, once it is sorted by accuracy, name the
+    runs in one order.
+    """
     sweep = tmp_path / "sweep"
-    options = ["experiment=debug", "trainer.limit_train_batches=12", "optimizer=sgd,lars", "seed=1,2"]
-    result = run([sys.executable, SCRIPT, "-m", *options, f"hydra.sweep.dir={sweep}"], **forked.ranks())
+    options = [
+        "experiment=debug",
+        "trainer.limit_train_batches=12",
+        "optimizer=sgd,lars",
+        "seed=1,2",
+    ]
+    result = run(
+        [sys.executable, SCRIPT, "-m", *options, f"hydra.sweep.dir={sweep}"], **forked.ranks()
+    )
     assert result.returncode == 0, result.stdout
     with (sweep / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     best_first = [row["folder"] for row in rows]
     assert sorted(best_first) == [
         f"{number}_optimizer={optimizer},seed={seed},trainer.limit_train_batches=12"
-        for number, (optimizer, seed) in enumerate([("sgd", 1), ("sgd", 2), ("lars", 1), ("lars", 2)])
+        for number, (optimizer, seed) in enumerate(
+            [("sgd", 1), ("sgd", 2), ("lars", 1), ("lars", 2)]
+        )
     ]
     accuracies = [float(row["test/accuracy"]) for row in rows]
     assert accuracies == sorted(accuracies, reverse=True)
@@ -159,9 +175,14 @@ def test_two_optimizers_and_two_seeds_in_a_browser(tmp_path):
 
 
 def sorted_by(page: Page, column: str, order: str) -> list[list[str]]:
-    """Choose it in the menus "Sort by" and "Direction", and read the rows as they are seen, from top to bottom."""
+    """Choose it in the menus "Sort by" and "Direction", and read the rows as they are seen, from
+    top to bottom.
+    """
     for item in (column, order):
-        page.evaluate(f"{{ {ALL} all('paper-item').find(one => one.textContent.trim() === '{item}').click() }}")
+        page.evaluate(
+            f"{{ {ALL} all('paper-item').find(one => one.textContent.trim() === "
+            f"'{item}').click() }}"
+        )
         time.sleep(1)  # the page asks the server
     cells = page.evaluate(f"""{{ {ALL}
         all('vaadin-grid-cell-content').map(cell => {{

@@ -37,7 +37,9 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def accuracy_of(output: str) -> float:
-    """The accuracy in the last line; fails where that line is missing or printed by several ranks."""
+    """The accuracy in the last line; fails where that line is missing or printed by several
+    ranks.
+    """
     assert len(LAST_LINE.findall(output)) == 1, output
     match = LAST_LINE.fullmatch(output.strip().splitlines()[-1].strip())
     assert match, output
@@ -67,7 +69,8 @@ def test_default_recipe_starts_two_ranks_and_reads_digits():
     assert result.returncode == 0, result.stdout
     assert accuracy_of(result.stdout) >= 0.97
     assert "on 2 ranks" in result.stdout
-    assert result.stdout.count(", img/s ") == 20  # a line for each epoch where output is no terminal
+    # a line for each epoch where output is no terminal
+    assert result.stdout.count(", img/s ") == 20
     assert "\x1b" not in result.stdout
     folder = only_run_folder("digits")
     assert {file.name for file in (folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
@@ -82,7 +85,14 @@ def test_default_recipe_starts_two_ranks_and_reads_digits():
 def test_ranks_of_a_launcher_share_one_folder_and_count_each_image_once(launcher):
     command = [*forked.python(), SCRIPT, "trainer.max_epochs=1"]
     if launcher == "torchrun":
-        command = [*forked.python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", *command[-2:]]
+        command = [
+            *forked.python(),
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            *command[-2:],
+        ]
     else:
         command = mpirun_command(2, *command)
     result = run(command, **forked.ranks())

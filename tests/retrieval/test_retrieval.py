@@ -11,21 +11,38 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torchmetrics.retrieval import RetrievalHitRate
 
-from lightning_ring.retrieval import RetrievalMetrics, gather_rows, nearest, retrieval_metrics, search
+from lightning_ring.retrieval import (
+    RetrievalMetrics,
+    gather_rows,
+    nearest,
+    retrieval_metrics,
+    search,
+)
 from tests.thread_ranks import run_ranks
 
 
 def items(num: int = 200, num_classes: int = 17, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(num_classes, (num,), generator=generator) * 5 - 20  # classes need not be 0, 1, 2 ...
+    # classes need not be 0, 1, 2 ...
+    labels = torch.randint(num_classes, (num,), generator=generator) * 5 - 20
     centres = torch.randn(5 * num_classes + 40, 8, generator=generator)
-    return centres[labels] + 1.5 * torch.randn(num, 8, generator=generator), labels, torch.arange(num)
+    return (
+        centres[labels] + 1.5 * torch.randn(num, 8, generator=generator),
+        labels,
+        torch.arange(num),
+    )
 
 
-def measured(num_ranks: int, parts: list[tuple[Tensor, Tensor, Tensor]], **arguments: object) -> RetrievalMetrics:
+def measured(
+    num_ranks: int, parts: list[tuple[Tensor, Tensor, Tensor]], **arguments: object
+) -> RetrievalMetrics:
     def one(comm) -> RetrievalMetrics:
         return retrieval_metrics(
-            *parts[comm.rank], rank=comm.rank, world_size=num_ranks, all_gather=comm.all_gather, **arguments
+            *parts[comm.rank],
+            rank=comm.rank,
+            world_size=num_ranks,
+            all_gather=comm.all_gather,
+            **arguments,
         )
 
     results = run_ranks(num_ranks, one)
@@ -44,7 +61,9 @@ def test_rates_equal_those_of_two_other_libraries(chunk: int) -> None:
     relevant = labels[:, None] == labels[None, :]
     others = ~torch.eye(len(labels), dtype=torch.bool)
     for k in (1, 4, 50):
-        reference = RetrievalHitRate(top_k=k)(similarity[others], relevant[others], indexes=query[others])
+        reference = RetrievalHitRate(top_k=k)(
+            similarity[others], relevant[others], indexes=query[others]
+        )
         assert metrics.hit_rate[k] == pytest.approx(reference.item(), abs=1e-6)
     calculator = AccuracyCalculator(
         include=("precision_at_1", "mean_average_precision_at_r"),
@@ -61,15 +80,21 @@ def test_rates_equal_those_of_two_other_libraries(chunk: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_gallery_apart_is_spread_over_the_ranks_too(num_ranks: int, block: int) -> None:
     embeddings, labels, indices = items(120)
-    gallery = (embeddings[30:], labels[30:], indices[30:])  # queries 30 to 49 are in it, and do not find themselves
-    alone = retrieval_metrics(embeddings[:50], labels[:50], indices[:50], gallery=gallery, ks=(1, 5, 200))
+    # queries 30 to 49 are in it, and do not find themselves
+    gallery = (embeddings[30:], labels[30:], indices[30:])
+    alone = retrieval_metrics(
+        embeddings[:50], labels[:50], indices[:50], gallery=gallery, ks=(1, 5, 200)
+    )
     unit = normalize(embeddings)
     similarity = unit[:50] @ unit.T
     similarity[:, :30] = -2
     similarity[range(50), range(50)] = -2
     right = labels[similarity.argsort(dim=1, descending=True)] == labels[:50, None]
     others = torch.tensor(
-        [[label == labels[i] and i != q for i in range(30, 120)] for q, label in enumerate(labels[:50])]
+        [
+            [label == labels[i] and i != q for i in range(30, 120)]
+            for q, label in enumerate(labels[:50])
+        ]
     )
     asking = others.any(1)
     assert alone.num_queries == int(asking.sum())
@@ -88,7 +113,9 @@ def test_a_gallery_apart_is_spread_over_the_ranks_too(num_ranks: int, block: int
     def one(comm) -> RetrievalMetrics:
         mine = part((embeddings[:50], labels[:50], indices[:50]), comm.rank)
         ranks = {"rank": comm.rank, "world_size": num_ranks, "all_gather": comm.all_gather}
-        return retrieval_metrics(*mine, gallery=part(gallery, comm.rank), ks=(1, 5, 200), chunk=7, block=block, **ranks)
+        return retrieval_metrics(
+            *mine, gallery=part(gallery, comm.rank), ks=(1, 5, 200), chunk=7, block=block, **ranks
+        )
 
     for spread in run_ranks(num_ranks, one):
         assert spread.as_dict() == pytest.approx(alone.as_dict())
@@ -144,7 +171,9 @@ def test_where_only_excluded_items_are_left_no_place_is_named(num_ranks: int) ->
 
     def one(comm) -> tuple[Tensor, Tensor]:
         mine = slice(comm.rank, None, num_ranks)
-        return search(unit, unit[mine], 9, exclude=torch.tensor([1, -1, 2]), all_gather=comm.all_gather)
+        return search(
+            unit, unit[mine], 9, exclude=torch.tensor([1, -1, 2]), all_gather=comm.all_gather
+        )
 
     for similarity, places in run_ranks(num_ranks, one):
         assert (places >= 0).sum(1).tolist() == [2, 3, 2]
@@ -160,7 +189,9 @@ def test_ranks_with_uneven_parts_and_padding_agree_with_one_process(num_ranks: i
     alone = retrieval_metrics(embeddings, labels, indices)
     parts = [torch.arange(rank, 101, num_ranks) for rank in range(num_ranks)]
     parts[-1] = torch.cat([parts[-1], parts[0][:5]])  # as a sampler pads
-    spread = measured(num_ranks, [(embeddings[part], labels[part], indices[part]) for part in parts], chunk=8)
+    spread = measured(
+        num_ranks, [(embeddings[part], labels[part], indices[part]) for part in parts], chunk=8
+    )
     assert spread.num_duplicates == 5
     assert spread.num_queries == alone.num_queries
     assert spread.hit_rate == pytest.approx(alone.hit_rate)
@@ -171,7 +202,9 @@ def test_an_item_does_not_find_itself_nor_its_padded_copy() -> None:
     embeddings = torch.eye(4)  # nothing is similar to anything: only an item itself would be
     labels = torch.tensor([0, 0, 1, 1])
     assert retrieval_metrics(embeddings, labels, torch.arange(4), ks=(3,)).hit_rate == {3: 1.0}
-    twice = retrieval_metrics(embeddings.repeat(2, 1), labels.repeat(2), torch.arange(4).repeat(2), ks=(1,))
+    twice = retrieval_metrics(
+        embeddings.repeat(2, 1), labels.repeat(2), torch.arange(4).repeat(2), ks=(1,)
+    )
     assert twice.num_duplicates == 4
     assert twice.num_queries == 4
     assert twice.hit_rate[1] < 1
@@ -190,7 +223,8 @@ def test_average_precision_by_hand() -> None:
     angles = torch.tensor([0.0, 10.0, 25.0, 45.0]).deg2rad()
     embeddings = torch.stack([angles.cos(), angles.sin()], dim=1)
     metrics = retrieval_metrics(embeddings, torch.tensor([0, 1, 0, 0]), torch.arange(4), ks=(1, 2))
-    # R is 2. The nearest two are wrong, right for 0 and for 25 degrees: (1/2) / 2; right, wrong for 45: (1/1) / 2
+    # R is 2. The nearest two are wrong, right for 0 and for 25 degrees: (1/2) / 2; right, wrong for
+    # 45: (1/1) / 2
     assert metrics.map_at_r == pytest.approx((0.25 + 0.25 + 0.5) / 3)
     assert metrics.hit_rate == {1: pytest.approx(1 / 3), 2: 1.0}
     assert nearest(embeddings[:1], embeddings, 3, exclude=torch.tensor([0])).tolist() == [[1, 2, 3]]
@@ -212,14 +246,30 @@ def test_rows_of_any_shape_are_gathered() -> None:
         ({"world_size": 2}, "needs all_gather"),
         ({"embeddings": torch.full((5, 2), torch.nan)}, "NaN or infinite"),
         ({"labels": torch.arange(5)}, "no two share a class"),
-        ({"gallery": (torch.randn(2, 2), torch.arange(3, 5), torch.arange(8, 10))}, "none of 5 queries has an item"),
-        ({"gallery": (torch.randn(0, 2), torch.arange(0), torch.arange(0))}, "none of 5 queries has an item"),
-        ({"gallery": (torch.randn(2, 2), torch.arange(2), torch.arange(2))}, "under another class .* the index 1"),
-        ({"gallery": (torch.randn(2, 3), torch.arange(2), torch.arange(2))}, "Embed both with one model"),
+        (
+            {"gallery": (torch.randn(2, 2), torch.arange(3, 5), torch.arange(8, 10))},
+            "none of 5 queries has an item",
+        ),
+        (
+            {"gallery": (torch.randn(0, 2), torch.arange(0), torch.arange(0))},
+            "none of 5 queries has an item",
+        ),
+        (
+            {"gallery": (torch.randn(2, 2), torch.arange(2), torch.arange(2))},
+            "under another class .* the index 1",
+        ),
+        (
+            {"gallery": (torch.randn(2, 3), torch.arange(2), torch.arange(2))},
+            "Embed both with one model",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_error(change: dict, message: str) -> None:
-    good = {"embeddings": torch.randn(5, 2), "labels": torch.tensor([0, 0, 1, 1, 1]), "indices": torch.arange(5)}
+    good = {
+        "embeddings": torch.randn(5, 2),
+        "labels": torch.tensor([0, 0, 1, 1, 1]),
+        "indices": torch.arange(5),
+    }
     retrieval_metrics(**good)
     with pytest.raises(ValueError, match=message):
         retrieval_metrics(**{**good, **change})

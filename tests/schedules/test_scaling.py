@@ -15,7 +15,9 @@ def test_square_root_rule():
 
 
 @pytest.mark.parametrize("rule", [linear_scaled_lr, sqrt_scaled_lr])
-@pytest.mark.parametrize("arguments", [(0, 256, 256), (0.1, 0, 256), (0.1, 256, -1), (float("nan"), 256, 256)])
+@pytest.mark.parametrize(
+    "arguments", [(0, 256, 256), (0.1, 0, 256), (0.1, 256, -1), (float("nan"), 256, 256)]
+)
 def test_what_is_not_positive_is_refused(rule, arguments):
     with pytest.raises(ValueError, match="expected a positive number"):
         rule(*arguments)

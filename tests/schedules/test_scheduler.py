@@ -7,7 +7,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ring.optim import LAMB, LARS
-from lightning_ring.schedules import WarmupLR, gradual_warmup, warmup_cosine, warmup_multistep, warmup_poly
+from lightning_ring.schedules import (
+    WarmupLR,
+    gradual_warmup,
+    warmup_cosine,
+    warmup_multistep,
+    warmup_poly,
+)
 from tests.optim.ways import random_params, relative_difference, set_random_grads
 
 SCHEDULE = warmup_poly(total=20, warmup=5, start_factor=0.1)
@@ -30,7 +36,10 @@ def go(params, optimizer, scheduler, first, last):
 def test_learning_rate_of_every_group_follows_the_schedule():
     params, optimizer, scheduler = make_run()
     for step in range(25):
-        assert [group["lr"] for group in optimizer.param_groups] == [0.3 * SCHEDULE(step), 0.5 * SCHEDULE(step)]
+        assert [group["lr"] for group in optimizer.param_groups] == [
+            0.3 * SCHEDULE(step),
+            0.5 * SCHEDULE(step),
+        ]
         assert scheduler.get_last_lr() == [0.3 * SCHEDULE(step), 0.5 * SCHEDULE(step)]
         go(params, optimizer, scheduler, step, step + 1)
 
@@ -41,7 +50,14 @@ def test_resumes_exactly(momentum_correction):
     params, optimizer, scheduler = make_run(**kwargs)
     go(params, optimizer, scheduler, 0, 3)
     file = io.BytesIO()
-    torch.save({"o": optimizer.state_dict(), "s": scheduler.state_dict(), "w": [p.detach() for p in params]}, file)
+    torch.save(
+        {
+            "o": optimizer.state_dict(),
+            "s": scheduler.state_dict(),
+            "w": [p.detach() for p in params],
+        },
+        file,
+    )
     go(params, optimizer, scheduler, 3, 15)
 
     file.seek(0)
@@ -154,7 +170,12 @@ def test_lightning_steps_it_once_for_each_optimizer_step(tmp_path):
 
 
 def test_a_checkpoint_in_the_middle_of_warmup_is_resumed_by_lightning(tmp_path):
-    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    options = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     options |= {"enable_checkpointing": False, "default_root_dir": tmp_path}
     data = DataLoader(torch.randn(8, 4), batch_size=1)
     whole, begun, resumed = Regression(), Regression(), Regression()

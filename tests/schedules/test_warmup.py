@@ -8,7 +8,9 @@ from lightning_ring.schedules import gradual_warmup, warmup_cosine, warmup_multi
 
 def test_gradual_warmup_is_a_straight_line_then_one():
     factor = gradual_warmup(5, start_factor=0.2)
-    assert [factor(step) for step in range(8)] == pytest.approx([0.2, 0.36, 0.52, 0.68, 0.84, 1, 1, 1])
+    assert [factor(step) for step in range(8)] == pytest.approx(
+        [0.2, 0.36, 0.52, 0.68, 0.84, 1, 1, 1]
+    )
     assert gradual_warmup(0)(0) == 1
 
 
@@ -28,7 +30,9 @@ def test_cosine_and_polynomial_from_their_formulas():
         assert cosine(step) == polynomial(step) == pytest.approx(step / 10)
     for step in range(10, 111):
         progress = (step - 10) / 100
-        assert cosine(step) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2, abs=1e-15)
+        assert cosine(step) == pytest.approx(
+            0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2, abs=1e-15
+        )
         assert polynomial(step) == pytest.approx(0.1 + 0.9 * (1 - progress) ** 2, abs=1e-15)
     assert cosine(500) == polynomial(500) == pytest.approx(0.1)
 
@@ -42,13 +46,22 @@ def test_mlperf_lars_schedule_in_epochs():
 
 @pytest.mark.parametrize(
     "schedule",
-    [gradual_warmup(7), warmup_multistep([9, 20], 7), warmup_cosine(30, 7), warmup_poly(30, 7, power=1.5)],
+    [
+        gradual_warmup(7),
+        warmup_multistep([9, 20], 7),
+        warmup_cosine(30, 7),
+        warmup_poly(30, 7, power=1.5),
+    ],
     ids=["gradual", "multistep", "cosine", "poly"],
 )
 def test_schedules_are_pure_continuous_at_the_end_of_warmup_and_picklable(schedule):
     steps = [*range(40), 3, 39, 0]
     values = [schedule(step) for step in steps]
-    assert values == [schedule(step) for step in steps] == [pickle.loads(pickle.dumps(schedule))(s) for s in steps]
+    assert (
+        values
+        == [schedule(step) for step in steps]
+        == [pickle.loads(pickle.dumps(schedule))(s) for s in steps]
+    )
     assert schedule(7) == 1
     assert 0.8 < schedule(6) < 1
     assert all(0 <= value <= 1 for value in values)

@@ -1,9 +1,11 @@
-"""A real Slurm on this machine, for tests: a controller and several nodes, all on loopback, in one folder.
+"""A real Slurm on this machine, for tests: a controller and several nodes, all on loopback, in one
+folder.
 
     python -m tests.slurm.cluster FOLDER [--nodes N] [--cpus N]
 
-brings it up, prints the variables that Slurm's commands need, and takes it down at Ctrl-C. Needs root, and the daemons
-of Slurm and MUNGE (Debian: slurmctld, slurmd, slurm-client and munge; no service of theirs has to run).
+brings it up, prints the variables that Slurm's commands need, and takes it down at Ctrl-C. Needs
+root, and the daemons of Slurm and MUNGE (Debian: slurmctld, slurmd, slurm-client and munge; no
+service of theirs has to run).
 """
 
 from __future__ import annotations
@@ -24,7 +26,18 @@ from pathlib import Path
 
 from lightning_ring.job.rendezvous.greeting import reserve_port
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontrol", "scancel", "sinfo", "squeue")
+PROGRAMS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "srun",
+    "sbatch",
+    "salloc",
+    "scontrol",
+    "scancel",
+    "sinfo",
+    "squeue",
+)
 _START_SECONDS = 60.0
 _END_SECONDS = 15.0
 _SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
@@ -80,12 +93,16 @@ class Cluster:
 
 
 @contextmanager
-def slurm_cluster(folder: Path, *, num_nodes: int = 2, cpus: int = 4, kill_wait: int = 30) -> Iterator[Cluster]:
-    """Start Slurm with keys, state, spool and log files in ``folder``; at the end cancel all jobs and end all daemons.
+def slurm_cluster(
+    folder: Path, *, num_nodes: int = 2, cpus: int = 4, kill_wait: int = 30
+) -> Iterator[Cluster]:
+    """Start Slurm with keys, state, spool and log files in ``folder``; at the end cancel all jobs
+    and end all daemons.
 
     Args:
         folder: Empty or new; its path has to be short, it holds a Unix socket.
-        num_nodes: How many nodes, ``127.0.0.1`` and so on: names that lead to this machine wherever they are looked up.
+        num_nodes: How many nodes, ``127.0.0.1`` and so on: names that lead to this machine wherever
+            they are looked up.
         cpus: Of each node, as Slurm counts them; more than this machine has is fine.
         kill_wait: Seconds between SIGTERM and SIGKILL for a job that is cancelled.
 
@@ -98,7 +115,8 @@ def slurm_cluster(folder: Path, *, num_nodes: int = 2, cpus: int = 4, kill_wait:
     ports = [one.getsockname()[1] for one in reserved]
     nodes = [f"127.0.0.{number + 1}" for number in range(num_nodes)]
     lines = (
-        f"NodeName={node} NodeHostname={socket.gethostname()} NodeAddr={node} Port={port} CPUs={cpus} State=UNKNOWN"
+        f"NodeName={node} NodeHostname={socket.gethostname()} NodeAddr={node} Port={port} "
+        f"CPUs={cpus} State=UNKNOWN"
         for node, port in zip(nodes, ports[1:], strict=True)
     )
     configuration = folder / "slurm.conf"
@@ -122,9 +140,19 @@ def slurm_cluster(folder: Path, *, num_nodes: int = 2, cpus: int = 4, kill_wait:
         _wait_for(lambda: (folder / "munge.socket").exists(), folder, "munged")
         _start(stack, folder, "slurmctld", ["slurmctld", "-D", "-f", str(configuration)])
         for node in nodes:
-            _start(stack, folder, f"slurmd-{node}", ["slurmd", "-D", "-f", str(configuration), "-N", node])
+            _start(
+                stack,
+                folder,
+                f"slurmd-{node}",
+                ["slurmd", "-D", "-f", str(configuration), "-N", node],
+            )
         stack.callback(_cancel_all, cluster)
-        _wait_for(lambda: _idle_nodes(cluster) == num_nodes, folder, "slurmctld", *(f"slurmd-{node}" for node in nodes))
+        _wait_for(
+            lambda: _idle_nodes(cluster) == num_nodes,
+            folder,
+            "slurmctld",
+            *(f"slurmd-{node}" for node in nodes),
+        )
         yield cluster
 
 
@@ -132,7 +160,12 @@ def _munged(folder: Path) -> list[str]:
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
-    files = {"socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "munge.seed"}
+    files = {
+        "socket": "munge.socket",
+        "pid-file": "munge.pid",
+        "log-file": "munge.log",
+        "seed-file": "munge.seed",
+    }
     options = [f"--{option}={folder / name}" for option, name in files.items()]
     return ["munged", "--foreground", "--force", f"--key-file={key}", *options]
 
@@ -143,7 +176,11 @@ def _start(stack: ExitStack, folder: Path, name: str, command: list[str]) -> Non
     assert program is not None, command[0]
     with (folder / f"{name}.out").open("wb") as output:
         process = subprocess.Popen(
-            [program, *command[1:]], stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            [program, *command[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     stack.callback(_end, process)
 
@@ -190,14 +227,22 @@ def _wait_for(condition: Callable[[], bool], folder: Path, *daemons: str) -> Non
     deadline = time.monotonic() + _START_SECONDS
     while not condition():
         if time.monotonic() > deadline:
-            logs = [file for name in daemons for file in (folder / f"{name}.out", folder / f"{name}.log")]
+            logs = [
+                file
+                for name in daemons
+                for file in (folder / f"{name}.out", folder / f"{name}.log")
+            ]
             ends = [f"{file.name}:\n{file.read_text()[-2000:]}" for file in logs if file.exists()]
-            raise RuntimeError("\n".join([f"not up within {_START_SECONDS:.0f} s: {', '.join(daemons)}", *ends]))
+            raise RuntimeError(
+                "\n".join([f"not up within {_START_SECONDS:.0f} s: {', '.join(daemons)}", *ends])
+            )
         time.sleep(0.05)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="for its configuration, state and logs")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--cpus", type=int, default=4, help="of each node")
@@ -207,7 +252,9 @@ def main() -> None:
     ended = []
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda number, frame: ended.append(number))
-    with slurm_cluster(arguments.folder.resolve(), num_nodes=arguments.nodes, cpus=arguments.cpus) as cluster:
+    with slurm_cluster(
+        arguments.folder.resolve(), num_nodes=arguments.nodes, cpus=arguments.cpus
+    ) as cluster:
         for name, value in cluster.environ.items():
             print(f"export {name}={value}", flush=True)
         while not ended:

@@ -14,5 +14,8 @@ def cluster() -> Iterator[Cluster]:
     """Two nodes of four cores each on this machine, started once a session."""
     if (reason := reason_not_to_start()) is not None:
         pytest.skip(reason)
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, slurm_cluster(Path(folder)) as cluster:
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-") as folder,
+        slurm_cluster(Path(folder)) as cluster,
+    ):
         yield cluster

@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(JOB_SECONDS + 50)]
 def test_srun_starts_loops_and_scripts_for_horovod(cluster: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import torch, lightning_ring.horovod as hvd\n"
-        "hvd.init()\n"
-        "total = hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum).item()\n"
-        "print(f'hvd {hvd.rank()} of {hvd.size()}, {hvd.local_rank()} of {hvd.local_size()}: {total}', flush=True)\n"
+        "import torch, lightning_ring.horovod as hvd\nhvd.init()\ntotal = "
+        "hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum).item()\nprint(f'hvd "
+        "{hvd.rank()} of {hvd.size()}, {hvd.local_rank()} of {hvd.local_size()}: {total}', "
+        "flush=True)\n"
     )
     command = f"srun {sys.executable} {LOOP} 0 train; srun {sys.executable} {script}; echo code $?"
     options = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]

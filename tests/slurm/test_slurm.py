@@ -1,4 +1,6 @@
-"""Jobs of a real Slurm, brought up by `tests/slurm/cluster.py`: the statements of docs/guides/slurm.md."""
+"""Jobs of a real Slurm, brought up by `tests/slurm/cluster.py`: the statements of
+docs/guides/slurm.md.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,27 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(JOB_SECONDS + 50)]
 class Job:
     """A batch job of ``script``; its output in ``output``."""
 
-    def __init__(self, cluster: Cluster, folder: Path, script: str, *options: str, **env: str) -> None:
+    def __init__(
+        self, cluster: Cluster, folder: Path, script: str, *options: str, **env: str
+    ) -> None:
         self.cluster = cluster
         self._file = folder / "output"
         body = folder / "job.sh"
         body.write_text(f"#!/bin/bash\n{script}\n")
-        environ = clean_env(PATH=f"{BESIDE}{os.pathsep}{os.environ['PATH']}", **cluster.environ, **env)
-        command = ["sbatch", "--parsable", "--open-mode=append", f"--output={self._file}", *options, str(body)]
-        submitted = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, cwd=folder)
+        environ = clean_env(
+            PATH=f"{BESIDE}{os.pathsep}{os.environ['PATH']}", **cluster.environ, **env
+        )
+        command = [
+            "sbatch",
+            "--parsable",
+            "--open-mode=append",
+            f"--output={self._file}",
+            *options,
+            str(body),
+        ]
+        submitted = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=60, cwd=folder
+        )
         assert submitted.returncode == 0, submitted.stderr
         self.number = submitted.stdout.strip()
 
@@ -53,10 +68,15 @@ class Job:
 
     def state(self) -> str:
         """``PENDING``, ``RUNNING``, ``COMPLETING``...; empty once it has ended."""
-        return slurm(self.cluster, "squeue", "--noheader", f"--jobs={self.number}", "--format=%T").strip()
+        return slurm(
+            self.cluster, "squeue", "--noheader", f"--jobs={self.number}", "--format=%T"
+        ).strip()
 
     def ended(self) -> str:
-        self.until(lambda: self.state() in ("", "slurm_load_jobs error: Invalid job id specified"), "the job's end")
+        self.until(
+            lambda: self.state() in ("", "slurm_load_jobs error: Invalid job id specified"),
+            "the job's end",
+        )
         return self.output
 
     def until_step_3(self, folder: Path) -> None:
@@ -68,8 +88,13 @@ def facts(folder: Path, step: int = 0) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted(folder.glob(f"{step}.*.json"))]
 
 
-def test_srun_as_the_readme_shows_it_on_uneven_nodes_and_two_steps_at_a_time(cluster: Cluster, tmp_path: Path) -> None:
-    script = f"srun --overlap {TRAIN} plain {tmp_path} & srun --overlap -N 1 -n 2 {TRAIN} plain {tmp_path} & wait"
+def test_srun_as_the_readme_shows_it_on_uneven_nodes_and_two_steps_at_a_time(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    script = (
+        f"srun --overlap {TRAIN} plain {tmp_path} & srun --overlap -N 1 -n 2 {TRAIN} plain "
+        f"{tmp_path} & wait"
+    )
     output = Job(cluster, tmp_path, script, "--nodes=2", "--ntasks=3", **forked.ranks()).ended()
     by_step = sorted((facts(tmp_path, 0), facts(tmp_path, 1)), key=len)
     assert [len(ranks) for ranks in by_step] == [2, 3], output
@@ -83,7 +108,10 @@ def test_srun_as_the_readme_shows_it_on_uneven_nodes_and_two_steps_at_a_time(clu
         assert all(rank["weights"] == ranks[0]["weights"] for rank in ranks)
         assert ranks[0]["weights"][0] == pytest.approx(ranks[0]["weights"][1], rel=1e-5)
         for rank in ranks:
-            assert f"Trainer(devices=7, num_nodes=1) asks for 7 ranks, but srun started {len(ranks)}" in rank["told"]
+            assert (
+                f"Trainer(devices=7, num_nodes=1) asks for 7 ranks, but srun started {len(ranks)}"
+                in rank["told"]
+            )
 
 
 PLACES = {  # name: command, source and ranks that it has to find
@@ -100,7 +128,9 @@ PLACES = {  # name: command, source and ranks that it has to find
 }
 
 
-def test_every_launcher_inside_a_batch_job_and_stray_variables(cluster: Cluster, tmp_path: Path) -> None:
+def test_every_launcher_inside_a_batch_job_and_stray_variables(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     lines = [
         command.format(place=f"{PLACE} {name}", script=f"{HERE / 'place_script.py'} {name}")
         for name, (command, _, _) in PLACES.items()
@@ -108,16 +138,22 @@ def test_every_launcher_inside_a_batch_job_and_stray_variables(cluster: Cluster,
     output = Job(cluster, tmp_path, "\n".join(lines), "--ntasks=2").ended()
     for name, (_, source, size) in PLACES.items():
         found = sorted(line for line in output.splitlines() if line.startswith(f"{name}: "))
-        assert found == [f"{name}: {source} {rank} {size} {rank} {size} 0 1" for rank in range(size)], output
+        assert found == [
+            f"{name}: {source} {rank} {size} {rank} {size} 0 1" for rank in range(size)
+        ], output
 
 
-def test_sigusr1_saves_on_all_ranks_and_the_job_goes_on_when_it_starts_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_sigusr1_saves_on_all_ranks_and_the_job_goes_on_when_it_starts_again(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     job = Job(cluster, tmp_path, f"srun {TRAIN} requeue {tmp_path}", "--ntasks=2")
     job.until_step_3(tmp_path)
-    slurm(cluster, "scancel", "--signal=USR1", job.number)  # what `sbatch --signal=USR1@90` has sent
+    # what `sbatch --signal=USR1@90` has sent
+    slurm(cluster, "scancel", "--signal=USR1", job.number)
     job.until(lambda: job.state() == "PENDING", "back in the queue")
     assert (tmp_path / "hpc_ckpt_1.ckpt").exists(), job.output
-    slurm(cluster, "scontrol", "update", f"JobId={job.number}", "StartTime=now")  # Slurm waits two minutes by itself
+    # Slurm waits two minutes by itself
+    slurm(cluster, "scontrol", "update", f"JobId={job.number}", "StartTime=now")
     output = job.ended()
     assert f"Slurm job {job.number} is queued again" in output
     assert "killed by signal" not in output  # the data-loader workers, which got it too
@@ -137,7 +173,11 @@ def test_scancel_has_all_ranks_save_and_end(cluster: Cluster, tmp_path: Path) ->
 
 
 def test_a_rank_that_is_killed_ends_the_step_and_is_named(cluster: Cluster, tmp_path: Path) -> None:
-    output = Job(cluster, tmp_path, f"srun {TRAIN} die {tmp_path}\necho exit $?", "--ntasks=2").ended()
-    assert re.search(r"lightning_ring: rank 0 ends: rank 1 \(host \S+, pid \d+\) died", output), output
+    output = Job(
+        cluster, tmp_path, f"srun {TRAIN} die {tmp_path}\necho exit $?", "--ntasks=2"
+    ).ended()
+    assert re.search(r"lightning_ring: rank 0 ends: rank 1 \(host \S+, pid \d+\) died", output), (
+        output
+    )
     assert "exit 0" not in output
     assert not facts(tmp_path)

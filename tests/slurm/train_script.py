@@ -55,7 +55,10 @@ def fit(strategy: str, **arguments: Any) -> tuple[L.Trainer, Module]:
     )
     module = Module()
     data = TensorDataset(torch.randn(LONG, 8, generator=torch.Generator().manual_seed(1)))
-    trainer.fit(module, DataLoader(data, batch_size=1, num_workers=1 if ACTION in ("stop", "requeue") else 0))
+    trainer.fit(
+        module,
+        DataLoader(data, batch_size=1, num_workers=1 if ACTION in ("stop", "requeue") else 0),
+    )
     return trainer, module
 
 
@@ -71,11 +74,19 @@ def main() -> None:
     if restarted:
         steps = torch.load(FOLDER / "hpc_ckpt_1.ckpt", weights_only=False)["global_step"] + 5
     trainer, module = fit(
-        strategy, max_steps=steps, max_epochs=-1, callbacks=callbacks, enable_checkpointing=ACTION == "stop"
+        strategy,
+        max_steps=steps,
+        max_epochs=-1,
+        callbacks=callbacks,
+        enable_checkpointing=ACTION == "stop",
     )
     weights = [module.layer.weight.sum().item()]
     if ACTION == "plain":
-        weights.append(fit("ring_sharded", max_steps=8, enable_checkpointing=False)[1].layer.weight.sum().item())
+        weights.append(
+            fit("ring_sharded", max_steps=8, enable_checkpointing=False)[1]
+            .layer.weight.sum()
+            .item()
+        )
     strategy_used: Any = trainer.strategy
     facts = {
         "told": told,

@@ -1,8 +1,9 @@
-"""Writers of traces, each killed at some moment: ``python -m tests.timeline.killed_writers PATH NUMBER``.
+"""Writers of traces, each killed at some moment: ``python -m tests.timeline.killed_writers PATH
+NUMBER``.
 
-Prints the number of events in each file and ``torn`` if its last line is torn. A file that does not hold exactly the
-first events that were written is an error. Some writers have forked a process, as a data loader does. It lives on and
-does not keep the next writer from the path.
+Prints the number of events in each file and ``torn`` if its last line is torn. A file that does not
+hold exactly the first events that were written is an error. Some writers have forked a process, as
+a data loader does. It lives on and does not keep the next writer from the path.
 """
 
 from __future__ import annotations
@@ -29,8 +30,13 @@ def numbers(path: Path) -> list[int]:
 
 def some_events(first: int, random_: random.Random) -> list[str]:
     """Lines that end at, before and after the ends of pages."""
-    lengths = [random_.choice([0, 3, 90, 150, 1000, 2040, PAGE - 40]) for _ in range(random_.randrange(25))]
-    return [json.dumps({"i": first + number, "x": "x" * length}) for number, length in enumerate(lengths)]
+    lengths = [
+        random_.choice([0, 3, 90, 150, 1000, 2040, PAGE - 40]) for _ in range(random_.randrange(25))
+    ]
+    return [
+        json.dumps({"i": first + number, "x": "x" * length})
+        for number, length in enumerate(lengths)
+    ]
 
 
 def write_for_ever(path: Path, seed: int, until_the_end: int, appended: mmap.mmap) -> None:
@@ -42,7 +48,8 @@ def write_for_ever(path: Path, seed: int, until_the_end: int, appended: mmap.mma
             os.write(tell, b"1")
             os.read(until_the_end, 1)
             os._exit(0)
-        os.read(runs, 1)  # killed before, the writer would leave a fork that has yet to let go of the path
+        # killed before, the writer would leave a fork that has yet to let go of the path
+        os.read(runs, 1)
     while True:
         events = some_events(written, random_)
         file.append(events)
@@ -51,7 +58,9 @@ def write_for_ever(path: Path, seed: int, until_the_end: int, appended: mmap.mma
 
 
 def kill_one(path: Path, seed: int, appends: int, after: float, pipe: tuple[int, int]) -> str:
-    """Kill a writer ``after`` seconds after its first ``appends``; the number of events in its file."""
+    """Kill a writer ``after`` seconds after its first ``appends``; the number of events in its
+    file.
+    """
     appended = mmap.mmap(-1, 1)  # shared with the writer
     writer = os.fork()
     if writer == 0:

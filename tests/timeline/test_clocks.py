@@ -18,7 +18,9 @@ OFFSETS = [0.0, 12.5, -3.25, 12.5, 0.0]
 def test_offsets_lie_within_their_error_and_shared_clocks_are_exact():
     def rank(comm):
         offset = OFFSETS[comm.rank]
-        return read_clocks(comm, clock=lambda: time.perf_counter() + offset, identity=lambda: str(offset))
+        return read_clocks(
+            comm, clock=lambda: time.perf_counter() + offset, identity=lambda: str(offset)
+        )
 
     results = run_ranks(len(OFFSETS), rank)
     assert all(result == results[0] for result in results), "every rank knows all"
@@ -35,7 +37,9 @@ def test_ranks_of_one_host_need_one_barrier():
         barriers = []
         barrier, comm.barrier = comm.barrier, lambda **_: (barriers.append(1), barrier())
         readings = read_clocks(comm)
-        return len(barriers), [(reading.offset, reading.error, reading.shared) for reading in readings]
+        return len(barriers), [
+            (reading.offset, reading.error, reading.shared) for reading in readings
+        ]
 
     assert run_ranks(3, rank) == [(1, [(0.0, 0.0, True)] * 3)] * 3
 
@@ -43,7 +47,8 @@ def test_ranks_of_one_host_need_one_barrier():
 @pytest.mark.ranks
 def test_another_time_namespace_is_another_clock():
     code = (
-        "import time; from lightning_ring.timeline.clocks import clock_identity as c; print(c(), time.perf_counter())"
+        "import time; from lightning_ring.timeline.clocks import clock_identity as c; print(c(), "
+        "time.perf_counter())"
     )
     result = subprocess.run(
         ["unshare", "--time", "--fork", "--monotonic", "5000", sys.executable, "-c", code],

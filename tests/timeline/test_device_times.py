@@ -13,7 +13,9 @@ from tests.timeline.killed_writers import OTHER
 
 
 def record_of(*, called: float, ended: float, waits: float) -> CollectiveRecord:
-    """Times of the device, in seconds, stand for events. The host did it all in 10 µs, a second before."""
+    """Times of the device, in seconds, stand for events. The host did it all in 10 µs, a second
+    before.
+    """
     record = CollectiveRecord("bucket 0 (w)", "all_reduce", 400, 1.0, 1.000001, 1.000005, 1.00001)
     record.events = called, ended  # type: ignore[assignment]
     record.wait_event = waits  # type: ignore[assignment]
@@ -23,11 +25,15 @@ def record_of(*, called: float, ended: float, waits: float) -> CollectiveRecord:
 def slices(tmp_path: Path, *records: CollectiveRecord) -> list[tuple[str, float, float]]:
     """Name, begin and duration in milliseconds."""
     path = tmp_path / "t.rank0.jsonl"
-    recorder = Recorder(TraceFile(path, OTHER, max_bytes=1 << 22), Tracks(0), 0.0, lambda mark: mark)
+    recorder = Recorder(
+        TraceFile(path, OTHER, max_bytes=1 << 22), Tracks(0), 0.0, lambda mark: mark
+    )
     for record in records:
         recorder.collective(record)
     recorder.close(OTHER)
-    events = [json.loads(line.rstrip(",")) for line in path.read_text().splitlines() if '"ph":"X"' in line]
+    events = [
+        json.loads(line.rstrip(",")) for line in path.read_text().splitlines() if '"ph":"X"' in line
+    ]
     return [(event["name"], event["ts"] / 1e3, event["dur"] / 1e3) for event in events]
 
 

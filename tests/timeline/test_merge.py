@@ -1,4 +1,6 @@
-"""The ranks' files become one: after a run, after a crash, across clocks that drift, without a shared folder."""
+"""The ranks' files become one: after a run, after a crash, across clocks that drift, without a
+shared folder.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,12 @@ def record(name: str, kind: str, at: float, ended: float, waited: float) -> Coll
     return CollectiveRecord(name, kind, 4000, at, at + 1e-4, waited, max(waited, ended), ended)
 
 
-def record_rank(path: Path, rank: int, world_size: int, *, drift: float = 0.0, close: bool = True, **kw: Any) -> None:
-    """Ten steps of 100 ms, by a clock that is ``offset`` and then, each second, ``drift`` seconds ahead."""
+def record_rank(
+    path: Path, rank: int, world_size: int, *, drift: float = 0.0, close: bool = True, **kw: Any
+) -> None:
+    """Ten steps of 100 ms, by a clock that is ``offset`` and then, each second, ``drift``
+    seconds ahead.
+    """
     other = about(rank, world_size, **kw)
     file_tracks = Tracks(rank)
     file = TraceFile(path.with_name(f"{path.stem}.rank{rank}.jsonl"), other, max_bytes=1 << 22)
@@ -52,15 +58,32 @@ def record_rank(path: Path, rank: int, world_size: int, *, drift: float = 0.0, c
         now = 1 + step / 10
         recorder.begin_step(step, clock(now))
         recorder.collective(
-            record("bucket 0 (a)", "all_reduce", clock(now + 0.05), clock(now + 0.07), clock(now + 0.06))
+            record(
+                "bucket 0 (a)",
+                "all_reduce",
+                clock(now + 0.05),
+                clock(now + 0.07),
+                clock(now + 0.06),
+            )
         )
         recorder.collective(
-            record("bucket 1 (b)", "all_reduce", clock(now + 0.06), clock(now + 0.09), clock(now + 0.08))
+            record(
+                "bucket 1 (b)",
+                "all_reduce",
+                clock(now + 0.06),
+                clock(now + 0.09),
+                clock(now + 0.08),
+            )
         )
         recorder.slice(STEPS, f"step {step}", clock(now), clock(now + 0.1), {"step": step})
         recorder.slice(FORWARD, "forward", clock(now), clock(now + 0.03), {"step": step})
         recorder.slice(BACKWARD, "backward", clock(now + 0.03), clock(now + 0.09), {"step": step})
-    end = {"offset": kw.get("offset", 0.0) + 2 * drift, "error": 2e-5, "at": clock(2), "shared": rank == 0}
+    end = {
+        "offset": kw.get("offset", 0.0) + 2 * drift,
+        "error": 2e-5,
+        "at": clock(2),
+        "shared": rank == 0,
+    }
     if close:
         other["rank"]["clock_at_end"] = end
         recorder.close(other | {"ended": "now"})
@@ -85,14 +108,19 @@ def test_queues_and_waits_are_drawn(tmp_path: Path) -> None:
         "backward",
     ]
     second = slices(events, "gradients of bucket 1", 0)[3]
-    assert second["args"] | {"bytes": 4000, "step": 3, "queued_us": 1e4, "waited_us": 1e4} == second["args"]
+    assert (
+        second["args"] | {"bytes": 4000, "step": 3, "queued_us": 1e4, "waited_us": 1e4}
+        == second["args"]
+    )
     assert second["ts"] == pytest.approx(1.36e6)
     assert second["dur"] == pytest.approx(3e4)
     queued = [event for event in events if event["name"] == "queued"]
     assert len(queued) == 10, "behind the bucket before, which took the wire until 10 ms later"
     assert queued[3]["dur"] == pytest.approx(1e4)
     waits = slices(events, "waiting for communication", 0)
-    assert [event["name"] for event in waits[:2]] == [f"wait for gradients of bucket {number}" for number in (0, 1)]
+    assert [event["name"] for event in waits[:2]] == [
+        f"wait for gradients of bucket {number}" for number in (0, 1)
+    ]
 
 
 def test_clocks_that_drift_are_put_right(tmp_path: Path) -> None:
@@ -102,12 +130,16 @@ def test_clocks_that_drift_are_put_right(tmp_path: Path) -> None:
     merge(path)
     events = read_trace(path)
     for rank in (1, 2):
-        for mine, zeros in zip(slices(events, "steps", rank), slices(events, "steps", 0), strict=True):
+        for mine, zeros in zip(
+            slices(events, "steps", rank), slices(events, "steps", 0), strict=True
+        ):
             assert mine["ts"] == pytest.approx(zeros["ts"], abs=5), "microseconds; 1,000 without"
             assert mine["dur"] == pytest.approx(zeros["dur"], abs=5)
 
 
-def test_after_a_crash_what_is_there_is_merged_and_what_is_missing_is_named(tmp_path: Path, capfd: Any) -> None:
+def test_after_a_crash_what_is_there_is_merged_and_what_is_missing_is_named(
+    tmp_path: Path, capfd: Any
+) -> None:
     path = tmp_path / "t.json"
     record_rank(path, 0, 4)
     record_rank(path, 1, 4, close=False)
@@ -140,17 +172,30 @@ def test_of_a_file_that_was_cut_short_whole_events_are_taken(tmp_path: Path, cap
     record_rank(tmp_path / "t.json", 0, 1)
     file = tmp_path / "t.rank0.jsonl"
     *lines, last_event, _ = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join(lines) + last_event[:-2])  # only the last bracket of the last event is missing
+    # only the last bracket of the last event is missing
+    file.write_bytes(b"".join(lines) + last_event[:-2])
     assert main(["timeline", str(tmp_path)]) == 0
     assert len(read_trace(tmp_path / "t.json")) == len(lines) - 1
-    assert "not closed by rank(s) 0: their job was killed or still runs, or a copy of a file" in capfd.readouterr().err
+    assert (
+        "not closed by rank(s) 0: their job was killed or still runs, or a copy of a file"
+        in capfd.readouterr().err
+    )
 
 
 def test_the_command_writes_where_it_is_told_and_draws(tmp_path: Path, capfd: Any) -> None:
     for rank in range(2):
         record_rank(tmp_path / "t.json", rank, 2)
     merged, picture = tmp_path / "out.json", tmp_path / "out.png"
-    arguments = ["timeline", str(tmp_path / "t.json"), "-o", str(merged), "--plot", str(picture), "--steps", "2-3"]
+    arguments = [
+        "timeline",
+        str(tmp_path / "t.json"),
+        "-o",
+        str(merged),
+        "--plot",
+        str(picture),
+        "--steps",
+        "2-3",
+    ]
     assert main(arguments) == 0
     assert len(slices(read_trace(merged), "waiting for communication", 1)) == 20
     assert not (tmp_path / "t.json").exists()
@@ -167,7 +212,9 @@ def test_the_command_writes_where_it_is_told_and_draws(tmp_path: Path, capfd: An
         (["{tmp}", "--plot", "picture.bmp"], "must end in .png, .svg or .pdf"),
     ],
 )
-def test_bad_input_of_the_command(tmp_path: Path, capfd: Any, arguments: list[str], message: str) -> None:
+def test_bad_input_of_the_command(
+    tmp_path: Path, capfd: Any, arguments: list[str], message: str
+) -> None:
     assert main(["timeline", *(argument.format(tmp=tmp_path) for argument in arguments)]) == 2
     assert message in capfd.readouterr().err
 
@@ -212,5 +259,7 @@ def test_slices_that_overlap_get_threads_of_their_own() -> None:
 
 
 def test_nothing_to_merge(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"No timeline of a rank can be merged into t\.json"):
+    with pytest.raises(
+        ConfigurationError, match=r"No timeline of a rank can be merged into t\.json"
+    ):
         merge(tmp_path / "t.json")

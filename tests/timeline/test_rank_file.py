@@ -1,4 +1,6 @@
-"""A rank's file holds whole events at every moment: between writes and after ``kill -9`` at any time."""
+"""A rank's file holds whole events at every moment: between writes and after ``kill -9`` at any
+time.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_a_torn_last_line_is_no_event_and_no_end(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_whole_after_kill_9_at_any_time(tmp_path: Path) -> None:
-    result = run([sys.executable, "-m", "tests.timeline.killed_writers", str(tmp_path / "t.jsonl"), "100"])
+    result = run(
+        [sys.executable, "-m", "tests.timeline.killed_writers", str(tmp_path / "t.jsonl"), "100"]
+    )
     assert result.returncode == 0, result.stdout
     lines = result.stdout.splitlines()
     assert len(lines) == 100
@@ -72,7 +76,9 @@ def test_a_full_file_drops_what_comes_later_and_stays_valid(tmp_path: Path) -> N
     assert path.stat().st_size <= 40_000
 
 
-def test_a_disk_that_fails_is_an_error_and_leaves_whole_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_is_an_error_and_leaves_whole_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "trace.rank0.jsonl"
     file = TraceFile(path, OTHER, max_bytes=1 << 22)
     file.append(['{"i":0}', '{"i":1}'])
@@ -81,22 +87,32 @@ def test_a_disk_that_fails_is_an_error_and_leaves_whole_events(tmp_path: Path, m
     with pytest.raises(OSError, match="3 of 8 bytes were written"):
         file.append(['{"i":2}'])
     assert numbers(path) == [0, 1]
-    monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(OSError, match="No space left"):
         TraceFile(tmp_path / "other.jsonl", OTHER, max_bytes=1 << 22)
     assert [child.name for child in tmp_path.iterdir()] == [path.name]
 
 
-def test_after_a_disk_that_fails_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_disk_that_fails_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Training may go on for a week."""
     tracks = Tracks(0)
-    recorder = Recorder(TraceFile(tmp_path / "t.rank0.jsonl", OTHER, max_bytes=1 << 22), tracks, 0.0)
-    monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    recorder = Recorder(
+        TraceFile(tmp_path / "t.rank0.jsonl", OTHER, max_bytes=1 << 22), tracks, 0.0
+    )
+    monkeypatch.setattr(
+        os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     recorder.slice(STEPS, "step 0", 0.0, 1.0)
     recorder._thread.join(timeout=60)
     for _ in range(3):
         recorder.slice(STEPS, "step 1", 1.0, 2.0)
-        recorder.collective(CollectiveRecord("bucket 0 (a)", "all_reduce", 4, 1.0, 1.1, 1.2, 1.3, 1.25))
+        recorder.collective(
+            CollectiveRecord("bucket 0 (a)", "all_reduce", 4, 1.0, 1.1, 1.2, 1.3, 1.25)
+        )
     assert not recorder._queue
     recorder.close({})
 

@@ -34,7 +34,9 @@ def refused(path: Path, world_size: int = 2) -> str:
     return said[0]
 
 
-def test_a_disk_that_rank_0_filled_is_the_error_of_rank_1_on_both(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_disk_that_rank_0_filled_is_the_error_of_rank_1_on_both(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     """Rank 0's file is there, and the disk has no room for another."""
     opened, opens = os.open, []
 
@@ -47,24 +49,36 @@ def test_a_disk_that_rank_0_filled_is_the_error_of_rank_1_on_both(tmp_path: Path
 
     monkeypatch.setattr(os, "open", no_room)
     said = refused(tmp_path / "trace.json")
-    assert f"cannot be written (rank 1: {tmp_path}/trace.rank1.jsonl: No space left on device)" in said
+    assert (
+        f"cannot be written (rank 1: {tmp_path}/trace.rank1.jsonl: No space left on device)" in said
+    )
     assert sorted(opens) == ["trace.rank0.jsonl", "trace.rank1.jsonl"]
     assert not list(tmp_path.iterdir())
 
 
-def test_a_path_that_another_job_writes_is_refused_on_every_rank(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_path_that_another_job_writes_is_refused_on_every_rank(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     first = start_session(tmp_path / "t.json", None, max_bytes=SIZE, about={})
-    monkeypatch.setattr("lightning_ring.timeline.session._times_started", {})  # another process has none
+    # another process has none
+    monkeypatch.setattr("lightning_ring.timeline.session._times_started", {})
     first.recorder.slice(STEPS, "step 0", 0.0, 1.0)
     said = refused(tmp_path / "t.json")
-    assert f"t.json is in use: t.rank0.jsonl, of process {os.getpid()} on {socket.gethostname()}, another job" in said
+    assert (
+        f"t.json is in use: t.rank0.jsonl, of process {os.getpid()} on {socket.gethostname()}, "
+        "another job" in said
+    )
     first.finish()
-    assert [event["name"] for event in slices(read_trace(tmp_path / "t.json"), "steps", 0)] == ["step 0"]
+    assert [event["name"] for event in slices(read_trace(tmp_path / "t.json"), "steps", 0)] == [
+        "step 0"
+    ]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["t.json", "t.rank0.jsonl"]
 
     second = start_session(tmp_path / "t.json", None, max_bytes=SIZE, about={})
     second.finish()
-    assert "step 0" not in (tmp_path / "t.json").read_text(), "the first one has ended, and is replaced"
+    assert "step 0" not in (tmp_path / "t.json").read_text(), (
+        "the first one has ended, and is replaced"
+    )
 
 
 def test_a_rank_whose_own_file_is_taken_is_named(tmp_path: Path) -> None:

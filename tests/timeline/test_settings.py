@@ -24,7 +24,9 @@ def test_the_argument_counts_more_than_the_environment(tmp_path: Path) -> None:
 def test_a_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert timeline_settings("~/t.json", {}).path == tmp_path / "t.json"
-    settings = timeline_settings(None, {"RING_TIMELINE": "~/t.json", "RING_TIMELINE_SWITCH": "~/on"})
+    settings = timeline_settings(
+        None, {"RING_TIMELINE": "~/t.json", "RING_TIMELINE_SWITCH": "~/on"}
+    )
     assert (settings.path, settings.switch) == (tmp_path / "t.json", tmp_path / "on")
 
 
@@ -42,7 +44,9 @@ def test_a_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("{tmp}/mine.json", "exists and was not written as a timeline"),
     ],
 )
-def test_a_path_that_cannot_work_is_an_error_when_the_strategy_is_built(tmp_path, value, message) -> None:
+def test_a_path_that_cannot_work_is_an_error_when_the_strategy_is_built(
+    tmp_path, value, message
+) -> None:
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "mine.json").write_text('{"precious": 1}')
@@ -62,5 +66,7 @@ def test_a_size_that_cannot_work(size: str) -> None:
 
 
 def test_a_switch_without_a_timeline() -> None:
-    with pytest.raises(ConfigurationError, match="RING_TIMELINE_SWITCH is '/tmp/on', but no timeline is asked for"):
+    with pytest.raises(
+        ConfigurationError, match="RING_TIMELINE_SWITCH is '/tmp/on', but no timeline is asked for"
+    ):
         timeline_settings(None, {"RING_TIMELINE_SWITCH": "/tmp/on"})

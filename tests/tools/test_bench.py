@@ -79,7 +79,8 @@ def test_sizes_from_min_to_max_grow_four_times_each() -> None:
 def test_bad_input_is_said_before_anything_starts(words: list[str], said: str) -> None:
     with pytest.raises((ConfigurationError, SystemExit)) as error:
         bench.main(words)
-    if isinstance(error.value, ConfigurationError):  # argparse takes -1 for an option and ends by itself
+    # argparse takes -1 for an option and ends by itself
+    if isinstance(error.value, ConfigurationError):
         assert said in str(error.value)
 
 
@@ -122,7 +123,9 @@ class Broken:
         return run
 
 
-def measured(comm: Communicator, contender: Any, collective: str, sizes: list[int]) -> list[list[Timing]]:
+def measured(
+    comm: Communicator, contender: Any, collective: str, sizes: list[int]
+) -> list[list[Timing]]:
     return list(measure({"this": contender}, comm, CPU, collective, sizes, seconds=1e-3))
 
 
@@ -132,10 +135,22 @@ def test_right_results_pass_and_a_wrong_element_does_not(world_size: int, collec
     sizes = [4, 1000, 300_000]  # from one element a rank to more than one period of the numbers
     for found in run_ranks(world_size, lambda comm: measured(comm, comm, collective, sizes)):
         assert [[t.backend for t in timings] for timings in found] == [[COPY, "this"]] * len(sizes)
-        assert all(0 < t.least <= t.median <= t.p95 and t.num_calls >= 5 for timings in found for t in timings)
-        assert all(abs(row[0].num_bytes - size) < 4 * world_size for row, size in zip(found, sizes, strict=True))
-    with pytest.raises(CollectiveError, match=rf"this: {collective} .* left 1 of \d+ elements wrong on rank"):
-        run_ranks(world_size, lambda comm: measured(comm, Broken(comm, collective), collective, sizes[1:2]))
+        assert all(
+            0 < t.least <= t.median <= t.p95 and t.num_calls >= 5
+            for timings in found
+            for t in timings
+        )
+        assert all(
+            abs(row[0].num_bytes - size) < 4 * world_size
+            for row, size in zip(found, sizes, strict=True)
+        )
+    with pytest.raises(
+        CollectiveError, match=rf"this: {collective} .* left 1 of \d+ elements wrong on rank"
+    ):
+        run_ranks(
+            world_size,
+            lambda comm: measured(comm, Broken(comm, collective), collective, sizes[1:2]),
+        )
 
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
@@ -147,7 +162,10 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
 
 
 def test_ratios_are_the_peers_median_over_each_median() -> None:
-    timings = [Timing("all_reduce", name, 1024, s, s, s, 5) for name, s in ((COPY, 1.0), ("a", 2.0), ("b", 8.0))]
+    timings = [
+        Timing("all_reduce", name, 1024, s, s, s, 5)
+        for name, s in ((COPY, 1.0), ("a", 2.0), ("b", 8.0))
+    ]
     lines = list(session.timing_lines(timings, world_size=2, peer="b"))
     assert [line.split()[2] for line in lines] == ["a", "b"]
     assert [float(line.split()[-1]) for line in lines] == [4.0, 1.0]
@@ -156,7 +174,18 @@ def test_ratios_are_the_peers_median_over_each_median() -> None:
 @pytest.mark.ranks
 def test_it_starts_ranks_measures_every_backend_and_writes_what_it_found(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "out.json")]
-    asked = ["-n", "2", "--device", "cpu", "--sizes", "1K,10001,300K", "--seconds", "0.01", "--compare", "torch-gloo"]
+    asked = [
+        "-n",
+        "2",
+        "--device",
+        "cpu",
+        "--sizes",
+        "1K,10001,300K",
+        "--seconds",
+        "0.01",
+        "--compare",
+        "torch-gloo",
+    ]
     result = run([*COMMAND, *asked, *files], **forked.ranks())
     assert result.returncode == 0, result.stdout
     found = json.loads((tmp_path / "out.json").read_text())
@@ -172,22 +201,46 @@ def test_it_starts_ranks_measures_every_backend_and_writes_what_it_found(tmp_pat
     }
     for row in rows:
         assert row["algorithm_bandwidth"] == pytest.approx(row["bytes"] / row["median_seconds"])
-    assert {(m["collective"], m["backend"]) for m in found["models"]} == {(c, b) for c in COLLECTIVES for b in backends}
+    assert {(m["collective"], m["backend"]) for m in found["models"]} == {
+        (c, b) for c in COLLECTIVES for b in backends
+    }
     table = [line.split() for line in result.stdout.splitlines() if line.endswith(" 1.00")]
-    assert {tuple(words[:3]) for words in table} >= {("1", "KiB", "torch-gloo"), ("300", "KiB", "torch-gloo")}
+    assert {tuple(words[:3]) for words in table} >= {
+        ("1", "KiB", "torch-gloo"),
+        ("300", "KiB", "torch-gloo"),
+    }
 
 
 @pytest.mark.ranks
 def test_a_backend_that_the_launcher_rules_out_is_an_error_that_says_so() -> None:
-    launcher = [*forked.python(), "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lightning_ring.cli.main"]
+    launcher = [
+        *forked.python(),
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "-m",
+        "lightning_ring.cli.main",
+    ]
     result = run([*launcher, "bench", "--backends", "mpi", "--sizes", "1K"], **forked.ranks())
     assert result.returncode != 0
-    assert "mpi cannot be measured here: torchrun started the ranks, not MPI. There are: auto, gloo" in result.stdout
+    assert (
+        "mpi cannot be measured here: torchrun started the ranks, not MPI. There are: auto, gloo"
+        in result.stdout
+    )
 
 
 @pytest.mark.ranks
 def test_under_mpirun_it_uses_those_ranks() -> None:
-    words = ["--backends", "mpi", "--collectives", "all_gather", "--sizes", "4K", "--seconds", "0.01"]
+    words = [
+        "--backends",
+        "mpi",
+        "--collectives",
+        "all_gather",
+        "--sizes",
+        "4K",
+        "--seconds",
+        "0.01",
+    ]
     result = run(mpirun_command(3, *forked.python(), *COMMAND[1:], *words))
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("3 ranks on 1 node(s), cpu") == 1

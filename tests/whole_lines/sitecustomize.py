@@ -1,7 +1,7 @@
 """Python imports this at its start where `tests.processes.clean_env` put its folder on PYTHONPATH.
 
-Several ranks print into one pipe. Unbuffered, `print` writes a line in pieces, between which another rank's may come:
-here each line is one write.
+Several ranks print into one pipe. Unbuffered, `print` writes a line in pieces, between which
+another rank's may come: here each line is one write.
 """
 
 import sys

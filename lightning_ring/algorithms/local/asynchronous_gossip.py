@@ -1,6 +1,8 @@
-"""Asynchronous decentralised training: pairs of ranks average their parameters, and no rank waits for a slow one.
+"""Asynchronous decentralised training: pairs of ranks average their parameters, and no rank waits
+for a slow one.
 
-Source: Lian, Zhang, Zhang and Liu, "Asynchronous decentralized parallel stochastic gradient descent" (2018),
+Source: Lian, Zhang, Zhang and Liu, "Asynchronous decentralized parallel stochastic gradient
+    descent" (2018),
 arXiv:1710.06952 (AD-PSGD), algorithm 1, with the bipartite graph of section 3.3 against deadlocks.
 """
 
@@ -29,21 +31,23 @@ _STOP = torch.ones(1, dtype=torch.uint8)  # a question that is no exchange
 
 
 class AsynchronousGossip(Gossip):
-    """Rank r has parameters x_r, and computes its gradient g_r for a copy of them. Even ranks choose an odd one, s::
+    """Rank r has parameters x_r, and computes its gradient g_r for a copy of them. Even ranks
+    choose an odd one, s::
 
         x_r, x_s ← (x_r + x_s) / 2      while both compute
         x_r ← x_r + (the optimizer's step from the copy with g_r)      at the end of each batch
 
-    A thread of rank s answers, however far that rank is with its batch, so that a slow rank holds nobody up. Rank r
-    begins an average behind a step, and goes on with its batches while it is on its way, for ``overlap`` steps at most.
-    What x_r has gained meanwhile is added to the average. The mean of all x moves as if every step were divided by the
-    number of ranks. Fast ranks take more steps than slow ones, if they have data for them. Evaluations and checkpoints
-    wait for all ranks, and see their average.
+    A thread of rank s answers, however far that rank is with its batch, so that a slow rank holds
+    nobody up. Rank r begins an average behind a step, and goes on with its batches while it is on
+    its way, for ``overlap`` steps at most. What x_r has gained meanwhile is added to the average.
+    The mean of all x moves as if every step were divided by the number of ranks. Fast ranks take
+    more steps than slow ones, if they have data for them. Evaluations and checkpoints wait for all
+    ranks, and see their average.
 
     Args:
-        overlap: Steps that an even rank takes while an average is on its way. 0: the average travels while the next
-            batch is computed, and that batch's step waits for it. `None`: no step waits. Averages then are as old as a
-            slow wire makes them, which costs accuracy.
+        overlap: Steps that an even rank takes while an average is on its way. 0: the average
+            travels while the next batch is computed, and that batch's step waits for it. `None`: no
+            step waits. Averages then are as old as a slow wire makes them, which costs accuracy.
         seed: Of the choice of partners.
 
     `metrics` has the ``consensus_distance``, as of `Gossip`.
@@ -56,7 +60,8 @@ class AsynchronousGossip(Gossip):
         super().__init__("pairs", seed=seed)
         if overlap is not None and (type(overlap) is not int or overlap < 0):
             raise ConfigurationError(
-                f"AsynchronousGossip got overlap={overlap!r}, expected a number of steps, or None: no step waits."
+                f"AsynchronousGossip got overlap={overlap!r}, expected a number of steps, or None: "
+                "no step waits."
             )
         self.overlap = overlap
         self.steps_together = False
@@ -76,7 +81,8 @@ class AsynchronousGossip(Gossip):
         self._has_begun = False  # a batch
 
     def __deepcopy__(self, memo: Any) -> AsynchronousGossip:
-        return type(self)(overlap=self.overlap, seed=self.seed)  # of one that trains nothing: a lock has no copy
+        # of one that trains nothing: a lock has no copy
+        return type(self)(overlap=self.overlap, seed=self.seed)
 
     # -- begin and end
 
@@ -90,7 +96,8 @@ class AsynchronousGossip(Gossip):
         return super().load_state_dict(state)
 
     def _answer_others(self) -> None:
-        """Collective: at the first batch, or before an evaluation or the end on ranks that have no batch by then.
+        """Collective: at the first batch, or before an evaluation or the end on ranks that have no
+        batch by then.
 
         So when other parameters are trained.
         """
@@ -102,11 +109,14 @@ class AsynchronousGossip(Gossip):
         if self._requests is not None:
             self._end_requests()
             if not self._own:
-                self._add_step()  # of length 0: parameters become x, with the averages that have come meanwhile
+                # of length 0: parameters become x, with the averages that have come meanwhile
+                self._add_step()
         self._params = list(params)
         num_parts = num_gossip_parts(sum(param.nbytes for param in self._params))
         self._parts = layouts(self._params, num_parts, cut=True)
-        self._turns = {peer: itertools.cycle(range(num_parts)) for peer in range(self._communicator.world_size)}
+        self._turns = {
+            peer: itertools.cycle(range(num_parts)) for peer in range(self._communicator.world_size)
+        }
         self._pieces = [piece for part in self._parts for piece in part.pieces]
         self._x = [torch.zeros(part.nbytes, dtype=torch.uint8) for part in self._parts]
         self._views = self._of_pieces(self._x)
@@ -177,10 +187,14 @@ class AsynchronousGossip(Gossip):
             self._requests.check()  # nobody waits, and would be told of a failed rank
             return
         self._finish_exchange()
-        chosen = random.Random(f"{self.seed} {comm.rank} {self.num_steps}").randrange(1, comm.world_size, 2)
+        chosen = random.Random(f"{self.seed} {comm.rank} {self.num_steps}").randrange(
+            1, comm.world_size, 2
+        )
         torch._foreach_copy_(self._asked, self._x)  # which nobody else changes now
         name = f"step {self.num_steps + 1}: average with rank {chosen}"
-        self._exchange_under_way = self._requests.ask({chosen: self._asked}, name, self._average_with)
+        self._exchange_under_way = self._requests.ask(
+            {chosen: self._asked}, name, self._average_with
+        )
         self._steps_meanwhile = 0
 
     def _finish_exchange(self) -> None:
@@ -191,7 +205,9 @@ class AsynchronousGossip(Gossip):
 
     @torch.no_grad()
     def _add_step(self) -> None:
-        """x ← x + (parameters - copy), exactly the parameters where x has not moved; then both become x."""
+        """x ← x + (parameters - copy), exactly the parameters where x has not moved; then both
+        become x.
+        """
         with self._changing:
             x = self._views
             torch._foreach_sub_(x, self._copied)
@@ -225,7 +241,9 @@ class AsynchronousGossip(Gossip):
 
     @torch.no_grad()
     def _average_part(self, index: int, theirs: Tensor, ours: Tensor) -> None:
-        """Move a part of x by half of the way from ``ours`` to ``theirs``, in whose place the way is written."""
+        """Move a part of x by half of the way from ``ours`` to ``theirs``, in whose place the
+        way is written.
+        """
         part = self._parts[index]
         way = part.views(theirs, self._params)
         torch._foreach_sub_(way, part.views(ours, self._params))
@@ -254,4 +272,7 @@ class AsynchronousGossip(Gossip):
         return asynchronous_gossip(self.overlap)
 
     def _exchange(self) -> str:
-        return "while it computes parameters are averaged with those of another rank, which waits for nothing,"
+        return (
+            "while it computes parameters are averaged with those of another rank, which waits "
+            "for nothing,"
+        )

@@ -17,7 +17,9 @@ _MESSAGE_BYTES = 25 * 2**20
 
 
 def average_(tensors: Iterable[Tensor], comm: Communicator, name: str) -> None:
-    """Replace ``tensors`` (same shapes and dtypes on all ranks) by their averages over the ranks. Blocks."""
+    """Replace ``tensors`` (same shapes and dtypes on all ranks) by their averages over the
+    ranks. Blocks.
+    """
     for work in start_averages(tensors, comm, name):
         work.wait()
 
@@ -33,7 +35,10 @@ def start_averages(
     """
     works: list[Work] = []
     for index, message in enumerate(_messages(tensors)):
-        flat, called = torch.cat([tensor.reshape(-1) for tensor in message]), f"{name}, message {index}"
+        flat, called = (
+            torch.cat([tensor.reshape(-1) for tensor in message]),
+            f"{name}, message {index}",
+        )
         if compressor is not None and compressor.accepts(flat.dtype):
             work = compressor.all_reduce(flat, comm, name=called)
         else:
@@ -43,10 +48,20 @@ def start_averages(
 
 
 def optimizer_states(optimizers: Iterable[Optimizer]) -> list[tuple[Tensor, list[Tensor]]]:
-    """Each parameter, and its state of one value for each element: none before its first gradient."""
-    params = [(optimizer, param) for optimizer in optimizers for g in optimizer.param_groups for param in g["params"]]
+    """Each parameter, and its state of one value for each element: none before its first
+    gradient.
+    """
+    params = [
+        (optimizer, param)
+        for optimizer in optimizers
+        for g in optimizer.param_groups
+        for param in g["params"]
+    ]
     states = [(param, optimizer.state.get(param, {})) for optimizer, param in params]
-    return [(param, [state[key] for key in sorted(state) if _is_like(state[key], param)]) for param, state in states]
+    return [
+        (param, [state[key] for key in sorted(state) if _is_like(state[key], param)])
+        for param, state in states
+    ]
 
 
 def optimizer_tensors(optimizers: Iterable[Optimizer]) -> list[Tensor]:
@@ -60,7 +75,9 @@ def _is_like(value: Any, param: Tensor) -> bool:
 
 def _take_apart(flat: Tensor, message: list[Tensor]) -> None:
     parts = flat.split([tensor.numel() for tensor in message])
-    torch._foreach_copy_(message, [part.view(each.shape) for part, each in zip(parts, message, strict=True)])
+    torch._foreach_copy_(
+        message, [part.view(each.shape) for part, each in zip(parts, message, strict=True)]
+    )
 
 
 def _messages(tensors: Iterable[Tensor]) -> Sequence[list[Tensor]]:

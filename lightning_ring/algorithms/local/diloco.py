@@ -1,8 +1,10 @@
 """DiLoCo: local steps, and an outer optimizer for what a round has changed.
 
-Sources: Douillard et al., "DiLoCo: distributed low-communication training of language models" (2023), arXiv:2311.08105,
-algorithm 1, with its outer optimizer, SGD with Nesterov momentum; Douillard et al., "Streaming DiLoCo with overlapping
-communication: towards a distributed free lunch" (2025), arXiv:2501.18512, algorithm 2 (fragments, overlap, few bits).
+Sources: Douillard et al., "DiLoCo: distributed low-communication training of language models"
+    (2023), arXiv:2311.08105,
+algorithm 1, with its outer optimizer, SGD with Nesterov momentum; Douillard et al., "Streaming
+DiLoCo with overlapping communication: towards a distributed free lunch" (2025), arXiv:2501.18512,
+algorithm 2 (fragments, overlap, few bits).
 """
 
 from __future__ import annotations
@@ -47,18 +49,21 @@ class DiLoCo(LocalSGD):
         θ ← θ - outer_lr · (Δ + outer_momentum · v)      on all ranks
         w_r ← own_share · w_r + (1 - own_share) · θ
 
-    The inner optimizer's state stays with its rank. Evaluations and checkpoints within a round see the mean of all w.
+    The inner optimizer's state stays with its rank. Evaluations and checkpoints within a round see
+    the mean of all w.
 
     Args:
         every: Steps of a round; the papers take 100 to 500.
         outer_lr, outer_momentum: Of the outer optimizer.
-        fragments: Streaming DiLoCo: the parameters in so many parts of about equal size, each with a round of its own.
-            Part p = 1, 2, ... of P ends its rounds p · every / P steps after the others begin, so that the most that is
-            on the wire at once is a P-th.
+        fragments: Streaming DiLoCo: the parameters in so many parts of about equal size, each with
+            a round of its own. Part p = 1, 2, ... of P ends its rounds p · every / P steps after
+            the others begin, so that the most that is on the wire at once is a P-th.
         overlap: Steps for which Δ travels while the ranks go on; θ and w change after them.
-        own_share: What a rank keeps of its own progress when θ arrives. `None`: 0.5 with ``overlap``, 0 without.
-        outer_bits: Bits of a value of Δ on the wire: 32 (the parameters' dtype), 8 (as compression ``"int8"``) or 4
-            (`FourBit`). Ranks still sum in float32. Only float32 parameters are compressed.
+        own_share: What a rank keeps of its own progress when θ arrives. `None`: 0.5 with
+            ``overlap``, 0 without.
+        outer_bits: Bits of a value of Δ on the wire: 32 (the parameters' dtype), 8 (as compression
+            ``"int8"``) or 4 (`FourBit`). Ranks still sum in float32. Only float32 parameters are
+            compressed.
         others: As of `LocalSGD`.
 
     Raises:
@@ -90,7 +95,8 @@ class DiLoCo(LocalSGD):
             all(type(number) is int for number in (every, fragments, overlap))
             and 1 <= fragments <= every
             and 0 <= overlap < every,
-            "from 1 to `every` fragments, and an overlap of fewer steps than `every`, a number of steps",
+            "from 1 to `every` fragments, and an overlap of fewer steps than `every`, a number "
+            "of steps",
             every=every,
             fragments=fragments,
             overlap=overlap,
@@ -115,13 +121,15 @@ class DiLoCo(LocalSGD):
         self._parts = Fragments(fragments)
         self._under_way: dict[int, _OuterGradient] = {}  # by fragment
 
-    def attach(self, module: Any, optimizers: Any, comm: Communicator, *others: Any, **named: Any) -> None:
+    def attach(
+        self, module: Any, optimizers: Any, comm: Communicator, *others: Any, **named: Any
+    ) -> None:
         super().attach(module, optimizers, comm, *others, **named)
         self._under_way = {}
         if (found := len(self._parameters())) < self.fragments:
             raise ConfigurationError(
-                f"DiLoCo got fragments={self.fragments}, and the module has {found} parameters to train, none of which "
-                "is cut. Use fewer fragments."
+                f"DiLoCo got fragments={self.fragments}, and the module has {found} parameters to "
+                "train, none of which is cut. Use fewer fragments."
             )
         self._begin_first_round()
 
@@ -139,10 +147,16 @@ class DiLoCo(LocalSGD):
 
     @property
     def steps_of_round(self) -> int:
-        """From 1 to `every` where fragments end their rounds at different steps: ranks are never the same again."""
+        """From 1 to `every` where fragments end their rounds at different steps: ranks are never
+        the same again.
+        """
         if self.fragments == 1 and not self.overlap and not self.own_share:
             return super().steps_of_round
-        return (self.num_steps - self.warmup_steps - 1) % self.every + 1 if self.num_steps > self.warmup_steps else 0
+        return (
+            (self.num_steps - self.warmup_steps - 1) % self.every + 1
+            if self.num_steps > self.warmup_steps
+            else 0
+        )
 
     def _after_local_step(self) -> None:
         step = self.num_steps - self.warmup_steps
@@ -152,10 +166,13 @@ class DiLoCo(LocalSGD):
                 continue
             if since % self.every == 0:
                 self._send(index)
-            gradient = self._under_way.get(index)  # `None` after a checkpoint of another number of ranks
+            # `None` after a checkpoint of another number of ranks
+            gradient = self._under_way.get(index)
             if gradient is not None and since % self.every == self.overlap // 2:
                 for work in gradient.works:
-                    advance(work)  # the second leg of a compressed average travels in the other half of the overlap
+                    # the second leg of a compressed average travels in the other half of the
+                    # overlap
+                    advance(work)
             if gradient is not None and (since - self.overlap) % self.every == 0:
                 self._receive(self._under_way.pop(index))
         if step % self.every == 0:
@@ -166,7 +183,8 @@ class DiLoCo(LocalSGD):
 
     @torch.no_grad()
     def _send(self, index: int) -> None:
-        trained = set(self._parameters())  # not one that was frozen for the whole round: its momentum would move it
+        # not one that was frozen for the whole round: its momentum would move it
+        trained = set(self._parameters())
         params = [param for param in self._parts[index] if param in trained]
         if not params:
             return
@@ -180,7 +198,8 @@ class DiLoCo(LocalSGD):
         gradient.wait()
         params: list[Tensor] = list(gradient.params)
         anchors, velocity = (
-            [tensors[param] for param in gradient.params] for tensors in (self._anchors, self._velocity)
+            [tensors[param] for param in gradient.params]
+            for tensors in (self._anchors, self._velocity)
         )
         change = gradient.change
         torch._foreach_mul_(velocity, self.outer_momentum)
@@ -233,16 +252,21 @@ class DiLoCo(LocalSGD):
                 tensors[params[name]] = torch.empty_like(params[name]).copy_(saved)
         problem = super().load_state_dict(state)
         self._under_way = {}
-        if state.get("schedule", self._schedule) != self._schedule:  # what θ and w differ by travels with the next Δ
+        # what θ and w differ by travels with the next Δ
+        if state.get("schedule", self._schedule) != self._schedule:
             return problem or (
-                "the checkpoint is of a DiLoCo with other every, fragments, overlap or warmup_steps: its outer "
-                "gradients that were on the way are dropped, and rounds go on as they are set now."
+                "the checkpoint is of a DiLoCo with other every, fragments, overlap or "
+                "warmup_steps: its outer gradients that were on the way are dropped, and rounds "
+                "go on as they are set now."
             )
-        if "under_way" in state and self.num_steps == state["num_steps"]:  # else another round begins
+        # else another round begins
+        if "under_way" in state and self.num_steps == state["num_steps"]:
             self._parts.load(state["fragments"], params)
             for index, changes in state["under_way"].items():
                 those = [params[name] for name in changes]
-                change = [torch.empty_like(params[name]).copy_(saved) for name, saved in changes.items()]
+                change = [
+                    torch.empty_like(params[name]).copy_(saved) for name, saved in changes.items()
+                ]
                 self._under_way[index] = _OuterGradient(those, change, [])
         return problem
 
@@ -257,6 +281,6 @@ class DiLoCo(LocalSGD):
         parts = f" of each of {self.fragments} fragments" if self.fragments > 1 else ""
         later = f" {self.overlap} steps later" if self.overlap else ""
         return (
-            f"an outer step{parts} (lr {self.outer_lr:g}, momentum {self.outer_momentum:g}, {self.outer_bits} bits) "
-            f"follows{later}"
+            f"an outer step{parts} (lr {self.outer_lr:g}, momentum {self.outer_momentum:g}, "
+            f"{self.outer_bits} bits) follows{later}"
         )

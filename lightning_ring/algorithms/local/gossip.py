@@ -1,9 +1,10 @@
 """Decentralised training: every rank averages its parameters with a few neighbours at each step.
 
-Sources: Lian et al., "Can decentralized algorithms outperform centralized algorithms?" (2017), arXiv:1705.09056,
-algorithm 1 (D-PSGD); Assran et al., "Stochastic gradient push for distributed deep learning" (2019), arXiv:1811.10792,
-and Ying et al., "Exponential graph is provably efficient for decentralized deep training" (2021), arXiv:2110.13363 (the
-one-peer exponential graph).
+Sources: Lian et al., "Can decentralized algorithms outperform centralized algorithms?" (2017),
+    arXiv:1705.09056,
+algorithm 1 (D-PSGD); Assran et al., "Stochastic gradient push for distributed deep learning"
+(2019), arXiv:1811.10792, and Ying et al., "Exponential graph is provably efficient for
+decentralized deep training" (2021), arXiv:2110.13363 (the one-peer exponential graph).
 """
 
 from __future__ import annotations
@@ -29,26 +30,31 @@ Topology = Literal["ring", "exponential", "pairs"]
 
 
 class Gossip(LocalSGD):
-    """At step k rank r, with parameters x_r and their gradient g_r, on the way while the batch is computed::
+    """At step k rank r, with parameters x_r and their gradient g_r, on the way while the batch is
+    computed::
 
         x_r ← Σ_s W_rs · x_s      over the neighbours of r in step k, and r itself
         x_r ← the optimizer's step from there with g_r
 
-    A step with a closure, as the Trainer's, computes the batch within itself: it is taken from x_r, and what the
-    average changes is added behind it. Only what depends on x_r besides g_r, such as weight decay, tells the two apart.
+    A step with a closure, as the Trainer's, computes the batch within itself: it is taken from x_r,
+    and what the average changes is added behind it. Only what depends on x_r besides g_r, such as
+    weight decay, tells the two apart.
 
-    W has equal weights in each row, and rows and columns that add up to 1: the mean of all x moves as if gradients were
-    averaged, and ranks differ by what the last steps have not spread yet. Each rank sends its parameters to one or two
-    neighbours, whatever the number of ranks. Short messages still go to all of them, so that a slow rank slows all.
+    W has equal weights in each row, and rows and columns that add up to 1: the mean of all x moves
+    as if gradients were averaged, and ranks differ by what the last steps have not spread yet. Each
+    rank sends its parameters to one or two neighbours, whatever the number of ranks. Short messages
+    still go to all of them, so that a slow rank slows all.
 
     Args:
-        topology: ``"ring"``: both neighbours on a ring. ``"exponential"``: one rank, 1, 2, 4, ... further in turn, so
-            that a value has come to all of N = 2^m ranks after m steps. ``"pairs"``: a partner drawn anew each step.
+        topology: ``"ring"``: both neighbours on a ring. ``"exponential"``: one rank, 1, 2, 4, ...
+            further in turn, so that a value has come to all of N = 2^m ranks after m steps.
+            ``"pairs"``: a partner drawn anew each step.
         seed: Of the pairs.
-        warmup_steps, bucket_cap_mb, compression: As of `LocalSGD`: steps at the begin whose gradients are averaged.
+        warmup_steps, bucket_cap_mb, compression: As of `LocalSGD`: steps at the begin whose
+            gradients are averaged.
 
-    `metrics` has the ``consensus_distance``: the root mean square over the ranks of |x_r - mean of all x|, when
-    `show_averages` ran last.
+    `metrics` has the ``consensus_distance``: the root mean square over the ranks of |x_r - mean of
+    all x|, when `show_averages` ran last.
 
     Raises:
         ConfigurationError: An argument cannot work.
@@ -63,10 +69,13 @@ class Gossip(LocalSGD):
         bucket_cap_mb: float | Literal["auto"] | None = None,
         compression: str | Compressor | None = None,
     ) -> None:
-        super().__init__(1, warmup_steps=warmup_steps, bucket_cap_mb=bucket_cap_mb, compression=compression)
+        super().__init__(
+            1, warmup_steps=warmup_steps, bucket_cap_mb=bucket_cap_mb, compression=compression
+        )
         if topology not in _NEIGHBOURS:
             raise ConfigurationError(
-                f"Gossip got topology={topology!r}, expected one of {', '.join(map(repr, _NEIGHBOURS))}."
+                f"Gossip got topology={topology!r}, expected one of "
+                f"{', '.join(map(repr, _NEIGHBOURS))}."
             )
         self.topology = topology
         self.seed = seed
@@ -75,12 +84,18 @@ class Gossip(LocalSGD):
 
     @property
     def steps_of_round(self) -> int:
-        """1 from the first step after the warm-up on: the ranks' parameters are never the same again."""
+        """1 from the first step after the warm-up on: the ranks' parameters are never the same
+        again.
+        """
         return int(self.num_steps > self.warmup_steps)
 
     def begin_batch(self, active_ranks: int | None = None) -> None:
         super().begin_batch(active_ranks)
-        if self.num_steps >= self.warmup_steps and self._under_way is None and self._communicator.world_size > 1:
+        if (
+            self.num_steps >= self.warmup_steps
+            and self._under_way is None
+            and self._communicator.world_size > 1
+        ):
             self._under_way = self._send()
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
@@ -111,11 +126,15 @@ class Gossip(LocalSGD):
         own = _flat(params)
         empty = own.new_empty(0)
         sent = [own if rank in targets else empty for rank in range(comm.world_size)]
-        received = [torch.empty_like(own) if rank in sources else empty for rank in range(comm.world_size)]
+        received = [
+            torch.empty_like(own) if rank in sources else empty for rank in range(comm.world_size)
+        ]
         stop = torch.tensor([float(self._asked_to_stop)])
         works = [
             comm.all_to_all(sent, received, name=f"step {step + 1}: parameters of neighbours"),
-            unrecorded(comm).all_reduce_(stop, op=ReduceOp.MAX, name=f"step {step + 1}: requests to stop"),
+            unrecorded(comm).all_reduce_(
+                stop, op=ReduceOp.MAX, name=f"step {step + 1}: requests to stop"
+            ),
         ]
         return _Exchange(works, params, own, [received[rank] for rank in sources], stop)
 
@@ -126,7 +145,9 @@ class Gossip(LocalSGD):
         params, own = under_way.params, under_way.own
         way = torch.stack([own, *under_way.received]).mean(0).sub_(own)
         parts = way.split([param.numel() for param in params])
-        torch._foreach_add_([*params], [part.view(param.shape) for part, param in zip(parts, params, strict=True)])
+        torch._foreach_add_(
+            [*params], [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
+        )
 
     def _end_round(self) -> None:
         """Nothing: the step has averaged with the neighbours."""
@@ -139,13 +160,22 @@ class Gossip(LocalSGD):
             self._note_consensus_distance()
 
     def _note_consensus_distance(self) -> None:
-        squares = [(own - param.detach()).square().sum(dtype=torch.float64) for param, own in self._own.items()]
+        squares = [
+            (own - param.detach()).square().sum(dtype=torch.float64)
+            for param, own in self._own.items()
+        ]
         mean = torch.stack(squares).sum().view(1).cpu()
-        unrecorded(self._communicator).all_reduce_(mean, op=ReduceOp.AVG, name="consensus distance").wait()
+        unrecorded(self._communicator).all_reduce_(
+            mean, op=ReduceOp.AVG, name="consensus distance"
+        ).wait()
         self._consensus_distance = math.sqrt(mean.item())
 
     def metrics(self) -> dict[str, float]:
-        return {} if self._consensus_distance is None else {"consensus_distance": self._consensus_distance}
+        return (
+            {}
+            if self._consensus_distance is None
+            else {"consensus_distance": self._consensus_distance}
+        )
 
     def exchange(self) -> Exchange:
         return gossip(self.topology)
@@ -155,7 +185,9 @@ class Gossip(LocalSGD):
 
 
 class _Exchange(NamedTuple):
-    """Parameters of this rank and of its neighbours, as one vector each, and whether some rank asks to stop."""
+    """Parameters of this rank and of its neighbours, as one vector each, and whether some rank
+    asks to stop.
+    """
 
     works: list[Work]
     params: list[Parameter]

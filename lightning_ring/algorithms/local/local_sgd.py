@@ -1,8 +1,10 @@
-"""Local SGD: every rank steps by itself, and every so many steps the ranks' parameters are averaged.
+"""Local SGD: every rank steps by itself, and every so many steps the ranks' parameters are
+averaged.
 
-Sources: Stich, "Local SGD converges fast and communicates little" (2019), arXiv:1805.09767, algorithm 1; Lin, Stich,
-Patel and Jaggi, "Don't use large mini-batches, use local SGD" (2020), arXiv:1808.07217 (post-local SGD: averages of
-gradients first).
+Sources: Stich, "Local SGD converges fast and communicates little" (2019), arXiv:1805.09767,
+    algorithm 1; Lin, Stich,
+Patel and Jaggi, "Don't use large mini-batches, use local SGD" (2020), arXiv:1808.07217 (post-local
+SGD: averages of gradients first).
 """
 
 from __future__ import annotations
@@ -30,28 +32,32 @@ from lightning_ring.errors import ConfigurationError, check_arguments
 from lightning_ring.gradients.compression import Compressor
 
 _OTHER_ROUNDS = (
-    "the checkpoint was written in the middle of a round, and with the present every or warmup_steps a round begins "
-    "there: every rank goes on from the average of their parameters."
+    "the checkpoint was written in the middle of a round, and with the present every or "
+    "warmup_steps a round begins there: every rank goes on from the average of their parameters."
 )
 
 
 class LocalSGD(Delegating):
-    """Rank r steps its parameters w_r with its own gradients; after each round of ``every`` steps w_r ← mean of all w.
+    """Rank r steps its parameters w_r with its own gradients; after each round of ``every`` steps
+    w_r ← mean of all w.
 
-    ``strategy="ring_local"`` is ``LocalSGD(every=8)``. During ``warmup_steps`` steps gradients are averaged instead,
-    as ``strategy="ring"`` does it. Within a round the ranks' parameters differ. `show_averages` puts their average in
-    place for evaluations and checkpoints, without an influence on the training: `begin_batch` brings each rank's own
-    values back.
+    ``strategy="ring_local"`` is ``LocalSGD(every=8)``. During ``warmup_steps`` steps gradients are
+    averaged instead, as ``strategy="ring"`` does it. Within a round the ranks' parameters differ.
+    `show_averages` puts their average in place for evaluations and checkpoints, without an
+    influence on the training: `begin_batch` brings each rank's own values back.
 
     Args:
-        every: Steps of the optimizer between two averages. ``"auto"`` measures two rounds of 4 steps, and then takes
-            as few that averages last a tenth of the time of the steps: the same number on all ranks.
-        warmup_steps: Steps at the begin whose gradients are averaged. Post-local SGD takes those before the learning
-            rate first drops.
-        average_optimizer: Average the optimizer's state (momentum) with the parameters; else each rank keeps its own.
-        in_nodes: Where nodes hold several ranks (nested rings, ``topology``), average the gradients of a node's ranks
-            at every step: nodes step alone, not ranks.
-        bucket_cap_mb, compression: Of gradients, as of `Averaging`. Only those of the warm-up are compressed.
+        every: Steps of the optimizer between two averages. ``"auto"`` measures two rounds of 4
+            steps, and then takes as few that averages last a tenth of the time of the steps: the
+            same number on all ranks.
+        warmup_steps: Steps at the begin whose gradients are averaged. Post-local SGD takes those
+            before the learning rate first drops.
+        average_optimizer: Average the optimizer's state (momentum) with the parameters; else each
+            rank keeps its own.
+        in_nodes: Where nodes hold several ranks (nested rings, ``topology``), average the gradients
+            of a node's ranks at every step: nodes step alone, not ranks.
+        bucket_cap_mb, compression: Of gradients, as of `Averaging`. Only those of the warm-up are
+            compressed.
 
     Raises:
         ConfigurationError: An argument cannot work.
@@ -75,14 +81,16 @@ class LocalSGD(Delegating):
             (every == "auto" or (type(every) is int and every >= 1))
             and type(warmup_steps) is int
             and warmup_steps >= 0,
-            "1 or more steps between two averages, or 'auto', and 0 or more steps before the first round",
+            "1 or more steps between two averages, or 'auto', and 0 or more steps before the "
+            "first round",
             every=every,
             warmup_steps=warmup_steps,
         )
         if compression is not None and not warmup_steps:
             raise ConfigurationError(
-                f"{name} got compression={compression!r} with warmup_steps=0: it sends parameters, whole, and "
-                "gradients only during a warm-up. Leave compression out, or use algorithm='ring'."
+                f"{name} got compression={compression!r} with warmup_steps=0: it sends parameters, "
+                "whole, and gradients only during a warm-up. Leave compression out, or use "
+                "algorithm='ring'."
             )
         self.every = FIRST_EVERY if isinstance(every, str) else every
         self.in_nodes = in_nodes
@@ -93,7 +101,8 @@ class LocalSGD(Delegating):
         self.num_steps = 0
         self._settings = {"bucket_cap_mb": bucket_cap_mb, "compression": compression}
         self._gradients: Algorithm = Algorithm()
-        self._own: dict[Parameter, Tensor] = {}  # this rank's parameters, while the averages are in their place
+        # this rank's parameters, while the averages are in their place
+        self._own: dict[Parameter, Tensor] = {}
         self._shown: list[Tensor] = []  # then, the averages
         self._told_of_changes = self._told_of_states = False
         # stepped since the ranks last agreed on them; they may be frozen by now
@@ -132,14 +141,15 @@ class LocalSGD(Delegating):
             self._gradients.attach(self._module, self._optimizers, node, self._warn, self._inform)
         elif self.in_nodes:
             self._inform(
-                f"{type(self).__name__}(in_nodes=True): there are no nested rings, so each rank steps by itself"
+                f"{type(self).__name__}(in_nodes=True): there are no nested rings, so each rank "
+                "steps by itself"
             )
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         if len(optimizers) > 1:
             raise ConfigurationError(
-                f"{type(self).__name__} got {len(optimizers)} optimizers, and a round counts the steps of one. Use one "
-                "optimizer for all parameters, or algorithm='ring'."
+                f"{type(self).__name__} got {len(optimizers)} optimizers, and a round counts the "
+                "steps of one. Use one optimizer for all parameters, or algorithm='ring'."
             )
         self._optimizers = optimizers
         self._gradients.set_optimizers(optimizers)
@@ -147,7 +157,8 @@ class LocalSGD(Delegating):
     def detach(self, *, wait: bool = True) -> None:
         self._gradients.detach(wait=wait)
         self._gradients = Algorithm()
-        self._own, self._shown, self._apart, self._optimizers = {}, [], {}, ()  # what is in place stays
+        # what is in place stays
+        self._own, self._shown, self._apart, self._optimizers = {}, [], {}, ()
 
     # -- a batch
 
@@ -195,18 +206,22 @@ class LocalSGD(Delegating):
 
     @torch.no_grad()
     def _hide_averages(self) -> None:
-        """Restore this rank's parameters, but for those that code has changed while the averages were in place."""
+        """Restore this rank's parameters, but for those that code has changed while the averages
+        were in place.
+        """
         if not self._own:
             return
         pairs = zip(self._own, self._shown, strict=True)
         kept: list[Tensor] = [
-            param for param, shown in pairs if torch.equal(as_integers(param.detach()), as_integers(shown))
+            param
+            for param, shown in pairs
+            if torch.equal(as_integers(param.detach()), as_integers(shown))
         ]
         if len(kept) < len(self._own) and not self._told_of_changes:
             self._told_of_changes = True
             self._inform(
-                f"{len(self._own) - len(kept)} parameters were changed while the average of the ranks' was in their "
-                "place: training goes on from the changed values"
+                f"{len(self._own) - len(kept)} parameters were changed while the average of the "
+                "ranks' was in their place: training goes on from the changed values"
             )
         if kept:
             own = {id(param): value for param, value in self._own.items()}
@@ -230,7 +245,9 @@ class LocalSGD(Delegating):
             self._choose_every(self._pace, seconds_between(began, now(self._device), comm))
 
     def _average_optimizers(self, name: str) -> None:
-        """Where all ranks have the same kinds of state: an optimizer has none before a parameter's first gradient."""
+        """Where all ranks have the same kinds of state: an optimizer has none before a
+        parameter's first gradient.
+        """
         comm, states = self._communicator, optimizer_states(self._optimizers)
         counts = torch.tensor([len(state) for _, state in states])
         most = torch.cat([counts, -counts])
@@ -238,12 +255,14 @@ class LocalSGD(Delegating):
         on_all = (most[: len(states)] == -most[len(states) :]).tolist()
         if not all(on_all) and not self._told_of_states:
             self._told_of_states = True
-            names: dict[Tensor, str] = {param: name for name, param in self._module.named_parameters()}
+            names: dict[Tensor, str] = {
+                param: name for name, param in self._module.named_parameters()
+            }
             first = states[on_all.index(False)][0]
             self._warn(
-                f"average_optimizer=True: the optimizer has no state of {names.get(first, 'a parameter')} on some "
-                "ranks, where it has had no gradient so far. Each rank keeps its own state of such a parameter until "
-                "all have one."
+                "average_optimizer=True: the optimizer has no state of "
+                f"{names.get(first, 'a parameter')} on some ranks, where it has had no gradient so "
+                "far. Each rank keeps its own state of such a parameter until all have one."
             )
         shared = itertools.compress((state for _, state in states), on_all)
         average_([tensor for state in shared for tensor in state], comm, name)
@@ -255,7 +274,8 @@ class LocalSGD(Delegating):
             self.every, why = pace.choose(unrecorded(self._communicator))
             self._rounds_from, self._pace = self.num_steps, None
             self._inform(
-                f"{type(self).__name__}(every='auto'): {why}; averages follow every {self.every} steps from now on"
+                f"{type(self).__name__}(every='auto'): {why}; averages follow every {self.every} "
+                "steps from now on"
             )
 
     def _begin_first_round(self) -> None:
@@ -268,7 +288,11 @@ class LocalSGD(Delegating):
 
     def _parameters(self) -> list[Parameter]:
         """Those on which the ranks may differ, and those that are trained."""
-        return [param for param in self._module.parameters() if param.requires_grad or param in self._apart]
+        return [
+            param
+            for param in self._module.parameters()
+            if param.requires_grad or param in self._apart
+        ]
 
     def _note_stepped(self) -> None:
         for param in self._module.parameters():
@@ -277,7 +301,9 @@ class LocalSGD(Delegating):
 
     def _steps_the_module(self, optimizer: Optimizer) -> bool:
         own = {id(param) for param in self._module.parameters()}
-        return any(id(param) in own for group in optimizer.param_groups for param in group["params"])
+        return any(
+            id(param) in own for group in optimizer.param_groups for param in group["params"]
+        )
 
     @property
     def _device(self) -> torch.device:
@@ -295,10 +321,19 @@ class LocalSGD(Delegating):
         comm, ranks = unrecorded(self._communicator), []
         if self._may_differ:
             names = {param: name for name, param in self._module.named_parameters()}
-            own = {names[param]: self._own.get(param, param) for param in self._parameters() if self.steps_of_round}
+            own = {
+                names[param]: self._own.get(param, param)
+                for param in self._parameters()
+                if self.steps_of_round
+            }
             ranks = collect(rank_state(own, self._optimizers), comm)
         rounds = (self.every, self._rounds_from) if self._pace is None else None
-        return {"num_steps": self.num_steps, "rounds": rounds, "ranks": ranks, "gradients": super().state_dict()}
+        return {
+            "num_steps": self.num_steps,
+            "rounds": rounds,
+            "ranks": ranks,
+            "gradients": super().state_dict(),
+        }
 
     @property
     def _may_differ(self) -> bool:
@@ -309,7 +344,8 @@ class LocalSGD(Delegating):
         comm = self._communicator
         if not state or "num_steps" not in state:
             return (
-                f"the checkpoint holds no state of {type(self).__name__}: its warm-up and its first round begin here."
+                f"the checkpoint holds no state of {type(self).__name__}: its warm-up and its "
+                "first round begin here."
             )
         self.num_steps = state["num_steps"]
         if self._pace is not None and state.get("rounds"):  # they were chosen before
@@ -325,22 +361,25 @@ class LocalSGD(Delegating):
             begun = self.num_steps
             self.num_steps -= self.steps_of_round
             return (
-                f"the checkpoint was written after {begun} steps of {len(ranks)} ranks, and this job has "
-                f"{comm.world_size}: every rank goes on from the average of their parameters, with rank 0's optimizer "
-                "state, in a new round."
+                f"the checkpoint was written after {begun} steps of {len(ranks)} ranks, and this "
+                f"job has {comm.world_size}: every rank goes on from the average of their "
+                "parameters, with rank 0's optimizer state, in a new round."
             )
         if not self._may_differ:
             return (
-                f"the checkpoint was written after {self.num_steps} steps, the last ones of ranks that step alone, and "
-                f"warmup_steps={self.warmup_steps} has the ranks average gradients there: every rank goes on from the "
-                "average of their parameters, with rank 0's optimizer state."
+                f"the checkpoint was written after {self.num_steps} steps, the last ones of ranks "
+                f"that step alone, and warmup_steps={self.warmup_steps} has the ranks average "
+                "gradients there: every rank goes on from the average of their parameters, with "
+                "rank 0's optimizer state."
             )
         if not self.steps_of_round:  # then the ranks agree, and have loaded the average
             problem = problem or _OTHER_ROUNDS if ranks[comm.rank]["parameters"] else problem
             ranks[comm.rank]["parameters"] = {}
         load_rank_state(ranks[comm.rank], self._module, self._optimizers)
         saved = ranks[comm.rank]["parameters"]
-        self._apart = {param: None for name, param in self._module.named_parameters() if name in saved}
+        self._apart = {
+            param: None for name, param in self._module.named_parameters() if name in saved
+        }
         return problem
 
     # -- requests to stop, progress
@@ -358,16 +397,22 @@ class LocalSGD(Delegating):
         return super().progress() or f"step {self.num_steps}"
 
     def exchange(self) -> Exchange:
-        return local_sgd(self.every, self.in_nodes, self._num_states() if self.average_optimizer else 0)
+        return local_sgd(
+            self.every, self.in_nodes, self._num_states() if self.average_optimizer else 0
+        )
 
     def _num_states(self) -> int:
-        """Values for each parameter in the optimizer's state: before its first step one, as those of momentum."""
+        """Values for each parameter in the optimizer's state: before its first step one, as
+        those of momentum.
+        """
         states = sum(state.numel() for state in optimizer_tensors(self._optimizers))
         return round(states / sum(param.numel() for param in self._parameters())) if states else 1
 
     def description(self) -> str:
         if self.num_steps < self.warmup_steps:
-            return f"{super().description()}; after {self.warmup_steps} steps none: {self._rounds()}"
+            return (
+                f"{super().description()}; after {self.warmup_steps} steps none: {self._rounds()}"
+            )
         return f": none, {self._rounds()}"
 
     def _rounds(self) -> str:

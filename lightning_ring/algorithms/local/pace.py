@@ -37,7 +37,8 @@ class Pace:
     def choose(self, comm: Communicator) -> tuple[int, str]:
         """The same number of steps on every rank, and the reason. Collective.
 
-        Of averages the ranks' least counts, which is that of the last to come, and of steps the ranks' greatest.
+        Of averages the ranks' least counts, which is that of the last to come, and of steps the
+        ranks' greatest.
         """
         step = median(seconds_between(*pair, comm) for pair in self._steps)
         values = torch.tensor([step, -min(self.averages)], dtype=torch.float64)

@@ -15,11 +15,16 @@ from lightning_ring.comm.communicator import Communicator
 
 def rank_state(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """That of this rank; ``parameters`` by name, none where all ranks have the same."""
-    return {"parameters": parameters, "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+    return {
+        "parameters": parameters,
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+    }
 
 
 @torch.no_grad()
-def load_rank_state(saved: Mapping[str, Any], module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+def load_rank_state(
+    saved: Mapping[str, Any], module: nn.Module, optimizers: Sequence[Optimizer]
+) -> None:
     for name, param in module.named_parameters():
         if name in saved["parameters"]:
             param.copy_(saved["parameters"][name])
@@ -32,7 +37,10 @@ def collect(state: Any, comm: Communicator) -> list[Any]:
 
     One rank's at a time: the others hold no more than one besides their own.
     """
-    mine = tree_map(lambda value: comm.read(value.detach()).clone() if isinstance(value, Tensor) else value, state)
+    mine = tree_map(
+        lambda value: comm.read(value.detach()).clone() if isinstance(value, Tensor) else value,
+        state,
+    )
     states = []
     for rank in range(comm.world_size):
         each = comm.broadcast_object(mine, src=rank, name="state of a rank")

@@ -13,7 +13,9 @@ _ALIGNMENT = 16  # bytes: a view of any dtype may begin there
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements ``start`` to ``stop`` of parameter number ``index``, flattened; at byte ``offset`` of a message."""
+    """Elements ``start`` to ``stop`` of parameter number ``index``, flattened; at byte
+    ``offset`` of a message.
+    """
 
     index: int
     start: int
@@ -21,13 +23,17 @@ class Piece:
     offset: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The piece of a tensor that has the parameter's shape; 1-D, a view where ``tensor`` is contiguous."""
+        """The piece of a tensor that has the parameter's shape; 1-D, a view where ``tensor`` is
+        contiguous.
+        """
         return tensor.detach().reshape(-1)[self.start : self.stop]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The pieces of one server, and the length of a message with a value for each of their elements."""
+    """The pieces of one server, and the length of a message with a value for each of their
+    elements.
+    """
 
     pieces: tuple[Piece, ...]
     nbytes: int
@@ -37,13 +43,17 @@ class Layout:
         found = []
         for piece in self.pieces:
             dtype = like[piece.index].dtype
-            memory = message[piece.offset : piece.offset + (piece.stop - piece.start) * dtype.itemsize]
+            memory = message[
+                piece.offset : piece.offset + (piece.stop - piece.start) * dtype.itemsize
+            ]
             found.append(memory.view(dtype))
         return found
 
 
 def layouts(params: Sequence[Tensor], num_servers: int, *, cut: bool) -> list[Layout]:
-    """Each server's part of ``params``. With ``cut`` equally many bytes each, else whole parameters, balanced."""
+    """Each server's part of ``params``. With ``cut`` equally many bytes each, else whole
+    parameters, balanced.
+    """
     ranges = _cut(params, num_servers) if cut else _whole(params, num_servers)
     return [_layout(each, params) for each in ranges]
 

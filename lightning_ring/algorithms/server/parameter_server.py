@@ -1,8 +1,10 @@
 """Parameter servers: ranks push gradients to the servers' optimizer, and pull the weights.
 
-Sources: Li et al., "Scaling distributed machine learning with the parameter server" (OSDI 2014); Ho et al., "More
-effective distributed ML via a stale synchronous parallel parameter server" (NIPS 2013); Zheng et al., "Asynchronous
-stochastic gradient descent with delay compensation" (2017), arXiv:1609.08326, equation 10.
+Sources: Li et al., "Scaling distributed machine learning with the parameter server" (OSDI 2014); Ho
+    et al., "More
+effective distributed ML via a stale synchronous parallel parameter server" (NIPS 2013); Zheng et
+al., "Asynchronous stochastic gradient descent with delay compensation" (2017), arXiv:1609.08326,
+equation 10.
 """
 
 from __future__ import annotations
@@ -29,37 +31,42 @@ _DEFAULT_STALENESS = 2
 
 
 class ParameterServer(Algorithm):
-    """Servers hold the weights w and step them with the gradients that ranks send. At its step each rank sends its
-    gradient g to all servers, and goes on from the weights that they send back:
+    """Servers hold the weights w and step them with the gradients that ranks send. At its step each
+    rank sends its gradient g to all servers, and goes on from the weights that they send back:
 
         bulk     w ← the optimizer's step with the mean of all ranks' g, once all have come
-        stale    w ← its step with g as it comes; the rank goes on when no other is more than ``staleness`` steps behind
+        stale    w ← its step with g as it comes; the rank goes on when no other is more than
+                 ``staleness`` steps behind
         async    w ← its step with g as it comes
 
-    ``bulk`` trains as ``strategy="ring"``. Otherwise g was computed for weights that others have changed since; with
-    ``delay_compensation`` λ the step is taken with
+    ``bulk`` trains as ``strategy="ring"``. Otherwise g was computed for weights that others have
+    changed since; with ``delay_compensation`` λ the step is taken with
 
         g + λ · g ⊙ g ⊙ (w - w_r)      where w_r are the weights that the rank had pulled
 
-    A server is a thread of its rank, which also trains, unless it is ``dedicated``. Its optimizer is a twin of the
-    user's, of which it holds a part of the state; learning rates are those of the rank that pushes. Parameters are cut
-    into equally long parts; under an optimizer that looks at whole tensors (LARS, Muon, ...), whole parameters are
-    spread.
+    A server is a thread of its rank, which also trains, unless it is ``dedicated``. Its optimizer
+    is a twin of the user's, of which it holds a part of the state; learning rates are those of the
+    rank that pushes. Parameters are cut into equally long parts; under an optimizer that looks at
+    whole tensors (LARS, Muon, ...), whole parameters are spread.
 
     Args:
-        servers: How many ranks are servers; `None`: all, which then send and receive as many bytes each as in a ring.
-        dedicated: The last ``servers`` ranks only serve: they take no batch, and means are over the others, the
-            workers. For `distribute` and Fabric. The script runs on all ranks: servers have empty loaders, and wait for
-            the workers in the `show_averages` behind the batches.
+        servers: How many ranks are servers; `None`: all, which then send and receive as many bytes
+            each as in a ring.
+        dedicated: The last ``servers`` ranks only serve: they take no batch, and means are over the
+            others, the workers. For `distribute` and Fabric. The script runs on all ranks: servers
+            have empty loaders, and wait for the workers in the `show_averages` behind the batches.
         mode: As above.
         staleness: Of ``mode="stale"``; 2 if `None`.
-        delay_compensation: λ, for ``"async"`` and ``"stale"``; the paper takes 0.04 with learning rates from 0.5 down.
+        delay_compensation: λ, for ``"async"`` and ``"stale"``; the paper takes 0.04 with learning
+            rates from 0.5 down.
 
-    In ``"stale"`` and ``"async"`` ranks may take different numbers of steps in an epoch. Evaluations and checkpoints
-    see the servers' weights, from which all ranks go on. Each push is a step of the optimizer: N ranks take N times as
-    many steps as with ``"bulk"``, and learning rates are not scaled.
+    In ``"stale"`` and ``"async"`` ranks may take different numbers of steps in an epoch.
+    Evaluations and checkpoints see the servers' weights, from which all ranks go on. Each push is a
+    step of the optimizer: N ranks take N times as many steps as with ``"bulk"``, and learning rates
+    are not scaled.
 
-    `metrics` has ``delay``: the updates by others between a rank's pull and its push, on average since it was read.
+    `metrics` has ``delay``: the updates by others between a rank's pull and its push, on average
+    since it was read.
 
     Raises:
         ConfigurationError: An argument cannot work.
@@ -105,8 +112,9 @@ class ParameterServer(Algorithm):
         self.num_workers(comm.world_size)
         if self.servers is not None and self.servers > comm.world_size:
             raise ConfigurationError(
-                f"ParameterServer got servers={self.servers}, and the job has {comm.world_size} rank(s), of which some "
-                "or all are servers too. Use fewer servers, or None for all ranks."
+                f"ParameterServer got servers={self.servers}, and the job has {comm.world_size} "
+                "rank(s), of which some or all are servers too. Use fewer servers, or None for "
+                "all ranks."
             )
         self._module, self._comm = module, comm
         self.set_optimizers(optimizers)
@@ -126,8 +134,9 @@ class ParameterServer(Algorithm):
         assert self.servers is not None
         if self.servers >= world_size:
             raise ConfigurationError(
-                f"ParameterServer got servers={self.servers} with dedicated=True, and the job has {world_size} "
-                "rank(s), of which one at least has to train. Use fewer servers, or more ranks."
+                f"ParameterServer got servers={self.servers} with dedicated=True, and the job has "
+                f"{world_size} rank(s), of which one at least has to train. Use fewer servers, or "
+                "more ranks."
             )
         return world_size - self.servers
 
@@ -140,27 +149,30 @@ class ParameterServer(Algorithm):
             self._serve(self._optimizer)
 
     def _serve(self, stand_in: StandIn) -> Serving:
-        """Collective: as late as the first batch, when the state of a checkpoint is in the optimizer.
+        """Collective: as late as the first batch, when the state of a checkpoint is in the
+        optimizer.
 
-        Where ranks go at their own pace, before an evaluation or the end on those that have no batch by then.
-        With dedicated servers earlier (`_serve_at_once`).
+        Where ranks go at their own pace, before an evaluation or the end on those that have no
+        batch by then. With dedicated servers earlier (`_serve_at_once`).
         """
         params = trained_parameters(stand_in.optimizer)
         if self._serving is None or [*map(id, params)] != [*map(id, self._serving.params)]:
             if self.dedicated and self._serving is not None and self.num_steps != self._shown_at:
                 raise ConfigurationError(
-                    "parameters were frozen or added within an epoch, where dedicated servers do not learn of it. Do "
-                    "so on all ranks behind show_averages(), or leave dedicated out."
+                    "parameters were frozen or added within an epoch, where dedicated servers do "
+                    "not learn of it. Do so on all ranks behind show_averages(), or leave "
+                    "dedicated out."
                 )
             if self._serving is not None and not self.steps_together and not self.dedicated:
-                self._take_weights(self._serving)  # the new servers begin with their ranks' parameters
+                # the new servers begin with their ranks' parameters
+                self._take_weights(self._serving)
             self._end_serving()
             self._serving = self._begin_serving(stand_in, params)
         return self._serving
 
     def _serve_at_once(self) -> None:
-        """Collective. Workers may call any collective between their first batch and an evaluation, and so may servers
-        that come to no batch."""
+        """Collective. Workers may call any collective between their first batch and an evaluation,
+        and so may servers that come to no batch."""
         if self.dedicated and self._optimizer is not None:
             self._serve(self._optimizer)
 
@@ -198,21 +210,30 @@ class ParameterServer(Algorithm):
         if self._optimizer is not None and optimizer is self._optimizer.optimizer:
             if not self._trains:
                 raise ConfigurationError(
-                    f"rank {self._communicator.rank} is a server of ParameterServer(dedicated=True), which only "
-                    "serves, and was about to take a step. Give its script no batches: training.sampler() and "
-                    "fabric.setup_dataloaders() do so, and training.num_workers is how many ranks train."
+                    f"rank {self._communicator.rank} is a server of "
+                    "ParameterServer(dedicated=True), which only serves, and was about to take a "
+                    "step. Give its script no batches: training.sampler() and "
+                    "fabric.setup_dataloaders() do so, and training.num_workers is how many ranks "
+                    "train."
                 )
             return
         own = {id(param) for param in self._module.parameters()}
-        if not optimizer.param_groups or not any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
+        if not optimizer.param_groups or not any(
+            id(p) in own for g in optimizer.param_groups for p in g["params"]
+        ):
             return
         raise ConfigurationError(
-            f"a {type(optimizer).__name__} that ParameterServer does not know is about to step parameters that its "
-            "servers hold. Give the one optimizer of all parameters to distribute() or setup()."
+            f"a {type(optimizer).__name__} that ParameterServer does not know is about to step "
+            "parameters that its servers hold. Give the one optimizer of all parameters to "
+            "distribute() or setup()."
         )
 
     def after_step(self, optimizer: Optimizer) -> None:
-        if self._optimizer is None or optimizer is not self._optimizer.optimizer or self._serving is None:
+        if (
+            self._optimizer is None
+            or optimizer is not self._optimizer.optimizer
+            or self._serving is None
+        ):
             return
         self.num_steps += 1
         told, delay = self._serving.exchange(self._asked_to_stop, self.num_steps)
@@ -240,7 +261,9 @@ class ParameterServer(Algorithm):
             self._optimizer.note_parameters()
         self._shown_at = self.num_steps
 
-    def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
         if why := self.refusal_of_clipping():
             raise ConfigurationError(f"gradients were about to be clipped by their norm, but {why}")
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
@@ -249,8 +272,9 @@ class ParameterServer(Algorithm):
         if self.mode != "bulk":
             return ""
         return (
-            "ParameterServer(mode='bulk') averages gradients at its servers: a rank knows its own alone. Use "
-            "mode='async' or 'stale', which clip what each rank sends, or algorithm='ring'."
+            "ParameterServer(mode='bulk') averages gradients at its servers: a rank knows its own "
+            "alone. Use mode='async' or 'stale', which clip what each rank sends, or "
+            "algorithm='ring'."
         )
 
     @property
@@ -265,7 +289,11 @@ class ParameterServer(Algorithm):
     # -- checkpoints
 
     def optimizer_state_dict(self, optimizer: Any, *, is_rank_zero: bool) -> dict[str, Any]:
-        if self._serving is None or self._optimizer is None or optimizer is not self._optimizer.optimizer:
+        if (
+            self._serving is None
+            or self._optimizer is None
+            or optimizer is not self._optimizer.optimizer
+        ):
             whole: dict[str, Any] = optimizer.state_dict() if is_rank_zero else {}
             return whole
         state = self._serving.state(keep=is_rank_zero)
@@ -315,35 +343,44 @@ class ParameterServer(Algorithm):
     def description(self) -> str:
         how = {
             "bulk": f"step once all {'workers' if self.dedicated else 'ranks'} have sent theirs",
-            "stale": f"step with each as it comes; no rank is more than {self.staleness} step(s) ahead",
+            "stale": f"step with each as it comes; no rank is more than {self.staleness} step(s) "
+            "ahead",
             "async": "step with each as it comes",
         }[self.mode]
         number = self.servers or self._communicator.world_size
         return (
-            f" to {number} {'dedicated ' * self.dedicated}server(s), which {how}. Evaluations, checkpoints and the end "
-            "of the training see the servers' weights"
+            f" to {number} {'dedicated ' * self.dedicated}server(s), which {how}. Evaluations, "
+            "checkpoints and the end of the training see the servers' weights"
         )
 
 
-def _check_arguments(servers: Any, mode: Any, dedicated: Any, staleness: Any, compensation: Any) -> None:
+def _check_arguments(
+    servers: Any, mode: Any, dedicated: Any, staleness: Any, compensation: Any
+) -> None:
     if servers is not None and (type(servers) is not int or servers < 1):
-        raise ConfigurationError(f"ParameterServer got servers={servers!r}, expected 1 or more, or None for all ranks.")
+        raise ConfigurationError(
+            f"ParameterServer got servers={servers!r}, expected 1 or more, or None for all ranks."
+        )
     if not isinstance(dedicated, bool):
-        raise ConfigurationError(f"ParameterServer got dedicated={dedicated!r}, expected True or False.")
+        raise ConfigurationError(
+            f"ParameterServer got dedicated={dedicated!r}, expected True or False."
+        )
     if dedicated and servers is None:
         raise ConfigurationError(
-            "ParameterServer got dedicated=True without servers, and not all ranks can be servers that do not train. "
-            "Give their number: servers=1."
+            "ParameterServer got dedicated=True without servers, and not all ranks can be servers "
+            "that do not train. Give their number: servers=1."
         )
     if mode not in get_args(Mode):
         expected = ", ".join(map(repr, get_args(Mode)))
         raise ConfigurationError(f"ParameterServer got mode={mode!r}, expected one of {expected}.")
     if staleness is not None and (type(staleness) is not int or staleness < 0):
-        raise ConfigurationError(f"ParameterServer got staleness={staleness!r}, expected 0 or more steps.")
+        raise ConfigurationError(
+            f"ParameterServer got staleness={staleness!r}, expected 0 or more steps."
+        )
     if staleness is not None and mode != "stale":
         raise ConfigurationError(
-            f"ParameterServer got staleness={staleness!r} with mode={mode!r}, which has no such bound. Use "
-            "mode='stale', or leave staleness out."
+            f"ParameterServer got staleness={staleness!r} with mode={mode!r}, which has no such "
+            "bound. Use mode='stale', or leave staleness out."
         )
     if compensation is None:
         return
@@ -353,11 +390,11 @@ def _check_arguments(servers: Any, mode: Any, dedicated: Any, staleness: Any, co
         or not 0 < compensation < float("inf")
     ):
         raise ConfigurationError(
-            f"ParameterServer got delay_compensation={compensation!r}, expected a number above 0, such as 0.04, "
-            "or None."
+            f"ParameterServer got delay_compensation={compensation!r}, expected a number above 0, "
+            "such as 0.04, or None."
         )
     if mode == "bulk":
         raise ConfigurationError(
-            f"ParameterServer got delay_compensation={compensation!r} with mode='bulk', where no gradient is late. Use "
-            "mode='async' or 'stale', or leave delay_compensation out."
+            f"ParameterServer got delay_compensation={compensation!r} with mode='bulk', where no "
+            "gradient is late. Use mode='async' or 'stale', or leave delay_compensation out."
         )

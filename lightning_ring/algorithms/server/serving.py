@@ -14,7 +14,13 @@ from torch.optim import Optimizer
 
 from lightning_ring.algorithms.server.layout import Layout, layouts, write_
 from lightning_ring.algorithms.server.shard import Push, Shard
-from lightning_ring.algorithms.server.twin import Settings, Twin, can_be_cut, settings_of, whole_state
+from lightning_ring.algorithms.server.twin import (
+    Settings,
+    Twin,
+    can_be_cut,
+    settings_of,
+    whole_state,
+)
 from lightning_ring.comm.calls import by_rank
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ModelMismatchError
@@ -30,17 +36,26 @@ class Pulled(NamedTuple):
 
 
 class Serving:
-    """The worker of this rank, and its server, if it is one of the ranks ``servers``. Building one is collective.
+    """The worker of this rank, and its server, if it is one of the ranks ``servers``. Building one
+    is collective.
 
-    The first ``num_workers`` ranks are workers: all, or those before the servers. ``how`` are arguments of `Shard`. The
-    servers begin with the parameters and the optimizer's state of their ranks, which are the same on all.
+    The first ``num_workers`` ranks are workers: all, or those before the servers. ``how`` are
+    arguments of `Shard`. The servers begin with the parameters and the optimizer's state of their
+    ranks, which are the same on all.
 
     Raises:
         ModelMismatchError: Ranks train different parameters.
     """
 
-    def __init__(self, optimizer: Optimizer, params: Sequence[Parameter], servers: Sequence[int], num_workers: int,
-                 comm: Communicator, **how: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        params: Sequence[Parameter],
+        servers: Sequence[int],
+        num_workers: int,
+        comm: Communicator,
+        **how: Any,
+    ) -> None:
         _check_equal(params, comm)
         self.params = list(params)
         self._optimizer = optimizer
@@ -60,10 +75,14 @@ class Serving:
         """Push this rank's gradients, and replace its parameters by the servers' weights."""
         settings = settings_of(self._optimizer)
         for server, layout in self._layouts.items():
-            self._questions[server] = _encode(self._questions[server], layout, self.params, settings, asks_to_stop)
+            self._questions[server] = _encode(
+                self._questions[server], layout, self.params, settings, asks_to_stop
+            )
         questions = {server: [question] for server, question in self._questions.items()}
         lengths = {server: [layout.nbytes + _TOLD] for server, layout in self._layouts.items()}
-        answers = self._requests.ask(questions, f"push and pull of step {step}", lengths=lengths).wait()
+        answers = self._requests.ask(
+            questions, f"push and pull of step {step}", lengths=lengths
+        ).wait()
         self._use({server: answer[:-_TOLD] for server, answer in answers.items()})
         first = answers[next(iter(self._layouts))]
         told, delay = first[-_TOLD:].view(torch.int64).tolist()
@@ -71,15 +90,20 @@ class Serving:
 
     def rest(self) -> None:
         """Tell the servers that this worker pushes nothing for a while."""
-        self._requests.ask(dict.fromkeys(self._layouts, (torch.empty(0, dtype=torch.uint8),)), "pause").wait()
+        self._requests.ask(
+            dict.fromkeys(self._layouts, (torch.empty(0, dtype=torch.uint8),)), "pause"
+        ).wait()
 
     def wait_for_workers(self) -> None:
-        """On a server that does not train: return when all workers rest. However long their epoch lasts."""
+        """On a server that does not train: return when all workers rest. However long their
+        epoch lasts.
+        """
         assert self._shard is not None
         self._shard.wait_for_workers()
 
     def end_rest(self, *, with_weights: bool) -> None:
-        """Go on, from the servers' weights, which replace every rank's parameters. Collective, while all workers rest.
+        """Go on, from the servers' weights, which replace every rank's parameters. Collective,
+        while all workers rest.
 
         ``with_weights=False``: the parameters are those weights already.
         """
@@ -95,8 +119,12 @@ class Serving:
             if not layout.nbytes:  # fewer parameters than servers
                 continue
             if self._shard is not None and server == self._comm.rank:
-                torch._foreach_copy_(layout.views(weights[server], self.params), self._shard.weights())
-            self._comm.broadcast_(weights[server], src=server, name=f"weights of server {server}").wait()
+                torch._foreach_copy_(
+                    layout.views(weights[server], self.params), self._shard.weights()
+                )
+            self._comm.broadcast_(
+                weights[server], src=server, name=f"weights of server {server}"
+            ).wait()
         self._use(weights)
 
     def allow_to_go_on(self) -> None:
@@ -105,10 +133,16 @@ class Serving:
             self._shard.told_to_stop = False
 
     def state(self, *, keep: bool) -> dict[Parameter, dict[str, Any]]:
-        """The whole state of the optimizer, by parameter and on the CPU; empty without ``keep``. Collective."""
+        """The whole state of the optimizer, by parameter and on the CPU; empty without ``keep``.
+        Collective.
+        """
         found = []
         for server, layout in self._layouts.items():
-            mine = self._shard.twin.state() if self._shard is not None and server == self._comm.rank else None
+            mine = (
+                self._shard.twin.state()
+                if self._shard is not None and server == self._comm.rank
+                else None
+            )
             states = self._comm.broadcast_object(mine, src=server, name="state of a server")
             assert states is not None
             if keep:
@@ -139,7 +173,9 @@ class Serving:
             answer = self._answers[worker] = torch.zeros(layout.nbytes + _TOLD, dtype=torch.uint8)
         push = _decode(question, layout, self.params)
         delay = self._shard.push(worker, push, layout.views(answer, self.params))
-        answer[-_TOLD:].view(torch.int64).copy_(torch.tensor([int(self._shard.told_to_stop), delay]))
+        answer[-_TOLD:].view(torch.int64).copy_(
+            torch.tensor([int(self._shard.told_to_stop), delay])
+        )
         return answer
 
     def _check(self) -> None:
@@ -148,10 +184,14 @@ class Serving:
 
 @torch.no_grad()
 def _encode(
-    memory: Tensor, layout: Layout, params: Sequence[Parameter], settings: Settings, asks_to_stop: bool
+    memory: Tensor,
+    layout: Layout,
+    params: Sequence[Parameter],
+    settings: Settings,
+    asks_to_stop: bool,
 ) -> Tensor:
-    """Gradients, a byte for each piece that has one, a byte for the request, and the settings. In ``memory``, if it
-    is long enough."""
+    """Gradients, a byte for each piece that has one, a byte for the request, and the settings. In
+    ``memory``, if it is long enough."""
     text = torch.frombuffer(bytearray(pickle.dumps(settings)), dtype=torch.uint8)
     start = layout.nbytes + len(layout.pieces) + 1
     if memory.numel() != start + text.numel():
@@ -161,7 +201,9 @@ def _encode(
         gradient = params[piece.index].grad
         flags.append(gradient is not None)
         if gradient is not None:
-            view.copy_(piece.of(gradient.to_dense() if gradient.layout != torch.strided else gradient))
+            view.copy_(
+                piece.of(gradient.to_dense() if gradient.layout != torch.strided else gradient)
+            )
     memory[layout.nbytes : start] = torch.tensor([*flags, asks_to_stop], dtype=torch.uint8)
     memory[start:] = text
     return memory
@@ -174,7 +216,11 @@ def _decode(question: Tensor, layout: Layout, params: Sequence[Parameter]) -> Pu
     text = question[start:]
     settings = pickle.loads(ctypes.string_at(text.data_ptr(), text.numel()))
     views = layout.views(question, params)
-    return Push([view if has else None for view, has in zip(views, flags, strict=True)], settings, bool(asks_to_stop))
+    return Push(
+        [view if has else None for view, has in zip(views, flags, strict=True)],
+        settings,
+        bool(asks_to_stop),
+    )
 
 
 def _check_equal(params: Sequence[Parameter], comm: Communicator) -> None:
@@ -183,5 +229,6 @@ def _check_equal(params: Sequence[Parameter], comm: Communicator) -> None:
     if len(set(texts)) > 1:
         shown = by_rank([text[:200] for text in texts])
         raise ModelMismatchError(
-            f"the ranks' optimizers train different parameters: {shown}. Freeze and add the same on every rank."
+            f"the ranks' optimizers train different parameters: {shown}. Freeze and add the same "
+            "on every rank."
         )

@@ -15,7 +15,9 @@ from lightning_ring.errors import CollectiveError
 
 
 class Push(NamedTuple):
-    """What a worker sends: a gradient for each piece (1-D; `None` where there is none), in memory of the caller's."""
+    """What a worker sends: a gradient for each piece (1-D; `None` where there is none), in
+    memory of the caller's.
+    """
 
     gradients: Sequence[Tensor | None]
     settings: Settings
@@ -23,12 +25,13 @@ class Push(NamedTuple):
 
 
 class Shard:
-    """The pieces of one server; `push` gives a worker's gradients to its optimizer, and returns when it may go on.
+    """The pieces of one server; `push` gives a worker's gradients to its optimizer, and returns
+    when it may go on.
 
     Args:
         num_workers: Each has a number from 0.
-        staleness: `None`: of each worker's push a step at once. A number s: and the worker goes on when no other one is
-            more than s pushes behind it.
+        staleness: `None`: of each worker's push a step at once. A number s: and the worker goes on
+            when no other one is more than s pushes behind it.
         bulk: Instead a step of the average, when all workers have pushed.
         compensation: λ of Zheng et al. (`ParameterServer`).
         check: Called while a push waits; what it raises ends the wait.
@@ -70,7 +73,8 @@ class Shard:
     def push(self, worker: int, push: Push, pulled: Sequence[Tensor]) -> int:
         """Step, and copy the weights from which ``worker`` goes on into ``pulled``.
 
-        Returns how many updates by others came between the weights that the worker has seen and its own.
+        Returns how many updates by others came between the weights that the worker has seen and its
+        own.
         """
         with self._changed:
             self._raise_failure()
@@ -123,7 +127,10 @@ class Shard:
         pushes = [self._round[worker] for worker in range(self._num_workers)]
         self._round = {}
         self.told_to_stop = any(push.asks_to_stop for push in pushes)
-        averages = [_average(gradients) for gradients in zip(*(push.gradients for push in pushes), strict=True)]
+        averages = [
+            _average(gradients)
+            for gradients in zip(*(push.gradients for push in pushes), strict=True)
+        ]
         self._step(averages, pushes[0].settings)
         self._changed.notify_all()
 
@@ -132,16 +139,19 @@ class Shard:
             return True
         if self._idle:
             raise CollectiveError(
-                f"{ranks_text([*self._round])} took a step, while {ranks_text([*self._idle])} had ended its epoch, or "
-                "evaluates. With mode='bulk' all ranks take the same steps: give every rank the same number of "
-                "batches, or use mode='async'."
+                f"{ranks_text([*self._round])} took a step, while {ranks_text([*self._idle])} had "
+                "ended its epoch, or evaluates. With mode='bulk' all ranks take the same steps: "
+                "give every rank the same number of batches, or use mode='async'."
             )
         return False
 
     def _may_go_on(self, worker: int) -> bool:
         if self._staleness is None:
             return True
-        slowest = min((clock for other, clock in enumerate(self._clocks) if other not in self._idle), default=0)
+        slowest = min(
+            (clock for other, clock in enumerate(self._clocks) if other not in self._idle),
+            default=0,
+        )
         return self._clocks[worker] - slowest <= self._staleness
 
     def _wait_until(self, reached: Callable[[], bool]) -> None:
@@ -157,7 +167,9 @@ class Shard:
         self.num_updates += 1
 
     @torch.no_grad()
-    def _compensated(self, worker: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def _compensated(
+        self, worker: int, gradients: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
         """g + λ g ⊙ g ⊙ (w - the weights for which g was computed)."""
         if self._compensation is None:
             return gradients
@@ -190,7 +202,9 @@ def _average(gradients: Sequence[Tensor | None]) -> Tensor | None:
     if not given:
         return None
     dtype = given[0].dtype
-    total = given[0].to(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype, copy=True)
+    total = given[0].to(
+        torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype, copy=True
+    )
     for gradient in given[1:]:
         total += gradient
     return (total / len(gradients)).to(dtype)

@@ -14,27 +14,29 @@ from lightning_ring.algorithms.sharded.state import ShardedState
 from lightning_ring.errors import RingError
 
 _STATE = (
-    "the state of this optimizer is with the parameter servers, which step in its place. For the full state save a "
-    "checkpoint (trainer.save_checkpoint, fabric.save), or call training.optimizer_state_dict(optimizer) on all ranks: "
-    "rank 0 gets it."
+    "the state of this optimizer is with the parameter servers, which step in its place. For the "
+    "full state save a checkpoint (trainer.save_checkpoint, fabric.save), or call "
+    "training.optimizer_state_dict(optimizer) on all ranks: rank 0 gets it."
 )
 _HOW_TO_LOAD = (
-    "Load a checkpoint before the first batch by trainer.fit(ckpt_path=...), fabric.load, or, behind the parameters, "
-    "training.load_optimizer_state_dict."
+    "Load a checkpoint before the first batch by trainer.fit(ckpt_path=...), fabric.load, or, "
+    "behind the parameters, training.load_optimizer_state_dict."
 )
 
 
 class StandIn:
-    """Hooks on ``optimizer``, from `begin` to `end`: in its step no parameter has a gradient, so that it steps none.
+    """Hooks on ``optimizer``, from `begin` to `end`: in its step no parameter has a gradient, so
+    that it steps none.
 
-    It stays the same object, so that schedulers keep working. Gradients are there everywhere else, also inside a
-    closure. Its state is at the servers.
+    It stays the same object, so that schedulers keep working. Gradients are there everywhere else,
+    also inside a closure. Its state is at the servers.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._params: Sequence[Parameter] = ()
-        self._frozen: dict[Parameter, dict[str, Any]] = {}  # state of parameters that no server holds
+        # state of parameters that no server holds
+        self._frozen: dict[Parameter, dict[str, Any]] = {}
         self._versions: list[int] = []
         self._hidden: dict[Parameter, Tensor] = {}  # gradients, in a step
         self._hooks: list[Any] = []
@@ -59,7 +61,8 @@ class StandIn:
         self._show()
         self.optimizer.state = defaultdict(dict)
         if state or self._frozen:
-            self.optimizer.load_state_dict(self.state_dict(state))  # which puts tensors where their parameters are
+            # which puts tensors where their parameters are
+            self.optimizer.load_state_dict(self.state_dict(state))
 
     def state_dict(self, state: dict[Parameter, dict[str, Any]]) -> dict[str, Any]:
         """The ordinary state dict with the ``state`` of the servers."""
@@ -79,8 +82,9 @@ class StandIn:
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(self.optimizer.state, ShardedState) and self.optimizer.state:
             raise RingError(
-                "the optimizer's state was replaced, by load_state_dict or other code of the script, while it is with "
-                f"the parameter servers, which would not learn of it. {_HOW_TO_LOAD}"
+                "the optimizer's state was replaced, by load_state_dict or other code of the "
+                "script, while it is with the parameter servers, which would not learn of it. "
+                f"{_HOW_TO_LOAD}"
             )
         self._show()  # after a step that raised
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -101,9 +105,9 @@ class StandIn:
     def _hide(self) -> None:
         if [param._version for param in self._params] != self._versions:
             raise RingError(
-                "parameters were changed since the last step, by load_state_dict or other code of the script: the "
-                f"parameter servers hold the weights, and would not learn of it. {_HOW_TO_LOAD} Change parameters by "
-                "the optimizer alone; or use algorithm='ring'."
+                "parameters were changed since the last step, by load_state_dict or other code of "
+                "the script: the parameter servers hold the weights, and would not learn of it. "
+                f"{_HOW_TO_LOAD} Change parameters by the optimizer alone; or use algorithm='ring'."
             )
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         self._hidden = {param: param.grad for param in params if param.grad is not None}

@@ -22,29 +22,37 @@ Settings = list[dict[str, Any]]  # of each group: learning rate and the like
 
 def trained_parameters(optimizer: Optimizer) -> list[Parameter]:
     """Those that the servers hold, in the order of the groups."""
-    return [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    return [
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad
+    ]
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer], name: str) -> None:
     """Raise `ConfigurationError` where servers cannot step ``optimizers``."""
     if len(optimizers) > 1:
         raise ConfigurationError(
-            f"{name} got {len(optimizers)} optimizers, and its servers take a step of one with each gradient that "
-            "comes. Use one optimizer for all parameters, or algorithm='ring'."
+            f"{name} got {len(optimizers)} optimizers, and its servers take a step of one with "
+            "each gradient that comes. Use one optimizer for all parameters, or algorithm='ring'."
         )
     for optimizer in optimizers:
-        why = {LBFGS: "asks for gradients within a step", SparseAdam: "takes sparse gradients alone"}.get(
-            type(optimizer)
-        )
+        why = {
+            LBFGS: "asks for gradients within a step",
+            SparseAdam: "takes sparse gradients alone",
+        }.get(type(optimizer))
         if why is not None:
             raise ConfigurationError(
-                f"{name} got the optimizer {type(optimizer).__name__}, which {why}, and servers have one dense "
-                "gradient a step. Use another optimizer, or algorithm='ring'."
+                f"{name} got the optimizer {type(optimizer).__name__}, which {why}, and servers "
+                "have one dense gradient a step. Use another optimizer, or algorithm='ring'."
             )
 
 
 def can_be_cut(optimizer: Optimizer) -> bool:
-    """Whether the step of an element depends on no other one, so that a parameter may lie on several servers."""
+    """Whether the step of an element depends on no other one, so that a parameter may lie on
+    several servers.
+    """
     if hasattr(optimizer, "norm_all_reduce"):  # LARS, LAMB: norms of whole parameters
         return False
     try:
@@ -67,7 +75,8 @@ def settings_of(optimizer: Optimizer) -> Settings:
 
 
 class Twin:
-    """A twin of ``optimizer`` over the pieces of ``layout``, on the CPU, with their part of its state.
+    """A twin of ``optimizer`` over the pieces of ``layout``, on the CPU, with their part of its
+    state.
 
     Attributes:
         weights: A parameter for each piece: of the same shape where it is whole, else 1-D.
@@ -75,15 +84,21 @@ class Twin:
 
     def __init__(self, optimizer: Optimizer, params: Sequence[Parameter], layout: Layout) -> None:
         self.layout = layout
-        self.weights = [Parameter(_cut(piece, params[piece.index], params[piece.index])) for piece in layout.pieces]
+        self.weights = [
+            Parameter(_cut(piece, params[piece.index], params[piece.index]))
+            for piece in layout.pieces
+        ]
         self._given = settings_of(optimizer)
         self._managed: set[tuple[int, str]] = set()  # group and key that the user has changed since
         held: dict[int, list[Parameter]] = {id(params[piece.index]): [] for piece in layout.pieces}
         for piece, weight in zip(layout.pieces, self.weights, strict=True):
             held[id(params[piece.index])].append(weight)
-        self._groups: dict[int, dict[str, Any]] = {}  # by number, those of which this server has a piece
+        # by number, those of which this server has a piece
+        self._groups: dict[int, dict[str, Any]] = {}
         for number, group in enumerate(optimizer.param_groups):
-            if weights := [weight for param in group["params"] for weight in held.get(id(param), [])]:
+            if weights := [
+                weight for param in group["params"] for weight in held.get(id(param), [])
+            ]:
                 self._groups[number] = copy.deepcopy(self._given[number]) | {"params": weights}
                 if "capturable" in group:  # into a graph of a GPU's
                     self._groups[number]["capturable"] = False
@@ -91,12 +106,18 @@ class Twin:
         for piece, weight in zip(layout.pieces, self.weights, strict=True):
             param = params[piece.index]
             if state := optimizer.state.get(param):
-                self._optimizer.state[weight] = {key: _cut(piece, value, param) for key, value in state.items()}
+                self._optimizer.state[weight] = {
+                    key: _cut(piece, value, param) for key, value in state.items()
+                }
 
     def use(self, settings: Settings) -> None:
-        """Step as the user's optimizer is set now; what an optimizer changes in its groups itself stays."""
+        """Step as the user's optimizer is set now; what an optimizer changes in its groups
+        itself stays.
+        """
         for number, (given, now) in enumerate(zip(self._given, settings, strict=True)):
-            self._managed |= {(number, key) for key, value in now.items() if value != given.get(key)}
+            self._managed |= {
+                (number, key) for key, value in now.items() if value != given.get(key)
+            }
         for number, key in self._managed:
             if number in self._groups:
                 self._groups[number][key] = settings[number][key]
@@ -127,7 +148,11 @@ def whole_state(
             for key, value in state.items():
                 mine = whole.setdefault(param, {})
                 length = piece.stop - piece.start
-                if not isinstance(value, Tensor) or length == param.numel() or value.shape != (length,):
+                if (
+                    not isinstance(value, Tensor)
+                    or length == param.numel()
+                    or value.shape != (length,)
+                ):
                     mine[key] = value  # of the whole parameter
                 else:
                     if key not in mine:
@@ -137,7 +162,9 @@ def whole_state(
 
 
 def _cut(piece: Piece, value: Any, param: Tensor) -> Any:
-    """A copy of the part of ``value`` on the CPU; of all of it, where it has not one number for each element."""
+    """A copy of the part of ``value`` on the CPU; of all of it, where it has not one number for
+    each element.
+    """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     if value.shape != param.shape or piece.stop - piece.start == param.numel():
@@ -146,9 +173,15 @@ def _cut(piece: Piece, value: Any, param: Tensor) -> Any:
 
 
 def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """An optimizer of the same class and settings over other parameters, without hooks and state."""
+    """An optimizer of the same class and settings over other parameters, without hooks and
+    state.
+    """
     left_out = ("step", "state", "param_groups")  # schedulers patch an object's `step`
-    kept = {k: v for k, v in vars(optimizer).items() if k not in left_out and not k.startswith("_optimizer_")}
+    kept = {
+        k: v
+        for k, v in vars(optimizer).items()
+        if k not in left_out and not k.startswith("_optimizer_")
+    }
     made: Optimizer = object.__new__(type(optimizer))
     state: Mapping[str, Any] = kept | {"state": defaultdict(dict), "param_groups": groups}
     made.__setstate__(dict(state))

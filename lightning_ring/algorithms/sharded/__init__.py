@@ -1,4 +1,6 @@
-"""Sharded optimizers: each rank steps its shard of the parameters and holds its shard of the optimizer state."""
+"""Sharded optimizers: each rank steps its shard of the parameters and holds its shard of the
+optimizer state.
+"""
 
 from lightning_ring.algorithms.sharded.algorithm import Sharded
 

@@ -48,24 +48,29 @@ _ENDING_SECONDS = 1.0  # in which what all ranks have sent arrives
 class Sharded(Delegating):
     """Gradients are reduce-scattered, each rank steps its shard, and parameters are all-gathered.
 
-    A step starts an all-gather of each changed bucket. If ``overlaps`` is True the step returns at once, and reading a
-    parameter inside `forward` or `reading` waits for its bucket. Else the step waits.
+    A step starts an all-gather of each changed bucket. If ``overlaps`` is True the step returns at
+    once, and reading a parameter inside `forward` or `reading` waits for its bucket. Else the step
+    waits.
 
     Args:
         bucket_cap_mb: As of `Averaging`.
         compression: As of `Averaging`; parameters always travel in their own dtype.
 
-    With ``mirrors_shards`` each rank also steps the shard of another rank, and a step leaves parameters incomplete
-    until `after_commit`: ranks may then die at any moment.
+    With ``mirrors_shards`` each rank also steps the shard of another rank, and a step leaves
+    parameters incomplete until `after_commit`: ranks may then die at any moment.
     """
 
     sharded: ClassVar[bool] = True
 
     def __init__(
-        self, *, bucket_cap_mb: float | Literal["auto"] | None = None, compression: str | Compressor | None = None
+        self,
+        *,
+        bucket_cap_mb: float | Literal["auto"] | None = None,
+        compression: str | Compressor | None = None,
     ) -> None:
         self._mirrors: Mirrors | None = None
-        self._moved: list[State] | None = None  # whole states of the optimizers, between `move` and `attach`
+        # whole states of the optimizers, between `move` and `attach`
+        self._moved: list[State] | None = None
         self._before: Before | Newcomer | None = None  # from a join to the next step
         self._joins = False  # this `move` was called for newcomers alone: `let_in` follows `attach`
         self._is_cut = False  # this rank has only parts of the optimizers' state
@@ -73,10 +78,14 @@ class Sharded(Delegating):
         self._measures = bucket_cap_mb == "auto"
         self._overlaps = False
         self._parameters: ShardedParameters | None = None
-        self._set: list[SlicedOptimizer] = []  # others live as long as their optimizers, through the hooks
+        # others live as long as their optimizers, through the hooks
+        self._set: list[SlicedOptimizer] = []
         self._sliced: WeakValueDictionary[int, SlicedOptimizer] = WeakValueDictionary()
         self._gradients = self._averaging = Averaging(
-            bucket_cap_mb=bucket_cap_mb, compression=compression, shards=True, on_new_parameters=self._follow_module
+            bucket_cap_mb=bucket_cap_mb,
+            compression=compression,
+            shards=True,
+            on_new_parameters=self._follow_module,
         )
 
     # -- begin and end
@@ -126,8 +135,8 @@ class Sharded(Delegating):
                 self.wait_parameters()
             elif not self._parameters.take_what_arrives(_ENDING_SECONDS):
                 self._warn(
-                    "training ended while new parameters were on their way to this rank: its weights mix those before "
-                    "and after the last step. Go on from a checkpoint."
+                    "training ended while new parameters were on their way to this rank: its "
+                    "weights mix those before and after the last step. Go on from a checkpoint."
                 )
             for optimizer in list(self._sliced.values()):
                 optimizer.release()
@@ -140,7 +149,8 @@ class Sharded(Delegating):
             self.wait_parameters()
             reducer = self._averaging.reducer
             assert reducer is not None
-            check_no_aliases(self._module, reducer.tracked)  # some may have left the module, and are still stepped
+            # some may have left the module, and are still stepped
+            check_no_aliases(self._module, reducer.tracked)
             self._reads.follow()
 
     def _slice(self, optimizer: Optimizer) -> SlicedOptimizer:
@@ -150,8 +160,9 @@ class Sharded(Delegating):
         check_can_be_sharded(optimizer)
         if self._mirrors is not None and hasattr(optimizer, "norm_all_reduce"):
             raise ConfigurationError(
-                f"{type(optimizer).__name__} takes norms over all ranks in its step, which a rank must be able to "
-                "finish alone in an elastic training under ring_sharded. Use algorithm='ring', or another optimizer."
+                f"{type(optimizer).__name__} takes norms over all ranks in its step, which a rank "
+                "must be able to finish alone in an elastic training under ring_sharded. Use "
+                "algorithm='ring', or another optimizer."
             )
         sliced = SlicedOptimizer(optimizer, self._attached, self._stepped, self._mirrors)
         self._sliced[id(optimizer)] = sliced
@@ -165,7 +176,9 @@ class Sharded(Delegating):
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step returns before all parameters are complete. Reading a parameter then waits for it."""
+        """Whether a step returns before all parameters are complete. Reading a parameter then
+        waits for it.
+        """
         return self._parameters is not None and self._overlaps
 
     @overlaps.setter
@@ -184,7 +197,8 @@ class Sharded(Delegating):
     def forward(self, *, wait: bool = True) -> Iterator[None]:
         assert self._parameters is not None, "attach() comes first"
         reads = self._reads.forward() if self.overlaps else nullcontext()
-        # the compiler takes the size of a parameter's memory, which is that of a whole bucket once it lies in one
+        # the compiler takes the size of a parameter's memory, which is that of a whole bucket once
+        # it lies in one
         splits = nullcontext() if self._parameters.buckets else self._averaging.forward()
         with splits, reads:
             yield
@@ -211,7 +225,11 @@ class Sharded(Delegating):
     # -- deaths
 
     def refusal_of_deaths(self) -> str:
-        return "bucket_cap_mb='auto' changes the shards in the middle of the training" if self._measures else ""
+        return (
+            "bucket_cap_mb='auto' changes the shards in the middle of the training"
+            if self._measures
+            else ""
+        )
 
     def before_commit(self) -> None:
         if self._mirrors is not None:
@@ -223,17 +241,23 @@ class Sharded(Delegating):
         self._changed = []
 
     def move(self, comm: Communicator, *, has_state: bool) -> None:
-        standings: list[Standing] = comm.all_gather_object(self._standing(has_state), name="standings")
+        standings: list[Standing] = comm.all_gather_object(
+            self._standing(has_state), name="standings"
+        )
         source = standings.index(Standing(-1)) if Standing(-1) in standings else None
         mixed = any(standing.place is not None and standing.place >= 0 for standing in standings)
         self._joins, self._averaging.first_order = only_newcomers(standings), ()
         if self._joins:
             before = self._before = self._shards_before() if has_state else None
             order = before.order if before is not None else []
-            self._averaging.first_order = comm.broadcast_object(order, src=first_holder(standings), name="first order")
+            self._averaging.first_order = comm.broadcast_object(
+                order, src=first_holder(standings), name="first order"
+            )
         elif source is None and self._mirrors is not None and has_state:
             before = self._shards_before()
-            self._moved = Rebuilding(before.parameters, before.mirrors, standings, comm).run(before.states)
+            self._moved = Rebuilding(before.parameters, before.mirrors, standings, comm).run(
+                before.states
+            )
         elif source is None:
             take_part_in_rebuilding(standings, comm)
         elif mixed:  # a rank died when others had moved
@@ -257,7 +281,9 @@ class Sharded(Delegating):
         assert self._mirrors is not None
         shards = self._attached.by_param
         same = all(param.requires_grad == (param in shards) for param in self._module.parameters())
-        return Standing(self._mirrors.place, self._attached.comm.world_size, same and not self._changed)
+        return Standing(
+            self._mirrors.place, self._attached.comm.world_size, same and not self._changed
+        )
 
     def _shards_before(self) -> Before:
         if isinstance(self._before, Before):
@@ -271,10 +297,16 @@ class Sharded(Delegating):
     def _whole_states(self) -> list[State]:
         if isinstance(self._before, Newcomer):
             return self._before.states(self._module)
-        return self._moved if self._moved is not None else [sliced.held_state() for sliced in self._set]
+        return (
+            self._moved
+            if self._moved is not None
+            else [sliced.held_state() for sliced in self._set]
+        )
 
     @torch.no_grad()
-    def let_in(self, caught_up: Inventory | None, *, receives: bool, compares: bool) -> tuple[int, int] | None:
+    def let_in(
+        self, caught_up: Inventory | None, *, receives: bool, compares: bool
+    ) -> tuple[int, int] | None:
         if not self._joins or self._mirrors is None:
             return None
         parameters, mirrors, comm = self._attached, self._mirrors, self._comm
@@ -295,7 +327,8 @@ class Sharded(Delegating):
         own = before.own(numbers) if before is not None else []
         letting_in.run(own, [span_of(shard, numbers) for shard in shards], compares=compares)
         theirs = comm.broadcast_object(
-            self._numbered(before.others(), numbers) if before is not None else None, name="state of no shard"
+            self._numbered(before.others(), numbers) if before is not None else None,
+            name="state of no shard",
         )
         assert theirs is not None
         others = before.others() if before is not None else self._by_param(theirs, params)
@@ -304,13 +337,15 @@ class Sharded(Delegating):
                 bucket.arrive()
             self._before = Newcomer(held, others)
         states = by_shard(shards, numbers, held)
-        for sliced, parts, rest in zip(self._set, states or [{} for _ in self._set], others, strict=True):
+        for sliced, parts, rest in zip(
+            self._set, states or [{} for _ in self._set], others, strict=True
+        ):
             sliced.take_parts(parts, rest)
         return letting_in.sent, letting_in.of
 
     def memory_to_join(self, parameters: int, state: int, ranks: int) -> int:
-        # buckets of gradients and of parameters; the mirror's weights, and two shards of gradients, of which the first
-        # step sends one and receives one; state of the shard and of the mirror
+        # buckets of gradients and of parameters; the mirror's weights, and two shards of gradients,
+        # of which the first step sends one and receives one; state of the shard and of the mirror
         return 2 * parameters + (3 * parameters + 2 * state) // ranks
 
     def holdings(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Holdings | None:
@@ -322,7 +357,9 @@ class Sharded(Delegating):
         def piece(index: int, param: Parameter) -> Piece | None:
             if (shard := parameters.by_param.get(param)) is not None:
                 gradient = partial(parameters.own_gradient, param)
-                part = Piece(index, shard.first, shard.weight, shard.strides, shard.weight, gradient)
+                part = Piece(
+                    index, shard.first, shard.weight, shard.strides, shard.weight, gradient
+                )
                 return part if shard.numel else None
             whole = Piece(index, None, param, param.stride(), param, lambda: None)
             return whole if mirrors.place == 0 else None
@@ -344,15 +381,22 @@ class Sharded(Delegating):
     @staticmethod
     def _by_param(states: Sequence[State], params: Sequence[Parameter]) -> list[State]:
         by_number = dict(enumerate(params))
-        return [{by_number.get(key, key): value for key, value in state.items()} for state in states]
+        return [
+            {by_number.get(key, key): value for key, value in state.items()} for state in states
+        ]
 
     @torch.no_grad()
     def _whole_of(self, source: int, comm: Communicator, *, has_state: bool) -> list[State] | None:
-        """The states of the optimizers, and in place the parameters, of rank ``source``. Collective."""
+        """The states of the optimizers, and in place the parameters, of rank ``source``.
+        Collective.
+        """
         sent: tuple[list[Tensor], list[State]] | None = None
         if comm.rank == source:
             numbers = {param: number for number, param in enumerate(self._module.parameters())}
-            sent = [param.detach() for param in numbers], self._numbered(self._whole_states(), numbers)
+            sent = (
+                [param.detach() for param in numbers],
+                self._numbered(self._whole_states(), numbers),
+            )
         received = comm.broadcast_object(sent, src=source, name="optimizer state")
         if not has_state:
             return None
@@ -369,10 +413,14 @@ class Sharded(Delegating):
             self._parameters.wait()
 
     def show(self) -> None:
-        """After an exception: make all parameters readable with their current values; new ones may never arrive."""
+        """After an exception: make all parameters readable with their current values; new ones
+        may never arrive.
+        """
         self._attached.show()
 
-    def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
         if self.reducer is None or not self.reducer.buckets:
             return clip_grad_norm_(parameters, max_norm, norm_type)
         self._attached.follow()
@@ -382,7 +430,9 @@ class Sharded(Delegating):
         """As of `Algorithm`; collective the first time."""
         sharded = self._attached
         sharded.follow()
-        parts = {param: sharded.own_gradient(param) for param in parameters if param in sharded.by_param}
+        parts = {
+            param: sharded.own_gradient(param) for param in parameters if param in sharded.by_param
+        }
         return sum_of_squares(parameters, self._comm.world_size, parts)
 
     # -- checkpoints

@@ -16,29 +16,49 @@ from lightning_ring.optim import LAMB, LARS
 
 _ELEMENTWISE = {
     getattr(torch.optim, name)
-    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+    for name in (
+        "SGD",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "Adagrad",
+        "Adadelta",
+        "RMSprop",
+        "Rprop",
+        "ASGD",
+    )
 } | {LARS, LAMB}  # the norms of these two are summed over ranks
-_NOT_ELEMENTWISE = {getattr(torch.optim, name, None) for name in ("LBFGS", "SparseAdam", "Adafactor", "Muon")}
+_NOT_ELEMENTWISE = {
+    getattr(torch.optim, name, None) for name in ("LBFGS", "SparseAdam", "Adafactor", "Muon")
+}
 _SHAPES = ((6, 5), (7,))
 _STEPS = 12  # some optimizers change after warm-up steps, or at every tenth step
 
 
 def check_can_be_sharded(optimizer: Optimizer) -> None:
-    """Check that ``optimizer`` can step this rank's part of each parameter, and keeps no tensors outside its state.
+    """Check that ``optimizer`` can step this rank's part of each parameter, and keeps no tensors
+    outside its state.
 
-    torch's own optimizers are known. Any other class is tried on small tensors, with the settings of each group: one
-    object steps full tensors, two others (as on two ranks) step a part each. A class with the attribute ``elementwise =
-    True`` is not tried.
+    torch's own optimizers are known. Any other class is tried on small tensors, with the settings
+    of each group: one object steps full tensors, two others (as on two ranks) step a part each. A
+    class with the attribute ``elementwise = True`` is not tried.
     """
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        raise _refusal(kind, "is no torch.optim.Optimizer (or does not call its constructor), whose step has hooks")
+        raise _refusal(
+            kind,
+            "is no torch.optim.Optimizer (or does not call its constructor), whose step has hooks",
+        )
     if kind in _ELEMENTWISE or getattr(kind, "elementwise", False) is True:
         return
     if kind in _NOT_ELEMENTWISE:
         raise _refusal(kind, "looks at whole tensors, or at all of them together")
     for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        settings = {
+            key: value for key, value in group.items() if key not in ("params", "param_names")
+        }
         try:
             full, parts = _step_full_and_in_parts(kind, optimizer.defaults, settings)
         except _Refused as why:
@@ -46,11 +66,16 @@ def check_can_be_sharded(optimizer: Optimizer) -> None:
         except Exception as error:
             raise _refusal(
                 kind,
-                f"is not one that lightning_ring knows, and trying it on small tensors raised {type(error).__name__}: "
-                f"{error}. If no element's update depends on another element, set `elementwise = True` on the class",
+                "is not one that lightning_ring knows, and trying it on small tensors raised "
+                f"{type(error).__name__}: {error}. If no element's update depends on another "
+                "element, set `elementwise = True` on the class",
             ) from error
-        if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(full, parts, strict=True)):
-            raise _refusal(kind, "takes another step for a tensor in two parts than for the whole tensor")
+        if not all(
+            torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(full, parts, strict=True)
+        ):
+            raise _refusal(
+                kind, "takes another step for a tensor in two parts than for the whole tensor"
+            )
 
 
 class _Refused(Exception):
@@ -70,7 +95,10 @@ def _step_full_and_in_parts(
 ) -> tuple[list[Tensor], list[Tensor]]:
     torch.manual_seed(0)
     start = [torch.randn(shape, dtype=torch.float64) for shape in _SHAPES]
-    gradients = [[torch.randn_like(tensor) * 10.0 ** (step % 3 - 1) for tensor in start] for step in range(_STEPS)]
+    gradients = [
+        [torch.randn_like(tensor) * 10.0 ** (step % 3 - 1) for tensor in start]
+        for step in range(_STEPS)
+    ]
     full = _stepped(kind, defaults, settings, start, gradients)
     halves = []
     for half in range(2):
@@ -84,7 +112,8 @@ def _step_full_and_in_parts(
 
 
 def _half(tensor: Tensor, half: int) -> Tensor:
-    return tensor.reshape(-1).tensor_split([tensor.numel() * 3 // 5 - 1])[half]  # no cut between two rows
+    # no cut between two rows
+    return tensor.reshape(-1).tensor_split([tensor.numel() * 3 // 5 - 1])[half]
 
 
 def _stepped(
@@ -95,7 +124,8 @@ def _stepped(
     gradients: Sequence[Sequence[Tensor]],
 ) -> list[Tensor]:
     params = [Parameter(tensor.clone()) for tensor in start]
-    group = settings | {"params": params} | ({"lr": 0.01} if "lr" in settings else {})  # a warm-up may begin at 0
+    # a warm-up may begin at 0
+    group = settings | {"params": params} | ({"lr": 0.01} if "lr" in settings else {})
     optimizer = kind([group], **dict(_accepted(kind, defaults)))
     for step in gradients:
         for param, gradient in zip(params, step, strict=True):
@@ -107,9 +137,17 @@ def _stepped(
 
 def _check_all_is_in_its_state(optimizer: Optimizer) -> None:
     """Tensors outside the state would neither be sharded nor gathered for a checkpoint."""
-    places = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+    places = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in ("state", "param_groups")
+    }
     for group in optimizer.param_groups:
-        places |= {f"param_groups[...][{name!r}]": value for name, value in group.items() if name != "params"}
+        places |= {
+            f"param_groups[...][{name!r}]": value
+            for name, value in group.items()
+            if name != "params"
+        }
     for name, value in places.items():
         if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in _leaves(value)):
             raise _Refused(f"keeps tensors in its attribute {name}, and not in its state")

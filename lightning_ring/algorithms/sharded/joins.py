@@ -19,7 +19,8 @@ from lightning_ring.algorithms.sharded.state import State
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Before:
-    """The shards of a rank, as they were cut before. A death in the join, or up to the next step, goes back to them.
+    """The shards of a rank, as they were cut before. A death in the join, or up to the next step,
+    goes back to them.
 
     Attributes:
         order: Names of the parameters in the order of the buckets.
@@ -39,16 +40,25 @@ class Before:
         return held
 
     def own(self, numbers: Mapping[Parameter, int]) -> list[Span]:
-        """The parts that this rank has stepped. A parameter without elements is that of one rank, too."""
+        """The parts that this rank has stepped. A parameter without elements is that of one
+        rank, too.
+        """
         spans = [span_of(shard, numbers) for shard in self.parameters.by_param.values()]
         empty = {numbers[param] for param in self.parameters.by_param if not param.numel()}
-        return [span for span in spans if span.numel or (span.index in empty and self.standing.place == 0)]
+        return [
+            span
+            for span in spans
+            if span.numel or (span.index in empty and self.standing.place == 0)
+        ]
 
     def others(self) -> list[State]:
         """The state that belongs to no part."""
         shards = (*self.mirrors.by_param.values(), *self.parameters.by_param.values())
         weights = {shard.weight for shard in shards}
-        return [{key: value for key, value in state.items() if key not in weights} for state in self.states]
+        return [
+            {key: value for key, value in state.items() if key not in weights}
+            for state in self.states
+        ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,9 +87,13 @@ def span_of(shard: ParameterShard, numbers: Mapping[Parameter, int]) -> Span:
     return Span(numbers[shard.param], shard.first, shard.numel)
 
 
-def by_shard(shards: Sequence[ParameterShard], numbers: Mapping[Parameter, int], held: Inventory) -> list[State]:
+def by_shard(
+    shards: Sequence[ParameterShard], numbers: Mapping[Parameter, int], held: Inventory
+) -> list[State]:
     """The state of each optimizer, by part, of which none is missing in ``held``."""
-    found: list[tuple[Parameter, PartState]] = [(s.weight, held.cut(span_of(s, numbers))) for s in shards]
+    found: list[tuple[Parameter, PartState]] = [
+        (s.weight, held.cut(span_of(s, numbers))) for s in shards
+    ]
     count = max((len(state) for _, state in found), default=0)
     states: list[State] = [{} for _ in range(count)]
     for weight, parts in found:

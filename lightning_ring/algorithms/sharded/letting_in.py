@@ -1,4 +1,6 @@
-"""Ranks cut their shards for the ranks that there are now, from what they held before; newcomers get all of it."""
+"""Ranks cut their shards for the ranks that there are now, from what they held before; newcomers
+get all of it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _ALIGNMENT = 16  # bytes
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A part that its rank steps: weight and state without their tensors, and these tensors' digests."""
+    """A part that its rank steps: weight and state without their tensors, and these tensors'
+    digests.
+    """
 
     span: Span
     outlined: Any
@@ -30,7 +34,9 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """``span`` of entry number ``entry`` of rank ``source``, with the weight if ``target`` is a newcomer."""
+    """``span`` of entry number ``entry`` of rank ``source``, with the weight if ``target`` is a
+    newcomer.
+    """
 
     target: int
     source: int
@@ -69,20 +75,26 @@ class LettingIn:
 
     @torch.no_grad()
     def run(self, own: Sequence[Span], wanted: Sequence[Span], *, compares: bool) -> None:
-        """Make the inventory hold ``wanted``; that of newcomers all, as it is on the rank that steps it. Collective.
+        """Make the inventory hold ``wanted``; that of newcomers all, as it is on the rank that
+        steps it. Collective.
 
         Args:
             own: The parts that this rank has stepped; each part of the whole is that of one rank.
-            compares: Whether some newcomer has an inventory: it keeps the parts that have the digests of the ranks'.
+            compares: Whether some newcomer has an inventory: it keeps the parts that have the
+                digests of the ranks'.
         """
         self._tensors = [[] for _ in own]
-        entries = [self._entry(*pair, digests=compares) for pair in zip(own, self._tensors, strict=True)]
+        entries = [
+            self._entry(*pair, digests=compares) for pair in zip(own, self._tensors, strict=True)
+        ]
         # before it knows those of the ranks: they make theirs meanwhile
         held = self._held({span.index for span in wanted}) if self._receives and compares else {}
         self._catalog = self._comm.all_gather_object(entries, name="catalog of state")
         mine = list(self._differing(held) if self._receives else self._lacking(wanted))
         requests = [
-            request for asked in self._comm.all_gather_object(mine, name="requests for state") for request in asked
+            request
+            for asked in self._comm.all_gather_object(mine, name="requests for state")
+            for request in asked
         ]
         self._count(requests)
         for together in self._rounds(requests):
@@ -95,7 +107,11 @@ class LettingIn:
 
     def _held(self, indices: set[int]) -> dict[Span, _Entry]:
         """What a newcomer has got of the parameters with these ``indices``, with digests."""
-        return {span: self._entry(span, [], digests=True) for span in self._inventory.spans() if span.index in indices}
+        return {
+            span: self._entry(span, [], digests=True)
+            for span in self._inventory.spans()
+            if span.index in indices
+        }
 
     def _differing(self, held: Mapping[Span, _Entry]) -> Iterator[_Request]:
         for source, entries in enumerate(self._catalog):
@@ -113,13 +129,21 @@ class LettingIn:
             for span, source, number in owners[gap.index]:
                 first, end = max(gap.first, span.first), min(gap.end, span.end)
                 if first < end:
-                    yield _Request(self._comm.rank, source, number, Span(gap.index, first, end - first), weight=False)
+                    yield _Request(
+                        self._comm.rank,
+                        source,
+                        number,
+                        Span(gap.index, first, end - first),
+                        weight=False,
+                    )
 
     def _count(self, requests: Sequence[_Request]) -> None:
         asked = {(request.source, request.entry) for request in requests if request.weight}
         for source, entries in enumerate(self._catalog):
             for number, entry in enumerate(entries):
-                size = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in specs_in(entry.outlined))
+                size = sum(
+                    spec.dtype.itemsize * math.prod(spec.shape) for spec in specs_in(entry.outlined)
+                )
                 self.of += size
                 self.sent += size * ((source, number) in asked)
 
@@ -137,8 +161,14 @@ class LettingIn:
 
     def _exchange(self, requests: Sequence[_Request]) -> None:
         ranks, mine = range(self._comm.world_size), self._comm.rank
-        to = [[asked for asked in requests if (asked.source, asked.target) == (mine, rank)] for rank in ranks]
-        of = [[asked for asked in requests if (asked.source, asked.target) == (rank, mine)] for rank in ranks]
+        to = [
+            [asked for asked in requests if (asked.source, asked.target) == (mine, rank)]
+            for rank in ranks
+        ]
+        of = [
+            [asked for asked in requests if (asked.source, asked.target) == (rank, mine)]
+            for rank in ranks
+        ]
         inputs = [self._packed(asked) for asked in to]
         outputs = [self._memory(asked) for asked in of]
         self._comm.all_to_all(inputs, outputs, name="shards for ranks that come").wait()
@@ -164,7 +194,9 @@ class LettingIn:
             tensors = [torch.empty(0)] * len(specs_in(entry.outlined))
             for spec in self._specs(request):
                 nbytes = self._nbytes(spec, request)
-                data = flat[start : start + nbytes].to(flat.device if spec.on_accelerator else "cpu", copy=True)
+                data = flat[start : start + nbytes].to(
+                    flat.device if spec.on_accelerator else "cpu", copy=True
+                )
                 shape = (request.span.numel,) if len(spec.shape) == 1 else spec.shape
                 tensors[spec.index] = data.view(spec.dtype).view(shape)
                 start += _padded(nbytes)

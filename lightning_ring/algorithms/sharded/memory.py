@@ -14,11 +14,13 @@ from lightning_ring.errors import ConfigurationError
 def is_held_elsewhere(tensor: Tensor) -> bool:
     """Whether another tensor, array or process shares the memory of ``tensor``.
 
-    Examples: ``alias = param.data``, ``param.data = other``, ``torch.from_numpy(array)``, ``param.share_memory_()``.
+    Examples: ``alias = param.data``, ``param.data = other``, ``torch.from_numpy(array)``,
+        ``param.share_memory_()``.
     """
     storage = tensor.untyped_storage()
     alone = torch.empty(1, dtype=tensor.dtype, device=tensor.device).untyped_storage()
-    return not storage.resizable() or num_holders(storage) > 1 + num_holders(alone)  # the tensor holds it too
+    # the tensor holds it too
+    return not storage.resizable() or num_holders(storage) > 1 + num_holders(alone)
 
 
 def num_holders(storage: torch.UntypedStorage) -> int:
@@ -26,7 +28,8 @@ def num_holders(storage: torch.UntypedStorage) -> int:
 
 
 def check_no_aliases(module: nn.Module, others: Iterable[tuple[str, Parameter]] = ()) -> None:
-    """Check that no trainable parameter of ``module``, or of ``others``, shares memory with another one or a buffer.
+    """Check that no trainable parameter of ``module``, or of ``others``, shares memory with another
+    one or a buffer.
 
     Parameters move into the memory of their bucket. The other tensor would keep the old values.
     """
@@ -36,9 +39,10 @@ def check_no_aliases(module: nn.Module, others: Iterable[tuple[str, Parameter]] 
     ):
         if device == end[0] and start < end[1] and (trainable or moves):
             raise ConfigurationError(
-                f"{before} and {name} are two tensors in the same memory. Under strategy='ring_sharded' parameters "
-                "move into buckets, which would untie them. Make them one Parameter (decoder.weight = "
-                "encoder.weight), or use strategy='ring'."
+                f"{before} and {name} are two tensors in the same memory. Under "
+                "strategy='ring_sharded' parameters move into buckets, which would untie them. "
+                "Make them one Parameter (decoder.weight = encoder.weight), or use "
+                "strategy='ring'."
             )
         if device != end[0] or stop > end[1]:
             end, before, moves = (device, stop), name, trainable
@@ -47,12 +51,20 @@ def check_no_aliases(module: nn.Module, others: Iterable[tuple[str, Parameter]] 
 def _places(
     module: nn.Module, others: Iterable[tuple[str, Parameter]]
 ) -> Iterator[tuple[torch.device, int, int, str, bool]]:
-    """Device, first byte, byte after the last, name and trainability of each tensor of ``module``."""
+    """Device, first byte, byte after the last, name and trainability of each tensor of
+    ``module``.
+    """
     own: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
     known = {id(tensor) for _, tensor in own}
-    for name, tensor in (*own, *((f"an earlier {name}", param) for name, param in others if id(param) not in known)):
+    for name, tensor in (
+        *own,
+        *((f"an earlier {name}", param) for name, param in others if id(param) not in known),
+    ):
         if tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
-            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+            extent = 1 + sum(
+                (size - 1) * stride
+                for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
+            )
             start = tensor.data_ptr()
             trainable = isinstance(tensor, Parameter) and tensor.requires_grad
             yield tensor.device, start, start + extent * tensor.element_size(), name, trainable

@@ -1,4 +1,6 @@
-"""Mirrors: each rank steps the shard of another rank too, so that a death loses no optimizer state."""
+"""Mirrors: each rank steps the shard of another rank too, so that a death loses no optimizer
+state.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_ring.algorithms.sharded.parameters import ParameterBucket, ParameterShard, ShardedParameters
+from lightning_ring.algorithms.sharded.parameters import (
+    ParameterBucket,
+    ParameterShard,
+    ShardedParameters,
+)
 from lightning_ring.algorithms.sharded.state import State, shard_state
 from lightning_ring.comm.communicator import Work
 
@@ -18,8 +24,8 @@ from lightning_ring.comm.communicator import Work
 class Mirrors:
     """This rank's copy of the shard of the rank before it in ``order``, a list of all ranks.
 
-    Before each step its weights and averaged gradients are those of that rank. The same optimizer steps both shards, so
-    that they keep the same state.
+    Before each step its weights and averaged gradients are those of that rank. The same optimizer
+    steps both shards, so that they keep the same state.
 
     Attributes:
         by_param: The mirrored part of each parameter that is in a bucket.
@@ -35,7 +41,9 @@ class Mirrors:
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Exchange averaged gradients, once they are final, before the commit barrier. Collective."""
+        """Exchange averaged gradients, once they are final, before the commit barrier.
+        Collective.
+        """
         self._parameters.follow()
         if self._comm.world_size == 1:
             return
@@ -43,16 +51,24 @@ class Mirrors:
         exchanges = [self._exchange(bucket) for bucket in self._parameters.buckets]
         for bucket, (work, received) in zip(self._parameters.buckets, exchanges, strict=True):
             work.wait()
-            parts = iter(received.split([self.by_param[shard.param].numel for shard in _with_gradient(bucket)]))
+            parts = iter(
+                received.split(
+                    [self.by_param[shard.param].numel for shard in _with_gradient(bucket)]
+                )
+            )
             for shard in bucket.shards:
                 mirrored = self.by_param[shard.param]
-                mirrored.weight.copy_(mirrored.part(bucket.flat))  # other code may have changed parameters
+                # other code may have changed parameters
+                mirrored.weight.copy_(mirrored.part(bucket.flat))
                 mirrored.weight.grad = next(parts) if shard.param.grad is not None else None
 
     def cut(self, full: Mapping[Any, dict[str, Any]]) -> State:
         """The mirrored parts of a full optimizer state, which share no tensor with it."""
         tensors = {param: state for param, state in full.items() if param in self.by_param}
-        return {weight: copy.deepcopy(state) for weight, state in shard_state(tensors, self.by_param).items()}
+        return {
+            weight: copy.deepcopy(state)
+            for weight, state in shard_state(tensors, self.by_param).items()
+        }
 
     def follow(self) -> None:
         """Mirror the parts in new buckets."""
@@ -63,7 +79,12 @@ class Mirrors:
                 _, start, stop = shards.bounds(shard.param, index)
                 weight = Parameter(bucket.flat[start:stop].clone())
                 self.by_param[shard.param] = ParameterShard(
-                    shard.param, shard.offset, shard.strides, start - shard.offset, stop - start, weight
+                    shard.param,
+                    shard.offset,
+                    shard.strides,
+                    start - shard.offset,
+                    stop - start,
+                    weight,
                 )
         self._num_buckets = len(self._parameters.buckets)
 

@@ -16,9 +16,13 @@ from lightning_ring.comm.communicator import ReduceOp
 
 @torch.no_grad()
 def clip_grad_norm_(
-    params: Iterable[Parameter], max_norm: float, parameters: ShardedParameters, norm_type: float = 2.0
+    params: Iterable[Parameter],
+    max_norm: float,
+    parameters: ShardedParameters,
+    norm_type: float = 2.0,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` over all ranks' parts; collective. Returns the norm before, 0-d, float64.
+    """`torch.nn.utils.clip_grad_norm_` over all ranks' parts; collective. Returns the norm before,
+    0-d, float64.
 
     Gradients outside the buckets are assumed to be the same on all ranks.
     """
@@ -38,15 +42,22 @@ def clip_grad_norm_(
     return total
 
 
-def _total_norm(own: list[Any], everywhere: list[Tensor], parameters: ShardedParameters, norm_type: float) -> Tensor:
+def _total_norm(
+    own: list[Any], everywhere: list[Tensor], parameters: ShardedParameters, norm_type: float
+) -> Tensor:
     comm = parameters.comm
     device = parameters.device
     if math.isinf(norm_type):
-        norms = [torch.linalg.vector_norm(grad, norm_type) for grad in own + everywhere if grad.numel()]
+        norms = [
+            torch.linalg.vector_norm(grad, norm_type) for grad in own + everywhere if grad.numel()
+        ]
         largest = torch.stack([torch.zeros((), device=device), *norms]).max().double().reshape(1)
         comm.all_reduce_(largest, op=ReduceOp.MAX, name="gradient norm").wait()
         return largest[0]
-    total = _power_sum(own, norm_type, device) + _power_sum(everywhere, norm_type, device) / comm.world_size
+    total = (
+        _power_sum(own, norm_type, device)
+        + _power_sum(everywhere, norm_type, device) / comm.world_size
+    )
     comm.all_reduce_(total, name="gradient norm").wait()
     return total[0] ** (1 / norm_type)
 

@@ -20,12 +20,14 @@ _sliced: WeakSet[Optimizer] = WeakSet()  # those of all trainings
 
 
 class SlicedOptimizer:
-    """Hooks on one optimizer: inside its step ``param_groups`` holds this rank's shards, elsewhere the parameters.
+    """Hooks on one optimizer: inside its step ``param_groups`` holds this rank's shards, elsewhere
+    the parameters.
 
-    The optimizer stays the same object, so that schedulers, loss scalers and its attributes keep working. A step reads
-    the ``.grad`` of shards, and its state belongs to shards. Between steps ``state`` is a `ShardedState`. Parameters
-    outside the buckets (frozen) are not sharded. ``stepped`` is called after a step with the changed parameters. A step
-    also steps the shards of ``mirrors``.
+    The optimizer stays the same object, so that schedulers, loss scalers and its attributes keep
+    working. A step reads the ``.grad`` of shards, and its state belongs to shards. Between steps
+    ``state`` is a `ShardedState`. Parameters outside the buckets (frozen) are not sharded.
+    ``stepped`` is called after a step with the changed parameters. A step also steps the shards of
+    ``mirrors``.
     """
 
     def __init__(
@@ -37,9 +39,9 @@ class SlicedOptimizer:
     ) -> None:
         if optimizer in _sliced:
             raise ConfigurationError(
-                f"one {type(optimizer).__name__} steps parameters of several modules that were set up one by one. "
-                "'ring_sharded' cannot shard them together: set up one module that contains them all, build an "
-                "optimizer for each, or use 'ring'."
+                f"one {type(optimizer).__name__} steps parameters of several modules that were set "
+                "up one by one. 'ring_sharded' cannot shard them together: set up one module that "
+                "contains them all, build an optimizer for each, or use 'ring'."
             )
         if isinstance(optimizer.state, ShardedState):
             raise ConfigurationError(optimizer.state.message)
@@ -47,10 +49,12 @@ class SlicedOptimizer:
         self._parameters = parameters
         self._mirrors = mirrors
         self._stepped = stepped
-        self._full_params: list[list[Parameter]] | None = None  # of each group, while it holds shards
+        # of each group, while it holds shards
+        self._full_params: list[list[Parameter]] | None = None
         self._changed: list[Parameter] = []
         self._refusal: str | None = None  # message of `ShardedState`; None: its own
-        self._hidden_state: State | None = None  # the optimizer's state, while a `ShardedState` replaces it
+        # the optimizer's state, while a `ShardedState` replaces it
+        self._hidden_state: State | None = None
         self._unsharded: State = {}  # loaded state of parameters that have no shard yet
         self._gathering = False
         self._sums_norms = hasattr(optimizer, "norm_all_reduce")
@@ -66,7 +70,9 @@ class SlicedOptimizer:
         return self._full_params is not None
 
     def use_shards(self) -> None:
-        """Put this rank's shards, with their gradients, into ``param_groups``. Waits for all parameters."""
+        """Put this rank's shards, with their gradients, into ``param_groups``. Waits for all
+        parameters.
+        """
         self.use_parameters()
         self._parameters.reducer.finish()
         self._parameters.wait()
@@ -104,7 +110,9 @@ class SlicedOptimizer:
     def hide_state(self) -> None:
         """Until `show_state`, using sharded state is an error."""
         state = self.optimizer.state
-        if not isinstance(state, ShardedState) and any(p.weight in state for p in self._parameters.by_param.values()):
+        if not isinstance(state, ShardedState) and any(
+            p.weight in state for p in self._parameters.by_param.values()
+        ):
             self._hidden_state = state
             self.optimizer.state = ShardedState(self.optimizer, self._refusal)  # type: ignore[assignment]
 
@@ -133,8 +141,15 @@ class SlicedOptimizer:
         if not is_rank_zero:
             return {}
         mine, full = self.optimizer.state, self._unsharded | state
-        in_order = [param for group in self.optimizer.param_groups for param in group["params"] if param in full]
-        self.optimizer.state = defaultdict(dict, {key: full[key] for key in [*in_order, *(full.keys() - in_order)]})
+        in_order = [
+            param
+            for group in self.optimizer.param_groups
+            for param in group["params"]
+            if param in full
+        ]
+        self.optimizer.state = defaultdict(
+            dict, {key: full[key] for key in [*in_order, *(full.keys() - in_order)]}
+        )
         self._gathering = True
         try:
             return self.optimizer.state_dict()
@@ -143,7 +158,9 @@ class SlicedOptimizer:
             self.optimizer.state = mine
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load an ordinary state dict: hyper-parameters at once, state when the final buckets are known."""
+        """Load an ordinary state dict: hyper-parameters at once, state when the final buckets
+        are known.
+        """
         self.use_parameters()
         accepted = dict(state_dict)
 
@@ -177,10 +194,14 @@ class SlicedOptimizer:
         self.optimizer.state, self._unsharded = defaultdict(dict), whole
 
     def take_parts(self, parts: State, others: State) -> None:
-        """Go on with the state of this rank's shards and mirrors, and with ``others``, which are not cut."""
+        """Go on with the state of this rank's shards and mirrors, and with ``others``, which are
+        not cut.
+        """
         self.use_parameters()
         self.show_state()
-        self.optimizer.state = defaultdict(dict, parts | {k: v for k, v in others.items() if not _is_param(k)})
+        self.optimizer.state = defaultdict(
+            dict, parts | {k: v for k, v in others.items() if not _is_param(k)}
+        )
         self._unsharded = {key: value for key, value in others.items() if _is_param(key)}
         self.hide_state()
 
@@ -200,11 +221,12 @@ class SlicedOptimizer:
             hook.remove()
         _sliced.discard(self.optimizer)
         self._refusal = (
-            f"this {type(self.optimizer).__name__} was already stepped by an earlier training with 'ring_sharded', and "
-            "each rank holds its part of that state. Build a new optimizer. To go on with the state, under a Trainer "
-            "build optimizers in configure_optimizers and pass ckpt_path; in a loop of your own take it on all ranks "
-            "from training.optimizer_state_dict(optimizer), and hand it to load_optimizer_state_dict of the next "
-            "training."
+            f"this {type(self.optimizer).__name__} was already stepped by an earlier training with "
+            "'ring_sharded', and each rank holds its part of that state. Build a new optimizer. "
+            "To go on with the state, under a Trainer build optimizers in configure_optimizers "
+            "and pass ckpt_path; in a loop of your own take it on all ranks from "
+            "training.optimizer_state_dict(optimizer), and hand it to load_optimizer_state_dict "
+            "of the next training."
         )
         self.show_state()
         self.hide_state()
@@ -238,8 +260,13 @@ class SlicedOptimizer:
             self._load_unsharded()
             return
         shards = self._parameters.by_param
-        made = {p: s for p, s in self.optimizer.state.items() if p in shards}  # by its constructor, for example
-        loaded = {p: s for p, s in self._unsharded.items() if p in shards or not isinstance(p, torch.Tensor)}
+        # by its constructor, for example
+        made = {p: s for p, s in self.optimizer.state.items() if p in shards}
+        loaded = {
+            p: s
+            for p, s in self._unsharded.items()
+            if p in shards or not isinstance(p, torch.Tensor)
+        }
         if not made and not loaded:
             return
         self._unsharded = {p: s for p, s in self._unsharded.items() if p not in loaded}
@@ -263,7 +290,9 @@ class SlicedOptimizer:
             del self.optimizer.state[param]
 
     def _load_unsharded(self) -> None:
-        """Until "auto" has chosen buckets every rank steps full parameters, with their full state."""
+        """Until "auto" has chosen buckets every rank steps full parameters, with their full
+        state.
+        """
         loaded, self._unsharded = self._unsharded, {}
         if loaded:
             self._load(loaded)
@@ -272,7 +301,10 @@ class SlicedOptimizer:
         # the optimizer's own method knows the dtype and the device of each value
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         index = {param: i for i, param in enumerate(params)}
-        state = {index.get(key, key): value for key, value in (dict(self.optimizer.state) | loaded).items()}
+        state = {
+            index.get(key, key): value
+            for key, value in (dict(self.optimizer.state) | loaded).items()
+        }
         groups, start = [], 0
         for group in self.optimizer.param_groups:
             stop = start + len(group["params"])
@@ -287,7 +319,9 @@ class SlicedOptimizer:
         if not self._gathering and self._unsharded:
             params = [param for group in self.optimizer.param_groups for param in group["params"]]
             index = {param: i for i, param in enumerate(params)}
-            state_dict["state"].update({index.get(key, key): value for key, value in self._unsharded.items()})
+            state_dict["state"].update(
+                {index.get(key, key): value for key, value in self._unsharded.items()}
+            )
 
 
 def _is_param(key: Any) -> bool:

@@ -1,4 +1,6 @@
-"""Find out whether all reads of parameters can be intercepted, before any parameter is on its way during a forward."""
+"""Find out whether all reads of parameters can be intercepted, before any parameter is on its
+way during a forward.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +21,35 @@ from lightning_ring.algorithms.sharded.parameters import ShardedParameters
 from lightning_ring.algorithms.uncopied_hook import UncopiedHook
 from lightning_ring.gradients.streams import current_stream
 
-_WAITS = "All parameters are waited for after each step, instead of arriving while the next forward goes on."
+_WAITS = (
+    "All parameters are waited for after each step, instead of arriving while the next forward "
+    "goes on."
+)
 
 
 class ParameterReads:
     """Tells after a step whether its parameters may be on their way during the next forward.
 
-    They may if all reads are intercepted (`intercepting_class`), each of which waits for its bucket. Other reads would
-    be errors (`ParameterBucket.hide`). The first forward, in which all parameters are complete, shows it: parameters
-    note that they are read, and one that gets a gradient unread was read by scripted or compiled code. The same
-    happens in the forward after the first gradient of a parameter. `torch.func` wraps parameters without a call of
-    torch; a `TorchFunctionMode` finds such wrappers in the same forward. If there is a read of these kinds, or
-    `find_unseen_reader` finds code that may contain one, ``trusted`` becomes False and each step waits for all
-    parameters. So it does where several streams of a GPU read parameters: a bucket arrives on the one that reads first.
+    They may if all reads are intercepted (`intercepting_class`), each of which waits for its
+    bucket. Other reads would be errors (`ParameterBucket.hide`). The first forward, in which all
+    parameters are complete, shows it: parameters note that they are read, and one that gets a
+    gradient unread was read by scripted or compiled code. The same happens in the forward after the
+    first gradient of a parameter. `torch.func` wraps parameters without a call of torch; a
+    `TorchFunctionMode` finds such wrappers in the same forward. If there is a read of these kinds,
+    or `find_unseen_reader` finds code that may contain one, ``trusted`` becomes False and each step
+    waits for all parameters. So it does where several streams of a GPU read parameters: a bucket
+    arrives on the one that reads first.
     """
 
-    def __init__(self, parameters: ShardedParameters, module: nn.Module, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, parameters: ShardedParameters, module: nn.Module, warn: Callable[[str], None]
+    ) -> None:
         self.trusted = True
         self._parameters = parameters
         self._module = module
         self._warn = warn
-        self._verified: set[int] = set()  # ids of parameters whose reads are known to be intercepted
+        # ids of parameters whose reads are known to be intercepted
+        self._verified: set[int] = set()
         self._seen: set[int] = set()  # read in this forward
         self._verifies = False  # the gradients that come are those of a forward that noted reads
         self._verify_next = True
@@ -54,12 +64,14 @@ class ParameterReads:
         self.follow()
         if unseen := find_unseen_reader(module):
             self._distrust(
-                f"{unseen} (scripted, compiled, or a transform of torch.func) may read parameters where lightning_ring "
-                "cannot see it."
+                f"{unseen} (scripted, compiled, or a transform of torch.func) may read parameters "
+                "where lightning_ring cannot see it."
             )
 
     def follow(self) -> None:
-        """Wait before new modules of ``torch.compile(module)``: compiled code reads without a call of torch."""
+        """Wait before new modules of ``torch.compile(module)``: compiled code reads without a
+        call of torch.
+        """
         for module in self._module.modules():
             if module not in self._hooks and getattr(module, "_orig_mod", None) is not None:
                 hook = UncopiedHook(self._before_compiled)
@@ -79,12 +91,14 @@ class ParameterReads:
             yield
             return
         params = [param for param in self._module.parameters() if id(param) not in self._verified]
-        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, params)):  # by `functional_call`
+        # by `functional_call`
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, params)):
             self._distrust("torch.func transforms a function of parameters.")
             self._verifies = False
             yield
             return
-        noting = [param for param in params if type(param) is Parameter]  # others never travel during a forward
+        # others never travel during a forward
+        noting = [param for param in params if type(param) is Parameter]
         self._verified.update(id(param) for param in params if type(param) is not Parameter)
         self._addresses = {param.data_ptr() for param in params if param.numel()}
         self._stream = current_stream(params[0].device) if params else None
@@ -111,16 +125,25 @@ class ParameterReads:
                 self._parameters.wait_for(param)
 
     def look_for_wrapped(self, values: Iterable[Any]) -> None:
-        """Stop trusting where ``values``, arguments of a call of torch, contain a parameter wrapped by `torch.func`."""
-        if self._in_forward and self.trusted and any(_unwrapped_address(value) in self._addresses for value in values):
+        """Stop trusting where ``values``, arguments of a call of torch, contain a parameter
+        wrapped by `torch.func`.
+        """
+        if (
+            self._in_forward
+            and self.trusted
+            and any(_unwrapped_address(value) in self._addresses for value in values)
+        ):
             self._distrust("torch.func transforms a function of parameters.")
 
     def look_for_unread(self, func: Any, values: Iterable[Any]) -> None:
-        """After a call of torch with ``values``: a parameter among them that noted no read is read in another way."""
+        """After a call of torch with ``values``: a parameter among them that noted no read is
+        read in another way.
+        """
         if self._in_forward and self.trusted and reads_values(func):
             for _ in of_class(self._noting, values):
                 self._distrust(
-                    f"{getattr(func, '__name__', func)} was called with a parameter, whose read was not seen."
+                    f"{getattr(func, '__name__', func)} was called with a parameter, whose read "
+                    "was not seen."
                 )
                 return
 
@@ -150,10 +173,13 @@ class ParameterReads:
         elif id(param) in self._seen:
             self._verified.add(id(param))
         else:
-            name = next((name for name, other in self._module.named_parameters() if other is param), "a parameter")
+            name = next(
+                (name for name, other in self._module.named_parameters() if other is param),
+                "a parameter",
+            )
             self._distrust(
-                f"{name} got a gradient, but no call of torch from Python was seen reading it (scripted or compiled "
-                "code, or torch.func)."
+                f"{name} got a gradient, but no call of torch from Python was seen reading it "
+                "(scripted or compiled code, or torch.func)."
             )
 
 
@@ -172,7 +198,9 @@ class _Watch(TorchFunctionMode):
 
 
 def _unwrapped_address(value: Any) -> int | None:
-    """Address of the memory of a tensor that transforms of `torch.func` have wrapped; None of anything else."""
+    """Address of the memory of a tensor that transforms of `torch.func` have wrapped; None of
+    anything else.
+    """
     if not isinstance(value, Tensor) or not is_functorch_wrapped_tensor(value):
         return None
     while is_functorch_wrapped_tensor(value):

@@ -1,4 +1,6 @@
-"""Parameters in flat buckets: each rank steps its shard of a bucket, and an all-gather completes the bucket."""
+"""Parameters in flat buckets: each rank steps its shard of a bucket, and an all-gather completes
+the bucket.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,10 @@ from lightning_ring.gradients.streams import current_stream, order_after_current
 from lightning_ring.gradients.unreadable import unreadable_like
 
 _TOO_EARLY = (
-    "{} was read before its new values had arrived from the ranks that stepped them, by code that lightning_ring does "
-    "not see reading (scripted or compiled code, torch.func, a thread, a forked process, C++). Call "
-    "self.trainer.strategy.wait_parameters() before that, or use strategy='ring'."
+    "{} was read before its new values had arrived from the ranks that stepped them, by code that "
+    "lightning_ring does not see reading (scripted or compiled code, torch.func, a thread, a "
+    "forked process, C++). Call self.trainer.strategy.wait_parameters() before that, or use "
+    "strategy='ring'."
 )
 
 
@@ -53,8 +56,9 @@ class ParameterShard:
 class ParameterBucket:
     """The parameters of one gradient bucket, in a flat buffer with the same layout.
 
-    A parameter whose memory is shared (``alias = param.data``) stays in that memory, so that the alias gets the new
-    values. The bucket then contains a copy, of which the optimizer steps this rank's part.
+    A parameter whose memory is shared (``alias = param.data``) stays in that memory, so that the
+    alias gets the new values. The bucket then contains a copy, of which the optimizer steps this
+    rank's part.
     """
 
     def __init__(self, bucket: Bucket, comm: Communicator, reducer: ShardReducer) -> None:
@@ -63,7 +67,8 @@ class ParameterBucket:
         self.numel, self.device = like.numel(), like.device
         self.flat = comm.empty(like.numel(), like.dtype, like.device).zero_()
         self.shards: list[ParameterShard] = []
-        self._shared_memory: dict[ParameterShard, Tensor] = {}  # memory of the parameters that stay outside
+        # memory of the parameters that stay outside
+        self._shared_memory: dict[ParameterShard, Tensor] = {}
         self._views: list[Tensor] = []
         self._hidden = False
         self._unreadable: list[Tensor] = []
@@ -74,18 +79,24 @@ class ParameterBucket:
             _, start, stop = reducer.shards.bounds(param)
             offset = int(view.storage_offset() - like.storage_offset())
             weight = Parameter(self.flat[start:stop])
-            shard = ParameterShard(param, offset, view.stride(), start - offset, stop - start, weight)
+            shard = ParameterShard(
+                param, offset, view.stride(), start - offset, stop - start, weight
+            )
             self.shards.append(shard)
             self._views.append(shard.full(shown))
         del shown
         self._holders_while_hidden = num_holders(self._storage)
         messages = [_TOO_EARLY.format(name) for name in bucket.names]
-        self._unreadable = [unreadable_like(*pair) for pair in zip(self._views, messages, strict=True)]
+        self._unreadable = [
+            unreadable_like(*pair) for pair in zip(self._views, messages, strict=True)
+        ]
         self.move_in()
 
     @torch.no_grad()
     def move_in(self) -> None:
-        """Move the parameters into the bucket; again, after other code has moved one (``param.data = ...``)."""
+        """Move the parameters into the bucket; again, after other code has moved one
+        (``param.data = ...``).
+        """
         if self._hidden:
             return
         self._shared_memory.clear()
@@ -102,10 +113,13 @@ class ParameterBucket:
 
     @property
     def can_be_hidden(self) -> bool:
-        return not self._shared_memory and all(type(shard.param) is Parameter for shard in self.shards)
+        return not self._shared_memory and all(
+            type(shard.param) is Parameter for shard in self.shards
+        )
 
     def hide(self, intercepting: type[Parameter]) -> None:
-        """Until `arrive`, the parameters are ``intercepting``, and a read that is not intercepted is an error.
+        """Until `arrive`, the parameters are ``intercepting``, and a read that is not intercepted
+        is an error.
 
         An alias of a parameter's memory stays readable.
         """
@@ -116,7 +130,9 @@ class ParameterBucket:
 
     @property
     def has_aliases(self) -> bool:
-        """Whether other code holds memory of a hidden parameter, as after ``array = param.numpy()``."""
+        """Whether other code holds memory of a hidden parameter, as after ``array =
+        param.numpy()``.
+        """
         return num_holders(self._storage) != self._holders_while_hidden
 
     @torch.no_grad()
@@ -154,7 +170,8 @@ class ShardedParameters:
         self.comm = comm
         self.reducer = reducer
         self.buckets: list[ParameterBucket] = []
-        self.by_param: dict[Parameter, ParameterShard] = {}  # this rank's, of each parameter in a bucket
+        # this rank's, of each parameter in a bucket
+        self.by_param: dict[Parameter, ParameterShard] = {}
         self._bucket_of: dict[int, ParameterBucket] = {}
         self._gathers: dict[ParameterBucket, Work] = {}
         self._reader = (os.getpid(), threading.get_ident())
@@ -185,7 +202,9 @@ class ShardedParameters:
         return self.reducer.shards.of_gradient(param)
 
     def gather(self, params: Iterable[Parameter]) -> None:
-        """Start the all-gathers of the buckets of ``params``, in the order of use in the next forward."""
+        """Start the all-gathers of the buckets of ``params``, in the order of use in the next
+        forward.
+        """
         params = list(params)
         if not params:
             return
@@ -213,7 +232,8 @@ class ShardedParameters:
             self._wait_for(bucket)
 
     def _before_read(self, param: Parameter) -> None:
-        # a wait in another thread could overtake one of this thread; one in a forked child would answer the other ranks
+        # a wait in another thread could overtake one of this thread; one in a forked child would
+        # answer the other ranks
         if (os.getpid(), threading.get_ident()) == self._reader:
             self.wait_for(param)
 
@@ -228,7 +248,9 @@ class ShardedParameters:
                     self._wait_for(bucket)
 
     def show(self) -> None:
-        """After an exception: make all parameters readable with their current values; new ones may never arrive."""
+        """After an exception: make all parameters readable with their current values; new ones
+        may never arrive.
+        """
         with torch._C.DisableTorchFunction():
             for bucket in self._gathers:
                 bucket.arrive()
@@ -238,7 +260,9 @@ class ShardedParameters:
             self._wait_for(next(iter(self._gathers)))
 
     def take_what_arrives(self, seconds: float) -> bool:
-        """After an exception, which some ranks may not have met: wait no longer than that. Whether all have arrived."""
+        """After an exception, which some ranks may not have met: wait no longer than that.
+        Whether all have arrived.
+        """
         until = time.monotonic() + seconds
         try:
             for bucket, work in list(self._gathers.items()):
@@ -261,7 +285,8 @@ class ShardedParameters:
             # removed after the wait, so that an interrupted wait is repeated
             if self._gathers.pop(bucket, None) is not None:
                 bucket.arrive()
-                # another stream that reads waits, as after any optimizer's step, for the stream that stepped
+                # another stream that reads waits, as after any optimizer's step, for the stream
+                # that stepped
                 order_after_current(self._stepped_on, bucket.device)
 
     def release(self) -> None:

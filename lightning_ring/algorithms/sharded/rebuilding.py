@@ -1,4 +1,6 @@
-"""The whole of sharded parameters and optimizer state again, from each shard's rank or its mirror."""
+"""The whole of sharded parameters and optimizer state again, from each shard's rank or its
+mirror.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ from torch import Tensor
 
 from lightning_ring.algorithms.sharded.inventory import is_part
 from lightning_ring.algorithms.sharded.mirrors import Mirrors
-from lightning_ring.algorithms.sharded.parameters import ParameterBucket, ParameterShard, ShardedParameters
+from lightning_ring.algorithms.sharded.parameters import (
+    ParameterBucket,
+    ParameterShard,
+    ShardedParameters,
+)
 from lightning_ring.algorithms.sharded.state import State
 from lightning_ring.comm.communicator import Communicator, ReduceOp, as_integers
 from lightning_ring.errors import StateLostError
@@ -20,9 +26,9 @@ from lightning_ring.errors import StateLostError
 class Standing:
     """What a rank holds of the state when ranks have changed.
 
-    ``place``: it holds the shard of that place in the order of mirrors, and the one before; -1: it holds all; `None`:
-    it has just come. ``places`` is the number of places. ``settled``: it has all parameters, and the next
-    shards are cut from the same ones.
+    ``place``: it holds the shard of that place in the order of mirrors, and the one before; -1: it
+    holds all; `None`: it has just come. ``places`` is the number of places. ``settled``: it has all
+    parameters, and the next shards are cut from the same ones.
     """
 
     place: int | None = None
@@ -50,20 +56,28 @@ def holders_of(standings: Sequence[Standing]) -> list[tuple[int, bool]]:
     places = max(standing.places for standing in standings)
     rank_at = {standing.place: rank for rank, standing in enumerate(standings)}
     after = {place: (place + 1) % places for place in range(places)}
-    lost = [place for place in range(places) if place not in rank_at and after[place] not in rank_at]
+    lost = [
+        place for place in range(places) if place not in rank_at and after[place] not in rank_at
+    ]
     if lost:
         raise StateLostError(
-            f"{len(lost)} of {places} shards of the optimizer's state are lost: the two ranks that held the same shard "
-            "died at once."
+            f"{len(lost)} of {places} shards of the optimizer's state are lost: the two ranks that "
+            "held the same shard died at once."
         )
-    return [(rank_at[p], False) if p in rank_at else (rank_at[after[p]], True) for p in range(places)]
+    return [
+        (rank_at[p], False) if p in rank_at else (rank_at[after[p]], True) for p in range(places)
+    ]
 
 
 class Rebuilding:
     """Collects whole tensors over ``comm``, on all of its ranks, from parts of the ranks before."""
 
     def __init__(
-        self, parameters: ShardedParameters, mirrors: Mirrors, standings: Sequence[Standing], comm: Communicator
+        self,
+        parameters: ShardedParameters,
+        mirrors: Mirrors,
+        standings: Sequence[Standing],
+        comm: Communicator,
     ) -> None:
         self._parameters = parameters
         self._mirrors = mirrors
@@ -74,15 +88,18 @@ class Rebuilding:
 
     @torch.no_grad()
     def run(self, held: list[State]) -> list[State]:
-        """Give all parameters their values, unless all ranks have them; returns whole states, by parameter. Collective.
+        """Give all parameters their values, unless all ranks have them; returns whole states, by
+        parameter. Collective.
 
-        ``held`` is this rank's state of each optimizer, by part. All of it is replaced after the last collective.
+        ``held`` is this rank's state of each optimizer, by part. All of it is replaced after the
+        last collective.
         """
         for bucket in [] if self._settled else self._parameters.buckets:
             parts = [(part, part.weight.detach()) for part in self._parts(bucket)]
             flat = self._gather(bucket, parts, bucket.flat.dtype)
             for shard in bucket.shards:
-                shard.param.data.copy_(shard.full(flat))  # a backward may follow, whose forward read the same values
+                # a backward may follow, whose forward read the same values
+                shard.param.data.copy_(shard.full(flat))
         states = [self._whole(state) for state in held]
         self._comm.broadcast_object(None, src=self._first, name="tensor to rebuild")
         return states
@@ -93,32 +110,59 @@ class Rebuilding:
         full: State = {key: state for key, state in held.items() if key not in own | mirrored}
         for bucket in self._parameters.buckets:
             # every rank has state for each parameter that has any, also for an empty part
-            kept = {shard.param: dict(held[shard.weight]) for shard in bucket.shards if shard.weight in held}
+            kept = {
+                shard.param: dict(held[shard.weight])
+                for shard in bucket.shards
+                if shard.weight in held
+            }
             full |= kept
-            values = {(key, value.dtype) for state in kept.values() for key, value in state.items() if is_part(value)}
+            values = {
+                (key, value.dtype)
+                for state in kept.values()
+                for key, value in state.items()
+                if is_part(value)
+            }
             for key, dtype in sorted(values, key=str):
-                chosen = {p for p, state in kept.items() if is_part(state.get(key)) and state[key].dtype == dtype}
-                parts = [(part, held[part.weight][key]) for part in self._parts(bucket) if part.param in chosen]
+                chosen = {
+                    p
+                    for p, state in kept.items()
+                    if is_part(state.get(key)) and state[key].dtype == dtype
+                }
+                parts = [
+                    (part, held[part.weight][key])
+                    for part in self._parts(bucket)
+                    if part.param in chosen
+                ]
                 flat = self._gather(bucket, parts, dtype)
                 for shard in bucket.shards:
                     if shard.param in chosen:
-                        kept[shard.param][key] = shard.full(flat).clone(memory_format=torch.preserve_format)
+                        kept[shard.param][key] = shard.full(flat).clone(
+                            memory_format=torch.preserve_format
+                        )
         return full
 
     def _parts(self, bucket: ParameterBucket) -> list[ParameterShard]:
         """Those that this rank contributes."""
-        sources = [self._mirrors.by_param if mirrored else self._parameters.by_param for mirrored in self._held]
+        sources = [
+            self._mirrors.by_param if mirrored else self._parameters.by_param
+            for mirrored in self._held
+        ]
         return [source[shard.param] for source in sources for shard in bucket.shards]
 
     def _gather(
-        self, bucket: ParameterBucket, parts: list[tuple[ParameterShard, Tensor]], dtype: torch.dtype
+        self,
+        bucket: ParameterBucket,
+        parts: list[tuple[ParameterShard, Tensor]],
+        dtype: torch.dtype,
     ) -> Tensor:
         flat = torch.zeros(bucket.numel, dtype=dtype, device=bucket.device)
         for part, value in parts:
             part.part(flat).copy_(value)
         # sums of integers of which all but one are zero: the same bits, also of -0.0 and NaN
         summed = as_integers(flat)
-        self._comm.broadcast_object((summed.numel(), summed.dtype), src=self._first, name="tensor to rebuild")
+        self._comm.broadcast_object(
+            (summed.numel(), summed.dtype), src=self._first, name="tensor to rebuild"
+        )
         self._comm.all_reduce_(summed, op=ReduceOp.SUM, name="shards of ranks before").wait()
         return flat
 
@@ -129,7 +173,9 @@ def take_part_in_rebuilding(standings: Sequence[Standing], comm: Communicator) -
     first = first_holder(standings)
     while (tensor := comm.broadcast_object(None, src=first, name="tensor to rebuild")) is not None:
         numel, dtype = tensor
-        comm.all_reduce_(torch.zeros(numel, dtype=dtype), op=ReduceOp.SUM, name="shards of ranks before").wait()
+        comm.all_reduce_(
+            torch.zeros(numel, dtype=dtype), op=ReduceOp.SUM, name="shards of ranks before"
+        ).wait()
 
 
 def first_holder(standings: Sequence[Standing]) -> int:

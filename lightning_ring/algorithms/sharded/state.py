@@ -10,23 +10,32 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.sharded.parameters import ParameterBucket, ParameterShard, ShardedParameters
+from lightning_ring.algorithms.sharded.parameters import (
+    ParameterBucket,
+    ParameterShard,
+    ShardedParameters,
+)
 from lightning_ring.errors import ConfigurationError
 
 State = dict[Any, dict[str, Any]]  # by parameter, and by any other key of an optimizer
-_SCALARS = ("step", "mu_product", "eta", "mu")  # torch's names of state with one number per parameter
+# torch's names of state with one number per parameter
+_SCALARS = ("step", "mu_product", "eta", "mu")
 
 
 class ShardedState(MutableMapping[Any, Any]):
-    """Replaces an optimizer's sharded state outside of its step, where any use of the state is an error."""
+    """Replaces an optimizer's sharded state outside of its step, where any use of the state is
+    an error.
+    """
 
     def __init__(self, optimizer: Optimizer, message: str | None = None) -> None:
         self.message = message or (
-            f"{type(optimizer).__name__}.state was used outside of step() under strategy='ring_sharded', where each "
-            "rank holds its part of the state. For the full state save a checkpoint (trainer.save_checkpoint), or call "
-            "trainer.strategy.optimizer_state(optimizer) on all ranks: rank 0 gets it (in a loop of your own: "
-            "training.optimizer_state_dict(optimizer), fabric.save). Optimizers that need their state between steps, "
-            "such as schedule-free ones in eval(), work with strategy='ring'."
+            f"{type(optimizer).__name__}.state was used outside of step() under "
+            "strategy='ring_sharded', where each rank holds its part of the state. For the full "
+            "state save a checkpoint (trainer.save_checkpoint), or call "
+            "trainer.strategy.optimizer_state(optimizer) on all ranks: rank 0 gets it (in a loop "
+            "of your own: training.optimizer_state_dict(optimizer), fabric.save). Optimizers that "
+            "need their state between steps, such as schedule-free ones in eval(), work with "
+            "strategy='ring'."
         )
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -36,8 +45,12 @@ class ShardedState(MutableMapping[Any, Any]):
     __reduce_ex__ = _refuse  # a copy, or a pickled one
 
 
-def shard_state(full: Mapping[Any, dict[str, Any]], shards: Mapping[Parameter, ParameterShard]) -> State:
-    """This rank's parts of the full state ``full``, by shard. Values with one number per parameter are kept."""
+def shard_state(
+    full: Mapping[Any, dict[str, Any]], shards: Mapping[Parameter, ParameterShard]
+) -> State:
+    """This rank's parts of the full state ``full``, by shard. Values with one number per
+    parameter are kept.
+    """
     scalars = _scalar_keys(full)
     parts: State = {}
     for param, state in full.items():
@@ -46,7 +59,9 @@ def shard_state(full: Mapping[Any, dict[str, Any]], shards: Mapping[Parameter, P
             continue
         shard = shards[param]  # type: ignore[index]
         parts[shard.weight] = {
-            key: _cut(key, value, shard) if isinstance(value, Tensor) and key not in scalars else value
+            key: _cut(key, value, shard)
+            if isinstance(value, Tensor) and key not in scalars
+            else value
             for key, value in state.items()
         }
     return parts
@@ -57,7 +72,9 @@ def _scalar_keys(full: Mapping[Any, dict[str, Any]]) -> set[str]:
     scalars = set(_SCALARS)
     for param, state in full.items():
         if isinstance(param, Tensor) and param.dim():
-            scalars |= {key for key, value in state.items() if isinstance(value, Tensor) and not value.dim()}
+            scalars |= {
+                key for key, value in state.items() if isinstance(value, Tensor) and not value.dim()
+            }
     return scalars
 
 
@@ -65,20 +82,25 @@ def _cut(key: str, value: Tensor, shard: ParameterShard) -> Tensor:
     if value.shape != shard.param.shape:
         raise ConfigurationError(
             f"optimizer state {key!r} has the shape {tuple(value.shape)} for a parameter of shape "
-            f"{tuple(shard.param.shape)}: it has not one number per element, and cannot be sharded over ranks. Use "
-            "strategy='ring'."
+            f"{tuple(shard.param.shape)}: it has not one number per element, and cannot be sharded "
+            "over ranks. Use strategy='ring'."
         )
-    memory = torch.empty_strided(shard.param.size(), shard.strides, dtype=value.dtype, device=value.device)
+    memory = torch.empty_strided(
+        shard.param.size(), shard.strides, dtype=value.dtype, device=value.device
+    )
     flat = memory.copy_(value).as_strided((value.numel(),), (1,))
     return flat[shard.first : shard.first + shard.numel].clone()
 
 
-def gather_state(parts: Mapping[Any, dict[str, Any]], parameters: ShardedParameters, *, keep: bool) -> State:
+def gather_state(
+    parts: Mapping[Any, dict[str, Any]], parameters: ShardedParameters, *, keep: bool
+) -> State:
     """Gather the full state, one bucket and one key at a time. Collective.
 
     Args:
         parts: This rank's state, by shard.
-        keep: Return the result, by parameter and on the CPU. Other ranks hold at most one bucket at a time.
+        keep: Return the result, by parameter and on the CPU. Other ranks hold at most one bucket at
+            a time.
     """
     scalars = _agreed_scalars(parts, parameters)
     weights = {shard.weight for bucket in parameters.buckets for shard in bucket.shards}
@@ -89,7 +111,9 @@ def gather_state(parts: Mapping[Any, dict[str, Any]], parameters: ShardedParamet
             kept = {k: v for k, v in state.items() if k in scalars or not isinstance(v, Tensor)}
             full[shard.param] = {key: _copy(value) for key, value in kept.items()}
         for key in sorted({key for _, state in held for key in state} - scalars):
-            values = [(shard, state[key]) for shard, state in held if isinstance(state.get(key), Tensor)]
+            values = [
+                (shard, state[key]) for shard, state in held if isinstance(state.get(key), Tensor)
+            ]
             for dtype in sorted({value.dtype for _, value in values}, key=str):
                 chosen = [(shard, value) for shard, value in values if value.dtype == dtype]
                 for param, value in _gather(bucket, chosen, dtype, parameters, key, keep):
@@ -105,7 +129,9 @@ def _agreed_scalars(parts: Mapping[Any, dict[str, Any]], parameters: ShardedPara
             for key, value in parts.get(shard.weight, {}).items():
                 if isinstance(value, Tensor) and tuple(value.shape) != (shard.numel,):
                     mine.add(key)
-    return set().union(*parameters.comm.all_gather_object(mine, name="optimizer state for save_checkpoint"))
+    return set().union(
+        *parameters.comm.all_gather_object(mine, name="optimizer state for save_checkpoint")
+    )
 
 
 def _gather(
@@ -122,7 +148,10 @@ def _gather(
     parameters.comm.all_gather_(flat, name=f"{key} of {bucket.name}").wait()
     if not keep:
         return ()
-    return [(p.param, p.full(flat).to("cpu", copy=True, memory_format=torch.preserve_format)) for p, _ in values]
+    return [
+        (p.param, p.full(flat).to("cpu", copy=True, memory_format=torch.preserve_format))
+        for p, _ in values
+    ]
 
 
 def _copy(value: Any) -> Any:

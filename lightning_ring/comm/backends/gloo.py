@@ -25,17 +25,22 @@ from lightning_ring.errors import ConfigurationError
 
 CHECK_VARIABLE = "RING_CHECK_COLLECTIVES"  # 1: NCCL's calls are compared between ranks
 
-# measured between two hosts at 1 Gbit/s: a second one takes 5 % off a step, a third one 2 %, a fourth nothing
+# measured between two hosts at 1 Gbit/s: a second one takes 5 % off a step, a third one 2 %, a
+# fourth nothing
 _NUM_CHANNELS = 3
-# nobody sends under these; more than one, since Gloo has connections for each network interface, chosen by the tag
+# nobody sends under these; more than one, since Gloo has connections for each network interface,
+# chosen by the tag
 _INTERRUPTING_TAGS = range(4, 8)
 _NATIVE = (torch.float32, torch.float64)
 _GPU_NAMES = {"nccl": ("CUDA", torch.cuda), "xccl": ("Intel", torch.xpu)}
 _OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp} | {ReduceOp.AVG: dist.ReduceOp.SUM}
 
 
-def open_torch_communicator(backend: str = "gloo", policy: WaitPolicy | None = None) -> Communicator:
-    """A communicator over all ranks with process groups of its own; ``backend`` is gloo, nccl or xccl (Intel's GPUs).
+def open_torch_communicator(
+    backend: str = "gloo", policy: WaitPolicy | None = None
+) -> Communicator:
+    """A communicator over all ranks with process groups of its own; ``backend`` is gloo, nccl or
+    xccl (Intel's GPUs).
 
     Collective over the whole default group, which must be up; NCCL and XCCL use the current device.
 
@@ -47,33 +52,43 @@ def open_torch_communicator(backend: str = "gloo", policy: WaitPolicy | None = N
             "torch.distributed is not initialised; call torch.distributed.init_process_group first."
         )
     if backend not in ("gloo", *_GPU_NAMES):
-        raise ConfigurationError(f"backend={backend!r}; torch.distributed is used with 'gloo', 'nccl' or 'xccl' here.")
-    if backend in _GPU_NAMES and not (dist.is_backend_available(backend) and _GPU_NAMES[backend][1].is_available()):
         raise ConfigurationError(
-            f"backend={backend!r} needs {_GPU_NAMES[backend][0]} GPUs and a torch built with {backend.upper()}; this "
-            "process sees none. Use 'gloo' on CPU."
+            f"backend={backend!r}; torch.distributed is used with 'gloo', 'nccl' or 'xccl' here."
+        )
+    if backend in _GPU_NAMES and not (
+        dist.is_backend_available(backend) and _GPU_NAMES[backend][1].is_available()
+    ):
+        raise ConfigurationError(
+            f"backend={backend!r} needs {_GPU_NAMES[backend][0]} GPUs and a torch built with "
+            f"{backend.upper()}; this process sees none. Use 'gloo' on CPU."
         )
     policy = policy or WaitPolicy()
     host = GlooCommunicator(_own_group(policy), policy)
     if backend == "gloo":
         return host
-    # its kernels are short beside those of backward, and the step waits for them: they go first where both are ready
+    # its kernels are short beside those of backward, and the step waits for them: they go first
+    # where both are ready
     options = getattr(dist, f"ProcessGroup{backend.upper()}").Options(is_high_priority_stream=True)
     options._timeout = policy.timeout
     group: Any = dist.new_group(timeout=policy.timeout, backend=backend, pg_options=options)
-    return NCCLCommunicator(group, host, policy, checked=os.environ.get(CHECK_VARIABLE, "0") not in ("", "0"))
+    return NCCLCommunicator(
+        group, host, policy, checked=os.environ.get(CHECK_VARIABLE, "0") not in ("", "0")
+    )
 
 
 def open_gloo_transport(policy: WaitPolicy) -> GlooTransport:
-    """Send and receive between all ranks over a process group of their own. Collective over the default group."""
+    """Send and receive between all ranks over a process group of their own. Collective over the
+    default group.
+    """
     return GlooTransport(_own_group(policy))
 
 
 def open_gloo_subgroup(parts: Sequence[Sequence[int]], policy: WaitPolicy) -> GlooCommunicator:
     """A Gloo communicator for each of the disjoint ``parts`` of the ranks; this rank's is returned.
 
-    Collective over the whole default group: torch wants every rank to take part in making every group. Ranks of a part
-    are numbered in ascending order. It exchanges no headers: all ranks agreed on its calls before.
+    Collective over the whole default group: torch wants every rank to take part in making every
+    group. Ranks of a part are numbered in ascending order. It exchanges no headers: all ranks
+    agreed on its calls before.
     """
     own: GlooCommunicator | None = None
     for part in parts:
@@ -85,7 +100,9 @@ def open_gloo_subgroup(parts: Sequence[Sequence[int]], policy: WaitPolicy) -> Gl
 
 
 def _own_group(policy: WaitPolicy, ranks: list[int] | None = None) -> Any:
-    """A new group, or on other ranks a constant. Gloo's own limit comes second: its errors name no collective."""
+    """A new group, or on other ranks a constant. Gloo's own limit comes second: its errors name
+    no collective.
+    """
     limit = policy.timeout + timedelta(seconds=30)
     group = dist.new_group(ranks, timeout=min(limit, policy.opening), backend="gloo")
     if policy.opening < limit and isinstance(group, dist.ProcessGroup):
@@ -94,21 +111,29 @@ def _own_group(policy: WaitPolicy, ranks: list[int] | None = None) -> Any:
 
 
 def limit_waits(group: dist.ProcessGroup, limit: timedelta) -> None:
-    """Let later collectives of ``group`` on CPUs take up to ``limit``, which differs from the time of its opening."""
+    """Let later collectives of ``group`` on CPUs take up to ``limit``, which differs from the
+    time of its opening.
+    """
     group._get_backend(torch.device("cpu"))._set_default_timeout(limit)
 
 
 class GlooCommunicator(RingCommunicator):
     """CPU tensors over a Gloo ``group`` of its own.
 
-    The halves of an all-reduce are this package's ring over Gloo's send and receive: Gloo's own reduce-scatter takes
-    longer than its all-reduce. Whole all-reduces of float32 and float64, if not too short, are Gloo's own, which needs
-    no interpreter while it runs; AVG then divides before it sums, as DistributedDataParallel does, with its bits. One
-    begins while the one before it is still on the wire: Gloo has two threads for them.
+    The halves of an all-reduce are this package's ring over Gloo's send and receive: Gloo's own
+    reduce-scatter takes longer than its all-reduce. Whole all-reduces of float32 and float64, if
+    not too short, are Gloo's own, which needs no interpreter while it runs; AVG then divides before
+    it sums, as DistributedDataParallel does, with its bits. One begins while the one before it is
+    still on the wire: Gloo has two threads for them.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, policy: WaitPolicy, *, members: Sequence[int] = (), checked: bool = True
+        self,
+        group: dist.ProcessGroup,
+        policy: WaitPolicy,
+        *,
+        members: Sequence[int] = (),
+        checked: bool = True,
     ) -> None:
         super().__init__(GlooTransport(group), policy, members, checked, num_channels=_NUM_CHANNELS)
         self._group = group
@@ -174,7 +199,9 @@ class GlooTransport:
         self._group = group
         self.rank = group.rank()
         self.world_size = group.size()
-        self.while_waiting: Callable[[Sequence[int]], float] = lambda peers: DEFAULT_TIMEOUT.total_seconds()
+        self.while_waiting: Callable[[Sequence[int]], float] = lambda peers: (
+            DEFAULT_TIMEOUT.total_seconds()
+        )
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> GlooMessage:
         return GlooMessage(self._group.send([tensor], dst, tag), tensor, dst)
@@ -188,17 +215,21 @@ class GlooTransport:
             try:
                 request.work.wait(timedelta(seconds=left + 0.01))
             except RuntimeError:
-                self.while_waiting((request.peer,))  # raises if the time is up: that error names the collective
+                # raises if the time is up: that error names the collective
+                self.while_waiting((request.peer,))
                 raise
 
     def interrupt(self) -> None:
         peer = (self.rank + 1) % self.world_size
         for tag in _INTERRUPTING_TAGS:
-            with contextlib.suppress(RuntimeError):  # a receive that is too late closes Gloo's connections
+            # a receive that is too late closes Gloo's connections
+            with contextlib.suppress(RuntimeError):
                 self._group.recv([torch.empty(1)], peer, tag).wait(timedelta(milliseconds=1))
 
     def duplicate(self, policy: WaitPolicy) -> GlooTransport:
-        assert self.world_size == dist.get_world_size(), "torch wants all ranks to make a group together"
+        assert self.world_size == dist.get_world_size(), (
+            "torch wants all ranks to make a group together"
+        )
         return open_gloo_transport(policy)
 
     def close(self, broken: bool) -> None:

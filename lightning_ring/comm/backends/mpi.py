@@ -1,4 +1,5 @@
-"""MPI between CPUs, through mpi4py: the ring over nonblocking messages of bytes, so that every dtype travels.
+"""MPI between CPUs, through mpi4py: the ring over nonblocking messages of bytes, so that every
+dtype travels.
 
 mpi4py is imported when a communicator is built, not with this module: importing it starts MPI.
 """
@@ -22,16 +23,23 @@ _UNFINISHED: list[Any] = []  # messages of broken communicators: MPI may still w
 
 
 class MPICommunicator(RingCommunicator):
-    """CPU tensors over a duplicate of ``comm``, an mpi4py communicator (``COMM_WORLD`` if not given). Collective.
+    """CPU tensors over a duplicate of ``comm``, an mpi4py communicator (``COMM_WORLD`` if not
+    given). Collective.
 
     Raises:
         ConfigurationError: MPI was started for one thread only.
-        RankDiscoveryError: mpi4py or its MPI library is missing, or no MPI launcher started this process.
+        RankDiscoveryError: mpi4py or its MPI library is missing, or no MPI launcher started this
+            process.
         CollectiveError: Not every rank was here within ``timeout``.
     """
 
     def __init__(
-        self, comm: Any = None, policy: WaitPolicy | None = None, *, members: Sequence[int] = (), checked: bool = True
+        self,
+        comm: Any = None,
+        policy: WaitPolicy | None = None,
+        *,
+        members: Sequence[int] = (),
+        checked: bool = True,
     ) -> None:
         policy = policy or WaitPolicy()
         super().__init__(open_mpi_transport(comm, policy), policy, members, checked)
@@ -42,18 +50,25 @@ def open_mpi_transport(comm: Any, policy: WaitPolicy) -> MPITransport:
     mpi = import_mpi()
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise ConfigurationError(
-            "MPI was started without MPI_THREAD_MULTIPLE, which a thread beside the computation needs. "
-            "Leave mpi4py.rc.thread_level at 'multiple' (the default), or use an MPI library that supports it."
+            "MPI was started without MPI_THREAD_MULTIPLE, which a thread beside the computation "
+            "needs. Leave mpi4py.rc.thread_level at 'multiple' (the default), or use an MPI "
+            "library that supports it."
         )
     return MPITransport(mpi, _duplicate(comm or mpi.COMM_WORLD, policy))
 
 
-def open_mpi_subgroup(comm: Any, parts: Sequence[Sequence[int]], policy: WaitPolicy) -> MPICommunicator:
-    """An MPI communicator for each of the disjoint ``parts`` of ``comm``'s ranks; this rank's is returned. Collective.
+def open_mpi_subgroup(
+    comm: Any, parts: Sequence[Sequence[int]], policy: WaitPolicy
+) -> MPICommunicator:
+    """An MPI communicator for each of the disjoint ``parts`` of ``comm``'s ranks; this rank's is
+    returned. Collective.
 
-    Ranks of a part are numbered in ascending order. It exchanges no headers: all ranks agreed on its calls before.
+    Ranks of a part are numbered in ascending order. It exchanges no headers: all ranks agreed on
+    its calls before.
     """
-    mine, members = next((index, sorted(part)) for index, part in enumerate(parts) if comm.rank in part)
+    mine, members = next(
+        (index, sorted(part)) for index, part in enumerate(parts) if comm.rank in part
+    )
     split = comm.Split(mine, comm.rank)
     part = MPICommunicator(split, policy, members=members, checked=False)
     split.Free()
@@ -79,18 +94,27 @@ class MPITransport:
         self._under_way: set[MPIMessage] = set()
         self.rank: int = comm.rank
         self.world_size: int = comm.size
-        self.while_waiting: Callable[[Sequence[int]], float] = lambda peers: DEFAULT_TIMEOUT.total_seconds()
+        self.while_waiting: Callable[[Sequence[int]], float] = lambda peers: (
+            DEFAULT_TIMEOUT.total_seconds()
+        )
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> MPIMessage:
-        return self._keep(MPIMessage(self._comm.Isend(self._bytes(tensor), dst, tag), tensor, dst, receives=False))
+        return self._keep(
+            MPIMessage(self._comm.Isend(self._bytes(tensor), dst, tag), tensor, dst, receives=False)
+        )
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> MPIMessage:
-        return self._keep(MPIMessage(self._comm.Irecv(self._bytes(tensor), src, tag), tensor, src, receives=True))
+        return self._keep(
+            MPIMessage(self._comm.Irecv(self._bytes(tensor), src, tag), tensor, src, receives=True)
+        )
 
     def wait(self, requests: Sequence[MPIMessage]) -> None:
         pending = [message.request for message in requests]
         test = pending[0].Test if len(pending) == 1 else lambda: self._mpi.Request.Testall(pending)
-        poll_until(test, lambda: self.while_waiting([m.peer for m in requests if not m.request.Get_status()]))
+        poll_until(
+            test,
+            lambda: self.while_waiting([m.peer for m in requests if not m.request.Get_status()]),
+        )
         self._under_way.difference_update(requests)
 
     def interrupt(self) -> None:
@@ -103,7 +127,8 @@ class MPITransport:
         if self._mpi.Is_finalized():
             return
         if not broken:
-            self._comm.Free()  # local in practice, as the MPI standard expects (section "Communicator Destructors")
+            # local in practice, as the MPI standard expects (section "Communicator Destructors")
+            self._comm.Free()
             return
         for message in self._under_way:
             if message.receives:
@@ -119,14 +144,18 @@ class MPITransport:
 
 
 def _duplicate(comm: Any, policy: WaitPolicy) -> Any:
-    """A copy of ``comm`` for our messages alone. `Comm.Dup` would wait for ever for a rank that never comes."""
+    """A copy of ``comm`` for our messages alone. `Comm.Dup` would wait for ever for a rank that
+    never comes.
+    """
     until = time.monotonic() + policy.seconds
     duplicate, request = comm.Idup()
 
     def while_waiting() -> None:
         policy.check_peers()
         if time.monotonic() > until:
-            raise policy.timeout_error(describe("opening an MPI communicator", f"{comm.size} ranks"))
+            raise policy.timeout_error(
+                describe("opening an MPI communicator", f"{comm.size} ranks")
+            )
 
     poll_until(request.Test, while_waiting)
     return duplicate

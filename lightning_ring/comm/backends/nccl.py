@@ -1,4 +1,6 @@
-"""NCCL through torch.distributed: work is queued on the GPU's streams, and waiting for it does not stop the host."""
+"""NCCL through torch.distributed: work is queued on the GPU's streams, and waiting for it does
+not stop the host.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +31,29 @@ _OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp}
 
 
 class NCCLCommunicator(Communicator):
-    """A GPU's tensors over a ``group`` of its own; CPU tensors, objects and barriers go over ``host``.
+    """A GPU's tensors over a ``group`` of its own; CPU tensors, objects and barriers go over
+    ``host``.
 
     The group is NCCL's, or one that behaves alike: RCCL on AMD's GPUs, XCCL on Intel's.
 
-    `Work.wait` orders the current stream after the collective. A collective that does not finish is ended by
-    `abandon`, or by NCCL's watchdog in torch after the timeout the group was made with. Shards that NCCL cannot split
-    evenly (length not a multiple of the world size) travel through a padded copy. One rank alone uses NCCL too: that is
-    how its cost is measured on one GPU (``force_communication=True``).
+    `Work.wait` orders the current stream after the collective. A collective that does not finish is
+    ended by `abandon`, or by NCCL's watchdog in torch after the timeout the group was made with.
+    Shards that NCCL cannot split evenly (length not a multiple of the world size) travel through a
+    padded copy. One rank alone uses NCCL too: that is how its cost is measured on one GPU
+    (``force_communication=True``).
 
-    NCCL compares nothing: ranks that call different collectives hang, or sum what does not belong together. If
-    ``checked``, the ranks exchange what they call over ``host`` first, which costs a message time each.
+    NCCL compares nothing: ranks that call different collectives hang, or sum what does not belong
+    together. If ``checked``, the ranks exchange what they call over ``host`` first, which costs a
+    message time each.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, host: Communicator, policy: WaitPolicy | None = None, *, checked: bool = False
+        self,
+        group: dist.ProcessGroup,
+        host: Communicator,
+        policy: WaitPolicy | None = None,
+        *,
+        checked: bool = False,
     ) -> None:
         self._group = group
         self._host = host
@@ -57,7 +67,8 @@ class NCCLCommunicator(Communicator):
         self.world_size = host.world_size
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory that NCCL has registered where the GPU reduces in NVLink's switches; a collective copies nothing then.
+        """Memory that NCCL has registered where the GPU reduces in NVLink's switches; a collective
+        copies nothing then.
 
         torch's DistributedDataParallel takes its buckets from there too.
         """
@@ -92,7 +103,9 @@ class NCCLCommunicator(Communicator):
 
         return self._start(
             describe("reduce_scatter", op.value, flat.dtype, f"{flat.numel()} elements", name=name),
-            lambda: dist.reduce_scatter_tensor(target, sent, op=native, group=self._group, async_op=True),
+            lambda: dist.reduce_scatter_tensor(
+                target, sent, op=native, group=self._group, async_op=True
+            ),
             finish,
         )
 
@@ -110,20 +123,33 @@ class NCCLCommunicator(Communicator):
             rows.store,
         )
 
-    def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
+    def all_to_all(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = ""
+    ) -> Work:
         if not any(map(self._serves, (*inputs, *outputs))):
             return self._host.all_to_all(inputs, outputs, name=name)
         what = describe("all_to_all", name=name)
         check_all_to_all(inputs, outputs, self.world_size, what)
-        sources, targets = [as_bytes(tensor) for tensor in inputs], [as_bytes(tensor) for tensor in outputs]
-        return self._start(what, lambda: dist.all_to_all(targets, sources, group=self._group, async_op=True))
+        sources, targets = (
+            [as_bytes(tensor) for tensor in inputs],
+            [as_bytes(tensor) for tensor in outputs],
+        )
+        return self._start(
+            what, lambda: dist.all_to_all(targets, sources, group=self._group, async_op=True)
+        )
 
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
         if not self._serves(tensor):
             return self._host.broadcast_(tensor, src=src, name=name)
         source = dist.get_global_rank(self._group, src)
         return self._start(
-            describe("broadcast", f"from rank {src}", tensor.dtype, f"{tensor.numel()} elements", name=name),
+            describe(
+                "broadcast",
+                f"from rank {src}",
+                tensor.dtype,
+                f"{tensor.numel()} elements",
+                name=name,
+            ),
             lambda: dist.broadcast(as_bytes(tensor), source, group=self._group, async_op=True),
         )
 
@@ -134,17 +160,20 @@ class NCCLCommunicator(Communicator):
         return self._host.open_requests(answer)
 
     def abandon(self) -> None:
-        """Abort the group. To destroy it would wait for kernels that end only once every rank takes part.
+        """Abort the group. To destroy it would wait for kernels that end only once every rank takes
+        part.
 
-        Those that all ranks have called get a moment: parameters of the fit before may be among them. A group that
-        ended well is aborted too: destroying waits for the node's other ranks, some of which may be aborting theirs.
+        Those that all ranks have called get a moment: parameters of the fit before may be among
+        them. A group that ended well is aborted too: destroying waits for the node's other ranks,
+        some of which may be aborting theirs.
         """
         if not self._closed:
             self._closed = True
             if dist.is_initialized():
                 if self._policy.error is None:
                     self.queue.ends_within(ENDING_SECONDS)
-                with contextlib.suppress(ValueError):  # the script destroyed it with torch's other groups
+                # the script destroyed it with torch's other groups
+                with contextlib.suppress(ValueError):
                     _abort_process_group(self._group)
             self._host.abandon()
 
@@ -160,7 +189,9 @@ class NCCLCommunicator(Communicator):
     def _serves(self, tensor: Tensor) -> bool:
         return not tensor.is_cpu
 
-    def _start(self, what: str, launch: Callable[[], Any], finish: Callable[[], None] = lambda: None) -> Work:
+    def _start(
+        self, what: str, launch: Callable[[], Any], finish: Callable[[], None] = lambda: None
+    ) -> Work:
         self._policy.raise_if_broken()
         if self._closed:
             raise CollectiveError(f"{what}: this communicator was closed; build a new one.")
@@ -174,14 +205,18 @@ class NCCLCommunicator(Communicator):
             raise transport_error(what, error) from error
 
     def _prepared(self, flat: Tensor, op: ReduceOp) -> tuple[Tensor, Any]:
-        """``flat`` as a dtype that NCCL reduces, and the operation it is asked for; `_divide` does what is missing.
+        """``flat`` as a dtype that NCCL reduces, and the operation it is asked for; `_divide` does
+        what is missing.
 
-        NCCL's AVG multiplies by 1/N in the tensor's own type: in 16 bits that factor is off by up to 0.2 % where N is
-        no power of two, for all gradients alike. `prepare_` divides them in float32 before they are summed.
+        NCCL's AVG multiplies by 1/N in the tensor's own type: in 16 bits that factor is off by up
+        to 0.2 % where N is no power of two, for all gradients alike. `prepare_` divides them in
+        float32 before they are summed.
         """
         check_reducible(flat, op)
         if flat.dtype is torch.int16 or (flat.is_complex() and op is ReduceOp.PRODUCT):
-            raise ConfigurationError(f"NCCL cannot reduce {flat.dtype} by {op.name}; convert the tensor first.")
+            raise ConfigurationError(
+                f"NCCL cannot reduce {flat.dtype} by {op.name}; convert the tensor first."
+            )
         prepare_(flat, op, self.world_size)
         averages = flat.is_floating_point() and not divides_first(flat.dtype)
         native = _OPS[op] if op is not ReduceOp.AVG or averages else dist.ReduceOp.SUM

@@ -1,4 +1,6 @@
-"""Collectives on a GPU's streams: the works that a process group returned, in the order of the calls."""
+"""Collectives on a GPU's streams: the works that a process group returned, in the order of the
+calls.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,18 @@ class Launched(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class StreamWork:
-    """A collective on the GPU's streams. ``finish`` is queued behind it, once, by the first `wait`."""
+    """A collective on the GPU's streams. ``finish`` is queued behind it, once, by the first
+    `wait`.
+    """
 
     _description: str
     _work: Any
     _finish: Callable[[], None] | None
 
     def order_current_stream(self) -> None:
-        """Have the current stream go on after the collective; unlike `wait` this queues nothing behind it."""
+        """Have the current stream go on after the collective; unlike `wait` this queues nothing
+        behind it.
+        """
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -65,7 +71,9 @@ class StreamQueue:
 
     def head(self) -> Launched | None:
         """The first one that has not ended. From any thread."""
-        return next((launched for launched in tuple(self._open) if not launched.work.is_completed()), None)
+        return next(
+            (launched for launched in tuple(self._open) if not launched.work.is_completed()), None
+        )
 
     def under_way(self) -> tuple[str, float] | None:
         head = self.head()
@@ -81,12 +89,13 @@ class StreamQueue:
         return last[:2] if last is not None else None
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Block until ``reached()``, which is behind these collectives, as long as the policy allows.
+        """Block until ``reached()``, which is behind these collectives, as long as the policy
+        allows.
 
         Raises:
             PeerFailedError: Another rank failed meanwhile.
-            CollectiveError: A collective did not end within the timeout. Time is counted from when it was seen to be
-                the first one open: before that the GPU had other things to do.
+            CollectiveError: A collective did not end within the timeout. Time is counted from when
+                it was seen to be the first one open: before that the GPU had other things to do.
         """
         policy, known, since, num_warnings = self._policy, None, 0.0, 0
 

@@ -1,1 +1,3 @@
-"""Transforms of torchvision, kornia, Albumentations and yours, with random numbers that depend on a seed alone."""
+"""Transforms of torchvision, kornia, Albumentations and yours, with random numbers that depend
+on a seed alone.
+"""

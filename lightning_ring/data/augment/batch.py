@@ -13,7 +13,9 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.random_state import remember_random_state
 
 
-def transform_batch(transform: Transform, images: Tensor, labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+def transform_batch(
+    transform: Transform, images: Tensor, labels: Tensor, seed: int
+) -> tuple[Tensor, Tensor]:
     """``transform(images, labels)``, which draws from the process's generators as ``seed`` says.
 
     They are as before when it returns: Python's, NumPy's, torch's, and every GPU's.
@@ -38,11 +40,18 @@ def transform_batch(transform: Transform, images: Tensor, labels: Tensor, seed: 
 
 
 def _check(made: Any, transform: Transform, num: int) -> None:
-    pair = isinstance(made, (tuple, list)) and len(made) == 2 and all(isinstance(part, Tensor) for part in made)
+    pair = (
+        isinstance(made, (tuple, list))
+        and len(made) == 2
+        and all(isinstance(part, Tensor) for part in made)
+    )
     if pair and [len(part) for part in made] == [num, num]:
         return
-    found = f"{len(made[0])} images and {len(made[1])} labels" if pair else f"a {type(made).__name__}"
+    found = (
+        f"{len(made[0])} images and {len(made[1])} labels" if pair else f"a {type(made).__name__}"
+    )
     raise ConfigurationError(
-        f"batch_transform {name_of(transform)} made {found} of {num} images and labels, expected (images, labels), as "
-        "many as it got. A transform of images alone fits as lambda images, labels: (transform(images), labels)."
+        f"batch_transform {name_of(transform)} made {found} of {num} images and labels, expected "
+        "(images, labels), as many as it got. A transform of images alone fits as lambda images, "
+        "labels: (transform(images), labels)."
     )

@@ -12,21 +12,43 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _NAMES = (
-    *("bernoulli", "binomial", "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like"),
+    *(
+        "bernoulli",
+        "binomial",
+        "multinomial",
+        "normal",
+        "poisson",
+        "rand",
+        "rand_like",
+        "randint",
+        "randint_like",
+    ),
     *("randn", "randn_like", "randperm", "_sample_dirichlet", "_standard_gamma"),
 )
 _METHODS = (
-    *("bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "normal_"),
+    *(
+        "bernoulli",
+        "bernoulli_",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "multinomial",
+        "normal_",
+    ),
     *("random_", "uniform_"),
 )
-_DRAWING = frozenset([getattr(torch, name) for name in _NAMES] + [getattr(Tensor, name) for name in _METHODS])
+_DRAWING = frozenset(
+    [getattr(torch, name) for name in _NAMES] + [getattr(Tensor, name) for name in _METHODS]
+)
 
 
 class OwnGenerator(TorchFunctionMode):
-    """Inside it, torch's functions draw from `generator` wherever they are given none, in this thread only.
+    """Inside it, torch's functions draw from `generator` wherever they are given none, in this
+    thread only.
 
-    Torch's own generator is of the whole process: threads that seeded it would change each other's numbers, and those
-    of the training. ``torch.random.fork_rng`` changes it too.
+    Torch's own generator is of the whole process: threads that seeded it would change each other's
+    numbers, and those of the training. ``torch.random.fork_rng`` changes it too.
     """
 
     def __init__(self) -> None:
@@ -34,7 +56,11 @@ class OwnGenerator(TorchFunctionMode):
         self.generator = torch.Generator()
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in _DRAWING and kwargs.get("generator") is None:
@@ -43,14 +69,18 @@ class OwnGenerator(TorchFunctionMode):
 
 
 def seed_process(seed: int) -> None:
-    """Seed the generators of this process (``seed`` < 2^32): Python's, NumPy's and torch's, those of GPUs not."""
+    """Seed the generators of this process (``seed`` < 2^32): Python's, NumPy's and torch's,
+    those of GPUs not.
+    """
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
 
 
 class SharedGenerators:
-    """What the generators of the whole process hold, so that a later `used` can say which of them were drawn from."""
+    """What the generators of the whole process hold, so that a later `used` can say which of
+    them were drawn from.
+    """
 
     def __init__(self) -> None:
         self._states = _states()

@@ -1,4 +1,6 @@
-"""Processes that run transforms of images: each has an interpreter and random generators of its own."""
+"""Processes that run transforms of images: each has an interpreter and random generators of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from lightning_ring.data.augment.generators import seed_process
-from lightning_ring.data.augment.sample import SeededTransform, Transform, TransformFailedError, name_of
+from lightning_ring.data.augment.sample import (
+    SeededTransform,
+    Transform,
+    TransformFailedError,
+    name_of,
+)
 from lightning_ring.errors import ConfigurationError, SampleError
 
 _PATIENCE = 5.0  # seconds, for an image that is being transformed at the end
@@ -26,10 +33,11 @@ _LEFT_TO_THE_RANK = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 class InProcesses:
-    """``num`` processes, one for each thread that decodes; they start with the first batch, as `DataLoader`'s do.
+    """``num`` processes, one for each thread that decodes; they start with the first batch, as
+    `DataLoader`'s do.
 
-    Images travel through shared memory that has no name. A process ends with this object, or with its rank, however
-    that ends.
+    Images travel through shared memory that has no name. A process ends with this object, or with
+    its rank, however that ends.
 
     Args:
         num: Threads that call `run` at a time.
@@ -53,7 +61,8 @@ class InProcesses:
             return
         SeededTransform(self.transform)  # its errors come here, not from the processes
         num_bytes = self.images * max(3 * height * width for height, width in sizes)
-        Finalize(self, _end, args=(self.processes,), exitpriority=10)  # before multiprocessing waits for its children
+        # before multiprocessing waits for its children
+        Finalize(self, _end, args=(self.processes,), exitpriority=10)
         for _ in range(self.num):
             process = _Process(self.transform, num_bytes)
             self.processes.append(process)
@@ -74,14 +83,18 @@ class _Process:
         context = multiprocessing.get_context()
         self.connection, theirs = context.Pipe()
         self.process: Any = context.Process(
-            target=_serve, args=(theirs, self.connection, self.memory, transform), name="ring-transform", daemon=True
+            target=_serve,
+            args=(theirs, self.connection, self.memory, transform),
+            name="ring-transform",
+            daemon=True,
         )
         try:
             self.process.start()
-        except (AttributeError, PicklingError, TypeError) as error:  # where processes are not forked
+        # where processes are not forked
+        except (AttributeError, PicklingError, TypeError) as error:
             raise ConfigurationError(
-                f"sample_transform {name_of(transform)} cannot be sent to a process: {error}. Define it at the top "
-                "level of a module, or give in_processes=False."
+                f"sample_transform {name_of(transform)} cannot be sent to a process: {error}. "
+                "Define it at the top level of a module, or give in_processes=False."
             ) from error
         finally:
             theirs.close()
@@ -96,8 +109,9 @@ class _Process:
         except (EOFError, OSError) as error:
             self.process.join(_PATIENCE)
             raise SampleError(
-                f"a process that ran sample_transform {name_of(self.transform)} ended with exit code "
-                f"{self.process.exitcode}. -9 is often the machine's memory running out: use fewer num_threads."
+                f"a process that ran sample_transform {name_of(self.transform)} ended with exit "
+                f"code {self.process.exitcode}. -9 is often the machine's memory running out: use "
+                "fewer num_threads."
             ) from error
         if failed is not None:
             raise failed
@@ -106,13 +120,17 @@ class _Process:
 
 
 def _images(memory: Tensor, num: int, shape: Sequence[int]) -> list[Tensor]:
-    """``num`` images at the start of ``memory``, each ``shape`` (3 x height x width), channels last."""
+    """``num`` images at the start of ``memory``, each ``shape`` (3 x height x width), channels
+    last.
+    """
     _, height, width = shape
     rows = memory[: num * 3 * height * width].view(num, height, width, 3)
     return list(rows.permute(0, 3, 1, 2))
 
 
-def _serve(connection: Connection, of_the_rank: Connection, memory: Tensor, transform: Transform) -> None:
+def _serve(
+    connection: Connection, of_the_rank: Connection, memory: Tensor, transform: Transform
+) -> None:
     """Run ``transform`` until the rank says so, or is gone."""
     of_the_rank.close()  # else this process would keep its own connection open
     for name in _LEFT_TO_THE_RANK:  # which may want to save a checkpoint first
@@ -146,7 +164,9 @@ class _SeededProcess(SeededTransform):
         return super()._made(image, seed)
 
 
-def _failure(seeded: SeededTransform, images: list[Tensor], seeds: list[int]) -> TransformFailedError | None:
+def _failure(
+    seeded: SeededTransform, images: list[Tensor], seeds: list[int]
+) -> TransformFailedError | None:
     try:
         seeded.run(images, seeds)
     except TransformFailedError as failed:

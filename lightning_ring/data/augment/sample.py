@@ -34,13 +34,16 @@ class SampleTransforms(Protocol):
     """Changes images in place: in the thread that calls, or in a process."""
 
     def begin(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Called by the thread that takes batches, before the first image; ``sizes``: heights and widths."""
+        """Called by the thread that takes batches, before the first image; ``sizes``: heights
+        and widths.
+        """
 
     def run(self, images: Sequence[Tensor], seeds: Sequence[int]) -> None:
         """``images``: of one size, each 3 x height x width, uint8; ``seeds``: of each, below 2^32.
 
         Raises:
-            TransformFailedError: The transform raised an error, or made something else than such an image.
+            TransformFailedError: The transform raised an error, or made something else than such an
+                image.
         """
 
 
@@ -67,17 +70,21 @@ class InThreads:
             for seed in range(_TRIALS):
                 noise = np.random.default_rng(seed)
                 for size in sizes:
-                    image = torch.from_numpy(noise.integers(0, 256, (*size, 3), np.uint8)).permute(2, 0, 1)
-                    with suppress(TransformFailedError):  # if it fails on an image too, its error names that
+                    image = torch.from_numpy(noise.integers(0, 256, (*size, 3), np.uint8)).permute(
+                        2, 0, 1
+                    )
+                    # if it fails on an image too, its error names that
+                    with suppress(TransformFailedError):
                         tried.run([image], [seed])
             used = shared.used()
         finally:
             restore()
         if used:
             raise ConfigurationError(
-                f"sample_transform {name_of(self.transform)} draws from {' and '.join(used)}, which all threads share: "
-                "its pictures would be others each time. Draw with functions of torch that take a generator, such as "
-                "torch.rand, or give in_processes=True: each process has generators of its own."
+                f"sample_transform {name_of(self.transform)} draws from {' and '.join(used)}, "
+                "which all threads share: its pictures would be others each time. Draw with "
+                "functions of torch that take a generator, such as torch.rand, or give "
+                "in_processes=True: each process has generators of its own."
             )
 
     def run(self, images: Sequence[Tensor], seeds: Sequence[int]) -> None:
@@ -91,8 +98,8 @@ class InThreads:
             return SeededTransform(copy.deepcopy(self.transform))
         except (TypeError, NotImplementedError) as error:
             raise ConfigurationError(
-                f"sample_transform {name_of(self.transform)} cannot be copied for each thread: {error}. "
-                "Give it a __deepcopy__, or in_processes=True."
+                f"sample_transform {name_of(self.transform)} cannot be copied for each thread: "
+                f"{error}. Give it a __deepcopy__, or in_processes=True."
             ) from error
 
 
@@ -107,8 +114,8 @@ class SeededTransform:
         self.takes_arrays = _is_of_albumentations(transform)
         if self.takes_arrays and not hasattr(transform, "set_random_state"):
             raise ConfigurationError(
-                f"sample_transform {name_of(transform)} has no set_random_state, so it cannot be seeded for each "
-                "image. Install Albumentations 2 or newer."
+                f"sample_transform {name_of(transform)} has no set_random_state, so it cannot be "
+                "seeded for each image. Install Albumentations 2 or newer."
             )
         self._draws = OwnGenerator()
 
@@ -123,9 +130,9 @@ class SeededTransform:
             if made.shape != image.shape or made.dtype != image.dtype:
                 raise TransformFailedError(
                     place,
-                    f"sample_transform {name_of(self.transform)} made {_described(made)}, expected "
-                    f"{_described(image)} as it got. `crop` sets the size; `transform`, which runs after it, makes "
-                    "floats and normalises.",
+                    f"sample_transform {name_of(self.transform)} made {_described(made)}, "
+                    f"expected {_described(image)} as it got. `crop` sets the size; `transform`, "
+                    "which runs after it, makes floats and normalises.",
                 )
             if made is not image:
                 image.copy_(made)
@@ -143,8 +150,13 @@ class SeededTransform:
             with self._draws:
                 made = self.transform(image)
         if not isinstance(made, Tensor):
-            raise TypeError(f"it gave a {type(made).__name__}, expected a tensor 3 x height x width of uint8")
-        shares = made is not image and made.untyped_storage().data_ptr() == image.untyped_storage().data_ptr()
+            raise TypeError(
+                f"it gave a {type(made).__name__}, expected a tensor 3 x height x width of uint8"
+            )
+        shares = (
+            made is not image
+            and made.untyped_storage().data_ptr() == image.untyped_storage().data_ptr()
+        )
         return made.clone() if shares else made  # a view, turned or mirrored
 
 
@@ -153,7 +165,9 @@ def name_of(transform: object) -> str:
 
 
 def _is_of_albumentations(transform: object) -> bool:
-    return any(kind.__module__.partition(".")[0] == "albumentations" for kind in type(transform).__mro__)
+    return any(
+        kind.__module__.partition(".")[0] == "albumentations" for kind in type(transform).__mro__
+    )
 
 
 def _described(image: Tensor) -> str:

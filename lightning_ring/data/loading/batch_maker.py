@@ -12,8 +12,8 @@ from lightning_ring.data.sampling.sampler import Ints
 class LoaderTimes:
     """Sums since the loader was built, in seconds by the clock.
 
-    ``reading`` and ``transforming`` are added up over the threads, so both may grow faster than time passes; the others
-    are of the thread that takes the batches.
+    ``reading`` and ``transforming`` are added up over the threads, so both may grow faster than
+    time passes; the others are of the thread that takes the batches.
 
     Attributes:
         batches, samples: Handed over so far.
@@ -22,7 +22,8 @@ class LoaderTimes:
         transforming: Decoding, cropping and resizing; of a torch data set all of ``__getitem__``.
         collating: Making a batch out of the samples of a torch data set, in its thread.
         waiting: Time that the consumer waited for a batch that was not ready.
-        copying: Handing the batch to the device and starting the work there (which CUDA may do later).
+        copying: Handing the batch to the device and starting the work there (which CUDA may do
+            later).
     """
 
     batches: int = 0
@@ -42,7 +43,9 @@ class LoaderTimes:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples of an epoch: their positions in the global order, and their indices in the data set."""
+    """Samples of an epoch: their positions in the global order, and their indices in the data
+    set.
+    """
 
     seed: int
     epoch: int
@@ -57,7 +60,9 @@ class Samples:
 
 
 class BatchMaker(Protocol):
-    """Makes batches: `fill` is called by threads of the loader, everything else by the thread that takes batches."""
+    """Makes batches: `fill` is called by threads of the loader, everything else by the thread
+    that takes batches.
+    """
 
     chunk: int | None  # samples that one call of `fill` takes; `None`: the whole batch
     ahead: bool  # whether to start batch n + 1, once it is filled, before handing over n
@@ -66,7 +71,8 @@ class BatchMaker(Protocol):
         """Room for a batch of ``samples``."""
 
     def fill(self, room: Any, offset: int, samples: Samples) -> LoaderTimes:
-        """Put ``samples`` into ``room`` from place ``offset`` on; returns the seconds that this took.
+        """Put ``samples`` into ``room`` from place ``offset`` on; returns the seconds that this
+        took.
 
         Raises `SampleError`: one of them cannot be had.
         """

@@ -44,7 +44,8 @@ class Buffers:
         """Memory for ``num`` samples, or more, that nobody uses."""
         memory = self._free.popleft() if self._free else None
         if memory is None or len(memory.places) < num:  # of a smaller batch
-            with torch.inference_mode(False):  # an evaluation's, in which the next training would not write
+            # an evaluation's, in which the next training would not write
+            with torch.inference_mode(False):
                 views = [self._view(num, *size) for size in self.sizes]
                 memory = Memory(views, list(zip(*(view.split(1) for view in views), strict=True)))
         if memory.copied is not None:
@@ -60,9 +61,11 @@ class Buffers:
 
 
 def lend(memory: Tensor, release: Callable[[], object]) -> Tensor:
-    """A tensor over ``memory`` (contiguous, on the CPU), which is filled again: to the kernel, fresh pages cost more.
+    """A tensor over ``memory`` (contiguous, on the CPU), which is filled again: to the kernel,
+    fresh pages cost more.
 
-    ``release`` is called when the tensor, its views and arrays made of them are gone, in the thread of the last one.
+    ``release`` is called when the tensor, its views and arrays made of them are gone, in the thread
+    of the last one.
     """
     with torch.inference_mode(False):
         array = memory.view(torch.uint8).numpy()  # numpy knows no bfloat16

@@ -22,15 +22,18 @@ log = logging.getLogger(__name__)
 
 
 class ImageFolder(Dataset[tuple[Any, int]]):
-    """The images below ``root/CLASS/``, in the order that torchvision's `ImageFolder` has: by class, then by path.
+    """The images below ``root/CLASS/``, in the order that torchvision's `ImageFolder` has: by
+    class, then by path.
 
-    Files of other kinds, hidden folders, and links to a folder that they are in are reported and left out. A class
-    without images has a number, as in shards and in torchvision's ``ImageFolder(allow_empty=True)``, and is reported.
-    Pixels are those of the file: its EXIF orientation is not applied, as in torchvision.
+    Files of other kinds, hidden folders, and links to a folder that they are in are reported and
+    left out. A class without images has a number, as in shards and in torchvision's
+    ``ImageFolder(allow_empty=True)``, and is reported. Pixels are those of the file: its EXIF
+    orientation is not applied, as in torchvision.
 
     Args:
         root: The folder.
-        transform: Called with the uint8 tensor (3 x height x width, RGB) of each image, by ``folder[i]``.
+        transform: Called with the uint8 tensor (3 x height x width, RGB) of each image, by
+            ``folder[i]``.
 
     Attributes:
         labels: Class number of every image, int32.
@@ -42,11 +45,15 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         OSError: A folder in it cannot be read.
     """
 
-    def __init__(self, root: str | PathLike[str], transform: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self, root: str | PathLike[str], transform: Callable[[Any], Any] | None = None
+    ) -> None:
         self.root = Path(root).absolute()
         self.transform = transform
         if not self.root.is_dir():
-            raise ConfigurationError(f"{self.root} is not a folder; expected one that holds a folder for each class.")
+            raise ConfigurationError(
+                f"{self.root} is not a folder; expected one that holds a folder for each class."
+            )
         self.classes: list[str] = []
         self._names: list[str] = []
         labels: list[int] = []
@@ -61,8 +68,8 @@ class ImageFolder(Dataset[tuple[Any, int]]):
                 self._names.append(item.name)
         if not labels:
             raise ConfigurationError(
-                f"{self.root} holds no images; expected them in a folder for each class: {self.root}/CLASS/name.jpg. "
-                f"Known extensions: {', '.join(EXTENSIONS)}."
+                f"{self.root} holds no images; expected them in a folder for each class: "
+                f"{self.root}/CLASS/name.jpg. Known extensions: {', '.join(EXTENSIONS)}."
             )
         self.labels = np.array(labels, dtype=np.int32)
         counts = np.bincount(self.labels, minlength=len(self.classes))
@@ -84,7 +91,8 @@ class ImageFolder(Dataset[tuple[Any, int]]):
 
     def read(self, i: SupportsIndex) -> bytes:
         """Image ``i`` as it is on disk. Releases the GIL."""
-        descriptor = os.open(self.root / self._names[i], os.O_RDONLY | getattr(os, "O_BINARY", 0))  # Windows
+        # Windows
+        descriptor = os.open(self.root / self._names[i], os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
             return os.read(descriptor, os.fstat(descriptor).st_size)
         except OSError as error:

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from lightning_ring.data.augment.processes import InProcesses
-from lightning_ring.data.augment.sample import InThreads, SampleTransforms, Transform, TransformFailedError
+from lightning_ring.data.augment.sample import (
+    InThreads,
+    SampleTransforms,
+    Transform,
+    TransformFailedError,
+)
 from lightning_ring.data.loading.batch_maker import LoaderTimes, Samples
 from lightning_ring.data.loading.buffers import Buffers, Memory
 from lightning_ring.data.loading.loader import Loader
@@ -38,10 +43,11 @@ _CHUNK = 8
 
 
 class ImageSource(Protocol):
-    """Images and their labels: a `ShardDataset`, an `ImageFolder`, or yours. Read by several threads.
+    """Images and their labels: a `ShardDataset`, an `ImageFolder`, or yours. Read by several
+    threads.
 
-    It may also have ``fingerprint``, which tells its images from others: a training does not resume over others; and
-    ``chunk``, the number of images that a call of `read_many` is best asked for.
+    It may also have ``fingerprint``, which tells its images from others: a training does not resume
+    over others; and ``chunk``, the number of images that a call of `read_many` is best asked for.
     """
 
     labels: npt.NDArray[Any]
@@ -65,17 +71,21 @@ class ImageBatches:
 
     Args:
         source: The images.
-        crop: Which part of each image, at which size; its random numbers depend on seed, epoch and position alone. A
-            list of crops gives several views of each image: ``images`` is then a tuple, a batch for each crop.
+        crop: Which part of each image, at which size; its random numbers depend on seed, epoch and
+            position alone. A list of crops gives several views of each image: ``images`` is then a
+            tuple, a batch for each crop.
         transform: Run on the device on the whole batch; `None` leaves uint8 images.
-        device: Where batches go. On a GPU they are copied from pinned memory on a stream of their own.
+        device: Where batches go. On a GPU they are copied from pinned memory on a stream of their
+            own.
         with_indices: Also give each sample's index in ``source``.
-        on_error: What an image does that is damaged: ``"raise"`` ends the iteration, ``"skip"`` puts another image into
-            its place (see `Skipped`). A shard that is missing, cut short or cannot be read ends the iteration all the
-            same (`ShardLostError`), but for ``"skip_shards"``, which replaces each of its images. An evaluation that
-            counts each image once wants ``"raise"``.
+        on_error: What an image does that is damaged: ``"raise"`` ends the iteration, ``"skip"``
+            puts another image into its place (see `Skipped`). A shard that is missing, cut short or
+            cannot be read ends the iteration all the same (`ShardLostError`), but for
+            ``"skip_shards"``, which replaces each of its images. An evaluation that counts each
+            image once wants ``"raise"``.
         sample_transforms: Run on each crop of each image.
-        batch_transform: ``(images, labels) -> (images, labels)``, run on the device after ``transform``.
+        batch_transform: ``(images, labels) -> (images, labels)``, run on the device after
+            ``transform``.
 
     Attributes:
         skipped: The images that were skipped, by index, with the reasons: ``skipped.reasons``.
@@ -102,7 +112,9 @@ class ImageBatches:
         self.with_views = isinstance(crop, Sequence)
         self.crops = list(crop) if isinstance(crop, Sequence) else [crop]
         if not self.crops:
-            raise ConfigurationError("crop=[] was given, expected a crop, or a list of one or more.")
+            raise ConfigurationError(
+                "crop=[] was given, expected a crop, or a list of one or more."
+            )
         self.with_indices = with_indices
         self.sample_transforms = sample_transforms
         self._sizes = [height_and_width(crop.size) for crop in self.crops]
@@ -123,7 +135,9 @@ class ImageBatches:
         if self.sample_transforms is not None:
             self.sample_transforms.begin(self._sizes)
             seeds = integers(samples.seed, Stream.SAMPLE, *at, len(self.crops)).tolist()
-        return _Room(self._buffers.take(len(samples)), samples, samples.indices.copy(), numbers, seeds)
+        return _Room(
+            self._buffers.take(len(samples)), samples, samples.indices.copy(), numbers, seeds
+        )
 
     # -- in the threads that decode
 
@@ -135,17 +149,23 @@ class ImageBatches:
         numbers = room.numbers[offset : offset + len(indices)]
         skipped = 0
         with torch.inference_mode():  # nothing here is differentiated
-            for place, (index, data, rows) in enumerate(zip(indices, encoded, numbers, strict=True), start=offset):
+            for place, (index, data, rows) in enumerate(
+                zip(indices, encoded, numbers, strict=True), start=offset
+            ):
                 try:
                     self._decode(room.memory.places[place], index, data, rows)
                 except (SampleError, ShardError, OSError) as error:
                     self._raise_unless_skipped(error)
                     self.skipped.add(index, self.source.where(index), error)
-                    room.indices[place] = self._replace(room.memory.places[place], index, rows, error)
+                    room.indices[place] = self._replace(
+                        room.memory.places[place], index, rows, error
+                    )
                     skipped += 1
             if self.sample_transforms is not None:
                 self._transform(self.sample_transforms, room, offset, len(indices))
-        return LoaderTimes(skipped=skipped, reading=read - began, transforming=perf_counter() - read)
+        return LoaderTimes(
+            skipped=skipped, reading=read - began, transforming=perf_counter() - read
+        )
 
     def _transform(self, transforms: SampleTransforms, room: _Room, offset: int, num: int) -> None:
         for view in range(len(self.crops)):
@@ -166,22 +186,30 @@ class ImageBatches:
 
     def _raise_unless_skipped(self, error: Exception) -> None:
         """A lost shard is many images: an operator wants to know of it."""
-        if self.on_error == "raise" or (self.on_error == "skip" and isinstance(error, ShardLostError)):
+        if self.on_error == "raise" or (
+            self.on_error == "skip" and isinstance(error, ShardLostError)
+        ):
             raise error
 
-    def _decode(self, places: Sequence[Tensor], index: int, data: Data | Exception, rows: Rows) -> None:
+    def _decode(
+        self, places: Sequence[Tensor], index: int, data: Data | Exception, rows: Rows
+    ) -> None:
         if isinstance(data, Exception):
             raise data
         try:
             decode_into(places, data, self.crops, rows)
-        except (ValueError, OSError, MemoryError) as error:  # memory: a damaged header says any size
+        # memory: a damaged header says any size
+        except (ValueError, OSError, MemoryError) as error:
             raise SampleError(
-                f"{self.source.where(index)}: cannot be decoded: {error}. Repair or remove it, or pack the images with "
-                "`lightning-ring pack`, which leaves broken ones out and lists them."
+                f"{self.source.where(index)}: cannot be decoded: {error}. Repair or remove it, or "
+                "pack the images with `lightning-ring pack`, which leaves broken ones out and "
+                "lists them."
             ) from error
 
     def _replace(self, places: Sequence[Tensor], index: int, rows: Rows, error: Exception) -> int:
-        """Decode another image into ``places``; its index. Raises `SampleError`: none of those tried can be read."""
+        """Decode another image into ``places``; its index. Raises `SampleError`: none of those
+        tried can be read.
+        """
         tried = 0
         for other in self.skipped.candidates(index, self.source.labels):
             tried += 1
@@ -192,8 +220,8 @@ class ImageBatches:
                 self._raise_unless_skipped(failure)
                 self.skipped.add(other, self.source.where(other), failure)
         raise SampleError(
-            f"{self.source.where(index)} cannot be read, nor can any of {tried} images in its place: is the disk gone? "
-            f"{error}"
+            f"{self.source.where(index)} cannot be read, nor can any of {tried} images in its "
+            f"place: is the disk gone? {error}"
         ) from error
 
     # -- in the thread that takes batches, after
@@ -232,21 +260,25 @@ def image_loader(
     ranks_per_node: int = 1,
     prefetch: int = 2,
 ) -> Loader:
-    """Batches ``(images, labels)`` of a `ShardDataset`, an `ImageFolder`, `LanceImages`, or another `ImageSource`.
+    """Batches ``(images, labels)`` of a `ShardDataset`, an `ImageFolder`, `LanceImages`, or another
+    `ImageSource`.
 
     Args:
         source, crop, transform, device, with_indices, on_error: See `ImageBatches`.
-        sample_transform: Run on each image before ``transform``: uint8, 3 x height x width, to the same. A transform of
-            torchvision's v2, of Albumentations, or any function of a tensor. What it draws depends on seed, epoch and
-            position alone.
-        in_processes: Run ``sample_transform`` in a process beside each thread, for transforms that hold the interpreter
-            (Python's lock) or draw from ``random`` and ``numpy.random``. It gives the same images as threads do.
-        batch_transform: ``(images, labels) -> (images, labels)``, run on the device after ``transform``, such as MixUp.
-            What it draws depends on seed, epoch and the position of the batch's first image.
+        sample_transform: Run on each image before ``transform``: uint8, 3 x height x width, to the
+            same. A transform of torchvision's v2, of Albumentations, or any function of a tensor.
+            What it draws depends on seed, epoch and position alone.
+        in_processes: Run ``sample_transform`` in a process beside each thread, for transforms that
+            hold the interpreter (Python's lock) or draw from ``random`` and ``numpy.random``. It
+            gives the same images as threads do.
+        batch_transform: ``(images, labels) -> (images, labels)``, run on the device after
+            ``transform``, such as MixUp. What it draws depends on seed, epoch and the position of
+            the batch's first image.
         sampler: Of this rank.
         batch_size: Images of this rank and step; `PKSampler` knows its own.
         drop_last: Leave out a last batch that is smaller.
-        num_threads: That decode. Left out: the cores that this process may use, divided by ``ranks_per_node``.
+        num_threads: That decode. Left out: the cores that this process may use, divided by
+            ``ranks_per_node``.
         ranks_per_node: Ranks that share those cores.
         prefetch: Batches that are filled while one is trained on.
     """
@@ -254,9 +286,13 @@ def image_loader(
     sample_transforms: SampleTransforms | None = None
     if sample_transform is not None:
         sample_transforms = (
-            InProcesses(sample_transform, num_threads, _chunk(source)) if in_processes else InThreads(sample_transform)
+            InProcesses(sample_transform, num_threads, _chunk(source))
+            if in_processes
+            else InThreads(sample_transform)
         )
-    maker = ImageBatches(source, crop, transform, device, with_indices, on_error, sample_transforms, batch_transform)
+    maker = ImageBatches(
+        source, crop, transform, device, with_indices, on_error, sample_transforms, batch_transform
+    )
     return Loader(
         maker,
         sampler,

@@ -15,12 +15,15 @@ from lightning_ring.errors import SampleError
 
 
 class ItemBatches:
-    """Makes ``collate([dataset[i], ...])``, a whole batch in one thread, on the CPU (Lightning moves it).
+    """Makes ``collate([dataset[i], ...])``, a whole batch in one thread, on the CPU (Lightning
+    moves it).
 
-    Random transforms inside the data set draw from generators that all threads share: they are not reproducible.
+    Random transforms inside the data set draw from generators that all threads share: they are not
+    reproducible.
 
     Args:
-        dataset: Map style, safe to read from several threads. ``__getitems__`` is used where there is one.
+        dataset: Map style, safe to read from several threads. ``__getitems__`` is used where there
+            is one.
         collate: Makes a batch of a list of samples.
     """
 
@@ -41,7 +44,9 @@ class ItemBatches:
         try:
             room.append(self.collate(got))
         except Exception as error:
-            raise SampleError(f"samples {samples.indices.tolist()} make no batch: {error!r}") from error
+            raise SampleError(
+                f"samples {samples.indices.tolist()} make no batch: {error!r}"
+            ) from error
         return LoaderTimes(transforming=fetched - began, collating=perf_counter() - fetched)
 
     def start(self, room: list[Any]) -> Any:
@@ -61,7 +66,9 @@ class ItemBatches:
             return got
         except Exception as error:
             what = f"sample {index}" if isinstance(index, int) else f"one of the samples {index}"
-            raise SampleError(f"{what} of {type(self.items).__name__} cannot be had: {error!r}") from error
+            raise SampleError(
+                f"{what} of {type(self.items).__name__} cannot be had: {error!r}"
+            ) from error
 
 
 def item_loader(
@@ -75,7 +82,9 @@ def item_loader(
     ranks_per_node: int = 1,
     prefetch: int = 2,
 ) -> Loader:
-    """Batches of any map-style torch data set. Arguments as for `image_loader`; see also `ItemBatches`."""
+    """Batches of any map-style torch data set. Arguments as for `image_loader`; see also
+    `ItemBatches`.
+    """
     return Loader(
         ItemBatches(dataset, collate),
         sampler,

@@ -38,14 +38,16 @@ class _Run:
 class Loader:
     """Iterates over the batches of one rank: `image_loader` and `item_loader` build it.
 
-    Threads start with the first batch and end with the last, with the iterator, or with an error, which is raised where
-    the batch would have been handed over. Lightning takes it as it takes a DataLoader: it has a length, its sampler is
-    told the epoch, and its state is saved with a checkpoint, so that training resumes at the next sample that it was
-    not trained on, on any number of ranks.
+    Threads start with the first batch and end with the last, with the iterator, or with an error,
+    which is raised where the batch would have been handed over. Lightning takes it as it takes a
+    DataLoader: it has a length, its sampler is told the epoch, and its state is saved with a
+    checkpoint, so that training resumes at the next sample that it was not trained on, on any
+    number of ranks.
 
     Attributes:
         times: Where the time went, so far.
-        images: Fingerprint of the images, where they have one: a state over other images is refused.
+        images: Fingerprint of the images, where they have one: a state over other images is
+            refused.
     """
 
     batch_sampler = None  # Lightning asks the loaders of an evaluation for it
@@ -65,7 +67,9 @@ class Loader:
         wanted = getattr(sampler, "batch_size", batch_size)
         if wanted is None or batch_size not in (None, wanted):
             kind, expected = type(sampler).__name__, wanted or "a number"
-            raise ConfigurationError(f"batch_size={batch_size} was given with {kind}, expected {expected}.")
+            raise ConfigurationError(
+                f"batch_size={batch_size} was given with {kind}, expected {expected}."
+            )
         batch_size = wanted
         smallest = {"batch_size": batch_size, "num_threads": num_threads, "prefetch": prefetch}
         for name, value in smallest.items():
@@ -87,21 +91,29 @@ class Loader:
     # -- lengths
 
     def __len__(self) -> int:
-        """Batches in this epoch, those before a resumed position included: so Lightning counts them."""
-        return self._batches_before() + self._num_batches(self.sampler.num_left(self.sampler.position))
+        """Batches in this epoch, those before a resumed position included: so Lightning counts
+        them.
+        """
+        return self._batches_before() + self._num_batches(
+            self.sampler.num_left(self.sampler.position)
+        )
 
     def _num_batches(self, samples: int) -> int:
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
     def _batches_before(self) -> int:
-        if self._resumed is not None and self._resumed[:2] == (self.sampler.epoch, self.sampler.position):
+        if self._resumed is not None and self._resumed[:2] == (
+            self.sampler.epoch,
+            self.sampler.position,
+        ):
             return self._resumed[2]
         return 0
 
     # -- iteration
 
     def __iter__(self) -> Iterator[Any]:
-        sampler = self.sampler  # looked at with the first batch: Lightning sets the epoch after it has called iter()
+        # looked at with the first batch: Lightning sets the epoch after it has called iter()
+        sampler = self.sampler
         place = sampler.rank, sampler.num_replicas
         run = self._run = _Run(sampler.state_dict(), self._batches_before(), place)
         pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="ring-loader")
@@ -126,17 +138,23 @@ class Loader:
                 started.append(self._start(filling.popleft()))
             run.batches += 1
             if not filling and not started and self.sampler.epoch == run.epoch:
-                self.sampler.rewind()  # not later: Lightning asks for lengths, not for a batch after the last one
+                # not later: Lightning asks for lengths, not for a batch after the last one
+                self.sampler.rewind()
             yield batch
 
-    def _submitted(self, pool: ThreadPoolExecutor) -> Iterator[tuple[Any, list[Future[LoaderTimes]], int]]:
+    def _submitted(
+        self, pool: ThreadPoolExecutor
+    ) -> Iterator[tuple[Any, list[Future[LoaderTimes]], int]]:
         maker = self.maker
         for samples in self._cut():
             room, size = maker.open(samples), maker.chunk or len(samples)
             parts = range(0, len(samples), size)
             yield (
                 room,
-                [pool.submit(maker.fill, room, start, samples.part(start, start + size)) for start in parts],
+                [
+                    pool.submit(maker.fill, room, start, samples.part(start, start + size))
+                    for start in parts
+                ],
                 len(samples),
             )
 
@@ -146,10 +164,15 @@ class Loader:
         seed, epoch = sampler.seed, sampler.epoch
         positions = indices = np.empty(0, dtype=np.int64)
         for more_positions, more_indices in sampler.blocks():
-            positions, indices = np.concatenate([positions, more_positions]), np.concatenate([indices, more_indices])
+            positions, indices = (
+                np.concatenate([positions, more_positions]),
+                np.concatenate([indices, more_indices]),
+            )
             whole = len(indices) // size * size
             for start in range(0, whole, size):
-                yield Samples(seed, epoch, positions[start : start + size], indices[start : start + size])
+                yield Samples(
+                    seed, epoch, positions[start : start + size], indices[start : start + size]
+                )
             positions, indices = positions[whole:], indices[whole:]
         if len(indices) and not self.drop_last:
             yield Samples(seed, epoch, positions, indices)
@@ -167,9 +190,11 @@ class Loader:
     # -- what it costs
 
     def cost(self) -> tuple[float, float, float]:
-        """Seconds that a batch has cost so far: reading and decoding, one thread's worth, and handing over.
+        """Seconds that a batch has cost so far: reading and decoding, one thread's worth, and
+        handing over.
 
-        Handing over is collating, copying, and waiting that the threads' work does not explain. `GapMeter` asks for it.
+        Handing over is collating, copying, and waiting that the threads' work does not explain.
+        `GapMeter` asks for it.
         """
         times, num = self.times, max(1, self.times.batches)
         explained = (times.reading + times.transforming + times.collating) / self.num_threads
@@ -179,11 +204,15 @@ class Loader:
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands if all batches that were handed over were trained on; the same on every rank."""
+        """Where training stands if all batches that were handed over were trained on; the same
+        on every rank.
+        """
         return self.trained_state(0)
 
     def trained_state(self, not_trained: int) -> dict[str, Any]:
-        """Where training stands if it has yet to be trained on the last ``not_trained`` batches handed over."""
+        """Where training stands if it has yet to be trained on the last ``not_trained`` batches
+        handed over.
+        """
         run, sampler = self._run, self.sampler
         images = {} if self.images is None else {"images": self.images}
         if run is None or run.epoch != sampler.epoch:
@@ -196,16 +225,18 @@ class Loader:
         return {"sampler": state, "batches": run.batches_before + batches} | images
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the sample after the last one trained on, with this loader's batch size and number of ranks.
+        """Go on at the sample after the last one trained on, with this loader's batch size and
+        number of ranks.
 
         Raises:
             ConfigurationError: The state is of another data set or another kind of sampler.
         """
         if (saved := state.get("images", self.images)) != self.images:
             raise ConfigurationError(
-                f"the checkpoint was saved over the images {saved!r}, but this loader reads {self.images!r}: its "
-                "position means nothing here. Open the images as they were, such as ShardDataset(..., generation=N), "
-                "or start a new training from the checkpoint's weights."
+                f"the checkpoint was saved over the images {saved!r}, but this loader reads "
+                f"{self.images!r}: its position means nothing here. Open the images as they were, "
+                "such as ShardDataset(..., generation=N), or start a new training from the "
+                "checkpoint's weights."
             )
         self.sampler.load_state_dict(state["sampler"])
         self._run = None
@@ -213,8 +244,9 @@ class Loader:
         whole = self._num_batches(self.sampler.num_left(0))
         if len(self) != whole:
             log.warning(
-                "lightning_ring: this epoch began with another number of ranks or batch size and has %d batches, "
-                "the next ones have %d. Lightning notices with Trainer(reload_dataloaders_every_n_epochs=1) only.",
+                "lightning_ring: this epoch began with another number of ranks or batch size and "
+                "has %d batches, the next ones have %d. Lightning notices with "
+                "Trainer(reload_dataloaders_every_n_epochs=1) only.",
                 len(self),
                 whole,
             )

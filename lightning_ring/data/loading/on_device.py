@@ -46,9 +46,12 @@ class OnDevice:
         self.buffers = buffers
         self.on_gpu = is_gpu(device)
         self._stream: Any = None
-        self._floats = [deque[Tensor](maxlen=_SPARE) for _ in buffers.sizes]  # of each view, on a CPU
+        # of each view, on a CPU
+        self._floats = [deque[Tensor](maxlen=_SPARE) for _ in buffers.sizes]
 
-    def start(self, memory: Memory, samples: Samples, numbers: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def start(
+        self, memory: Memory, samples: Samples, numbers: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Views and ``numbers`` (labels first; one for each sample) on their way to the device."""
         if not self.on_gpu:
             views = self._views_on_host(memory, samples)
@@ -79,7 +82,9 @@ class OnDevice:
         if self.transform is None and self.device.type == "cpu":
             release = last_of(len(views), partial(self.buffers.give_back, memory))
             return [lend(view.permute(0, 2, 3, 1), release).permute(0, 3, 1, 2) for view in views]
-        views = [self._transformed(view.to(self.device), samples, i) for i, view in enumerate(views)]
+        views = [
+            self._transformed(view.to(self.device), samples, i) for i, view in enumerate(views)
+        ]
         self.buffers.give_back(memory)
         return views
 
@@ -89,7 +94,9 @@ class OnDevice:
         numbers = None
         if self.transform.is_random:
             num = self.transform.num_uniforms
-            drawn = uniforms(samples.seed, Stream.COLOR, samples.epoch, samples.positions, num * (view + 1))
+            drawn = uniforms(
+                samples.seed, Stream.COLOR, samples.epoch, samples.positions, num * (view + 1)
+            )
             numbers = torch.from_numpy(drawn[:, -num:]).float()
             if self.on_gpu:  # from pageable memory the host would wait for the copy
                 numbers = numbers.pin_memory().to(self.device, non_blocking=True)
@@ -103,18 +110,26 @@ class OnDevice:
         out = lend(memory[: len(images)], partial(free.append, memory))
         return self.transform(images, numbers, out=out.permute(0, 3, 1, 2))
 
-    def _mixed(self, views: list[Tensor], numbers: list[Tensor], samples: Samples) -> tuple[list[Tensor], list[Tensor]]:
-        """``views`` and ``numbers`` after `batch_transform`, which draws as the batch's first sample says."""
+    def _mixed(
+        self, views: list[Tensor], numbers: list[Tensor], samples: Samples
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """``views`` and ``numbers`` after `batch_transform`, which draws as the batch's first
+        sample says.
+        """
         if self.batch_transform is None:
             return views, numbers
         labels = numbers[0]
-        [seeds] = integers(samples.seed, Stream.BATCH, samples.epoch, samples.positions[:1], len(views)).tolist()
+        [seeds] = integers(
+            samples.seed, Stream.BATCH, samples.epoch, samples.positions[:1], len(views)
+        ).tolist()
         made = [
-            transform_batch(self.batch_transform, view, labels, seed) for view, seed in zip(views, seeds, strict=True)
+            transform_batch(self.batch_transform, view, labels, seed)
+            for view, seed in zip(views, seeds, strict=True)
         ]
         if len(views) > 1 and any(mixed is not labels for _, mixed in made):
             raise ConfigurationError(
-                f"batch_transform {name_of(self.batch_transform)} changed the labels of a batch with {len(views)} "
-                "views, which would then differ from view to view. Leave labels as they are, or give one crop."
+                f"batch_transform {name_of(self.batch_transform)} changed the labels of a batch "
+                f"with {len(views)} views, which would then differ from view to view. Leave labels "
+                "as they are, or give one crop."
             )
         return [images for images, _ in made], [made[0][1], *numbers[1:]]

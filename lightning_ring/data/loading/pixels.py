@@ -19,7 +19,8 @@ from lightning_ring.data.loading.transforms import Box, Crop, height_and_width, 
 _ALIGNMENT = 64  # bytes: no vector is longer
 
 
-# what `interpolate` calls, without the copy that would leave channels last; private, so torch may drop it
+# what `interpolate` calls, without the copy that would leave channels last; private, so torch may
+# drop it
 _resize: Any = getattr(torch._C._nn, "_upsample_bilinear2d_aa", None)
 
 
@@ -30,7 +31,9 @@ class _Scratch(threading.local):
         self.image = np.empty(0, dtype=np.uint8)
 
     def room(self, num: int) -> npt.NDArray[np.uint8]:
-        """``num`` bytes, none of whose rows is aligned when all are: libjpeg-turbo writes such rows past the caches."""
+        """``num`` bytes, none of whose rows is aligned when all are: libjpeg-turbo writes such
+        rows past the caches.
+        """
         if len(self.image) < num:
             fresh = np.empty(num + 2 * _ALIGNMENT, dtype=np.uint8)
             self.image = fresh[-fresh.ctypes.data % _ALIGNMENT + _ALIGNMENT // 2 + 1 :]
@@ -46,12 +49,14 @@ def decode_into(
     crops: Sequence[Crop],
     uniforms: Sequence[Sequence[float]],
 ) -> None:
-    """Decode the image ``data`` once, and resize the part that each of ``crops`` chooses into its place in ``outs``.
+    """Decode the image ``data`` once, and resize the part that each of ``crops`` chooses into its
+    place in ``outs``.
 
-    The expensive work releases the GIL. Equal to torchvision's antialiased bilinear `resized_crop` of the decoded
-    image, bit for bit. Where the part of a JPEG is at least twice as large as the result on both sides, for every crop,
-    and no crop is ``exact``, 1/2, 1/4 or 1/8 of the image's size is decoded (by the DCT, which blurs as it should).
-    Pixels then differ by about one level of 255.
+    The expensive work releases the GIL. Equal to torchvision's antialiased bilinear `resized_crop`
+    of the decoded image, bit for bit. Where the part of a JPEG is at least twice as large as the
+    result on both sides, for every crop, and no crop is ``exact``, 1/2, 1/4 or 1/8 of the image's
+    size is decoded (by the DCT, which blurs as it should). Pixels then differ by about one level of
+    255.
 
     Args:
         outs: 1 x 3 x height x width each, uint8, channels last, RGB.
@@ -63,7 +68,9 @@ def decode_into(
     """
     image, boxes = _decode(data, crops, uniforms)
     for out, crop, (top, left, height, width, flip) in zip(outs, crops, boxes, strict=True):
-        pixels = torch.from_numpy(image[None, top : top + height, left : left + width].transpose(0, 3, 1, 2))
+        pixels = torch.from_numpy(
+            image[None, top : top + height, left : left + width].transpose(0, 3, 1, 2)
+        )
         if flip:
             pixels = pixels.flip(-1)
         size = height_and_width(crop.size)
@@ -100,7 +107,9 @@ def _decode(
     return image, _boxes(image.shape[0], image.shape[1], crops, uniforms)
 
 
-def _boxes(height: int, width: int, crops: Sequence[Crop], uniforms: Sequence[Sequence[float]]) -> list[Box]:
+def _boxes(
+    height: int, width: int, crops: Sequence[Crop], uniforms: Sequence[Sequence[float]]
+) -> list[Box]:
     return [crop.box(height, width, numbers) for crop, numbers in zip(crops, uniforms, strict=True)]
 
 
@@ -110,7 +119,9 @@ def _smaller(box: Box, factor: int) -> Box:
 
 
 def _whole_pixels(box: Box, factor: int) -> int:
-    """``factor``, or the largest below it for which ``box`` covers whole pixels of the smaller image."""
+    """``factor``, or the largest below it for which ``box`` covers whole pixels of the smaller
+    image.
+    """
     while any(value % factor for value in box[:4]):
         factor //= 2
     return factor

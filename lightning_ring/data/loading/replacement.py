@@ -19,9 +19,10 @@ _NEAR = 10  # images that are tried one after the other, before those further an
 class Skipped:
     """The images that were skipped, each named once, and their replacements.
 
-    The replacement depends on the image alone: order, crops and other ranks' samples stay as they are, on any number of
-    ranks and after resuming. It is the next image of the class, so that class-balanced batches stay balanced; of
-    another class where none that is tried of the class can be read.
+    The replacement depends on the image alone: order, crops and other ranks' samples stay as they
+    are, on any number of ranks and after resuming. It is the next image of the class, so that
+    class-balanced batches stay balanced; of another class where none that is tried of the class can
+    be read.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,9 @@ class Skipped:
             num = len(self.reasons)
         if not known:
             reason = str(error) if where in str(error) else f"{where}: {error}"
-            log.warning("lightning_ring: skipped and replaced by another image (%d so far): %s", num, reason)
+            log.warning(
+                "lightning_ring: skipped and replaced by another image (%d so far): %s", num, reason
+            )
 
     def candidates(self, index: int, labels: npt.NDArray[Any]) -> Iterator[int]:
         """Images to try in the place of ``index``: of its class, then of any; the nearest first."""
@@ -46,6 +49,8 @@ class Skipped:
 
 
 def _steps(num: int) -> list[int]:
-    """How far from an image of ``num`` others are tried: neighbours lie in one shard, and may be lost together."""
+    """How far from an image of ``num`` others are tried: neighbours lie in one shard, and may be
+    lost together.
+    """
     further = takewhile(lambda step: step < num, (_NEAR * 2**doubled for doubled in count(1)))
     return [*range(1, min(_NEAR + 1, num)), *further]

@@ -16,7 +16,9 @@ _MAX_REDUCTION = 8
 
 
 class Box(NamedTuple):
-    """Rows ``top`` to ``top + height``, columns ``left`` to ``left + width``, then mirrored if ``flip``."""
+    """Rows ``top`` to ``top + height``, columns ``left`` to ``left + width``, then mirrored if
+    ``flip``.
+    """
 
     top: int
     left: int
@@ -34,10 +36,12 @@ def height_and_width(size: Size) -> tuple[int, int]:
 
 
 class Crop(Protocol):
-    """Chooses the part of an image that becomes ``size`` pixels, from ``num_uniforms`` numbers in [0, 1).
+    """Chooses the part of an image that becomes ``size`` pixels, from ``num_uniforms`` numbers in
+    [0, 1).
 
-    Unless it is ``exact``, a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size: at the fraction that still has twice
-    the pixels of ``size`` on both sides, and of which the part covers whole pixels. `aligned` makes it so.
+    Unless it is ``exact``, a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size: at the fraction
+    that still has twice the pixels of ``size`` on both sides, and of which the part covers whole
+    pixels. `aligned` makes it so.
     """
 
     @property
@@ -50,15 +54,23 @@ class Crop(Protocol):
 
 
 def reduction(box: Box, size: Size) -> int:
-    """The power of two, at most 8, by which an image may be decoded smaller where ``box`` becomes ``size`` pixels."""
+    """The power of two, at most 8, by which an image may be decoded smaller where ``box``
+    becomes ``size`` pixels.
+    """
     factor, (height, width) = 1, height_and_width(size)
-    while factor < _MAX_REDUCTION and box.height >= 2 * factor * height and box.width >= 2 * factor * width:
+    while (
+        factor < _MAX_REDUCTION
+        and box.height >= 2 * factor * height
+        and box.width >= 2 * factor * width
+    ):
         factor *= 2
     return factor
 
 
 def aligned(box: Box, size: Size) -> Box:
-    """``box`` without the few pixels at its sides that are no whole ones of the image that is decoded smaller."""
+    """``box`` without the few pixels at its sides that are no whole ones of the image that is
+    decoded smaller.
+    """
     factor = reduction(box, size)
     top, left, height, width = (value // factor * factor for value in box[:4])
     return Box(top, left, height, width, box.flip)
@@ -66,15 +78,17 @@ def aligned(box: Box, size: Size) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class RandomResizedCrop:
-    """A part of random area and aspect ratio, mirrored half of the time: torchvision's `RandomResizedCrop` and flip.
+    """A part of random area and aspect ratio, mirrored half of the time: torchvision's
+    `RandomResizedCrop` and flip.
 
     Args:
         size: Pixels of the result's sides; ``(height, width)`` where they differ.
         scale: Lowest and highest share of the image's area.
         ratio: Lowest and highest width / height of the part.
         flip: Probability of mirroring.
-        exact: torchvision's pixels bit for bit, also of parts that are twice ``size`` or larger. Otherwise a JPEG is
-            decoded at a fraction of its size there, which is far faster, and the part is up to 7 pixels smaller.
+        exact: torchvision's pixels bit for bit, also of parts that are twice ``size`` or larger.
+            Otherwise a JPEG is decoded at a fraction of its size there, which is far faster, and
+            the part is up to 7 pixels smaller.
     """
 
     size: Size = 224
@@ -88,7 +102,9 @@ class RandomResizedCrop:
         return 3 + 2 * _TRIES
 
     def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
-        """Inception-style cropping (Szegedy et al. 2014): ten tries, then the largest centred part within ``ratio``."""
+        """Inception-style cropping (Szegedy et al. 2014): ten tries, then the largest centred
+        part within ``ratio``.
+        """
         box = self._box(height, width, uniforms)
         return box if self.exact else aligned(box, self.size)
 
@@ -96,11 +112,21 @@ class RandomResizedCrop:
         flip = uniforms[2] < self.flip
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         for turn in range(_TRIES):
-            area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * uniforms[3 + 2 * turn])
+            area = (
+                height
+                * width
+                * (self.scale[0] + (self.scale[1] - self.scale[0]) * uniforms[3 + 2 * turn])
+            )
             aspect = math.exp(low + (high - low) * uniforms[4 + 2 * turn])
             w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if 0 < w <= width and 0 < h <= height:
-                return Box(int(uniforms[0] * (height - h + 1)), int(uniforms[1] * (width - w + 1)), h, w, flip)
+                return Box(
+                    int(uniforms[0] * (height - h + 1)),
+                    int(uniforms[1] * (width - w + 1)),
+                    h,
+                    w,
+                    flip,
+                )
         w = min(width, round(height * self.ratio[1]))
         h = min(height, round(width / self.ratio[0]))
         return Box((height - h) // 2, (width - w) // 2, max(h, 1), max(w, 1), flip)
@@ -126,8 +152,8 @@ class CenterCrop:
         sides = height_and_width(self.size)
         if not 1 <= min(sides) <= max(sides) <= self.resize:
             raise ConfigurationError(
-                f"CenterCrop cannot cut {self.size} pixels out of a shorter side resized to {self.resize}. "
-                "Give size >= 1 and resize >= size."
+                f"CenterCrop cannot cut {self.size} pixels out of a shorter side resized to "
+                f"{self.resize}. Give size >= 1 and resize >= size."
             )
 
     def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
@@ -146,14 +172,16 @@ _GRAY = (0.2989, 0.587, 0.114)
 
 
 class DeviceTransform(nn.Module):
-    """uint8 images to normalised floats, with random brightness, contrast and saturation of each image.
+    """uint8 images to normalised floats, with random brightness, contrast and saturation of each
+    image.
 
-    As torchvision's `ColorJitter` (each factor uniform in [1 - x, 1 + x], at least 0; applied in this order), then
-    `Normalize`.
+    As torchvision's `ColorJitter` (each factor uniform in [1 - x, 1 + x], at least 0; applied in
+    this order), then `Normalize`.
 
     Args:
         mean, std: Of the three channels, for pixels in [0, 1].
-        brightness, contrast, saturation: How far the factors reach; 0 leaves the images as they are.
+        brightness, contrast, saturation: How far the factors reach; 0 leaves the images as they
+            are.
         dtype: Of the result.
     """
 
@@ -174,7 +202,9 @@ class DeviceTransform(nn.Module):
         self.dtype = dtype
         scale = 1 / (255 * torch.tensor(std, dtype=torch.float64))
         self.register_buffer("scale", scale.to(dtype))
-        self.register_buffer("shift", (-255 * torch.tensor(mean, dtype=torch.float64) * scale).to(dtype))
+        self.register_buffer(
+            "shift", (-255 * torch.tensor(mean, dtype=torch.float64) * scale).to(dtype)
+        )
         self.register_buffer("gray", torch.tensor(_GRAY, dtype=dtype), persistent=False)
         self.scale: Tensor
         self.shift: Tensor
@@ -185,8 +215,11 @@ class DeviceTransform(nn.Module):
     def is_random(self) -> bool:
         return any(self.reach)
 
-    def forward(self, images: Tensor, uniforms: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-        """``images``: batch x 3 x height x width, uint8; ``uniforms``: batch x 3. The result is channels last.
+    def forward(
+        self, images: Tensor, uniforms: Tensor | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """``images``: batch x 3 x height x width, uint8; ``uniforms``: batch x 3. The result is
+        channels last.
 
         With ``out`` (the shape of ``images``, channels last, of this `dtype`) it is written there.
         """
@@ -221,7 +254,9 @@ class DeviceTransform(nn.Module):
 
     def _jitter(self, rows: Tensor, uniforms: Tensor) -> Tensor:
         """``rows``: batch x height x width x 3, 0 to 255."""
-        for column, (name, reach) in enumerate(zip(("brightness", "contrast", "saturation"), self.reach, strict=True)):
+        for column, (name, reach) in enumerate(
+            zip(("brightness", "contrast", "saturation"), self.reach, strict=True)
+        ):
             if reach == 0:
                 continue
             low = max(0.0, 1 - reach)

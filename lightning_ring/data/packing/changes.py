@@ -20,7 +20,9 @@ from lightning_ring.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Listed:
-    """Files with the numbers of their classes and their stamps; ``left_out`` are files that could not be packed."""
+    """Files with the numbers of their classes and their stamps; ``left_out`` are files that
+    could not be packed.
+    """
 
     classes: list[str]
     labels: npt.NDArray[np.int32]
@@ -30,7 +32,9 @@ class Listed:
 
     def keys(self) -> npt.NDArray[np.int64]:
         """8 bytes a name, where a dict of all names would take some 200."""
-        return np.fromiter((hash(self.name(i)) for i in range(len(self.labels))), np.int64, len(self.labels))
+        return np.fromiter(
+            (hash(self.name(i)) for i in range(len(self.labels))), np.int64, len(self.labels)
+        )
 
 
 def of_sources(sources: Sources) -> Listed:
@@ -56,7 +60,9 @@ def already_there(was: Listed, now: Listed, target: Path) -> npt.NDArray[np.bool
     Raises `ConfigurationError`: the name is there with another class, length or time.
     """
     _, old, new = np.intersect1d(was.keys(), now.keys(), return_indices=True)
-    same_name = np.fromiter((was.name(i) == now.name(j) for i, j in zip(old, new, strict=True)), bool, len(old))
+    same_name = np.fromiter(
+        (was.name(i) == now.name(j) for i, j in zip(old, new, strict=True)), bool, len(old)
+    )
     old, new = old[same_name], new[same_name]  # two names may have one hash
     there = np.zeros(len(now.labels), bool)
     there[new] = True
@@ -72,8 +78,9 @@ def already_there(was: Listed, now: Listed, target: Path) -> npt.NDArray[np.bool
     ]
     if found := "; ".join(change for change in changes if change):
         raise ConfigurationError(
-            f"{target} has images of these names that are others: {found}. Nothing was written. Give new images other "
-            "names, or pack them into another folder (`Mixture` reads several); a packed image never changes."
+            f"{target} has images of these names that are others: {found}. Nothing was written. "
+            "Give new images other names, or pack them into another folder (`Mixture` reads "
+            "several); a packed image never changes."
         )
     return there
 
@@ -100,24 +107,37 @@ def describe_changes(was: Listed, now: Listed) -> str:
     if was.classes != now.classes:
         changes.append(_renumbered(was.classes, now.classes))
     found = "; ".join(change for change in changes if change)
-    return found or ("images that were left out are others now" if was.left_out else "the order of its rows")
+    return found or (
+        "images that were left out are others now" if was.left_out else "the order of its rows"
+    )
 
 
 def _moved(was: Listed, now: Listed, old: dict[int, int]) -> Callable[[int], str]:
-    return lambda i: f"{now.name(i)}: {was.classes[was.labels[old[i]]]!r}, now {now.classes[now.labels[i]]!r}"
+    return lambda i: (
+        f"{now.name(i)}: {was.classes[was.labels[old[i]]]!r}, now {now.classes[now.labels[i]]!r}"
+    )
 
 
 def _line(what: str, indices: npt.NDArray[Any], show: Callable[[int], str], most: int = 2) -> str:
     if not len(indices):
         return ""
     plural = "" if len(indices) == 1 else "s"
-    return f"{len(indices)} image{plural} {what} ({_some(map(show, indices[:most].tolist()), len(indices) - most)})"
+    return (
+        f"{len(indices)} image{plural} {what} "
+        f"({_some(map(show, indices[:most].tolist()), len(indices) - most)})"
+    )
 
 
 def _renumbered(was: list[str], now: list[str]) -> str:
     gone, come = sorted(set(was) - set(now)), sorted(set(now) - set(was))
-    parts = [f"{what} {_some(names[:2], len(names) - 2)}" for what, names in (("no", gone), ("new", come)) if names]
-    return f"{len(was)} classes, now {len(now)}: " + (", ".join(parts) or "the same with other numbers")
+    parts = [
+        f"{what} {_some(names[:2], len(names) - 2)}"
+        for what, names in (("no", gone), ("new", come))
+        if names
+    ]
+    return f"{len(was)} classes, now {len(now)}: " + (
+        ", ".join(parts) or "the same with other numbers"
+    )
 
 
 def _some(shown: Iterable[str], more: int) -> str:

@@ -17,14 +17,17 @@ def report_row(what: str, name: str, detail: str) -> bytes:
     """A line of the report. ``what``: "left out", "converted" or "empty class"."""
     line = StringIO()
     csv.writer(line, lineterminator="\n").writerow([what, name, detail])
-    return line.getvalue().encode("utf-8", "surrogateescape")  # a name may hold bytes that are no UTF-8
+    # a name may hold bytes that are no UTF-8
+    return line.getvalue().encode("utf-8", "surrogateescape")
 
 
 @contextmanager
 def whole_file(path: Path, through: Path | None = None) -> Iterator[BinaryIO]:
-    """Open a file that gets the name ``path`` when the block ends without an error, and is on the disk by then.
+    """Open a file that gets the name ``path`` when the block ends without an error, and is on the
+    disk by then.
 
-    ``through`` is where it is written until then (default: beside ``path``); removed if the block fails.
+    ``through`` is where it is written until then (default: beside ``path``); removed if the block
+    fails.
     """
     part = through or path.with_name(path.name + ".part")
     try:

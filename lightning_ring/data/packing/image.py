@@ -1,4 +1,6 @@
-"""Images as they go into a shard: copied if they are small, else shrunk; always 8 bits a channel."""
+"""Images as they go into a shard: copied if they are small, else shrunk; always 8 bits a
+channel.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,13 @@ from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.data.packing.sources import Sources
 from lightning_ring.errors import ShardError
 
-_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # formats that may be copied
-_AS_IT_IS = {"jpg": {"L", "RGB"}, "png": {"1", "L", "P", "LA", "RGB", "RGBA"}, "webp": {"RGB", "RGBA"}}
+# formats that may be copied
+_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
+_AS_IT_IS = {
+    "jpg": {"L", "RGB"},
+    "png": {"1", "L", "P", "LA", "RGB", "RGBA"},
+    "webp": {"RGB", "RGBA"},
+}
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -42,23 +49,28 @@ class UnusableImageError(ValueError):
 class PackedImage:
     data: bytes  # a whole file
     extension: str
-    how: str  # "copied" byte for byte, "shrunk", "turned" (encoded anew for its EXIF orientation), or "converted"
+    # "copied" byte for byte, "shrunk", "turned" (encoded anew for its EXIF orientation), or
+    # "converted"
+    how: str
     note: str = ""  # the changes beyond shrinking and turning, for the report
     lies: bool = False  # its EXIF orientation was not applied
 
 
 def prepare_image(data: bytes, settings: PackSettings) -> PackedImage:
-    """The image of the file ``data`` with its shorter side at most ``settings.size`` pixels (0: any), RGB or gray.
+    """The image of the file ``data`` with its shorter side at most ``settings.size`` pixels (0:
+    any), RGB or gray.
 
-    Every byte that is copied was decoded once, so what is packed can be read. Colour profiles are kept where a file is
-    copied and ignored where it is encoded anew, as torchvision's image folder ignores them. Raises
-    `UnusableImageError`: the file is no image, is cut short, or its pixels have no 8-bit meaning.
+    Every byte that is copied was decoded once, so what is packed can be read. Colour profiles are
+    kept where a file is copied and ignored where it is encoded anew, as torchvision's image folder
+    ignores them. Raises `UnusableImageError`: the file is no image, is cut short, or its pixels
+    have no 8-bit meaning.
     """
     try:
         return _prepare(data, settings)
     except (UnusableImageError, MemoryError):
         raise
-    except Exception as error:  # decoders raise of every kind on broken files, and one must not end a packing
+    # decoders raise of every kind on broken files, and one must not end a packing
+    except Exception as error:
         raise UnusableImageError(f"cannot be decoded: {_reason(error, data)}") from error
 
 
@@ -97,7 +109,9 @@ def _prepare(data: bytes, settings: PackSettings) -> PackedImage:
         notes.append(f"{image.format} to JPEG")
     pixels = _eight_bits(decoded, notes)
     if not small:
-        pixels = pixels.resize(_shrunk_size(image.size, size), Image.Resampling.BICUBIC, reducing_gap=2.0)
+        pixels = pixels.resize(
+            _shrunk_size(image.size, size), Image.Resampling.BICUBIC, reducing_gap=2.0
+        )
     if turn is not None:
         pixels = pixels.transpose(turn)
     how = "converted" if notes else "shrunk" if not small else "turned"
@@ -114,10 +128,16 @@ def _notes(image: Any) -> list[str]:
 
 
 def _decode_jpeg(data: bytes, mode: str, small: bool, size: int) -> Any:
-    """Decoded at half, quarter or eighth scale where that leaves twice ``size``: far faster, and then resized."""
+    """Decoded at half, quarter or eighth scale where that leaves twice ``size``: far faster, and
+    then resized.
+    """
     least = 0 if small else 2 * size
     pixels = simplejpeg.decode_jpeg(
-        data, colorspace="GRAY" if mode == "L" else "RGB", min_height=least, min_width=least, strict=True
+        data,
+        colorspace="GRAY" if mode == "L" else "RGB",
+        min_height=least,
+        min_width=least,
+        strict=True,
     )
     return Image.fromarray(pixels[:, :, 0] if mode == "L" else pixels)
 
@@ -131,7 +151,9 @@ def _eight_bits(image: Any, notes: list[str]) -> Any:
         return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         kind = "32-bit integers" if image.mode == "I" else "floating-point numbers"
-        raise UnusableImageError(f"pixels are {kind} without a known range, expected 8 or 16 bits a channel")
+        raise UnusableImageError(
+            f"pixels are {kind} without a known range, expected 8 or 16 bits a channel"
+        )
     mode = "L" if image.mode == "1" else "RGB"
     notes.append(f"{image.mode} to {mode}")
     return image.convert(mode)
@@ -159,8 +181,9 @@ def prepared_images(
 ) -> Iterator[tuple[int, PackedImage | str]]:
     """For each source of ``positions``: its number, and the image or the reason why it is left out.
 
-    Decoding, resizing and encoding release the GIL. At most ``ahead`` images wait in memory. Raises `ShardError`: A
-    source is there but cannot be read (a failing disk, a network file system that is gone).
+    Decoding, resizing and encoding release the GIL. At most ``ahead`` images wait in memory. Raises
+    `ShardError`: A source is there but cannot be read (a failing disk, a network file system that
+    is gone).
     """
     waiting: deque[tuple[int, Future[PackedImage | str]]] = deque()
     for position in positions:
@@ -180,14 +203,18 @@ def _prepare_source(sources: Sources, position: int, settings: PackSettings) -> 
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
         if not sources.folder.exists():  # or every image would be left out, one by one
-            raise ShardError(f"{sources.folder} is gone. Bring it back and run the same command again.") from error
+            raise ShardError(
+                f"{sources.folder} is gone. Bring it back and run the same command again."
+            ) from error
         return f"cannot be read: {error.strerror}"
     except ValueError as error:  # a zero byte in the path
         return f"cannot be read: {error}"
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):  # the name is at fault, not the disk
             return f"cannot be read: {error.strerror}"
-        raise ShardError(f"{path} cannot be read: {error.strerror}. Then run the same command again.") from error
+        raise ShardError(
+            f"{path} cannot be read: {error.strerror}. Then run the same command again."
+        ) from error
     try:
         return prepare_image(data, settings)
     except UnusableImageError as error:

@@ -17,9 +17,11 @@ PACKING = ".packing"
 class PackJob:
     """
     Args:
-        classes: Names of classes in the order of their numbers; None: by name, after those that the set has.
+        classes: Names of classes in the order of their numbers; None: by name, after those that the
+            set has.
         append: Add to the set in ``target``, if there is one.
-        generation: The one that will be made; ``first_shard`` and ``first_key`` are its first new numbers.
+        generation: The one that will be made; ``first_shard`` and ``first_key`` are its first new
+            numbers.
     """
 
     source: Path
@@ -44,4 +46,9 @@ class PackJob:
         """This job with the numbers of the generation that follows ``base``."""
         if base is None:
             return self
-        return replace(self, generation=base.generation + 1, first_shard=len(base.shards), first_key=base.samples)
+        return replace(
+            self,
+            generation=base.generation + 1,
+            first_shard=len(base.shards),
+            first_key=base.samples,
+        )

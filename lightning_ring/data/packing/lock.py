@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def only_one(state: Path, target: Path) -> Iterator[None]:
-    """Lock the folder ``state`` (made if it is not there) against other processes; the lock ends with this process.
+    """Lock the folder ``state`` (made if it is not there) against other processes; the lock ends
+    with this process.
 
     An empty folder is removed at the end. Raises `ConfigurationError`: another process has it.
     """
@@ -36,7 +37,9 @@ def only_one(state: Path, target: Path) -> Iterator[None]:
 
 
 def clear(state: Path, ignore_errors: bool = False) -> None:
-    """Empty the locked folder ``state``, but keep its lock: another process could take the lock and find the rest."""
+    """Empty the locked folder ``state``, but keep its lock: another process could take the lock
+    and find the rest.
+    """
     for path in state.iterdir():
         with suppress(*[OSError] * ignore_errors):
             if path.is_dir():
@@ -57,7 +60,10 @@ def _claimed(state: Path, target: Path) -> int:
             is_locked = claim(file)
             if _same(file, path):
                 if not is_locked:
-                    log.warning("lightning_ring: %s has no locks. See to it that one process alone packs.", target)
+                    log.warning(
+                        "lightning_ring: %s has no locks. See to it that one process alone packs.",
+                        target,
+                    )
                 return file
         except BaseException as error:
             release(file)
@@ -69,7 +75,9 @@ def _claimed(state: Path, target: Path) -> int:
 
 
 def _same(file: int, path: Path) -> bool:
-    """Whether ``path`` still is the open ``file``, and not one that was made after it had been removed."""
+    """Whether ``path`` still is the open ``file``, and not one that was made after it had been
+    removed.
+    """
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except FileNotFoundError:

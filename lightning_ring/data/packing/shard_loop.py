@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 from lightning_ring.data.packing.files import report_row, whole_file
 from lightning_ring.data.packing.image import PackedImage
 from lightning_ring.data.packing.job import PackJob
-from lightning_ring.data.packing.shard_writer import ShardRecord, ShardWriter, shard_name, write_record
+from lightning_ring.data.packing.shard_writer import (
+    ShardRecord,
+    ShardWriter,
+    shard_name,
+    write_record,
+)
 from lightning_ring.data.packing.sources import Sources
 from lightning_ring.data.shards.manifest import Shard
 
@@ -37,7 +42,9 @@ def write_shards(
     progress: Progress,
     rest: Rest,
 ) -> Iterator[ShardRecord]:
-    """Write the shards that follow ``records``, yielding each once it is on the disk; fills ``rest``."""
+    """Write the shards that follow ``records``, yielding each once it is on the disk; fills
+    ``rest``.
+    """
     number, shard_bytes = len(records), job.settings.shard_bytes
     first = job.first_key + sum(record.shard.samples for record in records)
     left_out = sum(record.counts.get("left out", 0) for record in records)
@@ -52,7 +59,9 @@ def write_shards(
                     if isinstance(image, str):
                         counts["left out"] += 1
                         left_out += 1
-                        rows.append(report_row("left out", os.fsdecode(sources.name(position)), image))
+                        rows.append(
+                            report_row("left out", os.fsdecode(sources.name(position)), image)
+                        )
                     elif shard.samples and shard.length_with(len(image.data)) > shard_bytes:
                         break
                     else:
@@ -60,7 +69,11 @@ def write_shards(
                         counts["not turned"] += image.lies
                         shard.add(image.data, image.extension, sources.label(position), position)
                         if image.note:
-                            rows.append(report_row("converted", os.fsdecode(sources.name(position)), image.note))
+                            rows.append(
+                                report_row(
+                                    "converted", os.fsdecode(sources.name(position)), image.note
+                                )
+                            )
                     progress(position + 1, len(sources), left_out)
                     pending = next(images, None)
                 sha256 = shard.finish()

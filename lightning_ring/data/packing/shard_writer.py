@@ -1,4 +1,6 @@
-"""A shard as it is written, and the record of a finished shard, from which an interrupted packing resumes."""
+"""A shard as it is written, and the record of a finished shard, from which an interrupted
+packing resumes.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ _CODES = {"labels": "i", "places": "I", "positions": "q"}
 
 
 class ShardWriter:
-    """Writes images with the numbers ``first``, ``first + 1``, ... to ``file``. The same images give the same bytes.
+    """Writes images with the numbers ``first``, ``first + 1``, ... to ``file``. The same images
+    give the same bytes.
 
-    ``columns`` grows by one row an image: those of the index, and ``positions``, the image's place among the sources.
+    ``columns`` grows by one row an image: those of the index, and ``positions``, the image's place
+    among the sources.
     """
 
     def __init__(self, file: BinaryIO, first: int) -> None:
@@ -80,7 +84,9 @@ class ShardWriter:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """A finished shard. ``next_position``: the first source after it; ``report``: rows on the sources before that."""
+    """A finished shard. ``next_position``: the first source after it; ``report``: rows on the
+    sources before that.
+    """
 
     shard: Shard
     next_position: int
@@ -94,7 +100,11 @@ def shard_name(number: int) -> str:
 
 
 def write_record(folder: Path, number: int, record: ShardRecord) -> None:
-    head = {"shard": asdict(record.shard), "next_position": record.next_position, "counts": record.counts}
+    head = {
+        "shard": asdict(record.shard),
+        "next_position": record.next_position,
+        "counts": record.counts,
+    }
     arrays: dict[str, Any] = {
         "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
         "report": np.frombuffer(record.report, np.uint8),
@@ -105,7 +115,8 @@ def write_record(folder: Path, number: int, record: ShardRecord) -> None:
 
 
 def read_records(folder: Path, shards: Path, first: int = 0) -> list[ShardRecord]:
-    """Records of finished shards, from the first on; one whose tar is not as long as it was ends the list.
+    """Records of finished shards, from the first on; one whose tar is not as long as it was ends
+    the list.
 
     Those after it are removed: they follow a shard that may be written anew with other images.
 
@@ -117,7 +128,9 @@ def read_records(folder: Path, shards: Path, first: int = 0) -> list[ShardRecord
         with np.load(_record_path(folder, len(records))) as file:
             head, report = json.loads(file["head"].tobytes()), file["report"].tobytes()
             columns = {name: file[name] for name in file.files if name not in ("head", "report")}
-        record = ShardRecord(Shard(**head["shard"]), head["next_position"], head["counts"], report, columns)
+        record = ShardRecord(
+            Shard(**head["shard"]), head["next_position"], head["counts"], report, columns
+        )
         tar = shards / record.shard.name
         if record.shard.name != shard_name(first + len(records)):
             break  # of another packing
@@ -127,7 +140,8 @@ def read_records(folder: Path, shards: Path, first: int = 0) -> list[ShardRecord
     number = len(records)
     while _record_path(folder, number).exists():
         number += 1
-    for stale in reversed(range(len(records), number)):  # the last first: interrupted, this leaves no gap
+    # the last first: interrupted, this leaves no gap
+    for stale in reversed(range(len(records), number)):
         _record_path(folder, stale).unlink()
     return records
 

@@ -1,6 +1,7 @@
 """The images of a packing and their labels, listed once and kept on the disk.
 
-A list takes some 40 bytes of memory an image. A resumed packing lists the source again, and goes on if it is the same.
+A list takes some 40 bytes of memory an image. A resumed packing lists the source again, and goes on
+if it is the same.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from lightning_ring.errors import ConfigurationError
 
 
 def sorted_classes(names: Iterable[str], source: Path) -> list[str]:
-    """Classes in the order of their numbers: sorted as ImageFolder sorts them, or by value if all are numbers.
+    """Classes in the order of their numbers: sorted as ImageFolder sorts them, or by value if all
+    are numbers.
 
-    So labels 0, 1, ..., 10 of a CSV stay what they are. Raises `ConfigurationError`: two names that people read as one:
-    "cat" and "Cat", "1" and "01", or one accent written in two ways.
+    So labels 0, 1, ..., 10 of a CSV stay what they are. Raises `ConfigurationError`: two names that
+    people read as one: "cat" and "Cat", "1" and "01", or one accent written in two ways.
     """
     names = list(names)
     check_distinct(names, source)
@@ -47,8 +49,8 @@ def check_distinct(names: Sequence[str], source: Path) -> None:
         plain = str(int(name)) if numbers else unicodedata.normalize("NFC", name).strip().casefold()
         if plain in same:
             raise ConfigurationError(
-                f"{source} has two classes of one name, {same[plain]!r} and {name!r}. Put their images into one class, "
-                "or rename one of them."
+                f"{source} has two classes of one name, {same[plain]!r} and {name!r}. Put their "
+                "images into one class, or rename one of them."
             )
         same[plain] = name
 
@@ -59,11 +61,12 @@ _SEED = 0  # of the one shuffle that mixes the classes
 
 @dataclass(frozen=True)
 class Sources:
-    """Images to pack, in the order in which they are packed; ``report`` has a row for each of ``left_out`` others.
+    """Images to pack, in the order in which they are packed; ``report`` has a row for each of
+    ``left_out`` others.
 
-    ``stamps`` tell one version of a file from another, by its length and time. ``identity`` is the same for two lists
-    of the same classes, files, labels and stamps in the same order. ``there`` images are in the set already, and have
-    no place in ``order``.
+    ``stamps`` tell one version of a file from another, by its length and time. ``identity`` is the
+    same for two lists of the same classes, files, labels and stamps in the same order. ``there``
+    images are in the set already, and have no place in ``order``.
     """
 
     folder: Path  # names are relative to it
@@ -82,7 +85,9 @@ class Sources:
         return len(self.order)
 
     def name(self, position: int) -> bytes:
-        """The name at ``position``: the file's, as the folder or the CSV has it, in its encoding."""
+        """The name at ``position``: the file's, as the folder or the CSV has it, in its
+        encoding.
+        """
         return self.listed_name(int(self.order[position]))
 
     def listed_name(self, i: int) -> bytes:
@@ -107,10 +112,11 @@ def list_sources(
     """Write the list of ``source`` to the folder ``into``, ``sources.json`` last, and load it.
 
     Args:
-        classes: Their names in the order of their numbers; left out, ``first``, then the others by `sorted_classes`.
+        classes: Their names in the order of their numbers; left out, ``first``, then the others by
+            `sorted_classes`.
 
-    Raises `ConfigurationError`: ``source`` is neither a folder of class folders nor a CSV, or has no image, or its
-    classes cannot be told apart, or are none of ``classes``.
+    Raises `ConfigurationError`: ``source`` is neither a folder of class folders nor a CSV, or has
+    no image, or its classes cannot be told apart, or are none of ``classes``.
     """
     found = scan_folder(source) if source.is_dir() else read_csv(source)
     with whole_file(into / _REPORT) as report, whole_file(into / "names") as names:
@@ -119,7 +125,10 @@ def list_sources(
         raise ConfigurationError(f"{source} lists no image.{_first_lines(into / _REPORT)}")
     if classes is None:
         known = set(first)
-        classes = [*first, *sorted_classes([name for name in listed.numbers if name not in known], source)]
+        classes = [
+            *first,
+            *sorted_classes([name for name in listed.numbers if name not in known], source),
+        ]
         check_distinct(classes, source)
     classes = list(classes)
     renumber = _class_numbers(listed.numbers, classes, source)
@@ -128,8 +137,11 @@ def list_sources(
     columns: dict[str, npt.NDArray[Any]] = {
         "labels": labels,
         "ends": np.frombuffer(listed.ends, np.int64),
-        # kept on disk with the list: numpy does not promise the same permutation in its next version
-        "order": np.argsort(labels, kind="stable") if group_by_class else mixing.permutation(len(labels)),
+        # kept on disk with the list: numpy does not promise the same permutation in its next
+        # version
+        "order": np.argsort(labels, kind="stable")
+        if group_by_class
+        else mixing.permutation(len(labels)),
     }
     for name, values in columns.items():
         with whole_file(into / f"{name}.npy") as file:
@@ -141,21 +153,29 @@ def list_sources(
     identity = hashlib.sha256(json.dumps(classes).encode())
     for part in (labels, columns["ends"], np.memmap(into / "names", mode="r"), stamps):
         identity.update(np.ascontiguousarray(part).view(np.uint8).data)
-    head = {"folder": str(folder), "classes": classes, "left_out": listed.left_out, "identity": identity.hexdigest()}
+    head = {
+        "folder": str(folder),
+        "classes": classes,
+        "left_out": listed.left_out,
+        "identity": identity.hexdigest(),
+    }
     write_whole(into / "sources.json", json.dumps(head | {"there": 0}).encode())
     sources = load_sources(into)
     assert sources is not None
     return sources
 
 
-def _class_numbers(found: dict[str, int], classes: Sequence[str], source: Path) -> npt.NDArray[np.int32]:
+def _class_numbers(
+    found: dict[str, int], classes: Sequence[str], source: Path
+) -> npt.NDArray[np.int32]:
     """By number of a class in the order in which it was ``found``: its number in ``classes``."""
     numbers = {name: number for number, name in enumerate(classes)}
     if strange := sorted(found.keys() - numbers.keys()):
         shown = ", ".join(map(repr, strange[:5])) + ", ..." * (len(strange) > 5)
         raise ConfigurationError(
-            f"{source} has classes that --classes does not list: {shown} ({len(strange)} of {len(found)}). Add them at "
-            "its end, so that the others keep their numbers, or take their images away."
+            f"{source} has classes that --classes does not list: {shown} ({len(strange)} of "
+            f"{len(found)}). Add them at its end, so that the others keep their numbers, or take "
+            "their images away."
         )
     return np.array([numbers[name] for name in found], np.int32)
 
@@ -209,7 +229,9 @@ def _write_list(found: Iterable[Found | LeftOut], report: BinaryIO, names: Binar
 
 def _first_lines(report: Path, most: int = 5) -> str:
     lines = report.read_bytes().decode("utf-8", "backslashreplace").splitlines()
-    return "".join(f"\n  {line}" for line in lines[:most]) + (f"\n  and {len(lines) - most} more" * (len(lines) > most))
+    return "".join(f"\n  {line}" for line in lines[:most]) + (
+        f"\n  and {len(lines) - most} more" * (len(lines) > most)
+    )
 
 
 def load_sources(folder: Path) -> Sources | None:
@@ -233,7 +255,9 @@ def load_sources(folder: Path) -> Sources | None:
 
 
 def leave_out_there(folder: Path, there: npt.NDArray[np.bool_]) -> Sources:
-    """Take the images of the list in ``folder`` that are ``there`` (a bool for each of the list) out of its order."""
+    """Take the images of the list in ``folder`` that are ``there`` (a bool for each of the list)
+    out of its order.
+    """
     head, order = json.loads((folder / "sources.json").read_bytes()), np.load(folder / "order.npy")
     with whole_file(folder / "order.npy") as file:
         np.save(file, order[~there[order]])

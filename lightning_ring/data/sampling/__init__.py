@@ -1,1 +1,3 @@
-"""Samplers whose orders are functions of (seed, epoch, position), the same on any number of ranks."""
+"""Samplers whose orders are functions of (seed, epoch, position), the same on any number of
+ranks.
+"""

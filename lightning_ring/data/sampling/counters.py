@@ -1,4 +1,6 @@
-"""Random numbers and random permutations whose elements can be computed one by one (counter-based generators)."""
+"""Random numbers and random permutations whose elements can be computed one by one
+(counter-based generators).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class Stream(IntEnum):
     """The purpose of random numbers; streams of one seed are independent of each other."""
 
     ORDER = 1  # which sample stands at a position
-    ROUND = 2  # the order of the draws in a round, and of the rounds in an epoch, of balanced sampling
+    # the order of the draws in a round, and of the rounds in an epoch, of balanced sampling
+    ROUND = 2
     MEMBERS = 3  # the order of the images of a class
     CROP = 4
     COLOR = 5
@@ -26,8 +29,12 @@ class Stream(IntEnum):
     BATCH = 7  # and of each batch
 
 
-def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words], rounds: int = 10) -> list[Words]:
-    """Philox4x32 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), elementwise over arrays."""
+def philox(
+    counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words], rounds: int = 10
+) -> list[Words]:
+    """Philox4x32 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"),
+    elementwise over arrays.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -43,8 +50,12 @@ def words(values: npt.ArrayLike) -> tuple[Words, Words]:
     return whole & _MASK, whole >> _SHIFT
 
 
-def subkey(seed: int, stream: Stream, a: npt.ArrayLike = 0, b: npt.ArrayLike = 0) -> tuple[Words, Words]:
-    """Keys of the generators that ``seed`` has for ``stream`` and each pair of ``a`` and ``b`` (both < 2^48)."""
+def subkey(
+    seed: int, stream: Stream, a: npt.ArrayLike = 0, b: npt.ArrayLike = 0
+) -> tuple[Words, Words]:
+    """Keys of the generators that ``seed`` has for ``stream`` and each pair of ``a`` and ``b``
+    (both < 2^48).
+    """
     a_low, a_high = words(a)
     b_low, b_high = words(b)
     # 16 bits are left of each high half; the stream goes above those of one of them
@@ -53,15 +64,21 @@ def subkey(seed: int, stream: Stream, a: npt.ArrayLike = 0, b: npt.ArrayLike = 0
 
 
 def integers(seed: int, stream: Stream, epoch: int, positions: npt.ArrayLike, num: int) -> Words:
-    """``num`` numbers in [0, 2^32) for each of ``positions`` in ``epoch``: ``len(positions) x num``."""
+    """``num`` numbers in [0, 2^32) for each of ``positions`` in ``epoch``: ``len(positions) x
+    num``.
+    """
     low, high = words(np.reshape(positions, (-1, 1)))
     block = np.arange((num + 3) // 4, dtype=np.uint64)[None]
     drawn = philox((low, high, block, np.zeros_like(block)), subkey(seed, stream, epoch))
     return np.stack(drawn, axis=-1).reshape(len(low), -1)[:, :num]
 
 
-def uniforms(seed: int, stream: Stream, epoch: int, positions: npt.ArrayLike, num: int) -> npt.NDArray[np.float64]:
-    """``num`` numbers in [0, 1) for each of ``positions`` in ``epoch``: ``len(positions) x num``."""
+def uniforms(
+    seed: int, stream: Stream, epoch: int, positions: npt.ArrayLike, num: int
+) -> npt.NDArray[np.float64]:
+    """``num`` numbers in [0, 1) for each of ``positions`` in ``epoch``: ``len(positions) x
+    num``.
+    """
     return integers(seed, stream, epoch, positions, num) / 2.0**32
 
 
@@ -71,10 +88,12 @@ _PHILOX_ROUNDS = 7  # the fewest that pass BigCrush
 
 
 def permute(indices: npt.ArrayLike, size: npt.ArrayLike, key: tuple[Words, Words]) -> Ints:
-    """Where ``indices`` (each in ``[0, size)``) go under the permutation of ``range(size)`` that ``key`` chooses.
+    """Where ``indices`` (each in ``[0, size)``) go under the permutation of ``range(size)`` that
+    ``key`` chooses.
 
-    A Feistel network over Z_a x Z_b, a·b ≥ ``size``, walked until it comes back into the range (Black and Rogaway 2002,
-    "Ciphers with arbitrary finite domains"). ``size`` (< 2^62) and ``key`` may differ from element to element.
+    A Feistel network over Z_a x Z_b, a·b ≥ ``size``, walked until it comes back into the range
+    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). ``size`` (< 2^62) and ``key``
+    may differ from element to element.
     """
     values = np.array(indices, dtype=np.int64)
     shape = values.shape
@@ -102,4 +121,6 @@ def _feistel(values: Ints, rows: Ints, columns: Ints, key: tuple[Words, Words]) 
 def _mix(values: Ints, turn: int, key: tuple[Words, Words]) -> Ints:
     low, high = words(values)
     zero = np.zeros((), dtype=np.uint64)
-    return philox((low, high, zero + np.uint64(turn), zero), key, _PHILOX_ROUNDS)[0].astype(np.int64)
+    return philox((low, high, zero + np.uint64(turn), zero), key, _PHILOX_ROUNDS)[0].astype(
+        np.int64
+    )

@@ -27,14 +27,16 @@ class _Stretches:
 class MixtureSampler(WeightedSampler):
     """Draws from the sets of a `Mixture`: from set s in the share ``weights[s] / sum(weights)``.
 
-    Each set gets its share of every stretch of some 65,000 draws up to one draw. A set is used up before a sample of it
-    comes again, over epochs too; a small set with a large weight comes several times an epoch.
+    Each set gets its share of every stretch of some 65,000 draws up to one draw. A set is used up
+    before a sample of it comes again, over epochs too; a small set with a large weight comes
+    several times an epoch.
 
     Args:
         sizes: Samples in each set: `Mixture.sizes`.
         weights: A number above 0 for each set.
-        num_samples: Draws in an epoch over all ranks; the sum of the sizes if left out. Above 65,536 it is rounded up
-            to whole rounds of equal length (`length` says the result). The rest of a division by the ranks is dropped.
+        num_samples: Draws in an epoch over all ranks; the sum of the sizes if left out. Above
+            65,536 it is rounded up to whole rounds of equal length (`length` says the result). The
+            rest of a division by the ranks is dropped.
         seed, rank, world_size, fingerprint: See `OrderedSampler`.
     """
 
@@ -51,9 +53,13 @@ class MixtureSampler(WeightedSampler):
     ) -> None:
         sizes, weights = [int(size) for size in sizes], [float(weight) for weight in weights]
         if not sizes or min(sizes) < 1:
-            raise ConfigurationError(f"sizes={sizes} were given, expected one sample or more in each set.")
+            raise ConfigurationError(
+                f"sizes={sizes} were given, expected one sample or more in each set."
+            )
         if len(weights) != len(sizes) or not all(0 < weight < float("inf") for weight in weights):
-            raise ConfigurationError(f"weights={weights} were given, expected {len(sizes)} numbers above 0.")
+            raise ConfigurationError(
+                f"weights={weights} were given, expected {len(sizes)} numbers above 0."
+            )
         super().__init__(
             _Stretches(sizes),
             np.array(weights),

@@ -21,22 +21,24 @@ _STEPS = 64  # computed at a time
 class PKSampler(OrderedSampler):
     """Each step every rank gets ``p`` classes, ``k`` samples each, and no class comes to two ranks.
 
-    The global order is a sequence of passes over all classes, ``k`` samples a class. A step takes the next ``p`` x
-    world size classes; one that would reach over the end of a pass starts with the next pass instead, so that its
-    classes are distinct whatever the number of ranks. Passes come in pairs: the second takes the second half of the
-    first one's classes before the first half, in another order each. So a class that the end of a pass leaves out comes
-    at the beginning of the next, and no class is left out of both.
+    The global order is a sequence of passes over all classes, ``k`` samples a class. A step takes
+    the next ``p`` x world size classes; one that would reach over the end of a pass starts with the
+    next pass instead, so that its classes are distinct whatever the number of ranks. Passes come in
+    pairs: the second takes the second half of the first one's classes before the first half, in
+    another order each. So a class that the end of a pass leaves out comes at the beginning of the
+    next, and no class is left out of both.
 
-    Groups of ``k`` go through a class without repeating a sample until fewer than ``k`` are left, and then through it
-    in another order. A class with fewer than ``k`` samples repeats some: a crop or a colour change differs each time.
+    Groups of ``k`` go through a class without repeating a sample until fewer than ``k`` are left,
+    and then through it in another order. A class with fewer than ``k`` samples repeats some: a crop
+    or a colour change differs each time.
 
     For a DataLoader: ``batch_size=sampler.batch_size``.
 
     Args:
         labels: Class number of every sample, integers ≥ 0.
         p, k: Classes a rank and step, samples a class.
-        fewest: A class with fewer samples is left out and reported. 1 leaves out none; 2 those that have no pair of
-            different samples.
+        fewest: A class with fewer samples is left out and reported. 1 leaves out none; 2 those that
+            have no pair of different samples.
         seed, rank, world_size: See `OrderedSampler`.
         fingerprint: A hash of ``labels`` if left out.
 
@@ -61,27 +63,33 @@ class PKSampler(OrderedSampler):
     ) -> None:
         if p < 1 or k < 2 or fewest < 1:
             raise ConfigurationError(
-                f"p={p}, k={k} and fewest={fewest} were given, expected p ≥ 1 classes, k ≥ 2 samples of each and "
-                "fewest ≥ 1."
+                f"p={p}, k={k} and fewest={fewest} were given, expected p ≥ 1 classes, k ≥ 2 "
+                "samples of each and fewest ≥ 1."
             )
         self.members = ClassMembers(labels)
         fingerprint = fingerprint or self.members.fingerprint
         super().__init__(seed=seed, rank=rank, world_size=world_size, fingerprint=fingerprint)
         self.p, self.k = p, k
         self.batch_size = p * k
-        self.kind = f"p x k in pairs of passes, k={k}" + (f", fewest={fewest}" if fewest > 1 else "")
+        self.kind = f"p x k in pairs of passes, k={k}" + (
+            f", fewest={fewest}" if fewest > 1 else ""
+        )
         self.drop_last = True
         self._usable = np.flatnonzero(self.members.counts >= fewest)
         self._groups = np.maximum(self.members.counts // k, 1)
         self.left_out: Ints = self.members.numbers[self.members.counts < fewest]
-        self.num_passes = max(1, round(int(self.members.counts[self._usable].sum()) / max(1, k * self.num_classes)))
+        self.num_passes = max(
+            1, round(int(self.members.counts[self._usable].sum()) / max(1, k * self.num_classes))
+        )
         if len(self.left_out) and rank in (0, None):
             log.warning(
-                "lightning_ring: PKSampler leaves out %d of %d classes, which have fewer than %d samples: class %s",
+                "lightning_ring: PKSampler leaves out %d of %d classes, which have fewer than %d "
+                "samples: class %s",
                 len(self.left_out),
                 len(self.members.numbers),
                 fewest,
-                ", ".join(map(str, self.left_out[:20])) + (", ..." if len(self.left_out) > 20 else ""),
+                ", ".join(map(str, self.left_out[:20]))
+                + (", ..." if len(self.left_out) > 20 else ""),
             )
         if world_size is not None:
             self._check_classes()
@@ -108,7 +116,9 @@ class PKSampler(OrderedSampler):
             order = self._usable[self._order(self.epoch * self.num_passes + turn)]
             for first in range(0, steps, _STEPS):
                 step = np.arange(first, min(first + _STEPS, steps))[:, None]
-                places = (offset + step * width + np.arange(self.p) * self.num_replicas + self.rank).reshape(-1)
+                places = (
+                    offset + step * width + np.arange(self.p) * self.num_replicas + self.rank
+                ).reshape(-1)
                 positions = (turn * classes + places)[:, None] * self.k + np.arange(self.k)
                 yield positions.reshape(-1), self._draw(order[places], turn)
             offset = 0
@@ -122,10 +132,14 @@ class PKSampler(OrderedSampler):
             return order
         first_half, second_half = order[: classes // 2], order[classes // 2 :]
         turns = (
-            permute(np.arange(len(half)), len(half), subkey(self.seed, Stream.ORDER, pair, 1 + number))
+            permute(
+                np.arange(len(half)), len(half), subkey(self.seed, Stream.ORDER, pair, 1 + number)
+            )
             for number, half in enumerate((second_half, first_half))
         )
-        return np.concatenate([half[turn] for half, turn in zip((second_half, first_half), turns, strict=True)])
+        return np.concatenate(
+            [half[turn] for half, turn in zip((second_half, first_half), turns, strict=True)]
+        )
 
     def _draw(self, classes: Ints, turn: int) -> Ints:
         """The ``k`` samples that each of ``classes`` gives in pass ``turn`` of this epoch."""
@@ -133,7 +147,8 @@ class PKSampler(OrderedSampler):
         cycle, group = np.divmod(visit, self._groups[classes])
         ordinal = group[:, None] * self.k + np.arange(self.k)
         repeated, cycle = np.repeat(classes, self.k), np.repeat(cycle, self.k)
-        ordinal = ordinal.reshape(-1) % self.members.counts[repeated]  # wraps in classes of fewer than k samples only
+        # wraps in classes of fewer than k samples only
+        ordinal = ordinal.reshape(-1) % self.members.counts[repeated]
         return self.members.draw(self.seed, repeated, cycle, ordinal)
 
     def num_left(self, position: int) -> int:
@@ -157,7 +172,7 @@ class PKSampler(OrderedSampler):
     def _check_classes(self) -> None:
         if self.num_classes < self.p * self.num_replicas:
             raise ConfigurationError(
-                f"{self.num_classes} classes can be drawn from, but p={self.p} distinct ones on each of "
-                f"{self.num_replicas} ranks need {self.p * self.num_replicas}. Lower p to "
+                f"{self.num_classes} classes can be drawn from, but p={self.p} distinct ones on "
+                f"each of {self.num_replicas} ranks need {self.p * self.num_replicas}. Lower p to "
                 f"{self.num_classes // self.num_replicas} at most, or use fewer ranks."
             )

@@ -21,31 +21,40 @@ Remainder = Literal["repeat", "drop", "keep"]
 
 
 class OrderedSampler(DistributedSampler[int]):
-    """One global order for all ranks, a function of (seed, epoch, position); this rank takes its slice of each step.
+    """One global order for all ranks, a function of (seed, epoch, position); this rank takes its
+    slice of each step.
 
-    Neither the number of ranks nor that of workers changes the order: restored at another world size, training goes on
-    with the same one. A `DistributedSampler`, so that Lightning leaves it in place and tells it the epoch.
+    Neither the number of ranks nor that of workers changes the order: restored at another world
+    size, training goes on with the same one. A `DistributedSampler`, so that Lightning leaves it in
+    place and tells it the epoch.
 
     Args:
         seed: Chooses the order.
-        rank, world_size: Left out, both are asked of torch.distributed when iteration starts (Lightning has started it
-            by then); where it is not initialised there is one process.
+        rank, world_size: Left out, both are asked of torch.distributed when iteration starts
+            (Lightning has started it by then); where it is not initialised there is one process.
         fingerprint: Says which data set this is; a state of another one is refused.
 
     Attributes:
         epoch: Set by `set_epoch`, which Lightning calls.
-        position: Where in the global order, counted in samples, the next iteration starts: 0 unless a state was loaded.
-        presumed: Rank and world size as long as this process is not connected to the others, which it joins later, and
-            inside `placed`.
+        position: Where in the global order, counted in samples, the next iteration starts: 0 unless
+            a state was loaded.
+        presumed: Rank and world size as long as this process is not connected to the others, which
+            it joins later, and inside `placed`.
     """
 
     kind: str
 
-    def __init__(self, *, seed: int, rank: int | None, world_size: int | None, fingerprint: str) -> None:
+    def __init__(
+        self, *, seed: int, rank: int | None, world_size: int | None, fingerprint: str
+    ) -> None:
         if (rank is None) != (world_size is None):
-            raise ConfigurationError(f"rank={rank} and world_size={world_size}: give both, or neither.")
+            raise ConfigurationError(
+                f"rank={rank} and world_size={world_size}: give both, or neither."
+            )
         if rank is not None and world_size is not None and not 0 <= rank < world_size:
-            raise ConfigurationError(f"rank={rank} was given, expected one of 0 to {world_size - 1}.")
+            raise ConfigurationError(
+                f"rank={rank} was given, expected one of 0 to {world_size - 1}."
+            )
         if not 0 <= seed < 2**63:
             raise ConfigurationError(f"seed={seed} was given, expected 0 to 2^63 - 1.")
         self._given = None if rank is None or world_size is None else (rank, world_size)
@@ -60,7 +69,9 @@ class OrderedSampler(DistributedSampler[int]):
 
     @abstractmethod
     def blocks(self) -> Iterator[tuple[Ints, Ints]]:
-        """This rank's samples from `position` on, in pieces: their global positions, and their indices."""
+        """This rank's samples from `position` on, in pieces: their global positions, and their
+        indices.
+        """
 
     @abstractmethod
     def advanced(self, position: int, num: int) -> int:
@@ -82,7 +93,9 @@ class OrderedSampler(DistributedSampler[int]):
 
     @contextmanager
     def placed(self, rank: int, world_size: int) -> Iterator[None]:
-        """Inside, rank and world size are these, unless others were given when the sampler was made."""
+        """Inside, rank and world size are these, unless others were given when the sampler was
+        made.
+        """
         before, self.presumed = self.presumed, (rank, world_size)
         try:
             yield
@@ -91,7 +104,11 @@ class OrderedSampler(DistributedSampler[int]):
 
     @property
     def _place(self) -> tuple[int, int]:
-        return self._given or self.presumed or ((dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1))
+        return (
+            self._given
+            or self.presumed
+            or ((dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1))
+        )
 
     # -- iteration
 
@@ -103,7 +120,9 @@ class OrderedSampler(DistributedSampler[int]):
             self.rewind()
 
     def __len__(self) -> int:
-        """Samples of this rank in this epoch, those before `position` included, as Lightning counts batches."""
+        """Samples of this rank in this epoch, those before `position` included, as Lightning
+        counts batches.
+        """
         return self._taken + self.num_left(self.position)
 
     @property
@@ -125,7 +144,8 @@ class OrderedSampler(DistributedSampler[int]):
         """The same on every rank.
 
         Args:
-            trained: Samples that this rank has trained on since the iteration began; a loader has fetched more.
+            trained: Samples that this rank has trained on since the iteration began; a loader has
+                fetched more.
         """
         return {
             "kind": self.kind,
@@ -137,33 +157,44 @@ class OrderedSampler(DistributedSampler[int]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was called, also with another number of ranks. The state's seed replaces this one's.
+        """Go on where `state_dict` was called, also with another number of ranks. The state's seed
+        replaces this one's.
 
         Raises:
-            ConfigurationError: The state is of another data set, or of an order with other settings.
+            ConfigurationError: The state is of another data set, or of an order with other
+                settings.
         """
         checked = {"kind": self.kind, "fingerprint": self.fingerprint}
         saved = {name: state.get(name) for name in checked}
         for name, mine in checked.items():
             if saved[name] != mine:
                 raise ConfigurationError(
-                    f"the saved state of a sampler has {name} {saved[name]!r}, but this one has {mine!r}: its "
-                    "position means nothing here. Use the data set and settings of the saved run, or start a new one."
+                    f"the saved state of a sampler has {name} {saved[name]!r}, but this one has "
+                    f"{mine!r}: its position means nothing here. Use the data set and settings of "
+                    "the saved run, or start a new one."
                 )
         if state["seed"] != self.seed:
             found = state["seed"]
-            log.warning("lightning_ring: the sampler goes on with seed %s of the saved run, not %s.", found, self.seed)
+            log.warning(
+                "lightning_ring: the sampler goes on with seed %s of the saved run, not %s.",
+                found,
+                self.seed,
+            )
         self.seed, self.epoch = state["seed"], state["epoch"]
         self.position, self._taken = state["position"], state["taken"]
 
 
 class StridedSampler(OrderedSampler):
-    """An order of ``length`` positions; rank r takes r, r + world size, ... A step of all ranks is one stretch."""
+    """An order of ``length`` positions; rank r takes r, r + world size, ... A step of all ranks
+    is one stretch.
+    """
 
     def __init__(self, length: int, remainder: Remainder, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if remainder not in ("repeat", "drop", "keep"):
-            raise ConfigurationError(f"remainder={remainder!r} was given, expected 'repeat', 'drop' or 'keep'.")
+            raise ConfigurationError(
+                f"remainder={remainder!r} was given, expected 'repeat', 'drop' or 'keep'."
+            )
         if length <= 0:
             raise ConfigurationError("the data set is empty: there is nothing to sample.")
         self.length = length
@@ -196,14 +227,16 @@ _BLOCK = 8192  # positions computed at a time: a few milliseconds
 
 
 class ShuffledSampler(StridedSampler):
-    """Every one of ``size`` samples once an epoch. Starts at once and takes no memory, however many there are.
+    """Every one of ``size`` samples once an epoch. Starts at once and takes no memory, however many
+    there are.
 
     Args:
         size: Samples in the data set.
         shuffle: False: in order, for evaluation.
-        remainder: If ``size`` does not divide by the ranks: ``"repeat"`` gives the last step samples of
-            the epoch's start again, as torch's sampler does; ``"drop"`` leaves the last ones out of this epoch;
-            ``"keep"`` gives some ranks one sample more, so that each is seen exactly once.
+        remainder: If ``size`` does not divide by the ranks: ``"repeat"`` gives the last step
+            samples of the epoch's start again, as torch's sampler does; ``"drop"`` leaves the last
+            ones out of this epoch; ``"keep"`` gives some ranks one sample more, so that each is
+            seen exactly once.
         seed, rank, world_size, fingerprint: See `OrderedSampler`.
     """
 
@@ -219,14 +252,20 @@ class ShuffledSampler(StridedSampler):
         fingerprint: str | None = None,
     ) -> None:
         fingerprint = fingerprint or f"{size} samples"
-        super().__init__(size, remainder, seed=seed, rank=rank, world_size=world_size, fingerprint=fingerprint)
+        super().__init__(
+            size, remainder, seed=seed, rank=rank, world_size=world_size, fingerprint=fingerprint
+        )
         self.shuffle = shuffle
         self.kind = "shuffled" if shuffle else "in order"
 
     def blocks(self) -> Iterator[tuple[Ints, Ints]]:
         num, key = self.num_left(self.position), subkey(self.seed, Stream.ORDER, self.epoch)
         for start in range(0, num, _BLOCK):
-            mine = np.arange(start, min(start + _BLOCK, num), dtype=np.int64)  # numbers of this rank's positions
+            # numbers of this rank's positions
+            mine = np.arange(start, min(start + _BLOCK, num), dtype=np.int64)
             positions = self.position + self.rank + mine * self.num_replicas
             wrapped = positions % self.length
-            yield positions, permute(wrapped, np.int64(self.length), key) if self.shuffle else wrapped
+            yield (
+                positions,
+                permute(wrapped, np.int64(self.length), key) if self.shuffle else wrapped,
+            )

@@ -22,28 +22,31 @@ from lightning_ring.errors import ShardError
 
 
 class ShardDataset(Dataset[tuple[Any, int]]):
-    """The images that ``lightning-ring pack`` wrote to ``root``: ``dataset[i]`` is an image and its label.
+    """The images that ``lightning-ring pack`` wrote to ``root``: ``dataset[i]`` is an image and its
+    label.
 
-    Any image is found in constant time. The index is mapped, so the processes of a host share it; shards are opened in
-    the process that first reads them. Safe to read from several threads, to fork and to pickle (as its path).
+    Any image is found in constant time. The index is mapped, so the processes of a host share it;
+    shards are opened in the process that first reads them. Safe to read from several threads, to
+    fork and to pickle (as its path).
 
     Args:
         root: The folder.
         transform: Called with the uint8 tensor (3 x height x width, RGB) of each image.
         decode: False gives the encoded bytes instead of a tensor, to ``transform`` too.
-        generation: Of a set to which images were appended: how many appends to read. Left out, all. Later appends do
-            not disturb a data set that is open, nor its copies in workers.
+        generation: Of a set to which images were appended: how many appends to read. Left out, all.
+            Later appends do not disturb a data set that is open, nor its copies in workers.
 
     Attributes:
-        labels: Class number of every image: int32, length ``len(dataset)``, mapped read-only. You may set another
-            array; it travels with the data set to workers.
+        labels: Class number of every image: int32, length ``len(dataset)``, mapped read-only. You
+            may set another array; it travels with the data set to workers.
         classes: Names of the classes, in the order of their numbers.
-        fingerprint: Equal for two data sets that hold the same images, labels, names and order, in one generation.
+        fingerprint: Equal for two data sets that hold the same images, labels, names and order, in
+            one generation.
         generation: Appends that are read.
 
     Raises:
-        ShardError: ``root`` holds no finished packing or not this generation, or a file is missing or not as long as it
-            was written.
+        ShardError: ``root`` holds no finished packing or not this generation, or a file is missing
+            or not as long as it was written.
     """
 
     labels: npt.NDArray[np.int32]
@@ -77,7 +80,9 @@ class ShardDataset(Dataset[tuple[Any, int]]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Neither a copy of the index nor descriptors of this process travel to a spawned worker.
-        state = {name: value for name, value in self.__dict__.items() if name not in ("_index", "_files")}
+        state = {
+            name: value for name, value in self.__dict__.items() if name not in ("_index", "_files")
+        }
         if self.labels is self._index.labels:
             del state["labels"]
         return state
@@ -86,7 +91,9 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         self.__dict__.update(state)
         self._open(state["generation"])
         if self.fingerprint != state["fingerprint"]:
-            raise ShardError(f"{self.root} was packed anew since this data set was opened. Start the job again.")
+            raise ShardError(
+                f"{self.root} was packed anew since this data set was opened. Start the job again."
+            )
         self.__dict__.update(state)  # labels and classes that the user has changed
 
     def __len__(self) -> int:
@@ -97,23 +104,31 @@ class ShardDataset(Dataset[tuple[Any, int]]):
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[tuple[Any, int]]:
         """One sample for each of ``indices``; torch's DataLoader asks for a batch this way."""
-        return [self._sample(i, data) for i, data in zip(indices, self.read_many(indices), strict=True)]
+        return [
+            self._sample(i, data) for i, data in zip(indices, self.read_many(indices), strict=True)
+        ]
 
     def read(self, i: SupportsIndex) -> bytes:
-        """Image ``i`` as it lies in its shard: a JPEG, or a PNG or WebP that was small already. Releases the GIL.
+        """Image ``i`` as it lies in its shard: a JPEG, or a PNG or WebP that was small already.
+        Releases the GIL.
 
-        Raises `ShardError`: its bytes are not those that were packed, by their CRC-32, or cannot be read.
+        Raises `ShardError`: its bytes are not those that were packed, by their CRC-32, or cannot be
+        read.
         """
         return self._read(i, self._index.place(i))
 
     def read_many(self, indices: Sequence[SupportsIndex]) -> list[bytes]:
-        """`read` for each of ``indices``: the disk is asked for all of them before the first is waited for."""
+        """`read` for each of ``indices``: the disk is asked for all of them before the first is
+        waited for.
+        """
         places = [self._index.place(i) for i in indices]
         self._files.will_need(places)
         return [self._read(i, place) for i, place in zip(indices, places, strict=True)]
 
     def key(self, i: SupportsIndex) -> str:
-        """The name of image ``i`` in its tar, and in webdataset (``__key__``); read from the tar."""
+        """The name of image ``i`` in its tar, and in webdataset (``__key__``); read from the
+        tar.
+        """
         place = self._index.place(i)
         header = self._files.read(place._replace(offset=place.offset - BLOCK, size=BLOCK))
         return header[:100].split(b".")[0].decode("ascii", "replace")
@@ -130,15 +145,18 @@ class ShardDataset(Dataset[tuple[Any, int]]):
             name = self.name(i)
         except ShardError:
             name = "its name is damaged"
-        return f"image {range(len(self))[as_index(i)]} ({name}), {path} at offset {place.offset}, {place.size} bytes"
+        return (
+            f"image {range(len(self))[as_index(i)]} ({name}), {path} at offset {place.offset}, "
+            f"{place.size} bytes"
+        )
 
     def _read(self, i: SupportsIndex, place: ByteRange) -> bytes:
         data = self._files.read(place)
         if (found := zlib.crc32(data)) == place.crc32:
             return data
         raise ShardError(
-            f"{self.where(i)}: its bytes are not those that were packed: CRC-32 {found:08x}, expected "
-            f"{place.crc32:08x}. {self._how_to_verify}"
+            f"{self.where(i)}: its bytes are not those that were packed: CRC-32 {found:08x}, "
+            f"expected {place.crc32:08x}. {self._how_to_verify}"
         )
 
     @property
@@ -151,5 +169,7 @@ class ShardDataset(Dataset[tuple[Any, int]]):
             try:
                 image = torch.from_numpy(decode_rgb(data)).permute(2, 0, 1)
             except (ValueError, OSError) as error:
-                raise ShardError(f"{self.where(i)}, cannot be decoded: {error}. {self._how_to_verify}") from error
+                raise ShardError(
+                    f"{self.where(i)}, cannot be decoded: {error}. {self._how_to_verify}"
+                ) from error
         return image if self.transform is None else self.transform(image), int(self.labels[i])

@@ -23,7 +23,8 @@ class _OpenFile:
     def __init__(self, path: Path) -> None:
         self.descriptor = -1
         self.descriptor = os.open(path, _FLAGS)
-        self._lock = None if hasattr(os, "pread") else threading.Lock()  # Windows: reading moves a position
+        # Windows: reading moves a position
+        self._lock = None if hasattr(os, "pread") else threading.Lock()
         if hasattr(os, "posix_fadvise"):  # Linux; without it each small read would fetch 128 KiB
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
@@ -39,14 +40,17 @@ class _OpenFile:
             os.close(self.descriptor)
 
 
-_open: dict[tuple[int, int], _OpenFile] = {}  # by data set and shard, of this process, the oldest first
+# by data set and shard, of this process, the oldest first
+_open: dict[tuple[int, int], _OpenFile] = {}
 _numbers = count()
 
 
 class ShardFiles:
-    """Reads bytes of shards. Files open when they are first needed and share no position, so threads need no lock.
+    """Reads bytes of shards. Files open when they are first needed and share no position, so
+    threads need no lock.
 
-    All data sets of a process together keep ``max_open`` files open, by default a quarter of the process's limit.
+    All data sets of a process together keep ``max_open`` files open, by default a quarter of the
+    process's limit.
     """
 
     def __init__(self, root: Path, shards: Sequence[Shard], max_open: int | None = None) -> None:
@@ -67,18 +71,23 @@ class ShardFiles:
                 file = _OpenFile(self.path(shard))
             except FileNotFoundError:
                 raise ShardLostError(
-                    f"{self.path(shard)} is gone since the set was opened. Restore the file, then start the job again."
+                    f"{self.path(shard)} is gone since the set was opened. Restore the file, then "
+                    "start the job again."
                 ) from None
             except OSError as error:
-                raise ShardLostError(f"{self.path(shard)} cannot be opened: {error.strerror}. {_LOOK_AFTER}") from error
-            # Not an OrderedDict behind a lock: a lock that a thread holds during a fork stays held in the child.
+                raise ShardLostError(
+                    f"{self.path(shard)} cannot be opened: {error.strerror}. {_LOOK_AFTER}"
+                ) from error
+            # Not an OrderedDict behind a lock: a lock that a thread holds during a fork stays held
+            # in the child.
             for oldest in list(_open)[: max(0, len(_open) - self._max_open + 1)]:
                 _open.pop(oldest, None)
             _open[key] = file
         return file
 
     def read(self, place: ByteRange) -> bytes:
-        """The bytes at ``place``, in one system call, without the GIL. Their CRC-32 is the caller's to compare.
+        """The bytes at ``place``, in one system call, without the GIL. Their CRC-32 is the caller's
+        to compare.
 
         Raises `ShardLostError`: the file is gone, ends before, or the disk fails.
         """
@@ -87,14 +96,15 @@ class ShardFiles:
             data = file.read(place.size, place.offset)
         except OSError as error:
             raise ShardLostError(
-                f"{self.path(place.shard)} cannot be read at offset {place.offset}, {place.size} bytes: "
-                f"{error.strerror}. {_LOOK_AFTER}"
+                f"{self.path(place.shard)} cannot be read at offset {place.offset}, {place.size} "
+                f"bytes: {error.strerror}. {_LOOK_AFTER}"
             ) from error
         if len(data) != place.size:
             shard = self._shards[place.shard]
             raise ShardLostError(
-                f"{self.path(place.shard)} is cut short: at offset {place.offset} it has {len(data)} bytes, expected "
-                f"{place.size}. Restore the file ({shard.bytes} bytes, SHA-256 {shard.sha256})."
+                f"{self.path(place.shard)} is cut short: at offset {place.offset} it has "
+                f"{len(data)} bytes, expected {place.size}. Restore the file ({shard.bytes} bytes, "
+                f"SHA-256 {shard.sha256})."
             )
         return data
 

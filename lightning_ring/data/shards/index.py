@@ -1,16 +1,18 @@
-"""Where each image is: arrays of one row an image, memory-mapped, so that all processes of a host share them.
+"""Where each image is: arrays of one row an image, memory-mapped, so that all processes of a host
+share them.
 
-    labels.npy     int32    class number                                                              4 bytes an image
+    labels.npy     int32    class number                                           4 bytes an image
     places.npy     uint32   where the image starts in its shard, in blocks of 512 bytes; its length
-                            in bytes; the CRC-32 of its bytes                                        12
-    name_ends.npy  int64    where its name ends in names.txt                                          8
-    stamps.npy     uint64   of the file that it was packed from; for the next packing only            8
+                            in bytes; the CRC-32 of its bytes                     12
+    name_ends.npy  int64    where its name ends in names.txt                       8
+    stamps.npy     uint64   of the file that it was packed from, for repacking     8
 
-Tar places every file at a multiple of 512 bytes, so 32 bits reach to 2 TiB in a shard. Which shard an image is in
-follows from its number and the manifest.
+Tar places every file at a multiple of 512 bytes, so 32 bits reach to 2 TiB in a shard. Which shard
+an image is in follows from its number and the manifest.
 
-No damage of an index is read for what was packed. Labels are compared with their SHA-256 when they are opened, names
-when the first one is asked for. A damaged place leads to bytes that have not the CRC-32 of the place.
+No damage of an index is read for what was packed. Labels are compared with their SHA-256 when they
+are opened, names when the first one is asked for. A damaged place leads to bytes that have not the
+CRC-32 of the place.
 """
 
 from __future__ import annotations
@@ -50,9 +52,11 @@ class ByteRange(NamedTuple):
 
 
 class ShardIndex:
-    """The arrays of the shards in ``root``. Labels are read when it is opened, the rest when it is asked for.
+    """The arrays of the shards in ``root``. Labels are read when it is opened, the rest when it is
+    asked for.
 
-    Raises `ShardError`: a file is missing, has another shape, or its labels are not those that were packed.
+    Raises `ShardError`: a file is missing, has another shape, or its labels are not those that were
+    packed.
     """
 
     def __init__(self, root: Path, manifest: Manifest) -> None:
@@ -65,7 +69,9 @@ class ShardIndex:
         self._places = self.column("places")
 
     def check_all(self) -> None:
-        """Raises `ShardError`: a file of the index is not as it was written; a copy of it would be taken for whole."""
+        """Raises `ShardError`: a file of the index is not as it was written; a copy of it would
+        be taken for whole.
+        """
         for name in self._manifest.files:
             if name.startswith(f"{self._manifest.index}/"):
                 self._check(name.removeprefix(f"{self._manifest.index}/"))
@@ -80,8 +86,9 @@ class ShardIndex:
         shape = (self._samples, width)[: 1 + (width > 1)]
         if values.shape != shape or values.dtype != dtype:
             raise ShardError(
-                f"{self._path(name)}.npy holds {values.dtype} of shape {values.shape}, expected {dtype} of shape "
-                f"{shape}, one row for each image of the manifest. Restore it, or pack the images again."
+                f"{self._path(name)}.npy holds {values.dtype} of shape {values.shape}, expected "
+                f"{dtype} of shape {shape}, one row for each image of the manifest. Restore it, or "
+                "pack the images again."
             )
         return values
 
@@ -103,18 +110,22 @@ class ShardIndex:
             # A plain array over the same mapping: indexing a np.memmap costs several times as much.
             return load(path).view(np.ndarray)
         except (OSError, ValueError, EOFError) as error:
-            raise ShardError(f"{path} cannot be mapped: {error}. Restore it, or pack the images again.") from None
+            raise ShardError(
+                f"{path} cannot be mapped: {error}. Restore it, or pack the images again."
+            ) from None
 
     def _check(self, name: str) -> None:
         try:
             found = file_sha256(self._path(name))
         except OSError as error:
-            raise ShardError(f"{self._path(name)} cannot be read: {error.strerror}. Restore it.") from None
+            raise ShardError(
+                f"{self._path(name)} cannot be read: {error.strerror}. Restore it."
+            ) from None
         expected = self._manifest.files[f"{self._manifest.index}/{name}"]
         if found != expected:
             raise ShardError(
-                f"{self._path(name)} is not as it was packed: it has SHA-256 {found}, expected {expected}. Restore it, "
-                "or pack the images again."
+                f"{self._path(name)} is not as it was packed: it has SHA-256 {found}, expected "
+                f"{expected}. Restore it, or pack the images again."
             )
 
     def __len__(self) -> int:
@@ -131,7 +142,9 @@ class ShardIndex:
         i = self.position(i)
         block, size, crc32 = self._places[i].tolist()
         if not size:  # the CRC-32 of no bytes is 0: a page of zeros would pass for an image
-            raise ShardError(f"{self._path('places.npy')} is damaged: image {i} has no bytes in it. Restore it.")
+            raise ShardError(
+                f"{self._path('places.npy')} is damaged: image {i} has no bytes in it. Restore it."
+            )
         return ByteRange(bisect_right(self._starts, i) - 1, block * BLOCK, size, crc32)
 
     def name(self, i: SupportsIndex) -> str:
@@ -143,5 +156,7 @@ class ShardIndex:
 
 
 def key(number: int) -> str:
-    """The name, in its tar and without extension, of the image of that number in the order of writing."""
+    """The name, in its tar and without extension, of the image of that number in the order of
+    writing.
+    """
     return f"{number:09d}"

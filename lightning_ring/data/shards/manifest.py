@@ -1,15 +1,16 @@
 """The manifest of a folder of shards: its classes, its files with their lengths and checksums.
 
 manifest.json             written last, so a folder without it is not a data set yet
-shard-000000.tar ...      WebDataset's layout: 000000012.jpg, then 000000012.cls (the label, as text)
+shard-000000.tar ...      WebDataset's layout: 000000012.jpg, then 000000012.cls (the label)
 index/000000/*.npy        one row an image, see `lightning_ring.data.shards.index`
 index/000000/names.txt    where each image came from, one a line
 index/000000/manifest.json  that of this generation, when there are later ones
 report.csv                images that were left out, and changes beyond shrinking
 
-Shards and indices never change once they are written. The number in ``index/000000`` is the generation: `pack --append`
-writes further shards and the next index, and then renames a manifest that names them to ``manifest.json``. A generation
-that is newer than ``manifest.json`` was never finished, and nobody reads it.
+Shards and indices never change once they are written. The number in ``index/000000`` is the
+generation: `pack --append` writes further shards and the next index, and then renames a manifest
+that names them to ``manifest.json``. A generation that is newer than ``manifest.json`` was never
+finished, and nobody reads it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ VERSION = 3
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One tar file: its length in bytes, its images, and the SHA-256 of the whole file (as ``sha256sum``)."""
+    """One tar file: its length in bytes, its images, and the SHA-256 of the whole file (as
+    ``sha256sum``).
+    """
 
     name: str
     bytes: int
@@ -48,9 +51,11 @@ class Manifest:
     Args:
         classes: Names of the classes, in the order of their numbers.
         files: SHA-256 of everything beside the shards.
-        source: Where the images came from; ``identity`` is of what lay there (`packing.sources.Sources.identity`).
+        source: Where the images came from; ``identity`` is of what lay there
+            (`packing.sources.Sources.identity`).
         settings: Of the packing.
-        counts: Numbers of images by treatment, of the packing that made this generation; for people.
+        counts: Numbers of images by treatment, of the packing that made this generation; for
+            people.
         generation: How often images were appended.
     """
 
@@ -69,9 +74,12 @@ class Manifest:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for two folders if and only if they hold the same images, labels, names and order."""
+        """The same for two folders if and only if they hold the same images, labels, names and
+        order.
+        """
         shards = [[shard.name, shard.bytes, shard.samples, shard.sha256] for shard in self.shards]
-        files = {name: sha256 for name, sha256 in self.files.items() if not name.endswith(STAMPS)}  # times of files
+        # times of files
+        files = {name: sha256 for name, sha256 in self.files.items() if not name.endswith(STAMPS)}
         content = [VERSION, self.classes, shards, files]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -81,7 +89,12 @@ class Manifest:
         return index_folder(self.generation)
 
     def to_json(self) -> str:
-        head = {"format": FORMAT, "version": VERSION, "samples": self.samples, "fingerprint": self.fingerprint}
+        head = {
+            "format": FORMAT,
+            "version": VERSION,
+            "samples": self.samples,
+            "fingerprint": self.fingerprint,
+        }
         return json.dumps(head | asdict(self), indent=1, ensure_ascii=True) + "\n"
 
 
@@ -96,11 +109,14 @@ def generations(root: Path) -> list[int]:
     """The generations of the set in ``root`` that can be opened, the newest last."""
     newest = read_manifest(root).generation
     found = (path.parent.name for path in root.glob(f"index/*/{MANIFEST}"))
-    return sorted({newest, *(int(name) for name in found if name.isdecimal() and int(name) < newest)})
+    return sorted(
+        {newest, *(int(name) for name in found if name.isdecimal() and int(name) < newest)}
+    )
 
 
 def read_manifest(root: Path, generation: int | None = None) -> Manifest:
-    """The manifest of the shards in ``root``: of the newest generation, or of the one that is asked for.
+    """The manifest of the shards in ``root``: of the newest generation, or of the one that is asked
+    for.
 
     Raises `ShardError`: there is none, or it is not one that this version can read.
     """
@@ -110,7 +126,9 @@ def read_manifest(root: Path, generation: int | None = None) -> Manifest:
     path = root / index_folder(generation) / MANIFEST
     if generation > newest.generation or not path.exists():
         there = ", ".join(map(str, generations(root)))
-        raise ShardError(f"{root} has no generation {generation}: it has {there}. Open one of them.")
+        raise ShardError(
+            f"{root} has no generation {generation}: it has {there}. Open one of them."
+        )
     return _read(root, path)
 
 
@@ -120,19 +138,28 @@ def _read(root: Path, path: Path) -> Manifest:
     except FileNotFoundError:
         raise ShardError(f"{path} is not there. {_instead_of_manifest(root)}") from None
     except (ValueError, OSError) as error:
-        raise ShardError(f"{path} cannot be read: {error}. Restore it, or pack the images again.") from None
+        raise ShardError(
+            f"{path} cannot be read: {error}. Restore it, or pack the images again."
+        ) from None
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-        raise ShardError(f'{path} does not say "format": "{FORMAT}": it was written by another program.')
+        raise ShardError(
+            f'{path} does not say "format": "{FORMAT}": it was written by another program.'
+        )
     if fields["version"] != VERSION:
         found = fields["version"]
-        raise ShardError(f"{path} has version {found}, expected {VERSION}: pack the images again with this version.")
+        raise ShardError(
+            f"{path} has version {found}, expected {VERSION}: pack the images again "
+            "with this version."
+        )
     try:
         shards = [Shard(**shard) for shard in fields["shards"]]
         manifest = Manifest(shards=shards, **{name: fields[name] for name in _OTHERS})
         if manifest.fingerprint != fields["fingerprint"]:
             raise KeyError("fingerprint (it does not fit the rest: the file was edited or damaged)")
     except (KeyError, TypeError) as error:
-        raise ShardError(f"{path}: {error} is missing or wrong. Restore the file, or pack the images again.") from None
+        raise ShardError(
+            f"{path}: {error} is missing or wrong. Restore the file, or pack the images again."
+        ) from None
     return manifest
 
 
@@ -140,8 +167,13 @@ def _instead_of_manifest(root: Path) -> str:
     if not root.is_dir():
         return "There is no such folder; `lightning-ring pack SRC DST` makes one from images."
     if (root / ".packing").is_dir():
-        return "Packing into this folder has not finished: run the same `lightning-ring pack` again, it goes on."
-    return "This is no folder of packed shards; `lightning-ring pack SRC DST` makes one from images."
+        return (
+            "Packing into this folder has not finished: run the same `lightning-ring pack` again, "
+            "it goes on."
+        )
+    return (
+        "This is no folder of packed shards; `lightning-ring pack SRC DST` makes one from images."
+    )
 
 
 def file_sha256(path: Path) -> str:
@@ -166,5 +198,7 @@ def check_lengths(root: Path, shards: list[Shard]) -> list[str]:
             problems.append(f"{root / shard.name} is missing")
         elif size != shard.bytes:
             what = "cut short" if size < shard.bytes else "longer than packed"
-            problems.append(f"{root / shard.name} is {what}: it has {size} bytes, expected {shard.bytes}")
+            problems.append(
+                f"{root / shard.name} is {what}: it has {size} bytes, expected {shard.bytes}"
+            )
     return problems

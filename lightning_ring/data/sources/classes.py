@@ -19,27 +19,31 @@ def numbered(
 
     Args:
         labels: Numbers, or names of classes.
-        classes: Names in the order of their numbers. Left out, names are numbered in sorted order, and numbers have no
-            names.
+        classes: Names in the order of their numbers. Left out, names are numbered in sorted order,
+            and numbers have no names.
         what: The labels, for an error message.
 
     Raises:
-        ConfigurationError: A label is missing, is neither a number nor a name, or is none of ``classes``.
+        ConfigurationError: A label is missing, is neither a number nor a name, or is none of
+            ``classes``.
     """
     found = np.asarray(labels)
     if found.ndim != 1 or not len(found):
-        raise ConfigurationError(f"{what} has shape {found.shape}, expected one label for each of one image or more.")
+        raise ConfigurationError(
+            f"{what} has shape {found.shape}, expected one label for each of one image or more."
+        )
     if found.dtype.kind in "iu":
         if found.min() < 0 or (classes is not None and found.max() >= len(classes)):
             most = "" if classes is None else f" to {len(classes) - 1}"
             raise ConfigurationError(
-                f"{what} has labels from {found.min()} to {found.max()}, expected numbers of classes, from 0{most}. "
-                "Leave images without a class out."
+                f"{what} has labels from {found.min()} to {found.max()}, expected numbers of "
+                f"classes, from 0{most}. Leave images without a class out."
             )
         return found.astype(np.int32), None if classes is None else list(classes)
     if strange := [label for label in found.tolist() if not isinstance(label, str)]:
         raise ConfigurationError(
-            f"{what} has the label {strange[0]!r}, expected a whole number or the name of a class for each image."
+            f"{what} has the label {strange[0]!r}, expected a whole number or the name of a class "
+            "for each image."
         )
     names, numbers = np.unique(found.astype(str), return_inverse=True)
     if classes is None:
@@ -47,8 +51,8 @@ def numbered(
     places = {name: number for number, name in enumerate(classes)}
     if missing := [name for name in names.tolist() if name not in places]:
         raise ConfigurationError(
-            f"{what} has {len(missing)} classes that are not in classes=[...], such as {missing[0]!r}. Add them at its "
-            "end, or leave their images out."
+            f"{what} has {len(missing)} classes that are not in classes=[...], such as "
+            f"{missing[0]!r}. Add them at its end, or leave their images out."
         )
     return np.array([places[name] for name in names.tolist()], np.int32)[numbers], list(classes)
 
@@ -56,11 +60,13 @@ def numbered(
 def numbered_column(
     column: Any, classes: Sequence[str] | None, what: str
 ) -> tuple[npt.NDArray[np.int32], list[str] | None]:
-    """`numbered` for a chunked array of Arrow; each name is looked at once, however many images there are."""
+    """`numbered` for a chunked array of Arrow; each name is looked at once, however many images
+    there are.
+    """
     if column.null_count:
         raise ConfigurationError(
-            f"{what} has no label for {column.null_count} of {len(column)} images, expected one for each. Leave the "
-            "others out."
+            f"{what} has no label for {column.null_count} of {len(column)} images, expected one "
+            "for each. Leave the others out."
         )
     values = column.combine_chunks()
     if hasattr(values, "dictionary"):  # which may hold names that no image has

@@ -14,15 +14,16 @@ from lightning_ring.errors import ConfigurationError
 class HuggingFaceImages:
     """The images of a ``datasets.Dataset``, as a source of `image_loader` (extra ``hugging-face``).
 
-    ``datasets.load_dataset(...)`` opens it, or ``datasets.Dataset.from_parquet(files)``. Its ``select``, ``filter`` and
-    ``shuffle`` work; its formats and transforms are not asked: the loader decodes.
+    ``datasets.load_dataset(...)`` opens it, or ``datasets.Dataset.from_parquet(files)``. Its
+    ``select``, ``filter`` and ``shuffle`` work; its formats and transforms are not asked: the
+    loader decodes.
 
     Args:
         dataset: A split, map style: a ``datasets.Dataset``.
         image: Column of images: ``datasets.Image``, or encoded images as binary.
         label: Column of labels: ``datasets.ClassLabel``, whole numbers, or names of classes.
-        classes: Names of the classes in the order of their numbers. Left out, they are those of the ``ClassLabel``, or
-            names are numbered in sorted order.
+        classes: Names of the classes in the order of their numbers. Left out, they are those of the
+            ``ClassLabel``, or names are numbered in sorted order.
 
     Attributes:
         labels: Class number of every image, int32.
@@ -30,49 +31,63 @@ class HuggingFaceImages:
         fingerprint: Equal for equal labels in the same order and the same first and last images.
 
     Raises:
-        ConfigurationError: It is no such data set, or a column is not there or holds something else.
+        ConfigurationError: It is no such data set, or a column is not there or holds something
+            else.
 
     Example:
         ```python
         from datasets import Dataset
 
-        photos = HuggingFaceImages(Dataset.from_parquet("photos/*.parquet"))
-        loader = image_loader(photos, ShuffledSampler(len(photos)), 64, crop=RandomResizedCrop(224), transform=None)
-        ```
+        photos = HuggingFaceImages(Dataset.from_parquet("photos/*.parquet")) loader =
+        image_loader(photos, ShuffledSampler(len(photos)), 64, crop=RandomResizedCrop(224),
+        transform=None) ```
     """
 
     chunk = 32  # rows that one call takes
 
     def __init__(
-        self, dataset: Any, image: str = "image", label: str = "label", *, classes: Sequence[str] | None = None
+        self,
+        dataset: Any,
+        image: str = "image",
+        label: str = "label",
+        *,
+        classes: Sequence[str] | None = None,
     ) -> None:
         import datasets
 
         if not isinstance(dataset, datasets.Dataset):
             raise ConfigurationError(
-                f"HuggingFaceImages got {type(dataset).__name__}, expected a datasets.Dataset: one split, not streamed."
+                f"HuggingFaceImages got {type(dataset).__name__}, expected a datasets.Dataset: one "
+                "split, not streamed."
             )
         features = dataset.features
         for column in (image, label):
             if column not in features:
                 found = ", ".join(features)
-                raise ConfigurationError(f"the data set has the columns {found}, expected {column!r} among them.")
+                raise ConfigurationError(
+                    f"the data set has the columns {found}, expected {column!r} among them."
+                )
         try:
-            encoded = dataset.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+            encoded = dataset.select_columns([image]).cast_column(
+                image, datasets.Image(decode=False)
+            )
             self.dataset = encoded.with_format(None)
             self.image = image
             labels = dataset.select_columns([label]).with_format("arrow")[:][label]
             ends = self.read_many(sorted({0, len(dataset) - 1})) if len(dataset) else []
         except (TypeError, ValueError, KeyError, NotImplementedError) as error:
             raise ConfigurationError(
-                f"the column {image!r} is {features[image]}, expected images: datasets.Image, or binary. {error}"
+                f"the column {image!r} is {features[image]}, expected images: datasets.Image, or "
+                f"binary. {error}"
             ) from error
         if classes is None and isinstance(features[label], datasets.ClassLabel):
             classes = features[label].names
         self.labels, names = numbered_column(labels, classes, f"the column {label!r}")
         if names is not None:
             self.classes = names
-        self.fingerprint = digest(image, self.labels, names, np.frombuffer(b"".join(ends), np.uint8))
+        self.fingerprint = digest(
+            image, self.labels, names, np.frombuffer(b"".join(ends), np.uint8)
+        )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -88,7 +103,9 @@ class HuggingFaceImages:
     def where(self, i: int) -> str:
         """Image ``i`` for an error message."""
         row = self.dataset[int(i)][self.image]
-        return f"image {i}" + (f" ({row['path']})" if row and row["path"] else "") + f" of {len(self)}"
+        return (
+            f"image {i}" + (f" ({row['path']})" if row and row["path"] else "") + f" of {len(self)}"
+        )
 
 
 def _encoded(row: dict[str, Any] | None) -> bytes:

@@ -14,17 +14,18 @@ from lightning_ring.errors import ConfigurationError, ShardLostError
 class LanceImages:
     """The images of an open Lance data set, as a source of `image_loader` (extra ``lance``).
 
-    ``lance.dataset(uri, version=..., storage_options=...)`` opens it: a folder, or ``s3://``, ``gs://``, ``az://``. It
-    stays at the version that was opened, whatever is appended or deleted meanwhile, as long as ``cleanup_old_versions``
-    leaves that version.
+    ``lance.dataset(uri, version=..., storage_options=...)`` opens it: a folder, or ``s3://``,
+    ``gs://``, ``az://``. It stays at the version that was opened, whatever is appended or deleted
+    meanwhile, as long as ``cleanup_old_versions`` leaves that version.
 
     Args:
         dataset: A ``lance.LanceDataset``.
         image: Column of encoded images (JPEG, PNG, ...): binary, no blobs.
         label: Column of labels: whole numbers, or names of classes.
-        where: SQL over the columns, such as ``"width > 300"``: only rows for which it is true. No image is read for it.
-        classes: Names of the classes in the order of their numbers, such as those of the training's images. Left out,
-            names are numbered in sorted order.
+        where: SQL over the columns, such as ``"width > 300"``: only rows for which it is true. No
+            image is read for it.
+        classes: Names of the classes in the order of their numbers, such as those of the training's
+            images. Left out, names are numbered in sorted order.
 
     Attributes:
         labels: Class number of every image, int32.
@@ -38,9 +39,9 @@ class LanceImages:
         ```python
         import lance
 
-        photos = LanceImages(lance.dataset("s3://bucket/photos.lance", version=7), where="width > 300")
-        loader = image_loader(photos, ShuffledSampler(len(photos)), 64, crop=RandomResizedCrop(224), transform=None)
-        ```
+        photos = LanceImages(lance.dataset("s3://bucket/photos.lance", version=7), where="width >
+        300") loader = image_loader(photos, ShuffledSampler(len(photos)), 64,
+        crop=RandomResizedCrop(224), transform=None) ```
     """
 
     chunk = 32  # rows that one call takes: 8 cost 15 % of the images a CPU-second
@@ -61,24 +62,31 @@ class LanceImages:
         for column in (image, label):
             if column not in columns:
                 raise ConfigurationError(
-                    f"{shown}, has the columns {', '.join(columns)}, expected {column!r} among them."
+                    f"{shown}, has the columns {', '.join(columns)}, expected {column!r} among "
+                    "them."
                 )
         field = dataset.schema.field(image)
-        if str(field.type) not in ("binary", "large_binary") or b"lance-encoding:blob" in (field.metadata or {}):
+        if str(field.type) not in ("binary", "large_binary") or b"lance-encoding:blob" in (
+            field.metadata or {}
+        ):
             raise ConfigurationError(
-                f"{shown}: the column {image!r} is of {field.type} {field.metadata or ''}, expected binary: encoded "
-                "images, not stored as blobs."
+                f"{shown}: the column {image!r} is of {field.type} {field.metadata or ''}, "
+                "expected binary: encoded images, not stored as blobs."
             )
         wanted = {"label": f"`{label}`"} | ({} if where is None else {"kept": where})
         try:
             table = dataset.to_table(columns=wanted)
         except (ValueError, OSError) as error:
-            raise ConfigurationError(f"{shown}, cannot be read with where={where!r}: {error}") from error
+            raise ConfigurationError(
+                f"{shown}, cannot be read with where={where!r}: {error}"
+            ) from error
         self._rows = None
         if where is not None:
             kept = table["kept"]
             if str(kept.type) != "bool":
-                raise ConfigurationError(f"where={where!r} is {kept.type}, expected a condition, true or false.")
+                raise ConfigurationError(
+                    f"where={where!r} is {kept.type}, expected a condition, true or false."
+                )
             kept = kept.fill_null(False)
             self._rows = np.flatnonzero(kept.to_numpy())
             table = table.filter(kept)
@@ -87,7 +95,9 @@ class LanceImages:
         if names is not None:
             self.classes = names
         files = [str(fragment.metadata.to_json()) for fragment in dataset.get_fragments()]
-        self.fingerprint = f"version {dataset.version}, {digest(files, image, self._rows, labels, names)}"
+        self.fingerprint = (
+            f"version {dataset.version}, {digest(files, image, self._rows, labels, names)}"
+        )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -102,15 +112,17 @@ class LanceImages:
             table = self.dataset.take([self._row(i) for i in indices], columns=[self.image])
         except (OSError, ValueError, RuntimeError) as error:
             raise ShardLostError(
-                f"{self.dataset.uri}, version {self.dataset.version}, cannot be read: {error}. If the version was "
-                "cleaned up, open a newer one in a new training."
+                f"{self.dataset.uri}, version {self.dataset.version}, cannot be read: {error}. If "
+                "the version was cleaned up, open a newer one in a new training."
             ) from error
         found: list[bytes] = table[self.image].to_pylist()
         return [b"" if data is None else data for data in found]
 
     def where(self, i: int) -> str:
         """Image ``i`` for an error message."""
-        return f"image {i}: row {self._row(i)} of {self.dataset.uri}, version {self.dataset.version}"
+        return (
+            f"image {i}: row {self._row(i)} of {self.dataset.uri}, version {self.dataset.version}"
+        )
 
     def _row(self, i: int) -> int:
         return int(i if self._rows is None else self._rows[i])

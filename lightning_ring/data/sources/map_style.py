@@ -15,18 +15,20 @@ from lightning_ring.errors import ConfigurationError, SampleError
 
 
 class MapStyleImages:
-    """The images of a torch data set, as a source of `image_loader`; ``dataset[i]`` is an image and something else.
+    """The images of a torch data set, as a source of `image_loader`; ``dataset[i]`` is an image and
+    something else.
 
-    An image is Pillow's, a uint8 tensor (3 x height x width), a uint8 array (height x width x 3), or encoded bytes.
-    ``dataset[i]`` runs in the threads of the loader, so it has to be safe to call from several. Leave ``ToTensor`` and
-    random transforms out of it: they are the loader's. For other samples than images there is `item_loader`.
+    An image is Pillow's, a uint8 tensor (3 x height x width), a uint8 array (height x width x 3),
+    or encoded bytes. ``dataset[i]`` runs in the threads of the loader, so it has to be safe to call
+    from several. Leave ``ToTensor`` and random transforms out of it: they are the loader's. For
+    other samples than images there is `item_loader`.
 
     Args:
         dataset: Map style, such as ``torchvision.datasets.CIFAR10(root)``.
-        labels: Of all images: whole numbers, or names of classes. Left out, they are ``dataset.targets``, which data
-            sets of torchvision have.
-        classes: Names of the classes in the order of their numbers. Left out, they are ``dataset.classes``, if there
-            are any and no labels are given.
+        labels: Of all images: whole numbers, or names of classes. Left out, they are
+            ``dataset.targets``, which data sets of torchvision have.
+        classes: Names of the classes in the order of their numbers. Left out, they are
+            ``dataset.classes``, if there are any and no labels are given.
 
     Attributes:
         labels: Class number of every image, int32.
@@ -39,12 +41,17 @@ class MapStyleImages:
     Example:
         ```python
         photos = MapStyleImages(torchvision.datasets.CIFAR10("cifar10"))
-        loader = image_loader(photos, ShuffledSampler(len(photos)), 64, crop=RandomResizedCrop(32), transform=None)
+        sampler = ShuffledSampler(len(photos))
+        loader = image_loader(photos, sampler, 64, crop=RandomResizedCrop(32), transform=None)
         ```
     """
 
     def __init__(
-        self, dataset: Any, labels: Sequence[Any] | None = None, *, classes: Sequence[str] | None = None
+        self,
+        dataset: Any,
+        labels: Sequence[Any] | None = None,
+        *,
+        classes: Sequence[str] | None = None,
     ) -> None:
         self.dataset = dataset
         kind = type(dataset).__name__
@@ -55,7 +62,8 @@ class MapStyleImages:
             found = "no targets" if labels is None else f"{len(labels)} labels"
             raise ConfigurationError(
                 f"{kind} has {len(dataset)} images and {found}. Give a label for each: "
-                "MapStyleImages(dataset, labels=[...]); of a Subset, [targets[i] for i in subset.indices]."
+                "MapStyleImages(dataset, labels=[...]); of a Subset, [targets[i] for i in "
+                "subset.indices]."
             )
         self.labels, names = numbered(labels, classes, f"labels of {kind}")
         if names is not None:
@@ -84,14 +92,22 @@ class MapStyleImages:
             raise SampleError(f"{self.where(i)} cannot be had: {error!r}") from error
         if isinstance(image, bytes):
             return image
-        is_tensor = isinstance(image, torch.Tensor) and image.ndim == 3 and image.dtype == torch.uint8
+        is_tensor = (
+            isinstance(image, torch.Tensor) and image.ndim == 3 and image.dtype == torch.uint8
+        )
         pixels = image.permute(1, 2, 0).numpy() if is_tensor else image
-        if isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == 3:
+        if (
+            isinstance(pixels, np.ndarray)
+            and pixels.dtype == np.uint8
+            and pixels.ndim == 3
+            and pixels.shape[2] == 3
+        ):
             return np.ascontiguousarray(pixels)
         found = getattr(image, "dtype", type(image).__name__), tuple(getattr(image, "shape", ()))
         raise SampleError(
-            f"{self.where(i)} is {found[0]} {found[1]}, expected an image of Pillow, a uint8 tensor (3 x height x "
-            "width), a uint8 array (height x width x 3), or encoded bytes. Leave transforms that make floats out of it."
+            f"{self.where(i)} is {found[0]} {found[1]}, expected an image of Pillow, a uint8 "
+            "tensor (3 x height x width), a uint8 array (height x width x 3), or encoded bytes. "
+            "Leave transforms that make floats out of it."
         )
 
     def where(self, i: int) -> str:

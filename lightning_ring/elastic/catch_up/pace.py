@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 
-# It does not where, over at least so many steps and seconds, less than this part of what was sent was state.
+# It does not where, over at least so many steps and seconds, less than this part of what was sent
+# was state.
 STEPS, SECONDS, PART = 10, 5.0, 0.1
 
 
 class Pace:
-    """Bytes of state, and of gradients of the state that was sent before, that have gone over one connection.
+    """Bytes of state, and of gradients of the state that was sent before, that have gone over one
+    connection.
 
-    State goes only where no gradients wait. Where steps are short, gradients may leave no room for it, and the more of
-    the state was sent, the more gradients follow it.
+    State goes only where no gradients wait. Where steps are short, gradients may leave no room for
+    it, and the more of the state was sent, the more gradients follow it.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""A rank's side of catch-ups: sends its state to newcomers, from a thread for each, while it trains."""
+"""A rank's side of catch-ups: sends its state to newcomers, from a thread for each, while it
+trains.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from lightning_ring.elastic.catch_up.wire import Message
 from lightning_ring.job.watch.messages import in_forked_children, watch_for_loss
 
 PIECE_BYTES = 16 * 2**20  # of state, copied at once: a step may have to wait for one copy
-# A newcomer is given up when more gradients are queued than both of these: bytes, and those of so many steps. When it
-# gets no more state, and joins with what it has, says `Pace`.
+# A newcomer is given up when more gradients are queued than both of these: bytes, and those of so
+# many steps. When it gets no more state, and joins with what it has, says `Pace`.
 LEAST_BEHIND_BYTES = 256 * 2**20
 STEPS_BEHIND = 3
 CONNECT_SECONDS = 10.0
@@ -34,15 +36,17 @@ _log = logging.getLogger("lightning_ring")
 class Source:
     """Sends the parameters and optimizer state that this rank holds to processes that ask for them.
 
-    ``holdings`` returns them, or `None` as long as they cannot be sent. It is called while they stay as they are.
+    ``holdings`` returns them, or `None` as long as they cannot be sent. It is called while they
+    stay as they are.
 
-    The training calls `hold_still` when parameters and optimizer state stay as they are for a while, and `update`
-    before they change. Both cost nothing while no process asks. Thread-safe.
+    The training calls `hold_still` when parameters and optimizer state stay as they are for a
+    while, and `update` before they change. Both cost nothing while no process asks. Thread-safe.
 
     Attributes:
         refusal: Why no process gets any state; empty if they do.
         news: The lock of this object; notified when there is something to send.
-        still_after: The number of steps after which the state stays as it is now; `None` while it may change.
+        still_after: The number of steps after which the state stays as it is now; `None` while it
+            may change.
     """
 
     def __init__(self, holdings: Callable[[], Holdings | None]) -> None:
@@ -70,10 +74,11 @@ class Source:
             self.news.notify_all()
 
     def update(self, step: int, members: Collection[int]) -> None:
-        """Say that the optimizers are about to take step number ``step``, with the averages that are in ``.grad``.
+        """Say that the optimizers are about to take step number ``step``, with the averages that
+        are in ``.grad``.
 
-        Copies the gradients for processes that catch up. Waits while a piece of state is copied. Processes among
-        ``members`` take the step themselves: nothing more is sent to them.
+        Copies the gradients for processes that catch up. Waits while a piece of state is copied.
+        Processes among ``members`` take the step themselves: nothing more is sent to them.
         """
         with self.news:
             self.still_after = None
@@ -85,7 +90,9 @@ class Source:
             self.news.notify_all()
 
     def finish_feeds(self) -> None:
-        """This rank is about to hold another part of the state: send what is queued, and nothing after that."""
+        """This rank is about to hold another part of the state: send what is queued, and nothing
+        after that.
+        """
         with self.news:
             self.still_after = None
             for feed in self._feeds:
@@ -93,7 +100,9 @@ class Source:
             self.news.notify_all()
 
     def close(self, refusal: str) -> None:
-        """End all connections. Processes that ask from now on get ``refusal``, the reason, and nothing else."""
+        """End all connections. Processes that ask from now on get ``refusal``, the reason, and
+        nothing else.
+        """
         with self.news:
             self.refusal = refusal
             feeds = list(self._feeds)
@@ -110,7 +119,9 @@ class Source:
 
 
 class _Feed(threading.Thread):
-    """Sends to one newcomer. `run` is the thread; all other methods are called with the lock ``news`` of the source."""
+    """Sends to one newcomer. `run` is the thread; all other methods are called with the lock
+    ``news`` of the source.
+    """
 
     def __init__(self, source: Source, member: int, address: tuple[str, int], token: str) -> None:
         super().__init__(name="ring-feed", daemon=True)
@@ -165,7 +176,9 @@ class _Feed(threading.Thread):
         self._ends = True
 
     def take_gradients(self, step: int) -> None:
-        """Queue the gradients of step number ``step``, of the pieces that were sent to the newcomer."""
+        """Queue the gradients of step number ``step``, of the pieces that were sent to the
+        newcomer.
+        """
         holdings = self._holdings
         if self._over or self._ends or holdings is None:
             return
@@ -180,7 +193,9 @@ class _Feed(threading.Thread):
             return
         self._queue.append(message)
         self._behind += message.nbytes
-        if self._behind > max(LEAST_BEHIND_BYTES, STEPS_BEHIND * sum(piece.values.nbytes for piece in holdings.pieces)):
+        if self._behind > max(
+            LEAST_BEHIND_BYTES, STEPS_BEHIND * sum(piece.values.nbytes for piece in holdings.pieces)
+        ):
             self._give_up(f"it is {self._behind / 2**20:.0f} MiB of gradients behind")
         elif self._left and self._pace.step():
             self._left.clear()  # what was sent goes on to be stepped
@@ -197,7 +212,9 @@ class _Feed(threading.Thread):
         return found
 
     def _next(self) -> Message | None:
-        """The message that is sent next: a queued step, else a piece of state. Blocks; `None` at the end."""
+        """The message that is sent next: a queued step, else a piece of state. Blocks; `None` at
+        the end.
+        """
         source = self._source
         with source.news:
             self._sends_state = False
@@ -215,7 +232,8 @@ class _Feed(threading.Thread):
         return None
 
     def _state(self, step: int) -> Message | None:
-        """The next message of state: a description, then pieces of `PIECE_BYTES` or more, then the word "all".
+        """The next message of state: a description, then pieces of `PIECE_BYTES` or more, then the
+        word "all".
 
         `None` after that, and as long as this rank has nothing to send.
         """
@@ -235,7 +253,9 @@ class _Feed(threading.Thread):
             number = self._left.popleft()
             held = holdings.pieces[number]
             piece[number] = held.values.detach(), [state.get(held.key) for state in states]
-            size += sum(tensor.nbytes for tensor in tree_leaves(piece[number]) if isinstance(tensor, Tensor))
+            size += sum(
+                tensor.nbytes for tensor in tree_leaves(piece[number]) if isinstance(tensor, Tensor)
+            )
         self._sent += piece
         self._sends_state = True
         return Message({"kind": "state", "step": step, "piece": piece})
@@ -246,7 +266,8 @@ class _Feed(threading.Thread):
 
     def _say(self, why: str) -> None:
         _log.warning(
-            "lightning_ring: process %d gets the rest of its state when it joins, while the others wait: %s",
+            "lightning_ring: process %d gets the rest of its state when it joins, while the "
+            "others wait: %s",
             self.member,
             why,
         )
@@ -259,13 +280,18 @@ class _Feed(threading.Thread):
 
 def _groups(holdings: Holdings) -> list[list[dict[str, Any]]]:
     return [
-        [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+        [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
         for optimizer in holdings.optimizers
     ]
 
 
 def _description(holdings: Holdings) -> dict[str, Any]:
     """What the pieces are, and how many ranks send some, of which generation."""
-    forms = [(piece.index, piece.first, piece.values.numel(), piece.strides) for piece in holdings.pieces]
+    forms = [
+        (piece.index, piece.first, piece.values.numel(), piece.strides) for piece in holdings.pieces
+    ]
     digest = digest_of_model(holdings.module)
     return {"digest": digest, "pieces": forms, "senders": (holdings.senders, holdings.generation)}

@@ -32,11 +32,12 @@ _log = logging.getLogger("lightning_ring")
 
 
 class Stream(threading.Thread):
-    """Brings ``module`` and ``optimizers`` to the state of the ranks that connect to ``port`` and send ``token``.
+    """Brings ``module`` and ``optimizers`` to the state of the ranks that connect to ``port`` and
+    send ``token``.
 
-    Both are changed in place. A piece that came after step n takes part in the steps from n + 1 on. One rank sends all,
-    or each rank of a generation its own part. Any failure ends the stream: state that has not come is sent when this
-    process joins.
+    Both are changed in place. A piece that came after step n takes part in the steps from n + 1 on.
+    One rank sends all, or each rank of a generation its own part. Any failure ends the stream:
+    state that has not come is sent when this process joins.
 
     Attributes:
         complete: Set once every piece has come.
@@ -56,7 +57,10 @@ class Stream(threading.Thread):
         self._params = list(module.parameters())
         self._optimizers = list(optimizers)
         self._indices = [
-            [{index for index, param in enumerate(self._params) if _is_in(param, group)} for group in one.param_groups]
+            [
+                {index for index, param in enumerate(self._params) if _is_in(param, group)}
+                for group in one.param_groups
+            ]
             for one in self._optimizers
         ]
         self._device = self._params[0].device if self._params else torch.device("cpu")
@@ -76,9 +80,13 @@ class Stream(threading.Thread):
 
     @property
     def step(self) -> int:
-        """The number of steps that all of the state has taken; -1 before any of a sender has come."""
+        """The number of steps that all of the state has taken; -1 before any of a sender has
+        come.
+        """
         senders = self._senders
-        return min(sender.step for sender in senders) if 0 < len(senders) == self.num_senders else -1
+        return (
+            min(sender.step for sender in senders) if 0 < len(senders) == self.num_senders else -1
+        )
 
     @property
     def num_senders(self) -> int:
@@ -86,10 +94,15 @@ class Stream(threading.Thread):
         return self._expected[0] if self._expected is not None else 0
 
     def count_bytes(self, largest: int) -> tuple[int, int]:
-        """Of parameters, and of the optimizers' state that has come: in tensors of ``largest`` bytes at most."""
+        """Of parameters, and of the optimizers' state that has come: in tensors of ``largest``
+        bytes at most.
+        """
         with self._changing:
             states = tree_leaves([list(optimizer.state.values()) for optimizer in self._optimizers])
-            sizes = [[value.nbytes for value in one if torch.is_tensor(value)] for one in (self._params, states)]
+            sizes = [
+                [value.nbytes for value in one if torch.is_tensor(value)]
+                for one in (self._params, states)
+            ]
         parameters, state = (sum(size for size in one if size <= largest) for one in sizes)
         return parameters, state
 
@@ -109,7 +122,8 @@ class Stream(threading.Thread):
             self.over.set()
 
     def reach(self, step: int, check: Callable[[], None]) -> None:
-        """Return when ``step`` steps are taken, or when the stream has ended or is silent for `QUIET_SECONDS`.
+        """Return when ``step`` steps are taken, or when the stream has ended or is silent for
+        `QUIET_SECONDS`.
 
         ``check`` is called again and again meanwhile, and may raise.
         """
@@ -120,7 +134,9 @@ class Stream(threading.Thread):
                 return
 
     def close(self) -> None:
-        """End the stream. Afterwards it changes nothing any more, and the optimizers have state of parameters alone."""
+        """End the stream. Afterwards it changes nothing any more, and the optimizers have state
+        of parameters alone.
+        """
         self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -132,25 +148,33 @@ class Stream(threading.Thread):
             for number, key in sender.keys.items():
                 index, first, numel, _ = sender.pieces[number]
                 if first is not None:
-                    state = [optimizer.state.pop(key, None) or None for optimizer in self._optimizers]
+                    state = [
+                        optimizer.state.pop(key, None) or None for optimizer in self._optimizers
+                    ]
                     self.parts.add(Span(index, first, numel), state)
             sender.keys.clear()
 
     def end(self, error: Exception) -> None:
         """End all of it, because of ``error`` of a sender."""
-        if not isinstance(error, OSError):  # such as an optimizer that cannot step a part of its parameters
-            _log.warning("lightning_ring: this process gets its state while all others wait: %r", error)
+        # such as an optimizer that cannot step a part of its parameters
+        if not isinstance(error, OSError):
+            _log.warning(
+                "lightning_ring: this process gets its state while all others wait: %r", error
+            )
             self.refusal = repr(error)
         elif not self._closed and not self.refusal and not self.complete.is_set():
             _log.info("lightning_ring: the state from another rank came to an end: %s", error)
-        if not self.complete.is_set() or not isinstance(error, OSError):  # else the others send their last steps
+        # else the others send their last steps
+        if not self.complete.is_set() or not isinstance(error, OSError):
             self._closed = True
             for sender in list(self._senders):
                 sender.close()
 
     def _accept_all(self) -> None:
         until = time.monotonic() + ACCEPT_SECONDS
-        while not self._closed and (self._expected is None or len(self._senders) < self._expected[0]):
+        while not self._closed and (
+            self._expected is None or len(self._senders) < self._expected[0]
+        ):
             if (connection := self._accept()) is not None:
                 self._senders.append(sender := _Sender(self, connection))
                 sender.start()
@@ -217,17 +241,23 @@ class Stream(threading.Thread):
                 if state is not None:
                     optimizer.state[key] = state
 
-    def _key(self, index: int, first: int | None, numel: int, strides: tuple[int, ...]) -> Parameter:
+    def _key(
+        self, index: int, first: int | None, numel: int, strides: tuple[int, ...]
+    ) -> Parameter:
         """What optimizers step: a parameter, or a part of its memory."""
         param = self._params[index]
         if first is None:
             return param
         if not param.stride() == strides == torch.empty_like(param, device="meta").stride():
-            raise ValueError(f"parameter number {index} has another order of memory than on the ranks")
+            raise ValueError(
+                f"parameter number {index} has another order of memory than on the ranks"
+            )
         memory = param.detach().as_strided((numel,), (1,), int(param.storage_offset()) + first)
         return Parameter(memory, requires_grad=param.requires_grad)
 
-    def _take_step(self, sender: _Sender, gradients: dict[int, Tensor], groups: list[list[dict[str, Any]]]) -> None:
+    def _take_step(
+        self, sender: _Sender, gradients: dict[int, Tensor], groups: list[list[dict[str, Any]]]
+    ) -> None:
         for optimizer, values in zip(self._optimizers, groups, strict=True):
             for group, named in zip(optimizer.param_groups, values, strict=True):
                 group.update(named)
@@ -251,7 +281,9 @@ class Stream(threading.Thread):
         indices = [own for of_groups in self._indices for own in of_groups]
         whole = [group["params"] for group in groups]
         for group, own in zip(groups, indices, strict=True):
-            group["params"] = [key for number, key in sender.keys.items() if sender.pieces[number][0] in own]
+            group["params"] = [
+                key for number, key in sender.keys.items() if sender.pieces[number][0] in own
+            ]
         try:
             yield
         finally:
@@ -263,7 +295,8 @@ class _Sender(threading.Thread):
     """Takes what one rank sends.
 
     Attributes:
-        pieces: Index of the parameter, begin, number of elements and strides of each; `None` for a whole parameter.
+        pieces: Index of the parameter, begin, number of elements and strides of each; `None` for a
+            whole parameter.
         keys: The pieces that have come, by their number, as keys of optimizer state.
         complete: Whether all of them have come.
         step: The number of steps that they have taken.

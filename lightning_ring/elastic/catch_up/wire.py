@@ -1,4 +1,6 @@
-"""Messages of a catch-up: a pickled header, in which tensors are outlined, and behind it their memory."""
+"""Messages of a catch-up: a pickled header, in which tensors are outlined, and behind it their
+memory.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Message:
         outlined = outline(value, tensors)
         self._head = pickle.dumps(outlined)
         specs = specs_in(outlined)
-        self._tensors = [_copied(tensor, spec.strides) for tensor, spec in zip(tensors, specs, strict=True)]
+        self._tensors = [
+            _copied(tensor, spec.strides) for tensor, spec in zip(tensors, specs, strict=True)
+        ]
         self.nbytes = len(self._head) + sum(tensor.nbytes for tensor in tensors)
 
     def send(self, connection: socket.socket) -> None:

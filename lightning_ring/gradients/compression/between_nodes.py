@@ -1,4 +1,6 @@
-"""Compressors that send a flat tensor of gradients as one message of their own, between nodes where there are any."""
+"""Compressors that send a flat tensor of gradients as one message of their own, between nodes
+where there are any.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ MIN_NUMEL = 4096  # 16 KiB of float32: the most that an all-reduce sends as one 
 
 @dataclass(slots=True)
 class Part:
-    """What a rank averages with other ranks: ``flat``, or on nested rings its part of the node's average.
+    """What a rank averages with other ranks: ``flat``, or on nested rings its part of the node's
+    average.
 
     Attributes:
         whole: The tensor that `Compressor.all_reduce` was called with.
@@ -47,17 +50,23 @@ class Part:
         return counterpart(tensor, self.whole, self.values)
 
     def cut(self, bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """What is in ``values`` of stretches of ``whole``: starts and ends there, empty ones left out."""
-        before, size = int(self.values.storage_offset() - self.whole.storage_offset()), self.values.numel()
+        """What is in ``values`` of stretches of ``whole``: starts and ends there, empty ones
+        left out.
+        """
+        before, size = (
+            int(self.values.storage_offset() - self.whole.storage_offset()),
+            self.values.numel(),
+        )
         inside = [(max(start - before, 0), min(end - before, size)) for start, end in bounds]
         return [(start, end) for start, end in inside if start < end]
 
 
 class BetweenNodes(Compressor):
-    """A compressor whose messages join one rank of each node; inside a node gradients travel in full precision.
+    """A compressor whose messages join one rank of each node; inside a node gradients travel in
+    full precision.
 
-    Where the communicator has no nested rings (`Communicator.is_nested`), all ranks exchange compressed messages. A
-    subclass writes `average`.
+    Where the communicator has no nested rings (`Communicator.is_nested`), all ranks exchange
+    compressed messages. A subclass writes `average`.
 
     Args:
         min_numel: A bucket with fewer gradients travels as it is: its size is a matter of latency.
@@ -76,12 +85,15 @@ class BetweenNodes(Compressor):
 
     @abstractmethod
     def average(self, part: Part) -> Iterator[Work]:
-        """Replace ``part.values`` by its average over ``part.group``. Yields each collective that it has to wait for.
+        """Replace ``part.values`` by its average over ``part.group``. Yields each collective that
+        it has to wait for.
 
         On nested rings it runs in another thread than the training.
         """
 
-    def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
+    def all_reduce(
+        self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = ""
+    ) -> Work:
         if flat.numel() < max(self.min_numel, 1):
             self._tell(flat, comm)
             if lost is not None:
@@ -100,7 +112,8 @@ class BetweenNodes(Compressor):
     def _tell(self, flat: Tensor, comm: Communicator) -> None:
         if not self._told and comm.rank == 0 and comm.world_size > 1:
             log.info(
-                "lightning_ring: a bucket of %d gradients travels as it is: compression %r begins with %d.",
+                "lightning_ring: a bucket of %d gradients travels as it is: compression %r "
+                "begins with %d.",
                 flat.numel(),
                 self.name,
                 self.min_numel,
@@ -111,11 +124,15 @@ class BetweenNodes(Compressor):
 def bounds_of(flat: Tensor, layout: GradientLayout) -> list[tuple[int, int]]:
     """Start and end of each gradient in ``flat``, in the order of memory."""
     starts = [int(view.storage_offset() - flat.storage_offset()) for view in layout.views]
-    return sorted((start, start + view.numel()) for start, view in zip(starts, layout.views, strict=True))
+    return sorted(
+        (start, start + view.numel()) for start, view in zip(starts, layout.views, strict=True)
+    )
 
 
 class SteppedWork:
-    """The `Work` of ``steps``, which yield the collectives that they wait for. It runs in the threads that call it."""
+    """The `Work` of ``steps``, which yield the collectives that they wait for. It runs in the
+    threads that call it.
+    """
 
     __slots__ = ("_current", "_steps")
 
@@ -138,12 +155,15 @@ class SteppedWork:
 
 
 def _keep(flat: Tensor, lost: Tensor | None, part: Part) -> None:
-    """Take over state and ``lost``, unless the average is not finite: a loss scaler then skips the step."""
+    """Take over state and ``lost``, unless the average is not finite: a loss scaler then skips
+    the step.
+    """
     updates = list(part.updates)
     if lost is not None and part.lost is not None:
         if part.lost.numel() < lost.numel():
-            # The error of the node's average, which this rank alone keeps, is divided by the ranks of the node next
-            # time. What this rank owed elsewhere has travelled with the node's sum.
+            # The error of the node's average, which this rank alone keeps, is divided by the ranks
+            # of the node next time. What this rank owed elsewhere has travelled with the node's
+            # sum.
             error = torch.zeros_like(lost)
             part.of(error).copy_(part.lost).mul_(part.num_ranks // part.group.world_size)
             updates.append((lost, error))

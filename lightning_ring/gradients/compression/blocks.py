@@ -1,4 +1,6 @@
-"""Blocks of float32 values as 8-bit integers with a scale each: by torch in pieces that stay in a cache, or Triton."""
+"""Blocks of float32 values as 8-bit integers with a scale each: by torch in pieces that stay in
+a cache, or Triton.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def encode(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
     _encode_blocks(values[:whole], numbers[:whole], scales[: whole // BLOCK])
     if rest := values.numel() - whole:
         last = slice(whole, whole + BLOCK)
-        _encode_blocks(pad(values[whole:], (0, BLOCK - rest)), numbers[last], scales[whole // BLOCK :][:1])
+        _encode_blocks(
+            pad(values[whole:], (0, BLOCK - rest)), numbers[last], scales[whole // BLOCK :][:1]
+        )
 
 
 def decode(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
@@ -54,7 +58,8 @@ def _encode_blocks(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
         piece = values[start : start + size].view(-1, BLOCK)
         scratch = memory[: piece.numel()].view_as(piece)
         scale = scales[start // BLOCK :][: len(piece)]
-        torch.amax(torch.abs(piece, out=scratch), dim=1, out=scale)  # four times as fast as one aminmax
+        # four times as fast as one aminmax
+        torch.amax(torch.abs(piece, out=scratch), dim=1, out=scale)
         scale.clamp_min_(TINY).div_(LARGEST)
         torch.mul(piece, scale.reciprocal().unsqueeze(1), out=scratch).round_()
         numbers[start : start + size].view_as(piece).copy_(scratch)

@@ -15,13 +15,17 @@ def encode(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
     num_blocks = triton.cdiv(values.numel(), BLOCK)
     if num_blocks:
         grid = (triton.cdiv(num_blocks, ROWS),)
-        encode_kernel[grid](values, numbers, scales, values.numel(), TINY, 1 / LARGEST, BLOCK=BLOCK, ROWS=ROWS)
+        encode_kernel[grid](
+            values, numbers, scales, values.numel(), TINY, 1 / LARGEST, BLOCK=BLOCK, ROWS=ROWS
+        )
 
 
 def decode(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
     num_blocks = triton.cdiv(values.numel(), BLOCK)
     if num_blocks:
-        decode_kernel[(triton.cdiv(num_blocks, ROWS),)](numbers, scales, values, values.numel(), BLOCK=BLOCK, ROWS=ROWS)
+        decode_kernel[(triton.cdiv(num_blocks, ROWS),)](
+            numbers, scales, values, values.numel(), BLOCK=BLOCK, ROWS=ROWS
+        )
 
 
 @triton.jit

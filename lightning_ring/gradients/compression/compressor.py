@@ -20,8 +20,8 @@ class GradientLayout(Protocol):
     Attributes:
         names: Of the parameters.
         views: The gradients, as dense views of the flat tensor with the parameters' shapes.
-        contributed: For each whether this rank has a gradient in this backward. A gradient that no rank has is not
-            handed to its parameter, whatever arrives.
+        contributed: For each whether this rank has a gradient in this backward. A gradient that no
+            rank has is not handed to its parameter, whatever arrives.
         used: Once a collective has ended: positive for each gradient that some rank has.
     """
 
@@ -32,16 +32,19 @@ class GradientLayout(Protocol):
 
 
 class Compressor(ABC):
-    """Averages flat tensors of gradients in its own way. A subclass writes `all_reduce`; the rest has defaults.
+    """Averages flat tensors of gradients in its own way. A subclass writes `all_reduce`; the rest
+    has defaults.
 
-    Every method but `accepts` and `wire_bytes` is called on all ranks, in the same order and in the thread that runs
-    backward; so is `Work.wait` of the works it returns, which may start further collectives of the communicator.
+    Every method but `accepts` and `wire_bytes` is called on all ranks, in the same order and in the
+    thread that runs backward; so is `Work.wait` of the works it returns, which may start further
+    collectives of the communicator.
 
     Attributes:
         name: How messages call it.
         can_shard: Whether it offers `reduce_scatter`, which a sharded optimizer needs.
-        buffer_dtype: If set, the flat tensors handed to it have this dtype: gradients are converted while they are
-            copied together, and their average is converted back. `prepare` is not called then.
+        buffer_dtype: If set, the flat tensors handed to it have this dtype: gradients are converted
+            while they are copied together, and their average is converted back. `prepare` is not
+            called then.
     """
 
     name: str = "a compressor"
@@ -59,8 +62,8 @@ class Compressor(ABC):
     def wire_bytes(self, numel: int, world_size: int) -> float | None:
         """Size of the uncompressed all-reduce that costs as much as that of ``numel`` gradients.
 
-        In bytes: a rank sends 2·(N−1)/N of it. `None` where it does not follow from the number of gradients;
-        ``bucket_cap_mb="auto"`` is then refused.
+        In bytes: a rank sends 2·(N−1)/N of it. `None` where it does not follow from the number of
+        gradients; ``bucket_cap_mb="auto"`` is then refused.
         """
         return None
 
@@ -76,38 +79,53 @@ class Compressor(ABC):
         return None
 
     def prepare(self, flat: Tensor, layout: GradientLayout) -> None:  # noqa: B027
-        """The tensor ``flat`` will be sent, again and again. It replaces those that held the same parameters."""
+        """The tensor ``flat`` will be sent, again and again. It replaces those that held the
+        same parameters.
+        """
 
     def forget_tensors(self) -> None:  # noqa: B027
-        """The tensors of `prepare` so far are not sent again: drop them, and keep what belongs to parameters."""
+        """The tensors of `prepare` so far are not sent again: drop them, and keep what belongs
+        to parameters.
+        """
 
     def begin_backward(self) -> None:  # noqa: B027
         """A backward whose gradients will be sent begins."""
 
     def start_again(self) -> None:  # noqa: B027
-        """Averages of the last backward were dropped, because it raised. Forget what was left out of them."""
+        """Averages of the last backward were dropped, because it raised. Forget what was left
+        out of them.
+        """
 
     @abstractmethod
-    def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
-        """Start to replace 1-D ``flat`` by its average over ranks. All ranks end with the same bits.
+    def all_reduce(
+        self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = ""
+    ) -> Work:
+        """Start to replace 1-D ``flat`` by its average over ranks. All ranks end with the same
+        bits.
 
         Args:
             flat: Gradients of this rank, and zeros between them.
             comm: The ranks, and the collectives.
-            lost: If given, of the size of ``flat``: when the work has ended it is to hold the part of this rank's
-                gradients that did not travel (`ErrorFeedback`). Where the average is not finite it stays as it was.
+            lost: If given, of the size of ``flat``: when the work has ended it is to hold the part
+                of this rank's gradients that did not travel (`ErrorFeedback`). Where the average is
+                not finite it stays as it was.
             name: Of the collectives, for errors and traces.
         """
 
     def reduce_scatter(self, flat: Tensor, comm: Communicator, *, name: str = "") -> Work:
-        """The same, but only for the shard ``comm.shard_index`` of ``flat``; the rest of it is scratch.
+        """The same, but only for the shard ``comm.shard_index`` of ``flat``; the rest of it is
+        scratch.
 
         The shard gets the bits that `all_reduce` would give it.
         """
-        raise ConfigurationError(f"{self.name} cannot leave each rank its shard of an average; use 'bf16' or 'int8'.")
+        raise ConfigurationError(
+            f"{self.name} cannot leave each rank its shard of an average; use 'bf16' or 'int8'."
+        )
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
-        """What a checkpoint needs, of all ranks; collective. Empty if nothing is kept from step to step."""
+        """What a checkpoint needs, of all ranks; collective. Empty if nothing is kept from step
+        to step.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:

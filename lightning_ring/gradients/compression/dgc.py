@@ -1,6 +1,7 @@
 """Deep Gradient Compression.
 
-Source: Lin, Han, Mao, Wang and Dally, "Deep gradient compression: reducing the communication bandwidth for distributed
+Source: Lin, Han, Mao, Wang and Dally, "Deep gradient compression: reducing the communication
+    bandwidth for distributed
 training" (2018), arXiv:1712.01887, algorithm 4 of the appendix.
 """
 
@@ -25,7 +26,8 @@ WARM_UP_RATIOS = (0.25, 0.0625, 0.015625, 0.004)  # section 3.3: of an epoch eac
 
 
 class DGC(ErrorFeedback):
-    """``compression="dgc"``: the largest 0.1 % of the accumulated gradients, with momentum before the accumulation.
+    """``compression="dgc"``: the largest 0.1 % of the accumulated gradients, with momentum before
+    the accumulation.
 
     On each rank, for its gradient g::
 
@@ -35,17 +37,19 @@ class DGC(ErrorFeedback):
         the largest `ratio` of v in a bucket travel
         there v ← 0 and u ← 0                           factor masking
 
-    Momentum is here, not in the optimizer: use plain SGD. A bucket that travels whole keeps its u. Between nodes,
-    where ranks of a node send their average, u is masked where any node sent. The optimizer adds weight decay behind
-    the momentum, so that it acts 1 - m times as strongly as in an SGD with momentum: divide it by 1 - m. The authors'
-    code (``dgc/optim/sgd.py`` of github.com/synxlin/deep-gradient-compression) gives it a momentum of its own.
+    Momentum is here, not in the optimizer: use plain SGD. A bucket that travels whole keeps its u.
+    Between nodes, where ranks of a node send their average, u is masked where any node sent. The
+    optimizer adds weight decay behind the momentum, so that it acts 1 - m times as strongly as in
+    an SGD with momentum: divide it by 1 - m. The authors' code (``dgc/optim/sgd.py`` of
+    github.com/synxlin/deep-gradient-compression) gives it a momentum of its own.
 
     Args:
         ratio: Share of a bucket's gradients that travels after the warm-up.
         momentum: m; 0 for optimizers that have one of their own.
-        clip_norm: Of a gradient of a single parameter, as if all ranks' were added; `None` clips nothing.
-        warmup_steps: Backward passes in which the share falls to ``ratio``, in four equal stages of 25 %, 6.25 %,
-            1.5625 % and 0.4 %. The paper warms up for four epochs.
+        clip_norm: Of a gradient of a single parameter, as if all ranks' were added; `None` clips
+            nothing.
+        warmup_steps: Backward passes in which the share falls to ``ratio``, in four equal stages of
+            25 %, 6.25 %, 1.5625 % and 0.4 %. The paper warms up for four epochs.
         min_numel: As of `BetweenNodes`.
 
     Raises:
@@ -79,11 +83,19 @@ class DGC(ErrorFeedback):
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> str | None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        found = next((key for group in groups for key in ("momentum", "betas") if any(_numbers(group.get(key)))), None)
+        found = next(
+            (
+                key
+                for group in groups
+                for key in ("momentum", "betas")
+                if any(_numbers(group.get(key)))
+            ),
+            None,
+        )
         if self.momentum and found:
             raise ConfigurationError(
-                f"compression 'dgc' has momentum={self.momentum}, and an optimizer has {found}: gradients would get "
-                "momentum twice. Use torch.optim.SGD with momentum=0, or "
+                f"compression 'dgc' has momentum={self.momentum}, and an optimizer has {found}: "
+                "gradients would get momentum twice. Use torch.optim.SGD with momentum=0, or "
                 "lightning_ring.gradients.compression.DGC(momentum=0)."
             )
         decay = next((group["weight_decay"] for group in groups if group.get("weight_decay")), 0)
@@ -91,9 +103,9 @@ class DGC(ErrorFeedback):
             return None
         share = 1 - self.momentum
         return (
-            f"compression 'dgc' has momentum={self.momentum}, and an optimizer adds its weight_decay={decay:g} to "
-            f"gradients behind that momentum: it acts {share:.3g} times as strongly as in an SGD with momentum. "
-            f"weight_decay={decay / share:.3g} acts alike."
+            f"compression 'dgc' has momentum={self.momentum}, and an optimizer adds its "
+            f"weight_decay={decay:g} to gradients behind that momentum: it acts {share:.3g} times "
+            f"as strongly as in an SGD with momentum. weight_decay={decay / share:.3g} acts alike."
         )
 
     def velocity(self, name: str) -> Tensor:
@@ -123,7 +135,9 @@ class DGC(ErrorFeedback):
             return self.ratio
         return max(self.ratio, WARM_UP_RATIOS[len(WARM_UP_RATIOS) * backward // self.warmup_steps])
 
-    def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
+    def all_reduce(
+        self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = ""
+    ) -> Work:
         self._clip(flat, comm.world_size)
         if not self.momentum:
             return super().all_reduce(flat, comm, name=name)
@@ -141,7 +155,10 @@ class DGC(ErrorFeedback):
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
         state = super().state_dict(comm)
-        return state | {"num_backwards": self.num_backwards, "velocity": self._velocity.state(comm, "velocity")}
+        return state | {
+            "num_backwards": self.num_backwards,
+            "velocity": self._velocity.state(comm, "velocity"),
+        }
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:
         if state:

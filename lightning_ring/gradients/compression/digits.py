@@ -14,7 +14,8 @@ def num_bytes(numel: int, base: int) -> int:
 
 
 def pack(digits: Tensor, base: int, message: Tensor) -> None:
-    """Write the 1-D ``digits`` (uint8, from 257 on int16; each below ``base``) to ``message``, which may be longer.
+    """Write the 1-D ``digits`` (uint8, from 257 on int16; each below ``base``) to ``message``,
+    which may be longer.
 
     Byte i holds digits i, i + m, i + 2m, ... of the m bytes, the last one in the highest place.
     """
@@ -38,5 +39,6 @@ def unpack(message: Tensor, base: int, digits: Tensor) -> None:
     value = torch.arange(256, device=message.device)
     for place in range(per_byte):
         row = digits[place * length : (place + 1) * length]
-        digit_of = (value // base**place % base).to(torch.uint8)  # a table: vectors have no division of integers
+        # a table: vectors have no division of integers
+        digit_of = (value // base**place % base).to(torch.uint8)
         torch.index_select(digit_of, 0, message[: row.numel()].int(), out=row)

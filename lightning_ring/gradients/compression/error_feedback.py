@@ -1,8 +1,9 @@
 """Error feedback: the part of a gradient that a compressor loses is added to the next gradient.
 
-Sources: Seide, Fu, Droppo, Li and Yu, "1-bit stochastic gradient descent and its application to data-parallel
-distributed training of speech DNNs" (2014); Karimireddy, Rebjock, Stich and Jaggi, "Error feedback fixes SignSGD and
-other gradient compression schemes" (2019), arXiv:1901.09847, algorithm 2.
+Sources: Seide, Fu, Droppo, Li and Yu, "1-bit stochastic gradient descent and its application to
+    data-parallel
+distributed training of speech DNNs" (2014); Karimireddy, Rebjock, Stich and Jaggi, "Error feedback
+fixes SignSGD and other gradient compression schemes" (2019), arXiv:1901.09847, algorithm 2.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from lightning_ring.gradients.compression.named_buffers import NamedBuffers
 
 
 class ErrorFeedback(Compressor):
-    """``compressor`` with a residual e of each gradient g on each rank: p = g + e is sent, and e = p − sent is kept.
+    """``compressor`` with a residual e of each gradient g on each rank: p = g + e is sent, and e =
+    p − sent is kept.
 
-    Residuals are kept by the parameters' names, survive buckets that are built anew, and go into checkpoints. One of a
-    gradient that no rank has in a backward stays as it is. Under a loss scaler they keep the scale of their step.
+    Residuals are kept by the parameters' names, survive buckets that are built anew, and go into
+    checkpoints. One of a gradient that no rank has in a backward stays as it is. Under a loss
+    scaler they keep the scale of their step.
     """
 
     def __init__(self, compressor: Compressor) -> None:
@@ -58,7 +61,9 @@ class ErrorFeedback(Compressor):
         self._residuals.zero_()
         self.compressor.start_again()
 
-    def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
+    def all_reduce(
+        self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = ""
+    ) -> Work:
         if not self.is_lossy():
             return self.compressor.all_reduce(flat, comm, name=name)
         residual, absent = self._residuals[flat], self._residuals.before(flat)
@@ -66,27 +71,38 @@ class ErrorFeedback(Compressor):
         if self.compressor.buffer_dtype is None:
             work = self.compressor.all_reduce(flat, comm, lost=residual, name=name)
         else:
-            work = self._all_reduce_converted(flat, residual, self.compressor.buffer_dtype, comm, name)
-        return ChainedWork(work, lambda: self._residuals.keep_unused(flat, absent)) if absent else work
+            work = self._all_reduce_converted(
+                flat, residual, self.compressor.buffer_dtype, comm, name
+            )
+        return (
+            ChainedWork(work, lambda: self._residuals.keep_unused(flat, absent)) if absent else work
+        )
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
         """Every rank's residuals, on rank 0 only: for N ranks up to N times the model's bytes."""
-        return {"errors": self._residuals.state(comm, "residual"), "compressor": self.compressor.state_dict(comm)}
+        return {
+            "errors": self._residuals.state(comm, "residual"),
+            "compressor": self.compressor.state_dict(comm),
+        }
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:
         if not state:
-            return f"the checkpoint holds no state of {self.name}, which starts anew, with residuals of zero."
+            return (
+                f"the checkpoint holds no state of {self.name}, which starts anew, with residuals "
+                "of zero."
+            )
         if "errors" not in state:
             problem = self.compressor.load_state_dict(state, rank, world_size)
             return (
-                f"the checkpoint is of {self.name} without error feedback: residuals begin at zero. {problem or ''}"
+                f"the checkpoint is of {self.name} without error feedback: residuals begin at "
+                f"zero. {problem or ''}"
             ).rstrip()
         problem = self.compressor.load_state_dict(state["compressor"], rank, world_size)
         if len(state["errors"]) != world_size:
             return (
-                f"the checkpoint holds the {self.name} residuals of {len(state['errors'])} ranks, and this job has "
-                f"{world_size} ranks. They start again at zero: what the steps before the checkpoint left out of the "
-                f"gradients is lost. {problem or ''}".rstrip()
+                f"the checkpoint holds the {self.name} residuals of {len(state['errors'])} ranks, "
+                f"and this job has {world_size} ranks. They start again at zero: what the steps "
+                f"before the checkpoint left out of the gradients is lost. {problem or ''}".rstrip()
             )
         self._residuals.load(state["errors"][rank])
         return problem

@@ -1,8 +1,9 @@
 """Values as 4-bit floating-point numbers with a scale for each block.
 
-Source: Douillard et al., "Streaming DiLoCo with overlapping communication: towards a distributed free lunch" (2025),
-arXiv:2501.18512, section 2.4: each replica's outer gradients in E3M0 (a sign, three bits of exponent, none of
-mantissa), summed in float32.
+Source: Douillard et al., "Streaming DiLoCo with overlapping communication: towards a distributed
+    free lunch" (2025),
+arXiv:2501.18512, section 2.4: each replica's outer gradients in E3M0 (a sign, three bits of
+exponent, none of mantissa), summed in float32.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ _MAGNITUDES = [0.0, *(2.0**power for power in range(-6, 1))]
 
 
 class FourBit(BetweenNodes):
-    """An eighth of the bytes of float32, for the outer gradients of `DiLoCo`: it keeps no error for the next average.
+    """An eighth of the bytes of float32, for the outer gradients of `DiLoCo`: it keeps no error for
+    the next average.
 
-    A block of 256 values x travels as s = max|x|, in float32, and for each value its sign and the nearest of 0, s/64,
-    s/32, ... s: the eight magnitudes of E3M0, whose largest is at s. The paper says of its range only that it is E3M0.
-    As with `Int8` owners of shards sum in float32. They send the average in the same form, which the paper does not
-    say either: there 4 bits are those of the replicas' own gradients.
+    A block of 256 values x travels as s = max|x|, in float32, and for each value its sign and the
+    nearest of 0, s/64, s/32, ... s: the eight magnitudes of E3M0, whose largest is at s. The paper
+    says of its range only that it is E3M0. As with `Int8` owners of shards sum in float32. They
+    send the average in the same form, which the paper does not say either: there 4 bits are those
+    of the replicas' own gradients.
     """
 
     name = "4 bits"
@@ -58,7 +61,9 @@ class _FourBitCode:
         numbers, scales = _cut(message, -(-values.numel() // BLOCK))
         code = numbers.new_empty(2 * numbers.numel())
         digits.unpack(numbers, 16, code)
-        table = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device=values.device)
+        table = torch.tensor(
+            [*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device=values.device
+        )
         rows = table[code.int()].view(-1, BLOCK) * scales.unsqueeze(1)
         values.copy_(rows.view(-1)[: values.numel()])
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 def triton_kernels(name: str, values: Tensor) -> ModuleType | None:
-    """The module ``<name>_triton`` beside this one, for values on a GPU; `None` where there are none, or no Triton."""
+    """The module ``<name>_triton`` beside this one, for values on a GPU; `None` where there are
+    none, or no Triton.
+    """
     return _imported(name) if values.is_cuda else None
 
 

@@ -25,7 +25,8 @@ class Matrix:
 
 @dataclass(slots=True)
 class Plan:
-    """The two messages of a flat tensor of gradients: ``matrices`` travel as factors, the ``rest`` as it is.
+    """The two messages of a flat tensor of gradients: ``matrices`` travel as factors, the ``rest``
+    as it is.
 
     ``first`` holds all P and then the rest, ``second`` all Q.
     """
@@ -39,7 +40,9 @@ class Plan:
 
 
 def orthonormal(factor: Tensor) -> Tensor:
-    """Columns that span the same space; where that has fewer dimensions, such as for zeros, some of the rest too."""
+    """Columns that span the same space; where that has fewer dimensions, such as for zeros, some
+    of the rest too.
+    """
     return torch.linalg.qr(factor).Q
 
 
@@ -50,17 +53,22 @@ def in_memory_order(flat: Tensor, view: Tensor) -> Tensor:
 
 
 def as_matrix(flat: Tensor, view: Tensor) -> Tensor:
-    """``view`` as a matrix without moving anything: a row for each index of the dimension that varies slowest.
+    """``view`` as a matrix without moving anything: a row for each index of the dimension that
+    varies slowest.
 
     For a weight, contiguous or channels-last, those are its outputs.
     """
-    strides = [(stride, size) for stride, size in zip(view.stride(), view.size(), strict=True) if size > 1]
+    strides = [
+        (stride, size) for stride, size in zip(view.stride(), view.size(), strict=True) if size > 1
+    ]
     rows = max(strides)[1] if strides and view.numel() else 1
     return in_memory_order(flat, view).view(rows, view.numel() // rows)
 
 
 def counterpart(other: Tensor, flat: Tensor, part: Tensor) -> Tensor:
-    """The elements of ``other`` at the place of ``part`` in ``flat``, with the shape of ``part``."""
+    """The elements of ``other`` at the place of ``part`` in ``flat``, with the shape of
+    ``part``.
+    """
     start = part.storage_offset() - flat.storage_offset()
     return other[start : start + part.numel()].view_as(part)
 

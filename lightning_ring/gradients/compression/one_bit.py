@@ -1,8 +1,10 @@
 """Gradients as signs.
 
-Sources: Seide, Fu, Droppo, Li and Yu, "1-bit stochastic gradient descent and its application to data-parallel
-distributed training of speech DNNs" (2014); Tang et al., "1-bit Adam: communication efficient large-scale training with
-Adam's convergence speed" (2021), arXiv:2102.02888, algorithm 1 (errors on both legs).
+Sources: Seide, Fu, Droppo, Li and Yu, "1-bit stochastic gradient descent and its application to
+    data-parallel
+distributed training of speech DNNs" (2014); Tang et al., "1-bit Adam: communication efficient
+large-scale training with Adam's convergence speed" (2021), arXiv:2102.02888, algorithm 1 (errors on
+both legs).
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, Work, shard
 from lightning_ring.gradients.compression import signs
-from lightning_ring.gradients.compression.between_nodes import MIN_NUMEL, BetweenNodes, Part, bounds_of
+from lightning_ring.gradients.compression.between_nodes import (
+    MIN_NUMEL,
+    BetweenNodes,
+    Part,
+    bounds_of,
+)
 from lightning_ring.gradients.compression.compressor import GradientLayout
 from lightning_ring.gradients.compression.error_feedback import ErrorFeedback
 from lightning_ring.gradients.compression.named_buffers import NamedBuffers
@@ -27,8 +34,9 @@ from lightning_ring.gradients.compression.two_legs import average_in_two_legs
 class Signs(BetweenNodes):
     """Signs with a scale for each block of 256: C(x) = mean|x| · sign(x), with sign(0) = 1.
 
-    Each owner of a shard keeps its error d of the second leg: it sends C(a + d) for the average a of what arrived, and
-    d becomes a + d − C(a + d). The errors of the first leg are for `ErrorFeedback`.
+    Each owner of a shard keeps its error d of the second leg: it sends C(a + d) for the average a
+    of what arrived, and d becomes a + d − C(a + d). The errors of the first leg are for
+    `ErrorFeedback`.
     """
 
     name = "onebit"
@@ -36,9 +44,11 @@ class Signs(BetweenNodes):
     def __init__(self, min_numel: int = MIN_NUMEL) -> None:
         super().__init__(min_numel)
         self._server = NamedBuffers()
-        self._moved: set[Tensor] = set()  # flat tensors whose shards may hold errors of other owners' shards
+        # flat tensors whose shards may hold errors of other owners' shards
+        self._moved: set[Tensor] = set()
 
-        self._gaps: dict[Tensor, list[tuple[int, int]]] = {}  # between gradients, where a sign is not 0
+        # between gradients, where a sign is not 0
+        self._gaps: dict[Tensor, list[tuple[int, int]]] = {}
 
     def wire_bytes(self, numel: int, world_size: int) -> float | None:
         return one_bit_bytes(numel, world_size)
@@ -57,7 +67,9 @@ class Signs(BetweenNodes):
     def start_again(self) -> None:
         self._server.zero_()
 
-    def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
+    def all_reduce(
+        self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = ""
+    ) -> Work:
         absent = self._server.before(flat)
         if flat in self._moved and comm.is_nested:  # which part is this rank's is not known here
             server = self._server[flat]
@@ -73,7 +85,8 @@ class Signs(BetweenNodes):
 
     def average(self, part: Part) -> Iterator[Work]:
         server = part.of(self._server[part.whole])
-        if part.whole in self._moved:  # buckets were built anew: what is owed elsewhere travels with the gradients
+        # buckets were built anew: what is owed elsewhere travels with the gradients
+        if part.whole in self._moved:
             own = shard(server, part.group.world_size, part.group.shard_index)
             mine = own.clone()
             own.zero_()
@@ -81,7 +94,10 @@ class Signs(BetweenNodes):
             server.zero_()
             own.copy_(mine)
         for tensor in (part.values, server):
-            torch._foreach_zero_([tensor[start:end] for start, end in part.cut(self._gaps[part.whole])] or [tensor[:0]])
+            torch._foreach_zero_(
+                [tensor[start:end] for start, end in part.cut(self._gaps[part.whole])]
+                or [tensor[:0]]
+            )
         return average_in_two_legs(part, SIGNS, server)
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
@@ -94,10 +110,12 @@ class Signs(BetweenNodes):
 
 
 class OneBit(ErrorFeedback):
-    """``compression="onebit"``: `Signs` with error feedback on both legs, about 3.5 % of the bytes of float32.
+    """``compression="onebit"``: `Signs` with error feedback on both legs, about 3.5 % of the bytes
+    of float32.
 
-    Each rank sends C(g + e) of its gradient g to the owners of the shards, and e becomes g + e − C(g + e). The early
-    steps of a training, with large gradients, lose most: 1-bit Adam sends them whole.
+    Each rank sends C(g + e) of its gradient g to the owners of the shards, and e becomes g + e −
+    C(g + e). The early steps of a training, with large gradients, lose most: 1-bit Adam sends them
+    whole.
 
     Args:
         min_numel: As of `BetweenNodes`.

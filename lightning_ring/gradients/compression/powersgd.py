@@ -1,8 +1,10 @@
 """Gradients that travel as low-rank factors, with error feedback: PowerSGD.
 
-Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization"
-(2019), arXiv:1905.13727, algorithms 1 and 2. torch's `powerSGD_hook` speaks to a torch process group and reshapes
-contiguous gradients only; this speaks to any `Communicator` and takes matrices as they lie in memory.
+Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for
+    distributed optimization"
+(2019), arXiv:1905.13727, algorithms 1 and 2. torch's `powerSGD_hook` speaks to a torch process
+group and reshapes contiguous gradients only; this speaks to any `Communicator` and takes matrices
+as they lie in memory.
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ log = logging.getLogger(__name__)
 
 
 class LowRank(Compressor):
-    """Every matrix as two thin factors, found by one step of power iteration a backward (algorithm 1).
+    """Every matrix as two thin factors, found by one step of power iteration a backward (algorithm
+    1).
 
-    Replicas hold the same bits where they multiply matrices alike: on the same kind of processor, with as many threads.
-    The arguments are those of `PowerSGD`.
+    Replicas hold the same bits where they multiply matrices alike: on the same kind of processor,
+    with as many threads. The arguments are those of `PowerSGD`.
 
     Raises:
         ConfigurationError: An argument cannot work.
@@ -44,7 +47,9 @@ class LowRank(Compressor):
 
     name = "powersgd"
 
-    def __init__(self, rank: int = 2, start_iter: int = 1000, min_compression: float = 2.0, seed: int = 0) -> None:
+    def __init__(
+        self, rank: int = 2, start_iter: int = 1000, min_compression: float = 2.0, seed: int = 0
+    ) -> None:
         check_arguments(
             "PowerSGD",
             rank >= 1 and start_iter >= 0 and min_compression >= 1,
@@ -83,7 +88,9 @@ class LowRank(Compressor):
         for matrix, p, q in zip(matrices, ps, qs, strict=True):
             matrix.p, matrix.q = p, q
         replaced = set(layout.names)
-        self._plans = {other: plan for other, plan in self._plans.items() if replaced.isdisjoint(plan.names)}
+        self._plans = {
+            other: plan for other, plan in self._plans.items() if replaced.isdisjoint(plan.names)
+        }
         self._plans[flat] = Plan(list(layout.names), matrices, rest, sent, first, second)
 
     def forget_tensors(self) -> None:
@@ -97,14 +104,17 @@ class LowRank(Compressor):
             whole = sum(m.gradient.numel() for m in self._matrices.values())
             factors = sum(m.p.numel() + m.q.numel() for m in self._matrices.values())
             log.info(
-                "lightning_ring: PowerSGD of rank %d from now on: %d gradients of %d elements in all travel as %d.",
+                "lightning_ring: PowerSGD of rank %d from now on: %d gradients of %d elements in "
+                "all travel as %d.",
                 self.rank,
                 len(self._matrices),
                 whole,
                 factors,
             )
 
-    def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
+    def all_reduce(
+        self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = ""
+    ) -> Work:
         plan = self._plans[flat]
         if not self.is_lossy() or not plan.matrices:
             if lost is not None:
@@ -129,7 +139,10 @@ class LowRank(Compressor):
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:
         self.num_backwards = state["num_backwards"]
         if state["rank"] != self.rank:
-            return f"the checkpoint holds factors of rank {state['rank']}, not {self.rank}: they start at random ones."
+            return (
+                f"the checkpoint holds factors of rank {state['rank']}, not {self.rank}: they "
+                "start at random ones."
+            )
         self._loaded = dict(state["q"])
         for matrix in self._matrices.values():
             self._restore(matrix)
@@ -142,13 +155,16 @@ class LowRank(Compressor):
     def _remember(self, name: str, gradient: Tensor) -> Matrix:
         known = self._matrices.get(name)
         if known is not None and all(
-            getattr(known.gradient, same) == getattr(gradient, same) for same in ("shape", "dtype", "device")
+            getattr(known.gradient, same) == getattr(gradient, same)
+            for same in ("shape", "dtype", "device")
         ):
             known.gradient = gradient
             return known
         n, m = gradient.shape
         columns = min(n, m, self.rank)
-        matrix = Matrix(name, gradient, gradient.new_zeros(n, columns), gradient.new_zeros(m, columns))
+        matrix = Matrix(
+            name, gradient, gradient.new_zeros(n, columns), gradient.new_zeros(m, columns)
+        )
         self._matrices[name] = matrix
         self._draw(matrix)
         self._restore(matrix)
@@ -163,7 +179,9 @@ class LowRank(Compressor):
         matrix.q.copy_(self._random(matrix))
 
     def _decompress(self, plan: Plan, flat: Tensor, lost: Tensor | None) -> None:
-        """Put the product of the factors into ``flat``, and the rest of this rank's gradients into ``lost``."""
+        """Put the product of the factors into ``flat``, and the rest of this rank's gradients
+        into ``lost``.
+        """
         finite = plan.second.sum().isfinite()
         if not on_host(flat):
             self._decompress_on_device(plan, flat, lost, finite)
@@ -183,8 +201,12 @@ class LowRank(Compressor):
         if lost is not None and plan.rest:
             torch._foreach_zero_([counterpart(lost, flat, part) for part in plan.rest])
 
-    def _decompress_on_device(self, plan: Plan, flat: Tensor, lost: Tensor | None, finite: Tensor) -> None:
-        """The same, by selection: to ask whether the sums are ``finite`` would make the host wait in every bucket."""
+    def _decompress_on_device(
+        self, plan: Plan, flat: Tensor, lost: Tensor | None, finite: Tensor
+    ) -> None:
+        """The same, by selection: to ask whether the sums are ``finite`` would make the host
+        wait in every bucket.
+        """
         for matrix in plan.matrices:
             product = torch.mm(matrix.p, matrix.q.t())
             if lost is not None:
@@ -209,17 +231,19 @@ class PowerSGD(ErrorFeedback):
 
     Args:
         rank: Columns of the factors: 1 to 4 as a rule. More cost more and lose less.
-        start_iter: Backward passes whose gradients travel whole before the first compressed one. torch's hook has this
-            default and advises a tenth of all steps, the warm-up included.
-        min_compression: A gradient whose factors have not this many times fewer elements travels as it is; so do
-            vectors.
+        start_iter: Backward passes whose gradients travel whole before the first compressed one.
+            torch's hook has this default and advises a tenth of all steps, the warm-up included.
+        min_compression: A gradient whose factors have not this many times fewer elements travels as
+            it is; so do vectors.
         seed: Of the first Q.
 
     Raises:
         ConfigurationError: An argument cannot work.
     """
 
-    def __init__(self, rank: int = 2, start_iter: int = 1000, min_compression: float = 2.0, seed: int = 0) -> None:
+    def __init__(
+        self, rank: int = 2, start_iter: int = 1000, min_compression: float = 2.0, seed: int = 0
+    ) -> None:
         super().__init__(LowRank(rank, start_iter, min_compression, seed))
 
 

@@ -1,4 +1,5 @@
-"""Compressors by name: the list that the strategy's options, `lightning-ring plan` and the benchmarks read.
+"""Compressors by name: the list that the strategy's options, `lightning-ring plan` and the
+benchmarks read.
 
 It imports no torch, so that a prediction does not either.
 """
@@ -22,13 +23,15 @@ class RegisteredCompressor:
 
     module: str  # of this package
     class_name: str  # its arguments have defaults
-    wire_bytes: Callable[[int, int], float] | None = None  # as `Compressor.wire_bytes`; `None` where that gives `None`
+    # as `Compressor.wire_bytes`; `None` where that gives `None`
+    wire_bytes: Callable[[int, int], float] | None = None
 
     between_nodes: bool = False  # whether gradients travel in full precision inside a node
     # where the bytes follow from a gradient's shape, and its number of elements
     shape_bytes: Callable[[Sequence[int], int], float] | None = None
     rounds: int = 1  # collectives of an average, each of which waits for the one before
-    flags_apart: bool = True  # whether a bucket's flags travel in one more collective, beside the first
+    # whether a bucket's flags travel in one more collective, beside the first
+    flags_apart: bool = True
 
     @property
     def num_collectives(self) -> int:
@@ -66,7 +69,9 @@ def one_bit_bytes(numel: int, world_size: int) -> float:
 
 
 def sparse_bytes(ratio: float, numel: int, world_size: int) -> float:
-    """A value and a place of 4 bytes each for a share of the elements, which every rank gathers from all."""
+    """A value and a place of 4 bytes each for a share of the elements, which every rank gathers
+    from all.
+    """
     return min(8 * math.ceil(ratio * numel) * world_size / 2, 4 * numel)
 
 
@@ -81,7 +86,9 @@ def digits_a_byte(base: int) -> float:
 
 
 def low_rank_bytes(rank: int, min_compression: float, shape: Sequence[int], numel: int) -> float:
-    """The two thin factors of a matrix with a row for each output, or all of it where they are not much shorter."""
+    """The two thin factors of a matrix with a row for each output, or all of it where they are
+    not much shorter.
+    """
     rows = shape[0] if len(shape) > 1 else 1
     columns = numel // rows if rows else 0
     factors = (rows + columns) * min(rows, columns, rank)
@@ -93,9 +100,15 @@ COMPRESSORS: Mapping[str, RegisteredCompressor] = {
     "bf16": RegisteredCompressor("sixteen_bit", "BF16", two_bytes, flags_apart=False),
     "fp32": RegisteredCompressor("float32", "FP32", four_bytes, flags_apart=False),
     "int8": RegisteredCompressor("int8", "Int8", int8_bytes, between_nodes=True, rounds=2),
-    "onebit": RegisteredCompressor("one_bit", "OneBit", one_bit_bytes, between_nodes=True, rounds=2),
-    "terngrad": RegisteredCompressor("terngrad", "TernGrad", ternary_bytes, between_nodes=True, rounds=3),
+    "onebit": RegisteredCompressor(
+        "one_bit", "OneBit", one_bit_bytes, between_nodes=True, rounds=2
+    ),
+    "terngrad": RegisteredCompressor(
+        "terngrad", "TernGrad", ternary_bytes, between_nodes=True, rounds=3
+    ),
     "topk": RegisteredCompressor("top_k", "TopK", partial(sparse_bytes, 0.01), between_nodes=True),
     "dgc": RegisteredCompressor("dgc", "DGC", partial(sparse_bytes, 0.001), between_nodes=True),
-    "powersgd": RegisteredCompressor("powersgd", "PowerSGD", shape_bytes=partial(low_rank_bytes, 2, 2.0), rounds=2),
+    "powersgd": RegisteredCompressor(
+        "powersgd", "PowerSGD", shape_bytes=partial(low_rank_bytes, 2, 2.0), rounds=2
+    ),
 }

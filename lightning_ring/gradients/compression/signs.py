@@ -1,4 +1,6 @@
-"""Blocks of float32 values as signs with a scale each: by torch in pieces that stay in a cache, or Triton."""
+"""Blocks of float32 values as signs with a scale each: by torch in pieces that stay in a cache,
+or Triton.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,13 @@ from lightning_ring.gradients.compression.blocks import BLOCK as BLOCK
 from lightning_ring.gradients.compression.blocks import piece_size
 from lightning_ring.gradients.compression.kernels import triton_kernels
 
-_GATHER = 0x0102040810204080  # times 8 bytes that are 0 or 1: their bits in the highest byte, the first one lowest
+# times 8 bytes that are 0 or 1: their bits in the highest byte, the first one lowest
+_GATHER = 0x0102040810204080
 
 
 def encode(values: Tensor, bits: Tensor, scales: Tensor) -> None:
-    """Write mean|x| of each block x to ``scales``, and x ≥ 0 to ``bits``, the first value in the lowest of a byte.
+    """Write mean|x| of each block x to ``scales``, and x ≥ 0 to ``bits``, the first value in the
+    lowest of a byte.
 
     Args:
         values: 1-D, float32. The last block may be shorter.
@@ -33,7 +37,9 @@ def encode(values: Tensor, bits: Tensor, scales: Tensor) -> None:
 
 
 def decode(bits: Tensor, scales: Tensor, values: Tensor) -> None:
-    """Replace ``values`` by the scale of their block where their bit is set, else by what is opposite to it."""
+    """Replace ``values`` by the scale of their block where their bit is set, else by what is
+    opposite to it.
+    """
     if kernels := triton_kernels("signs", values):
         kernels.decode(bits, scales, values)
         return
@@ -61,7 +67,8 @@ def _encode_blocks(values: Tensor, bits: Tensor, scales: Tensor) -> None:
 def _decode_blocks(bits: Tensor, scales: Tensor, values: Tensor) -> None:
     size = piece_size(values)
     bytes_ = torch.arange(256, device=values.device).unsqueeze(1)
-    signs = ((bytes_ >> torch.arange(8, device=values.device)) & 1).float().mul_(2).sub_(1)  # of each byte
+    # of each byte
+    signs = ((bytes_ >> torch.arange(8, device=values.device)) & 1).float().mul_(2).sub_(1)
     for start in range(0, values.numel(), size):
         piece = values[start : start + size]
         packed = bits[start // 8 :][: piece.numel() // 8].view(torch.uint8).int()

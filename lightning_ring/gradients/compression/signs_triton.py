@@ -13,12 +13,16 @@ ROWS = 16  # blocks of one program
 
 def encode(values: Tensor, bits: Tensor, scales: Tensor) -> None:
     if num_blocks := triton.cdiv(values.numel(), BLOCK):
-        encode_kernel[(triton.cdiv(num_blocks, ROWS),)](values, bits, scales, values.numel(), BLOCK=BLOCK, ROWS=ROWS)
+        encode_kernel[(triton.cdiv(num_blocks, ROWS),)](
+            values, bits, scales, values.numel(), BLOCK=BLOCK, ROWS=ROWS
+        )
 
 
 def decode(bits: Tensor, scales: Tensor, values: Tensor) -> None:
     if num_blocks := triton.cdiv(values.numel(), BLOCK):
-        decode_kernel[(triton.cdiv(num_blocks, ROWS),)](values, bits, scales, values.numel(), BLOCK=BLOCK, ROWS=ROWS)
+        decode_kernel[(triton.cdiv(num_blocks, ROWS),)](
+            values, bits, scales, values.numel(), BLOCK=BLOCK, ROWS=ROWS
+        )
 
 
 @triton.jit
@@ -48,4 +52,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     flags = tl.reshape((packed[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1, (ROWS, BLOCK))
     scale = tl.load(scales + rows, mask=in_rows, other=0.0)
     offsets = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    tl.store(values + offsets, (2 * flags - 1).to(tl.float32) * scale[:, None], mask=offsets < numel)
+    tl.store(
+        values + offsets, (2 * flags - 1).to(tl.float32) * scale[:, None], mask=offsets < numel
+    )

@@ -1,6 +1,8 @@
-"""float32 gradients that travel as a 16-bit type: rounded on the way into the buffer, and once more as an average.
+"""float32 gradients that travel as a 16-bit type: rounded on the way into the buffer, and once more
+as an average.
 
-bfloat16 has 8 bits of precision and the range of float32; float16 has 11 bits, and goes from 6e-8 to 65,504.
+bfloat16 has 8 bits of precision and the range of float32; float16 has 11 bits, and goes from 6e-8
+to 65,504.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ log = logging.getLogger(__name__)
 class SixteenBit(Compressor):
     """Half the bytes; each value is rounded to nearest.
 
-    The average is rounded before it leaves its owner, which takes the rounded value too. Sums in between are float32
-    over MPI, Gloo and shared memory (rounded once more where several nodes hold several ranks each, between the two
-    levels); NCCL may round each of them.
+    The average is rounded before it leaves its owner, which takes the rounded value too. Sums in
+    between are float32 over MPI, Gloo and shared memory (rounded once more where several nodes hold
+    several ranks each, between the two levels); NCCL may round each of them.
     """
 
     can_shard = True
@@ -35,14 +37,17 @@ class SixteenBit(Compressor):
     def wire_bytes(self, numel: int, world_size: int) -> float | None:
         return numel * self.buffer_dtype.itemsize
 
-    def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
+    def all_reduce(
+        self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = ""
+    ) -> Work:
         work = comm.all_reduce_(flat, op=ReduceOp.AVG, name=name)
         return ChainedWork(work, lambda: self.inspect(flat, comm, name)) if comm.rank == 0 else work
 
     def reduce_scatter(self, flat: Tensor, comm: Communicator, *, name: str = "") -> Work:
         work = comm.reduce_scatter_(flat, op=ReduceOp.AVG, name=name)
         own = shard(flat, comm.world_size, comm.shard_index)
-        return ChainedWork(work, lambda: self.inspect(own, comm, name))  # no other rank sees this shard
+        # no other rank sees this shard
+        return ChainedWork(work, lambda: self.inspect(own, comm, name))
 
     def inspect(self, average: Tensor, comm: Communicator, name: str) -> None:
         """``average`` has arrived. Called on one rank for each part of it."""
@@ -56,10 +61,12 @@ class BF16(SixteenBit):
 
 
 class FP16(SixteenBit):
-    """``compression="fp16"``: relative error of a rounding 2⁻¹² at most, for values that float16 can hold.
+    """``compression="fp16"``: relative error of a rounding 2⁻¹² at most, for values that float16
+    can hold.
 
-    A larger one becomes inf on every rank, as a gradient in float16 would: a loss scaler sees it, skips the step on all
-    ranks and scales less. One smaller than 6e-8 becomes 0. What overflowed is reported once.
+    A larger one becomes inf on every rank, as a gradient in float16 would: a loss scaler sees it,
+    skips the step on all ranks and scales less. One smaller than 6e-8 becomes 0. What overflowed is
+    reported once.
     """
 
     def __init__(self) -> None:
@@ -68,7 +75,9 @@ class FP16(SixteenBit):
         self._reported = False
 
     def begin_backward(self) -> None:
-        """Report what overflowed on a GPU, as far as the host knows by now: it waits for nothing."""
+        """Report what overflowed on a GPU, as far as the host knows by now: it waits for
+        nothing.
+        """
         while self._sums and self._sums[0][1].ready():
             name, total = self._sums.popleft()
             if not self._reported and not total.value().isfinite():
@@ -80,14 +89,15 @@ class FP16(SixteenBit):
         if not on_host(average):
             total = average.sum(dtype=torch.float32)  # not finite if any element is not
             self._sums.append((name, comm.copy_to_host(total)))
-        elif not average.sum().isfinite() and not average.isfinite().all():  # a sum in float16 may itself overflow
+        # a sum in float16 may itself overflow
+        elif not average.sum().isfinite() and not average.isfinite().all():
             self._report(name)
 
     def _report(self, name: str) -> None:
         self._reported = True
         log.warning(
-            "lightning_ring: the averaged gradient in %s holds inf or nan after it travelled as float16, whose "
-            "largest value is 65504. A loss scaler skips such a step; without one the parameters are lost: use "
-            'compression="bf16", which has the range of float32.',
+            "lightning_ring: the averaged gradient in %s holds inf or nan after it travelled as "
+            "float16, whose largest value is 65504. A loss scaler skips such a step; without one "
+            'the parameters are lost: use compression="bf16", which has the range of float32.',
             name,
         )

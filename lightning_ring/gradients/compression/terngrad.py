@@ -1,7 +1,9 @@
 """Gradients as -1, 0 or 1 times a scaler, drawn at random so that their mean is right.
 
-Source: Wen et al., "TernGrad: ternary gradients to reduce communication in distributed deep learning" (2017),
-arXiv:1705.07878: algorithm 1, with layer-wise ternarizing, gradient clipping (section 5) and scaler sharing.
+Source: Wen et al., "TernGrad: ternary gradients to reduce communication in distributed deep
+    learning" (2017),
+arXiv:1705.07878: algorithm 1, with layer-wise ternarizing, gradient clipping (section 5) and scaler
+sharing.
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ from torch import Tensor
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work, shard
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import digits
-from lightning_ring.gradients.compression.between_nodes import MIN_NUMEL, BetweenNodes, Part, bounds_of
+from lightning_ring.gradients.compression.between_nodes import (
+    MIN_NUMEL,
+    BetweenNodes,
+    Part,
+    bounds_of,
+)
 from lightning_ring.gradients.compression.compressor import GradientLayout
 from lightning_ring.gradients.compression.registry import ternary_bytes
 from lightning_ring.host.random_state import own_memory
@@ -25,13 +32,15 @@ _SMALLEST = 1e-15  # a layer whose largest gradient is smaller is not clipped
 
 
 class TernGrad(BetweenNodes):
-    """``compression="terngrad"``: five gradients in a byte on the way to the sum, on the way back two or three.
+    """``compression="terngrad"``: five gradients in a byte on the way to the sum, on the way back
+    two or three.
 
-    A gradient g travels as s · sign(g) · b, where b is 1 with probability |g|/s, else 0: its mean is g. The scaler s is
-    the largest |g| of a layer on any rank, after g was clipped at ``clip`` times σ, its standard deviation. Each rank
-    adds up its shard and sends the sums, exact whole numbers of s. A layer is the gradient of a parameter, or the part
-    of it in this bucket that this rank sends between nodes. σ is taken about 0, so that a layer of equal gradients is
-    not clipped. A clipped value is biased. A layer below 1e-15 is not clipped.
+    A gradient g travels as s · sign(g) · b, where b is 1 with probability |g|/s, else 0: its mean
+    is g. The scaler s is the largest |g| of a layer on any rank, after g was clipped at ``clip``
+    times σ, its standard deviation. Each rank adds up its shard and sends the sums, exact whole
+    numbers of s. A layer is the gradient of a parameter, or the part of it in this bucket that this
+    rank sends between nodes. σ is taken about 0, so that a layer of equal gradients is not clipped.
+    A clipped value is biased. A layer below 1e-15 is not clipped.
 
     Args:
         clip: In units of σ; ``math.inf`` clips nothing.
@@ -47,10 +56,13 @@ class TernGrad(BetweenNodes):
     def __init__(self, clip: float = 2.5, seed: int = 0, min_numel: int = MIN_NUMEL) -> None:
         super().__init__(min_numel)
         if not clip > 0:
-            raise ConfigurationError(f"TernGrad got clip={clip!r}, expected a number of σ above 0, such as 2.5.")
+            raise ConfigurationError(
+                f"TernGrad got clip={clip!r}, expected a number of σ above 0, such as 2.5."
+            )
         self.clip = clip
         self.seed = seed
-        self._layers: dict[Tensor, list[tuple[int, int]]] = {}  # start and end of each gradient in a flat tensor
+        # start and end of each gradient in a flat tensor
+        self._layers: dict[Tensor, list[tuple[int, int]]] = {}
         self._generator: torch.Generator | None = None
         self._loaded: Tensor | None = None
 
@@ -63,9 +75,13 @@ class TernGrad(BetweenNodes):
     def forget_tensors(self) -> None:
         self._layers.clear()
 
-    def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
+    def all_reduce(
+        self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = ""
+    ) -> Work:
         if self._generator is None:
-            self._generator = torch.Generator(flat.device).manual_seed(1_000_003 * self.seed + comm.rank)
+            self._generator = torch.Generator(flat.device).manual_seed(
+                1_000_003 * self.seed + comm.rank
+            )
             self._continue_generator()
         return super().all_reduce(flat, comm, lost=lost, name=name)
 
@@ -89,10 +105,15 @@ class TernGrad(BetweenNodes):
         for index, message in enumerate(sent):
             digits.pack(shard(ternary, size, index), 3, message)
         received = torch.empty_like(sent)
-        yield group.all_to_all([sent[index] for index in group.shard_indices], list(received), name=part.name)
+        yield group.all_to_all(
+            [sent[index] for index in group.shard_indices], list(received), name=part.name
+        )
         base = 2 * size + 1  # a sum of `size` digits from 0 to 2
         kind = torch.uint8 if base <= 256 else torch.int16
-        digit, total = shard(ternary, size, mine), torch.zeros_like(shard(ternary, size, mine), dtype=kind)
+        digit, total = (
+            shard(ternary, size, mine),
+            torch.zeros_like(shard(ternary, size, mine), dtype=kind),
+        )
         for message in received:
             digits.unpack(message, 3, digit)
             total += digit
@@ -106,7 +127,9 @@ class TernGrad(BetweenNodes):
         _scale(values, layers, scalers)
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
-        """The random states of all ranks; empty before the first gradient, unless some were loaded."""
+        """The random states of all ranks; empty before the first gradient, unless some were
+        loaded.
+        """
         state = self._generator.get_state() if self._generator is not None else self._loaded
         if state is None:
             return {}
@@ -131,13 +154,18 @@ class TernGrad(BetweenNodes):
             roots = [math.sqrt(end - start) for start, end in layers]
             sigma = torch.stack(list(torch._foreach_div(torch._foreach_norm(pieces, 2), roots)))
             # smaller gradients have squares below float32's range, and σ would be 0
-            most = torch.where(most.isfinite() & (most > _SMALLEST), torch.minimum(most, self.clip * sigma), most)
+            most = torch.where(
+                most.isfinite() & (most > _SMALLEST), torch.minimum(most, self.clip * sigma), most
+            )
         return torch.where(most.isfinite(), most, torch.inf)
 
     def _ternary(self, values: Tensor, layers: list[tuple[int, int]], scalers: Tensor) -> Tensor:
-        """0, 1 or 2 for -1, 0 or 1, as uint8: floor(u + g/s) of a uniform u is 1 more often by g/s."""
+        """0, 1 or 2 for -1, 0 or 1, as uint8: floor(u + g/s) of a uniform u is 1 more often by
+        g/s.
+        """
         numbers = torch.rand(values.numel(), generator=self._generator, device=values.device)
-        steps = torch.where(scalers >= torch.finfo(scalers.dtype).tiny, 1 / scalers, 0.0)  # else inf, and 0 · inf
+        # else inf, and 0 · inf
+        steps = torch.where(scalers >= torch.finfo(scalers.dtype).tiny, 1 / scalers, 0.0)
         pieces = [numbers[start:end] for start, end in layers]
         shares = torch._foreach_mul([values[start:end] for start, end in layers], list(steps))
         torch._foreach_add_(pieces, shares)

@@ -1,6 +1,7 @@
 """The largest gradients only.
 
-Sources: Aji and Heafield, "Sparse communication for distributed gradient descent" (2017), arXiv:1704.05021; Stich,
+Sources: Aji and Heafield, "Sparse communication for distributed gradient descent" (2017),
+    arXiv:1704.05021; Stich,
 Cordonnier and Jaggi, "Sparsified SGD with memory" (2018), arXiv:1809.07599, algorithm 1.
 """
 
@@ -24,10 +25,11 @@ _SLACK = 1.3  # of the number that a guessed threshold is to leave
 
 
 class Largest(BetweenNodes):
-    """Each rank sends the share ``ratio`` of a bucket with the largest magnitudes: values and 32-bit places.
+    """Each rank sends the share ``ratio`` of a bucket with the largest magnitudes: values and
+    32-bit places.
 
-    Every rank gathers the others' and adds them up, so that bytes grow with the number of ranks. From ratio · ranks = 1
-    on, a bucket travels whole.
+    Every rank gathers the others' and adds them up, so that bytes grow with the number of ranks.
+    From ratio · ranks = 1 on, a bucket travels whole.
 
     Attributes:
         sent: By flat tensor, the places that this rank sent last; `None` for all.
@@ -69,7 +71,8 @@ class Largest(BetweenNodes):
 
 
 class TopK(ErrorFeedback):
-    """``compression="topk"``: the largest gradients g + e of each bucket travel, the others become e.
+    """``compression="topk"``: the largest gradients g + e of each bucket travel, the others become
+    e.
 
     Args:
         ratio: Share of a bucket's gradients that travels.
@@ -86,17 +89,19 @@ class TopK(ErrorFeedback):
 def checked_ratio(caller: str, ratio: float) -> float:
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < 1:
         raise ConfigurationError(
-            f"{caller} got ratio={ratio!r}, expected the share of the gradients that travels, such as 0.01."
+            f"{caller} got ratio={ratio!r}, expected the share of the gradients that travels, such "
+            "as 0.01."
         )
     return float(ratio)
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Places of the ``count`` elements of 1-D ``values`` with the largest magnitudes; NaN counts as the largest.
+    """Places of the ``count`` elements of 1-D ``values`` with the largest magnitudes; NaN counts as
+    the largest.
 
-    A threshold from a sample leaves few candidates (section 3.1 of DGC, arXiv:1712.01887), of which the largest are
-    chosen exactly. If it leaves too few, all are compared. So they are on a GPU, where the host would have to wait for
-    the number of candidates.
+    A threshold from a sample leaves few candidates (section 3.1 of DGC, arXiv:1712.01887), of which
+    the largest are chosen exactly. If it leaves too few, all are compared. So they are on a GPU,
+    where the host would have to wait for the number of candidates.
     """
     magnitudes = values.abs()
     stride = values.numel() // _SAMPLES if on_host(values) else 0

@@ -1,4 +1,6 @@
-"""An average in two legs, as messages of bytes: each rank sums its shard, and sends the rounded average back."""
+"""An average in two legs, as messages of bytes: each rank sums its shard, and sends the rounded
+average back.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,19 @@ class Code(Protocol):
 def average_in_two_legs(
     part: Part, code: Code, server: Tensor | None = None, *, shard_only: bool = False
 ) -> Iterator[Work]:
-    """A reduce-scatter by all-to-all, whose sums are float32, and an all-gather, both of encoded values.
+    """A reduce-scatter by all-to-all, whose sums are float32, and an all-gather, both of encoded
+    values.
 
     Args:
-        part: Its ``lost`` becomes this rank's error of the first leg. Without ``server`` the owner of a shard adds
-            that of the second leg, times the number of ranks, for the next average divides by it.
+        part: Its ``lost`` becomes this rank's error of the first leg. Without ``server`` the owner
+            of a shard adds that of the second leg, times the number of ranks, for the next average
+            divides by it.
         code: Of both legs.
-        server: The owners' errors of the second leg, in the places of the shards, which are added before it and become
-            its new errors. Of the size of ``part.values``; only this rank's shard is used.
-        shard_only: Leave out the second leg. This rank's shard of ``part.values`` gets the bits that all would get.
+        server: The owners' errors of the second leg, in the places of the shards, which are added
+            before it and become its new errors. Of the size of ``part.values``; only this rank's
+            shard is used.
+        shard_only: Leave out the second leg. This rank's shard of ``part.values`` gets the bits
+            that all would get.
     """
     values, group = part.values, part.group
     shards = [shard(values, group.world_size, index) for index in range(group.world_size)]
@@ -74,7 +80,9 @@ def average_in_two_legs(
 
 def _messages(shards: list[Tensor], code: Code) -> Tensor:
     longest = max(own.numel() for own in shards)
-    return torch.zeros(len(shards), code.num_bytes(longest), dtype=torch.uint8, device=shards[0].device)
+    return torch.zeros(
+        len(shards), code.num_bytes(longest), dtype=torch.uint8, device=shards[0].device
+    )
 
 
 def _mean(received: Tensor, like: Tensor, code: Code) -> Tensor:

@@ -27,7 +27,8 @@ class BucketChoice:
     """The measurements and the decision, the same on every rank."""
 
     order: list[str]  # names of the parameters, in the order of travel
-    ends: list[list[int]]  # of the buckets of each kind of parameter (dtype and device, in the order of first ones)
+    # of the buckets of each kind of parameter (dtype and device, in the order of first ones)
+    ends: list[list[int]]
     cost: CostModel
     seconds_exposed: float  # predicted, from the last gradient until the last bucket has arrived
     seconds_exposed_fixed: float  # the same with buckets of ``default_cap_mb``
@@ -36,14 +37,15 @@ class BucketChoice:
 class AutoBuckets:
     """Notes when gradients are there, and cuts buckets to it once. Rank 0 decides for all.
 
-    A gradient is ready when the slowest rank has it. Parameters of several dtypes are cut one dtype at a time, as if
-    each had the wire alone.
+    A gradient is ready when the slowest rank has it. Parameters of several dtypes are cut one dtype
+    at a time, as if each had the wire alone.
 
     Args:
         say: Called with a description of the choice.
         default_cap_mb: Bucket size in MiB until then, and the one that the choice is compared with.
-        halves: A reduce-scatter travels during backward, which is timed and priced then; the all-gather of parameters
-            under the next forward is taken for its mirror image, and costs as much.
+        halves: A reduce-scatter travels during backward, which is timed and priced then; the
+            all-gather of parameters under the next forward is taken for its mirror image, and costs
+            as much.
         compressor: Gives the size of messages (`Compressor.wire_bytes`).
     """
 
@@ -86,7 +88,10 @@ class AutoBuckets:
 
     def _choose(self, params: Named) -> BucketChoice:
         comm = self._comm
-        own = {name: median(seconds_between(*pair, comm) for pair in pairs) for name, pairs in self._notes.items()}
+        own = {
+            name: median(seconds_between(*pair, comm) for pair in pairs)
+            for name, pairs in self._notes.items()
+        }
         everyones = comm.all_gather_object(own, name="times of a backward")
         ready: dict[str, float] = defaultdict(float)
         for times in everyones:
@@ -109,14 +114,18 @@ class AutoBuckets:
         return BucketChoice([name for name, _ in ordered], ends, cost, exposed, fixed)
 
     def _probe(self, dtype: torch.dtype, device: torch.device) -> CostModel:
-        """Time what travels during backward, in several sizes. On one rank nothing travels, and costs nothing."""
+        """Time what travels during backward, in several sizes. On one rank nothing travels, and
+        costs nothing.
+        """
         if self._comm.world_size == 1:
             return CostModel(0.0, float("inf"))
         sizes, times = list[float](), list[float]()
         for num_bytes in PROBE_BYTES:
             flat = self._comm.empty(num_bytes // dtype.itemsize, dtype, device).zero_()
             sizes += [flat.nbytes] * PROBE_REPEATS
-            times += time_collective(self._comm, self._collective, flat, PROBE_REPEATS, "probe of the bucket size")
+            times += time_collective(
+                self._comm, self._collective, flat, PROBE_REPEATS, "probe of the bucket size"
+            )
         return fit(sizes, times, self._comm.world_size, collective=self._collective)
 
     def _seconds(self, cost: CostModel) -> Seconds:
@@ -130,9 +139,10 @@ class AutoBuckets:
 
     def _in_words(self, choice: BucketChoice, buckets: Sequence[Bucket]) -> str:
         sizes = ", ".join(f"{bucket.flat.nbytes / _MIB:.3g}" for bucket in buckets)
+        cost, fixed = choice.cost, 1e3 * choice.seconds_exposed_fixed
         return (
             f'bucket_cap_mb="auto" chose {len(buckets)} bucket(s) of {sizes} MiB. A message costs '
-            f"{choice.cost.alpha_seconds * 1e6:.0f} µs and moves {choice.cost.bandwidth / 1e6:.0f} MB/s; predicted: "
-            f"the last gradients arrive {choice.seconds_exposed * 1e3:.1f} ms after backward, "
-            f"{choice.seconds_exposed_fixed * 1e3:.1f} ms with buckets of {self._default_cap_mb:g} MiB."
+            f"{cost.alpha_seconds * 1e6:.0f} µs and moves {cost.bandwidth / 1e6:.0f} MB/s; "
+            f"predicted: the last gradients arrive {choice.seconds_exposed * 1e3:.1f} ms after "
+            f"backward, {fixed:.1f} ms with buckets of {self._default_cap_mb:g} MiB."
         )

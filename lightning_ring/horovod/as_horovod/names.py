@@ -30,7 +30,9 @@ _MODULES = {
 
 
 def lead_names_here() -> None:
-    """From here on imports of Horovod's modules give ours. Those that have no counterpart cannot be imported."""
+    """From here on imports of Horovod's modules give ours. Those that have no counterpart cannot
+    be imported.
+    """
     if not any(isinstance(finder, _Names) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Names())
 
@@ -43,8 +45,8 @@ class _Names(MetaPathFinder, Loader):
             return None
         if fullname not in _MODULES:
             raise ModuleNotFoundError(
-                f"lightning_ring has Horovod's API for PyTorch, horovod.torch, and no {fullname}. Its guide 'From "
-                "Horovod' says what takes the place of the rest.",
+                f"lightning_ring has Horovod's API for PyTorch, horovod.torch, and no {fullname}. "
+                "Its guide 'From Horovod' says what takes the place of the rest.",
                 name=fullname,
             )
         return ModuleSpec(fullname, self, is_package=True)
@@ -52,4 +54,5 @@ class _Names(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         ours = _MODULES[module.__name__]
         if ours is not None:
-            sys.modules[module.__name__] = import_module(ours)  # the import system takes what it finds there
+            # the import system takes what it finds there
+            sys.modules[module.__name__] = import_module(ours)

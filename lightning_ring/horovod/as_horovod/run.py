@@ -19,13 +19,19 @@ from lightning_ring.job.exit import say
 from lightning_ring.job.launchers import launcher_variables
 
 _ON_PATH = str(Path(__file__).with_name("on_path"))
-_IS_SAFE = bool(getattr(sys.flags, "safe_path", False))  # python -P: no folder of the script on sys.path
-_USAGE = "usage: python -m lightning_ring.horovod SCRIPT.py [ARGUMENT ...]\n       ... -m MODULE [ARGUMENT ...]"
+# python -P: no folder of the script on sys.path
+_IS_SAFE = bool(getattr(sys.flags, "safe_path", False))
+_USAGE = (
+    "usage: python -m lightning_ring.horovod SCRIPT.py [ARGUMENT ...]\n       ... -m MODULE "
+    "[ARGUMENT ...]"
+)
 _replaced: list[ModuleType] = []  # the module that ran this one: its globals live as long as it
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``arguments``: a script and its arguments, or ``-m``, a module and its arguments. Returns an exit code."""
+    """Run ``arguments``: a script and its arguments, or ``-m``, a module and its arguments.
+    Returns an exit code.
+    """
     if not arguments or arguments[0] in ("-h", "--help") or list(arguments) == ["-m"]:
         print(_USAGE, file=sys.stderr if not arguments else sys.stdout)
         return 2 if not arguments else 0
@@ -47,7 +53,11 @@ def _put_on_path() -> None:
     """Have ``import horovod`` lead here: in this process, and in those that it starts."""
     if _ON_PATH not in sys.path:
         sys.path.insert(0 if _IS_SAFE else 1, _ON_PATH)  # `multiprocessing` hands sys.path on
-    others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", _ON_PATH)]
+    others = [
+        entry
+        for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if entry not in ("", _ON_PATH)
+    ]
     os.environ["PYTHONPATH"] = os.pathsep.join([_ON_PATH, *others])
     sys.path.insert(0, _ON_PATH)
     try:
@@ -79,7 +89,10 @@ def _run_script(script: str, arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"{script}: {error.strerror}. {_USAGE}") from error
     sys.argv = [script, *arguments]
     return _run(
-        lambda: compile(source, path, "exec", dont_inherit=True), path, None, SourceFileLoader("__main__", path)
+        lambda: compile(source, path, "exec", dont_inherit=True),
+        path,
+        None,
+        SourceFileLoader("__main__", path),
     )
 
 
@@ -91,18 +104,29 @@ def _run_module(name: str, arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         raise ConfigurationError(f"-m {name}: {error}.") from error
     if spec is None or spec.origin is None or not isinstance(spec.loader, InspectLoader):
-        raise ConfigurationError(f"-m {name}: there is no such module, or it is a package without __main__.py.")
+        raise ConfigurationError(
+            f"-m {name}: there is no such module, or it is a package without __main__.py."
+        )
     loader, path, name_of_code = spec.loader, spec.origin, spec.name
     sys.argv = [path, *arguments]
     return _run(lambda: loader.get_code(name_of_code), path, spec, loader)
 
 
-def _run(compiled: Callable[[], CodeType | None], path: str, spec: ModuleSpec | None, loader: Loader) -> int:
-    """Run the code in a new module ``__main__``, so that pickles, other processes and tracebacks name the script's."""
+def _run(
+    compiled: Callable[[], CodeType | None], path: str, spec: ModuleSpec | None, loader: Loader
+) -> int:
+    """Run the code in a new module ``__main__``, so that pickles, other processes and tracebacks
+    name the script's.
+    """
     module = ModuleType("__main__")
     package = spec.parent if spec is not None else None
     vars(module).update(
-        __file__=path, __spec__=spec, __loader__=loader, __package__=package, __cached__=None, __builtins__=builtins
+        __file__=path,
+        __spec__=spec,
+        __loader__=loader,
+        __package__=package,
+        __cached__=None,
+        __builtins__=builtins,
     )
     _replaced.append(sys.modules["__main__"])
     sys.modules["__main__"] = module

@@ -17,13 +17,16 @@ T = TypeVar("T")
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
-    """Decorate ``func(state, ...)``, whose first argument is a `State`. It begins at what ``state`` says.
+    """Decorate ``func(state, ...)``, whose first argument is a `State`. It begins at what ``state``
+    says.
 
-    Before it is called ``state.sync()`` hands rank 0's state to all ranks; rank 0 is one of those that have been there
-    longest. When a rank dies the others go back to the last commit, meet anew, call the reset callbacks, and call
-    ``func`` again; when ranks come they do the same without going back. All ranks return together.
+    Before it is called ``state.sync()`` hands rank 0's state to all ranks; rank 0 is one of those
+    that have been there longest. When a rank dies the others go back to the last commit, meet anew,
+    call the reset callbacks, and call ``func`` again; when ranks come they do the same without
+    going back. All ranks return together.
 
-    Outside of a job that goes on when ranks die (``ringrun --min-ranks``) an error ends the job, as everywhere.
+    Outside of a job that goes on when ranks die (``ringrun --min-ranks``) an error ends the job, as
+    everywhere.
     """
     return run_fn(func, reset)
 
@@ -45,7 +48,8 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
                     views.has_state = True
                 result = func(state, *args, **kwargs)
                 if views is not None:
-                    barrier()  # else who has returned would be missing where a rank dies in the last steps
+                    # else who has returned would be missing where a rank dies in the last steps
+                    barrier()
                 return result
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync

@@ -12,11 +12,12 @@ from lightning_ring.horovod.context import rank, size
 
 
 class ElasticSampler(Sampler[int]):
-    """Deals out the samples of ``dataset`` that no rank has processed in this epoch, equally many to each rank.
+    """Deals out the samples of ``dataset`` that no rank has processed in this epoch, equally many
+    to each rank.
 
-    Put it into a `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of an epoch. Where the
-    rest is not divisible by the ranks its first samples come twice. With ``shuffle`` the order follows from ``seed``
-    and the epoch, the same on all ranks.
+    Put it into a `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of
+    an epoch. Where the rest is not divisible by the ranks its first samples come twice. With
+    ``shuffle`` the order follows from ``seed`` and the epoch, the same on all ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -40,12 +41,16 @@ class ElasticSampler(Sampler[int]):
         self.processed_num += batch_size * self.num_replicas
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """This rank has processed the samples ``indices``; the others learn it when the state is synchronised."""
+        """This rank has processed the samples ``indices``; the others learn it when the state is
+        synchronised.
+        """
         self.processed_indices.update(int(index) for index in indices)
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"epoch": self.epoch, "processed_num": self.processed_num}
-        return state | ({"processed_indices": set(self.processed_indices)} if self.processed_indices else {})
+        return state | (
+            {"processed_indices": set(self.processed_indices)} if self.processed_indices else {}
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.epoch = state_dict["epoch"]

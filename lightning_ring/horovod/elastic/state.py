@@ -21,7 +21,8 @@ from lightning_ring.horovod.functions import (
 
 
 class State:
-    """Derive from it and write `save`, `restore` and `sync`, and `reset` where something depends on the ranks.
+    """Derive from it and write `save`, `restore` and `sync`, and `reset` where something depends on
+    the ranks.
 
     Args:
         bcast_object: Sends rank 0's object to all ranks, as `broadcast_object`.
@@ -35,7 +36,9 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Call each of ``callbacks`` whenever the ranks have changed, before the state is synchronised."""
+        """Call each of ``callbacks`` whenever the ranks have changed, before the state is
+        synchronised.
+        """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -88,7 +91,9 @@ class State:
 class ObjectState(State):
     """Picklable objects, each an attribute of the name under which it is given."""
 
-    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+    def __init__(
+        self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any
+    ) -> None:
         self._saved_state = kwargs
         self._set_attributes()
         super().__init__(bcast_object=bcast_object, get_rank=get_rank)
@@ -101,7 +106,9 @@ class ObjectState(State):
 
     def sync(self) -> None:
         if self._saved_state:
-            self._saved_state = self._bcast_object({name: getattr(self, name) for name in self._saved_state})
+            self._saved_state = self._bcast_object(
+                {name: getattr(self, name) for name in self._saved_state}
+            )
             self._set_attributes()
 
     def _set_attributes(self) -> None:
@@ -110,11 +117,17 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """Modules, optimizers and `ElasticSampler`s, through their state dicts, and other picklable objects."""
+    """Modules, optimizers and `ElasticSampler`s, through their state dicts, and other picklable
+    objects.
+    """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         given = {**kwargs, "model": model, "optimizer": optimizer}
-        handlers = {name: handler for name, value in given.items() if (handler := _handler(value)) is not None}
+        handlers = {
+            name: handler
+            for name, value in given.items()
+            if (handler := _handler(value)) is not None
+        }
         self._handlers: dict[str, StateHandler] = handlers
         for name, handler in handlers.items():
             setattr(self, name, handler.value)
@@ -154,7 +167,8 @@ class StateHandler:
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        self.value.load_state_dict(copy.deepcopy(self._saved))  # optimizers keep the tensors that they are given
+        # optimizers keep the tensors that they are given
+        self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
         """Take over rank 0's state. Collective."""
@@ -198,7 +212,9 @@ def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
 
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    """From here on a `TorchState` handles values by ``registry``: pairs of a type and its handler, the first counts."""
+    """From here on a `TorchState` handles values by ``registry``: pairs of a type and its
+    handler, the first counts.
+    """
     global _registry
     _registry = registry
 

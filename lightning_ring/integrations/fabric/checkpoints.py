@@ -1,4 +1,6 @@
-"""What a checkpoint of Fabric holds beside the user's state, and how an optimizer takes its state from one."""
+"""What a checkpoint of Fabric holds beside the user's state, and how an optimizer takes its
+state from one.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,14 @@ from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import Algorithm
 
-ALGORITHM_KEY = "lightning_ring_algorithm"  # states of the algorithms (residuals), by the name of the module
+# states of the algorithms (residuals), by the name of the module
+ALGORITHM_KEY = "lightning_ring_algorithm"
 
 
 class LoadedState:
-    """Stands for ``optimizer`` while Fabric loads a checkpoint: ``algorithm`` cuts the state into shards."""
+    """Stands for ``optimizer`` while Fabric loads a checkpoint: ``algorithm`` cuts the state
+    into shards.
+    """
 
     def __init__(self, optimizer: Optimizer, algorithm: Algorithm) -> None:
         self._optimizer = optimizer

@@ -14,8 +14,9 @@ from lightning_ring.loops.replicas import Replicas
 
 
 class RingModule(nn.Module):
-    """``module`` as Fabric calls it, as DistributedDataParallel would be: Fabric leads methods that are marked as
-    forward methods through it, in the precision of the training. Its replicas last as long as it does.
+    """``module`` as Fabric calls it, as DistributedDataParallel would be: Fabric leads methods that
+    are marked as forward methods through it, in the precision of the training. Its replicas last as
+    long as it does.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -39,7 +40,8 @@ class BackwardSyncControl(_BackwardSyncControl):
             return nullcontext()
         if not isinstance(module, RingModule):
             raise TypeError(
-                "Blocking backward sync is only possible if the module passed to `fabric.no_backward_sync` was set up "
-                f"by `fabric.setup`. Got: {type(module).__name__}."
+                "Blocking backward sync is only possible if the module passed to "
+                "`fabric.no_backward_sync` was set up by `fabric.setup`. Got: "
+                f"{type(module).__name__}."
             )
         return module.replicas.no_sync()  # type: ignore[union-attr, operator]

@@ -10,7 +10,9 @@ from lightning_ring.integrations.lightning.registration import _after_import, ch
 
 
 def register_with_fabric() -> None:
-    """Register "ring" and "ring_sharded" with Fabric, now or as soon as ``lightning.fabric`` is imported."""
+    """Register "ring" and "ring_sharded" with Fabric, now or as soon as ``lightning.fabric`` is
+    imported.
+    """
     _after_import("lightning.fabric", _register)
 
 
@@ -21,7 +23,9 @@ def _register() -> None:
 
     for name in ALGORITHMS:
         if name not in STRATEGY_REGISTRY:
-            STRATEGY_REGISTRY.register(name, _ring, description="see lightning_ring.RingFabricStrategy", algorithm=name)
+            STRATEGY_REGISTRY.register(
+                name, _ring, description="see lightning_ring.RingFabricStrategy", algorithm=name
+            )
     choose_our_environment(_Connector, tuple(ALGORITHMS), "Fabric")
 
 

@@ -31,7 +31,12 @@ from lightning_ring.integrations.fabric.checkpoints import ALGORITHM_KEY, Loaded
 from lightning_ring.integrations.fabric.module import BackwardSyncControl, RingModule
 from lightning_ring.integrations.lightning.uneven import warn_of_padding
 from lightning_ring.integrations.ranks.checkpoint_io import WholeCheckpointIO
-from lightning_ring.integrations.ranks.devices import check_request, choose_launcher, devices_for, requested_devices
+from lightning_ring.integrations.ranks.devices import (
+    check_request,
+    choose_launcher,
+    devices_for,
+    requested_devices,
+)
 from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.integrations.ranks.loss_scaling import refuse_scaler
 from lightning_ring.integrations.ranks.messages import ignore_deprecations_between_libraries
@@ -51,22 +56,29 @@ class _Options(RingOptions):
 
 
 class RingFabricStrategy(DDPStrategy):
-    """Synchronous data-parallel training in a loop of Fabric's: ``Fabric(strategy="ring")``, ``"ring_sharded"``.
+    """Synchronous data-parallel training in a loop of Fabric's: ``Fabric(strategy="ring")``,
+    ``"ring_sharded"``.
 
-    Each module that is set up is kept together over the ranks by an algorithm of its own, with rank 0's values at the
-    start. ``loss.backward()`` and ``fabric.backward(loss)`` average gradients. The module's state dict has no prefix.
+    Each module that is set up is kept together over the ranks by an algorithm of its own, with rank
+    0's values at the start. ``loss.backward()`` and ``fabric.backward(loss)`` average gradients.
+    The module's state dict has no prefix.
 
-    A subclass of Fabric's `DDPStrategy`, by whose class Fabric decides; nothing of DistributedDataParallel is left.
+    A subclass of Fabric's `DDPStrategy`, by whose class Fabric decides; nothing of
+    DistributedDataParallel is left.
 
     Args:
-        broadcast_buffers: After each step rank 0's buffers (BatchNorm statistics) replace those of the other ranks.
-        backend, bucket_cap_mb, topology, compression, shard_optimizer, start_method: As of `RingStrategy`.
+        broadcast_buffers: After each step rank 0's buffers (BatchNorm statistics) replace those of
+            the other ranks.
+        backend, bucket_cap_mb, topology, compression, shard_optimizer, start_method: As of
+            `RingStrategy`.
         algorithm: As of `RingStrategy`; it is copied for each module.
         timeout, stall_warning, force_communication, timeline: As of `RingStrategy`.
-        accelerator, parallel_devices, checkpoint_io, precision: As every strategy of Fabric takes them.
+        accelerator, parallel_devices, checkpoint_io, precision: As every strategy of Fabric takes
+            them.
 
     Attributes:
-        listeners: Called with a `CollectiveRecord` of each collective of the training, and of `all_reduce`.
+        listeners: Called with a `CollectiveRecord` of each collective of the training, and of
+            `all_reduce`.
 
     Raises:
         ConfigurationError: An argument cannot work; the message says what was expected.
@@ -96,7 +108,8 @@ class RingFabricStrategy(DDPStrategy):
         given = locals()
         if not isinstance(broadcast_buffers, bool):
             raise ConfigurationError(
-                f"RingFabricStrategy got broadcast_buffers={broadcast_buffers!r}, expected True or False."
+                f"RingFabricStrategy got broadcast_buffers={broadcast_buffers!r}, expected True or "
+                "False."
             )
         taken = {field.name for field in fields(RingOptions)} & given.keys() - {"broadcast_buffers"}
         self.options = _Options(**{name: given[name] for name in taken})
@@ -114,7 +127,8 @@ class RingFabricStrategy(DDPStrategy):
         self.listeners: list[Listener] = []
         self.timeline: LoopTimeline | None = None
         self._job: Job | None = None
-        self._modules: WeakValueDictionary[int, RingModule] = WeakValueDictionary()  # in the order of their set-up
+        # in the order of their set-up
+        self._modules: WeakValueDictionary[int, RingModule] = WeakValueDictionary()
         self._num_modules = 0
 
     @property
@@ -139,16 +153,27 @@ class RingFabricStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_workers, "rank": min(self.global_rank, self.num_workers - 1)}
+        return {
+            "num_replicas": self.num_workers,
+            "rank": min(self.global_rank, self.num_workers - 1),
+        }
 
     @property
     def num_workers(self) -> int:
-        """How many ranks train, the first ones: all, except with ``ParameterServer(dedicated=True)``."""
-        return self.options.new_algorithm().num_workers(self.world_size) if self.communicator else self.world_size
+        """How many ranks train, the first ones: all, except with
+        ``ParameterServer(dedicated=True)``.
+        """
+        return (
+            self.options.new_algorithm().num_workers(self.world_size)
+            if self.communicator
+            else self.world_size
+        )
 
     @property
     def communicator(self) -> Communicator | None:
-        """What all ranks exchange tensors through, in one order of calls; `None` in a single process."""
+        """What all ranks exchange tensors through, in one order of calls; `None` in a single
+        process.
+        """
         return self._job.communicator if self._job is not None else None
 
     @property
@@ -160,8 +185,12 @@ class RingFabricStrategy(DDPStrategy):
         request, environment = requested_devices(), self.ring_environment
         if environment.creates_processes_externally:
             check_request(request, environment, self.accelerator)
-            self.parallel_devices = devices_for(self.accelerator, self.parallel_devices, environment.local_size())
-        self._launcher = choose_launcher(self, environment, self.options, request.num_nodes, _MultiProcessingLauncher)
+            self.parallel_devices = devices_for(
+                self.accelerator, self.parallel_devices, environment.local_size()
+            )
+        self._launcher = choose_launcher(
+            self, environment, self.options, request.num_nodes, _MultiProcessingLauncher
+        )
 
     def _set_world_ranks(self) -> None:
         if not self.ring_environment.creates_processes_externally:
@@ -172,7 +201,9 @@ class RingFabricStrategy(DDPStrategy):
         ignore_deprecations_between_libraries()
         self._set_world_ranks()
         reset_seed()
-        self._job, comm = connect_ranks(self.ring_environment.discover(), self.root_device, self.options)
+        self._job, comm = connect_ranks(
+            self.ring_environment.discover(), self.root_device, self.options
+        )
         self._process_group_backend = torch.distributed.get_backend()
         settings = timeline_settings(self.options.timeline, os.environ)
         about = {"strategy": type(self).__name__}
@@ -189,18 +220,23 @@ class RingFabricStrategy(DDPStrategy):
         super().teardown()
 
     def _progress(self) -> str:
-        return ", ".join(filter(None, (replicas.algorithm.progress() for replicas in self._all_replicas())))
+        return ", ".join(
+            filter(None, (replicas.algorithm.progress() for replicas in self._all_replicas()))
+        )
 
     @property
     def steps_together(self) -> bool:
-        """Whether ranks may wait for each other between two steps. Else each may take another number of them."""
+        """Whether ranks may wait for each other between two steps. Else each may take another
+        number of them.
+        """
         return all(replicas.algorithm.steps_together for replicas in self._all_replicas())
 
     def _all_replicas(self) -> list[Replicas]:
         return [_replicas(module) for module in self._modules.values()]
 
     def show_averages(self) -> None:
-        """Before an evaluation, where ranks train alone (``"ring_local"``): parameters become the ranks' average.
+        """Before an evaluation, where ranks train alone (``"ring_local"``): parameters become the
+        ranks' average.
 
         Until the next forward of the training. All ranks call it. `Fabric.save` does it by itself.
         """
@@ -233,8 +269,8 @@ class RingFabricStrategy(DDPStrategy):
         self._modules[self._num_modules] = called
         if comm is not None:
             rank_zero_info(
-                f"lightning_ring: {self.world_size} ranks on {self.ring_environment.num_nodes()} node(s), gradients by "
-                f"{type(comm).__name__}{replicas.algorithm.description()}"
+                f"lightning_ring: {self.world_size} ranks on {self.ring_environment.num_nodes()} "
+                f"node(s), gradients by {type(comm).__name__}{replicas.algorithm.description()}"
             )
         return called
 
@@ -259,8 +295,13 @@ class RingFabricStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         number, sampler = self.num_workers, getattr(dataloader, "sampler", None)
         warn_of_padding(dataloader, number)
-        if self.global_rank >= number and isinstance(sampler, DistributedSampler) and sampler.num_replicas == number:
-            leave_out(sampler)  # one of the user's, over all ranks, stays: it may be for an evaluation
+        if (
+            self.global_rank >= number
+            and isinstance(sampler, DistributedSampler)
+            and sampler.num_replicas == number
+        ):
+            # one of the user's, over all ranks, stays: it may be for an evaluation
+            leave_out(sampler)
         return super().process_dataloader(dataloader)
 
     # -- gradients
@@ -277,18 +318,25 @@ class RingFabricStrategy(DDPStrategy):
         for replicas in stepped:
             replicas.algorithm.finish_backward()
         if not any(replicas.algorithm.sharded for replicas in stepped):
-            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+            return super().clip_gradients_norm(
+                module, optimizer, max_norm, norm_type, error_if_nonfinite
+            )
         self.precision.unscale_gradients(optimizer)
         parameters, algorithm = list(self.precision.main_params(optimizer)), stepped[0].algorithm
-        if error_if_nonfinite and not algorithm.clip_grad_norm_(parameters, float("inf"), norm_type).isfinite():
+        if (
+            error_if_nonfinite
+            and not algorithm.clip_grad_norm_(parameters, float("inf"), norm_type).isfinite()
+        ):
             raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
-                "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
-                "`error_if_nonfinite=False`"
+                f"The total norm of order {norm_type} for gradients from `parameters` is "
+                "non-finite, so it cannot be clipped. To disable this error and scale the "
+                "gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
             )
         return algorithm.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
+    def clip_gradients_value(
+        self, module: nn.Module, optimizer: Optimizer, clip_val: float | int
+    ) -> None:
         for replicas in self._stepped_by(optimizer):
             replicas.algorithm.finish_backward()
             if why := replicas.algorithm.refusal_of_clipping():
@@ -318,7 +366,9 @@ class RingFabricStrategy(DDPStrategy):
         everybody = group is None or group is torch.distributed.group.WORLD
         if not everybody or op is None or tensor.device.type != self.root_device.type:
             return super().all_reduce(tensor, group, reduce_op)
-        return reduce_(tensor, RecordedCommunicator(comm, self.listeners) if self.listeners else comm, op, None)
+        return reduce_(
+            tensor, RecordedCommunicator(comm, self.listeners) if self.listeners else comm, op, None
+        )
 
     # -- checkpoints
 
@@ -328,21 +378,30 @@ class RingFabricStrategy(DDPStrategy):
             module = module.module
         return super().get_module_state_dict(module)
 
-    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
+    ) -> None:
         if isinstance(module, RingModule):
-            _replicas(module).wait_parameters()  # values that arrive later would overwrite the loaded ones
+            # values that arrive later would overwrite the loaded ones
+            _replicas(module).wait_parameters()
             module = module.module
         super().load_module_state_dict(module, state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The ordinary, full state dict; under a sharded algorithm on rank 0, and empty elsewhere. Collective."""
+        """The ordinary, full state dict; under a sharded algorithm on rank 0, and empty
+        elsewhere. Collective.
+        """
         algorithm = self._algorithm_of(optimizer)
         if not algorithm.sharded:
             return super().get_optimizer_state(optimizer)
         return algorithm.optimizer_state_dict(optimizer, is_rank_zero=self.is_global_zero)
 
     def save_checkpoint(
-        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: dict[str, Any] | None = None
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Any] | None = None,
     ) -> None:
         for _, module in _ring_modules(state):
             _replicas(module).show_averages()
@@ -362,7 +421,9 @@ class RingFabricStrategy(DDPStrategy):
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, weights_only)
         optimizers = {name: one for name, one in state.items() if isinstance(one, Optimizer)}
-        loaded = state | {name: LoadedState(one, self._algorithm_of(one)) for name, one in optimizers.items()}
+        loaded = state | {
+            name: LoadedState(one, self._algorithm_of(one)) for name, one in optimizers.items()
+        }
         remainder = super().load_checkpoint(path, loaded, strict, weights_only)
         state.update(loaded | optimizers)
         kept = remainder.pop(ALGORITHM_KEY, {})

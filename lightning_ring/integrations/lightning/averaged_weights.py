@@ -1,4 +1,6 @@
-"""Averages of the ranks' parameters in Lightning's hooks, where ranks train with parameters of their own."""
+"""Averages of the ranks' parameters in Lightning's hooks, where ranks train with parameters of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ from lightning_ring.comm.communicator import Communicator
 
 
 class ShowAverages(pl.Callback):
-    """The first of all callbacks: has averages in place before validations, and at the end of epochs and of the fit.
+    """The first of all callbacks: has averages in place before validations, and at the end of
+    epochs and of the fit.
 
-    They stay until the next training batch. Hooks of training batches see this rank's own parameters.
+    They stay until the next training batch. Hooks of training batches see this rank's own
+    parameters.
     """
 
     def __init__(self, show: Callable[[], None]) -> None:
@@ -42,13 +46,15 @@ class ShowAverages(pl.Callback):
 
 @torch.no_grad()
 def average_weight_averages(trainer: pl.Trainer, comm: Communicator, device: torch.device) -> None:
-    """Each rank's `WeightAveraging` follows that rank's own steps: have it be the average over the ranks. Collective.
+    """Each rank's `WeightAveraging` follows that rank's own steps: have it be the average over the
+    ranks. Collective.
 
     The averages over steps are linear, so that it is that of the ranks' average, and so it remains.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
             params = [param.detach() for param in callback._average_model.module.parameters()]
-            moved = [param.to(device) for param in params]  # a GPU's communicator moves nothing on the host
+            # a GPU's communicator moves nothing on the host
+            moved = [param.to(device) for param in params]
             average_(moved, comm, "averages over steps")
             torch._foreach_copy_(params, moved)

@@ -17,12 +17,14 @@ from lightning_ring.options import BroadcastBuffers
 
 
 class BufferBroadcast:
-    """Broadcasts a module's buffers as often as ``RingStrategy(broadcast_buffers=)`` (``when``) asks.
+    """Broadcasts a module's buffers as often as ``RingStrategy(broadcast_buffers=)`` (``when``)
+    asks.
 
-    With ``"epoch"``, statistics of normalization layers may differ between ranks within an epoch: no training step
-    reads them. Any other buffer (a queue of features, a codebook) may enter the loss. Therefore those are compared over
-    the ranks before training batches 1, 2, 4, 8, ... of the fit, counted from 0; the buffers that differ are broadcast
-    before every training step from then on, as DDP does, and ``warn`` is called with a message for the user.
+    With ``"epoch"``, statistics of normalization layers may differ between ranks within an epoch:
+    no training step reads them. Any other buffer (a queue of features, a codebook) may enter the
+    loss. Therefore those are compared over the ranks before training batches 1, 2, 4, 8, ... of the
+    fit, counted from 0; the buffers that differ are broadcast before every training step from then
+    on, as DDP does, and ``warn`` is called with a message for the user.
     """
 
     def __init__(self, when: BroadcastBuffers, warn: Callable[[str], None]) -> None:
@@ -46,10 +48,13 @@ class BufferBroadcast:
         every = bool(self._every_step) and batch_idx % accumulate == 0
         return find or every or self._when == "step" or (self._when == "epoch" and batch_idx == 0)
 
-    def before_batch(self, module: nn.Module, comm: Communicator, batch_idx: int, accumulate: int = 1) -> None:
+    def before_batch(
+        self, module: nn.Module, comm: Communicator, batch_idx: int, accumulate: int = 1
+    ) -> None:
         """Before the training step of batch ``batch_idx`` of its epoch; collective.
 
-        With gradient accumulation buffers that differ are broadcast once for ``accumulate`` batches, as DDP does.
+        With gradient accumulation buffers that differ are broadcast once for ``accumulate``
+        batches, as DDP does.
         """
         if self._when == "epoch" and comm.world_size > 1:
             if self._num_batches.bit_count() == 1:  # a power of two
@@ -58,7 +63,10 @@ class BufferBroadcast:
         if self._when == "step" or (self._when == "epoch" and batch_idx == 0):
             broadcast_buffers(module, comm)
         elif self._every_step and batch_idx % accumulate == 0:
-            broadcast_tensors([buffer for name, buffer in module.named_buffers() if name in self._every_step], comm)
+            broadcast_tensors(
+                [buffer for name, buffer in module.named_buffers() if name in self._every_step],
+                comm,
+            )
 
     def before_reading(self, module: nn.Module, comm: Communicator) -> None:
         """Before an evaluation or a checkpoint reads all buffers. Collective."""
@@ -66,27 +74,35 @@ class BufferBroadcast:
             broadcast_buffers(module, comm)
 
     def _find_different(self, module: nn.Module, comm: Communicator) -> None:
-        digests = {name: _digest(buffer) for name, buffer in _read_in_training(module) if name not in self._every_step}
+        digests = {
+            name: _digest(buffer)
+            for name, buffer in _read_in_training(module)
+            if name not in self._every_step
+        }
         by_rank = comm.all_gather_object(digests, name="digests of buffers")
         names = sorted(set().union(*by_rank))
         different = [name for name in names if len({digests.get(name) for digests in by_rank}) > 1]
         if not different:
             return
         self._every_step.update(different)
-        late = f" In {self._num_batches - 1} training step(s) before, they may have differed." * (self._num_batches > 1)
+        late = f" In {self._num_batches - 1} training step(s) before, they may have differed." * (
+            self._num_batches > 1
+        )
         self._warn(
-            f"training changes the buffer(s) {', '.join(different)} differently on each rank. From now on rank 0's "
-            f"values replace the others' before every training step, as DDP does.{late} "
-            "RingStrategy(broadcast_buffers='step') does so for all buffers from the first step; with "
-            "broadcast_buffers='start' each rank keeps its own."
+            f"training changes the buffer(s) {', '.join(different)} differently on each rank. From "
+            "now on rank 0's values replace the others' before every training step, as DDP "
+            f"does.{late} RingStrategy(broadcast_buffers='step') does so for all buffers from the "
+            "first step; with broadcast_buffers='start' each rank keeps its own."
         )
 
 
 class BroadcastAfterSwap(pl.Callback):
-    """The last of all callbacks: broadcasts again, if another callback may replace buffers of the module.
+    """The last of all callbacks: broadcasts again, if another callback may replace buffers of the
+    module.
 
-    Lightning's `WeightAveraging` does so in ``on_validation_epoch_start``, which follows the strategy's
-    ``on_validation_start``: each rank would evaluate its own average of BatchNorm statistics.
+    Lightning's `WeightAveraging` does so in ``on_validation_epoch_start``, which follows the
+    strategy's ``on_validation_start``: each rank would evaluate its own average of BatchNorm
+    statistics.
     """
 
     def __init__(self, broadcast: Callable[[], None]) -> None:
@@ -95,7 +111,10 @@ class BroadcastAfterSwap(pl.Callback):
     def follow(self, trainer: pl.Trainer) -> None:
         self.leave(trainer)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if any(type(one).on_validation_epoch_start is not pl.Callback.on_validation_epoch_start for one in callbacks):
+        if any(
+            type(one).on_validation_epoch_start is not pl.Callback.on_validation_epoch_start
+            for one in callbacks
+        ):
             callbacks.append(self)
 
     def leave(self, trainer: pl.Trainer) -> None:
@@ -107,9 +126,15 @@ class BroadcastAfterSwap(pl.Callback):
 
 
 def _read_in_training(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All buffers, by name, except the running statistics of normalization layers: only evaluation reads these."""
+    """All buffers, by name, except the running statistics of normalization layers: only
+    evaluation reads these.
+    """
     for prefix, part in module.named_modules():
-        statistics = ("running_mean", "running_var", "num_batches_tracked") if isinstance(part, _NormBase) else ()
+        statistics = (
+            ("running_mean", "running_var", "num_batches_tracked")
+            if isinstance(part, _NormBase)
+            else ()
+        )
         for name, buffer in part.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in statistics:
                 yield name, buffer

@@ -1,4 +1,6 @@
-"""States in Lightning's checkpoints: of optimizers, of the algorithm, of random generators, and of loaders."""
+"""States in Lightning's checkpoints: of optimizers, of the algorithm, of random generators, and
+of loaders.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ _ALGORITHM_KEY = "lightning_ring_algorithm"
 
 
 class SavedStates:
-    """Every rank's random state, for exact resumes, and the state of the algorithm, such as a compressor's residuals.
+    """Every rank's random state, for exact resumes, and the state of the algorithm, such as a
+    compressor's residuals.
 
-    Lightning loads a checkpoint before the training begins: states are kept until they are restored.
+    Lightning loads a checkpoint before the training begins: states are kept until they are
+    restored.
     """
 
     def __init__(self) -> None:
@@ -31,17 +35,24 @@ class SavedStates:
         self._algorithm: dict[str, Any] | None = None
 
     def save_random(self, checkpoint: dict[str, Any], comm: Communicator | None) -> None:
-        """Add the random states of all ranks to rank 0's ``checkpoint``, unless that contains only weights. Collective.
+        """Add the random states of all ranks to rank 0's ``checkpoint``, unless that contains only
+        weights. Collective.
 
         Without ``comm`` only this rank's is saved.
         """
         random = collect_random_state()
-        states = comm.all_gather_object(random, name="save_checkpoint, random states") if comm is not None else [random]
+        states = (
+            comm.all_gather_object(random, name="save_checkpoint, random states")
+            if comm is not None
+            else [random]
+        )
         if "optimizer_states" in checkpoint:
             checkpoint[_RANDOM_KEY] = {"random_states": states}
 
     def save_algorithm(self, checkpoint: dict[str, Any], algorithm: Algorithm) -> None:
-        """Add its state to rank 0's ``checkpoint``, unless that contains only weights. Collective."""
+        """Add its state to rank 0's ``checkpoint``, unless that contains only weights.
+        Collective.
+        """
         if "optimizer_states" in checkpoint and (state := algorithm.state_dict()):
             checkpoint[_ALGORITHM_KEY] = state
 
@@ -56,15 +67,17 @@ class SavedStates:
             rank_zero_warn(f"lightning_ring: {problem}")
 
     def restore_random(self, rank: int, world_size: int) -> None:
-        """Restore the random state of ``rank``. Warns if the checkpoint is of another world size."""
+        """Restore the random state of ``rank``. Warns if the checkpoint is of another world
+        size.
+        """
         states, self._random = self._random, None
         if states is None:
             return
         if len(states) != world_size:
             rank_zero_warn(
-                f"lightning_ring: the checkpoint holds the random states of {len(states)} ranks, this job has "
-                f"{world_size}. They are not restored: dropout and augmentation draw other numbers than they would "
-                "have without the interruption."
+                f"lightning_ring: the checkpoint holds the random states of {len(states)} ranks, "
+                f"this job has {world_size}. They are not restored: dropout and augmentation draw "
+                "other numbers than they would have without the interruption."
             )
             return
         restore_random_state(states[rank])
@@ -73,14 +86,17 @@ class SavedStates:
 def sharded_optimizer_state(
     optimizer: Optimizer, algorithm: Algorithm, *, is_rank_zero: bool, alone: bool
 ) -> dict[str, Any]:
-    """The ordinary, full state dict of ``optimizer``, of which each rank has a shard: on rank 0, and empty elsewhere.
+    """The ordinary, full state dict of ``optimizer``, of which each rank has a shard: on rank 0,
+    and empty elsewhere.
 
-    Collective, unless ``alone``: after an exception other ranks may be gone. It is then empty, with a warning.
+    Collective, unless ``alone``: after an exception other ranks may be gone. It is then empty, with
+    a warning.
     """
     if alone:
         rank_zero_warn(
-            "lightning_ring: a checkpoint after an exception holds no optimizer state where that is sharded "
-            "(ring_sharded, ParameterServer): the other ranks, which have their shards of it, may be gone."
+            "lightning_ring: a checkpoint after an exception holds no optimizer state where that "
+            "is sharded (ring_sharded, ParameterServer): the other ranks, which have their shards "
+            "of it, may be gone."
         )
         return {}
     return algorithm.optimizer_state_dict(optimizer, is_rank_zero=is_rank_zero)
@@ -93,12 +109,15 @@ def load_optimizer_states(
     device: torch.device,
     comm: Communicator | None,
 ) -> None:
-    """Give ``optimizers`` the ``states`` of a checkpoint; rank 0's to all ranks of ``comm``. Collective."""
+    """Give ``optimizers`` the ``states`` of a checkpoint; rank 0's to all ranks of ``comm``.
+    Collective.
+    """
     held = [pair for pair in zip(optimizers, states, strict=False) if pair[1]]
     if len(held) < min(len(optimizers), len(states)):
         rank_zero_warn(
-            "lightning_ring: the checkpoint holds no state for some of the optimizers (ring_sharded leaves it out "
-            "of checkpoints after an exception). These optimizers start without state."
+            "lightning_ring: the checkpoint holds no state for some of the optimizers "
+            "(ring_sharded leaves it out of checkpoints after an exception). These optimizers "
+            "start without state."
         )
     for optimizer, state in held:
         algorithm.load_optimizer_state_dict(optimizer, state)
@@ -110,14 +129,25 @@ def load_optimizer_states(
 
 
 def count_trained_batches(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
-    """Correct the loaders' states in ``checkpoint`` for batches that were fetched but not trained on.
+    """Correct the loaders' states in ``checkpoint`` for batches that were fetched but not trained
+    on.
 
-    There is such a batch when the job is told to stop, or when a step raises and a callback saves a checkpoint.
+    There is such a batch when the job is told to stop, or when a step raises and a callback saves a
+    checkpoint.
     """
     fit_loop = trainer.fit_loop
     loaders = fit_loop._combined_loader.flattened if fit_loop._combined_loader is not None else []
-    states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
-    with_state = [loader for loader in loaders if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")]
+    states = (
+        checkpoint.get("loops", {})
+        .get("fit_loop", {})
+        .get("state_dict", {})
+        .get("combined_loader", [])
+    )
+    with_state = [
+        loader
+        for loader in loaders
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    ]
     if fit_loop._data_fetcher is None:
         return
     progress: Any = fit_loop.epoch_loop.batch_progress.current

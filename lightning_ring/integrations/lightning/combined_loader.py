@@ -1,4 +1,6 @@
-"""Agreement of ranks on several training loaders at once: ranks compare the number of combined batches."""
+"""Agreement of ranks on several training loaders at once: ranks compare the number of combined
+batches.
+"""
 
 from __future__ import annotations
 
@@ -31,27 +33,34 @@ from lightning_ring.integrations.lightning.uneven import (
     warn_of_padding,
 )
 
-_OF_ALL: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}  # the other modes: max
+# the other modes: max
+_OF_ALL: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
 
 
 class AgreedCombinedLoader(CombinedLoader):
-    """A `CombinedLoader` on whose number of batches ranks agree: before training if lengths are known, else per batch.
+    """A `CombinedLoader` on whose number of batches ranks agree: before training if lengths are
+    known, else per batch.
 
-    A batch costs one small message then. A loader's length may differ between ranks if the combined number does not. An
-    `UnevenBatchesError` is raised on every rank, before the first step or at the step for which some rank has no batch.
-    With the policy ``"alone"`` numbers may differ, and ranks agree on the first batch of each epoch only.
+    A batch costs one small message then. A loader's length may differ between ranks if the combined
+    number does not. An `UnevenBatchesError` is raised on every rank, before the first step or at
+    the step for which some rank has no batch. With the policy ``"alone"`` numbers may differ, and
+    ranks agree on the first batch of each epoch only.
     """
 
     def __init__(self, iterables: Any, mode: Any) -> None:
         super().__init__(iterables, mode)
-        self._lengths: list[tuple[float, bool]] = []  # of the loaders so far: batches, and whether that is exact
+        # of the loaders so far: batches, and whether that is exact
+        self._lengths: list[tuple[float, bool]] = []
         self._comm: Communicator | None = None  # if ranks agree on each batch, or on the first one
         self._alone = False
         self._same_length = True
         self._step = 0
 
-    def add(self, loader: Any, comm: Communicator, *, policy: Policy, limit: float, needed: float) -> None:
-        """Add a loader that Lightning has prepared. After the last loader ranks compare. Collective.
+    def add(
+        self, loader: Any, comm: Communicator, *, policy: Policy, limit: float, needed: float
+    ) -> None:
+        """Add a loader that Lightning has prepared. After the last loader ranks compare.
+        Collective.
 
         The arguments are those of `agree_on_batches`.
         """
@@ -77,7 +86,9 @@ class AgreedCombinedLoader(CombinedLoader):
             raise several_cannot_join(len(self.flattened))
         self._comm = comm
         if all_sure:
-            raise UnevenBatchesError(f"{different_numbers([int(number) for number in numbers])} {WHAT_TO_DO}")
+            raise UnevenBatchesError(
+                f"{different_numbers([int(number) for number in numbers])} {WHAT_TO_DO}"
+            )
 
     def __iter__(self) -> Any:
         self._step = 0
@@ -96,7 +107,10 @@ class AgreedCombinedLoader(CombinedLoader):
             batch, has_data = super().__next__(), True
         except StopIteration:
             batch, has_data = None, False
-        having = [bool(flag) for flag in self._comm.all_gather_object(has_data, name="next training batch")]
+        having = [
+            bool(flag)
+            for flag in self._comm.all_gather_object(has_data, name="next training batch")
+        ]
         if not any(having):
             raise StopIteration
         if not all(having):
@@ -111,15 +125,19 @@ class TrainingLoaders:
     """Agrees on a Trainer's training loaders, which Lightning prepares one by one."""
 
     def __init__(self) -> None:
-        self.combined: AgreedCombinedLoader | None = None  # of the current loaders, unless there is one only
+        # of the current loaders, unless there is one only
+        self.combined: AgreedCombinedLoader | None = None
 
     def prepare(self, dataloader: Any, trainer: Trainer, comm: Communicator, policy: Policy) -> Any:
         """Return the loader that ``trainer`` reads instead of ``dataloader``. Collective.
 
-        With the policy ``"alone"`` for training loaders only: ranks may come to an evaluation at different times.
+        With the policy ``"alone"`` for training loaders only: ranks may come to an evaluation at
+        different times.
         """
         warn_of_padding(dataloader, comm.world_size)
-        trains = trainer.state.stage == RunningStage.TRAINING and trainer.state.fn == TrainerFn.FITTING
+        trains = (
+            trainer.state.stage == RunningStage.TRAINING and trainer.state.fn == TrainerFn.FITTING
+        )
         if trains or policy != "alone":
             check_same_images(dataloader, comm)
         if not trains:

@@ -11,11 +11,17 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_ring.integrations.lightning.uneven import AgreedLoader, BatchStatus, check_join_allowed
+from lightning_ring.integrations.lightning.uneven import (
+    AgreedLoader,
+    BatchStatus,
+    check_join_allowed,
+)
 
 
 class ActiveRanks:
-    """The ranks that have data for the current batch: all ranks, unless a loader joins (`AgreedLoader.joins`)."""
+    """The ranks that have data for the current batch: all ranks, unless a loader joins
+    (`AgreedLoader.joins`).
+    """
 
     def __init__(self) -> None:
         self.loader: AgreedLoader | None = None  # that continues until no rank has data
@@ -31,13 +37,17 @@ class ActiveRanks:
         """Find the fit's training loader that joins, if any. Reloading loaders may change it."""
         combined = trainer.fit_loop._combined_loader
         loaders = combined.flattened if combined is not None else []
-        joining = next((loader for loader in loaders if isinstance(loader, AgreedLoader) and loader.joins), None)
+        joining = next(
+            (loader for loader in loaders if isinstance(loader, AgreedLoader) and loader.joins),
+            None,
+        )
         if joining is not None and joining is not self.loader:
             check_join_allowed(len(loaders), trainer.lightning_module)
         self.loader = joining
 
     def take(self, batch_idx: int, accumulate_grad_batches: int) -> int | None:
-        """Take the next batch. Returns the number of ranks that its gradient averages over, `None` for all.
+        """Take the next batch. Returns the number of ranks that its gradient averages over, `None`
+        for all.
 
         With gradient accumulation a rank counts if it had data for the first micro-batch.
         """
@@ -64,10 +74,13 @@ def _discarding_effects(module: LightningModule) -> Iterator[None]:
     """Around the training step of a rank without data, which repeats its last batch.
 
     The step makes the same collective calls as on other ranks (``self.log(..., sync_dist=True)``,
-    ``self.all_gather``). It has no effect on gradients (its loss is not used), buffers, metrics or logged means.
+    ``self.all_gather``). It has no effect on gradients (its loss is not used), buffers, metrics or
+    logged means.
     """
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    metrics = [(metric, _metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)]
+    metrics = [
+        (metric, _metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)
+    ]
     log = module.log
     module.log = functools.partial(_log_without_weight, log)  # type: ignore[method-assign]
     try:
@@ -83,9 +96,12 @@ def _discarding_effects(module: LightningModule) -> Iterator[None]:
 
 def _metric_state(metric: Metric) -> dict[str, Any]:
     state = {
-        name: value.clone() if isinstance(value, Tensor) else list(value) for name, value in metric.metric_state.items()
+        name: value.clone() if isinstance(value, Tensor) else list(value)
+        for name, value in metric.metric_state.items()
     }
-    return state | {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
+    return state | {
+        name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")
+    }
 
 
 def _log_without_weight(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,6 @@
-"""Manual optimization: ``trainer.model.no_sync()``, and the meaning of a plain ``loss.backward()``."""
+"""Manual optimization: ``trainer.model.no_sync()``, and the meaning of a plain
+``loss.backward()``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ _NAME = "no_sync"
 
 
 class NoSync:
-    """The attribute ``no_sync`` of the module in training, for gradient accumulation as with DistributedDataParallel.
+    """The attribute ``no_sync`` of the module in training, for gradient accumulation as with
+    DistributedDataParallel.
 
     A copied or pickled one does nothing.
     """
@@ -32,7 +35,9 @@ class NoSync:
         return partial, (nullcontext,)
 
 
-def add_no_sync(module: nn.Module, block_backward_sync: Callable[[], AbstractContextManager[None]]) -> None:
+def add_no_sync(
+    module: nn.Module, block_backward_sync: Callable[[], AbstractContextManager[None]]
+) -> None:
     """Give ``module`` the method, unless it has an attribute of that name."""
     if not hasattr(module, _NAME):
         vars(module)[_NAME] = NoSync(block_backward_sync)
@@ -47,14 +52,16 @@ def remove_no_sync(module: nn.Module) -> None:
 def calls_manual_backward(module: LightningModule) -> bool:
     """Whether code of the module's class names ``manual_backward``.
 
-    If so, a plain ``loss.backward()`` has another purpose (an adversarial example, a saliency map) and stays local, as
-    under DDP. If not, plain backwards are the training.
+    If so, a plain ``loss.backward()`` has another purpose (an adversarial example, a saliency map)
+    and stays local, as under DDP. If not, plain backwards are the training.
     """
     return any(
         "manual_backward" in code.co_names
         for owner in type(module).__mro__[: type(module).__mro__.index(LightningModule)]
         for value in vars(owner).values()
-        for code in _codes(getattr(inspect.unwrap(getattr(value, "__func__", value)), "__code__", None))
+        for code in _codes(
+            getattr(inspect.unwrap(getattr(value, "__func__", value)), "__code__", None)
+        )
     )
 
 
@@ -62,4 +69,12 @@ def _codes(code: CodeType | None) -> list[CodeType]:
     """``code`` and the code of nested functions."""
     if code is None:
         return []
-    return [code, *(inner for const in code.co_consts if isinstance(const, CodeType) for inner in _codes(const))]
+    return [
+        code,
+        *(
+            inner
+            for const in code.co_consts
+            if isinstance(const, CodeType)
+            for inner in _codes(const)
+        ),
+    ]

@@ -1,4 +1,6 @@
-"""What a strategy knows of ranks, devices, collectives and failures, before it knows of gradients."""
+"""What a strategy knows of ranks, devices, collectives and failures, before it knows of
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener, RecordedCommunicator
 from lightning_ring.integrations.lightning.join import ActiveRanks
 from lightning_ring.integrations.ranks.checkpoint_io import WholeCheckpointIO
-from lightning_ring.integrations.ranks.devices import check_request, choose_launcher, devices_for, requested_devices
+from lightning_ring.integrations.ranks.devices import (
+    check_request,
+    choose_launcher,
+    devices_for,
+    requested_devices,
+)
 from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.integrations.ranks.messages import ignore_deprecations_between_libraries
 from lightning_ring.integrations.ranks.reduce import agree_on_gather, reduce_, reduce_op_of
@@ -39,14 +46,15 @@ T = TypeVar("T")
 
 
 class RankedStrategy(DDPStrategy):
-    """A strategy whose ranks are those that the launcher started, and whose collectives are bounded and named.
+    """A strategy whose ranks are those that the launcher started, and whose collectives are bounded
+    and named.
 
-    A subclass of `DDPStrategy` because Lightning decides by class who is distributed, gets a sampler, may be compiled;
-    nothing of DistributedDataParallel is left in it.
+    A subclass of `DDPStrategy` because Lightning decides by class who is distributed, gets a
+    sampler, may be compiled; nothing of DistributedDataParallel is left in it.
 
-    ``listeners`` are called with a `CollectiveRecord` of each collective that carries gradients or sharded parameters,
-    and of `reduce` (``self.log(..., sync_dist=True)``). ``timeline`` records the fit in a trace:
-    ``timeline.start(path)`` and ``timeline.stop()`` on all ranks.
+    ``listeners`` are called with a `CollectiveRecord` of each collective that carries gradients or
+    sharded parameters, and of `reduce` (``self.log(..., sync_dist=True)``). ``timeline`` records
+    the fit in a trace: ``timeline.start(path)`` and ``timeline.stop()`` on all ranks.
     """
 
     def __new__(cls, *_: Any, elastic: bool = False, **__: Any) -> RankedStrategy:
@@ -67,7 +75,9 @@ class RankedStrategy(DDPStrategy):
         )
         self.options = options
         self.listeners: list[Listener] = []
-        self.timeline = StepTimeline(timeline_settings(options.timeline, os.environ), self.listeners)
+        self.timeline = StepTimeline(
+            timeline_settings(options.timeline, os.environ), self.listeners
+        )
         self._job: Job | None = None
         self._active_ranks = ActiveRanks()
 
@@ -104,8 +114,12 @@ class RankedStrategy(DDPStrategy):
         environment = self.ring_environment
         if environment.creates_processes_externally:
             check_request(request, environment, self.accelerator)
-            self.parallel_devices = devices_for(self.accelerator, self.parallel_devices, environment.local_size())
-        self._launcher = choose_launcher(self, environment, self.options, request.num_nodes, _MultiProcessingLauncher)
+            self.parallel_devices = devices_for(
+                self.accelerator, self.parallel_devices, environment.local_size()
+            )
+        self._launcher = choose_launcher(
+            self, environment, self.options, request.num_nodes, _MultiProcessingLauncher
+        )
 
     def setup_environment(self) -> None:
         assert self.accelerator is not None
@@ -119,7 +133,9 @@ class RankedStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         reset_seed()
         widen_terminal()  # mpirun's have no width: a progress bar would draw nothing
-        self._job = connect(self.ring_environment.discover(), self.root_device, self.options.timeout)
+        self._job = connect(
+            self.ring_environment.discover(), self.root_device, self.options.timeout
+        )
         if self.world_size > 1 or self.options.force_communication:
             options = self.options
             open_communicator(
@@ -172,7 +188,9 @@ class RankedStrategy(DDPStrategy):
 
     @property
     def communicator(self) -> Communicator | None:
-        """What all ranks exchange tensors through, in one order of calls; `None` in a single process."""
+        """What all ranks exchange tensors through, in one order of calls; `None` in a single
+        process.
+        """
         return self._comm
 
     @property
@@ -182,7 +200,9 @@ class RankedStrategy(DDPStrategy):
 
     @property
     def has_data(self) -> bool:
-        """Whether this rank's batch counts; not where it ran out of data and repeats one (``uneven="join"``)."""
+        """Whether this rank's batch counts; not where it ran out of data and repeats one
+        (``uneven="join"``).
+        """
         return self._active_ranks.has_data
 
     @property
@@ -198,7 +218,9 @@ class RankedStrategy(DDPStrategy):
 
     @property
     def _alone(self) -> bool:
-        """After an exception ranks run different code: what they do on their way out must not wait for others."""
+        """After an exception ranks run different code: what they do on their way out must not
+        wait for others.
+        """
         return self._trainer is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
 
     def _progress(self) -> str:
@@ -212,12 +234,17 @@ class RankedStrategy(DDPStrategy):
         return f"epoch {trainer.current_epoch}{stage}, after optimizer step {trainer.global_step}"
 
     def _report(self, exception: BaseException) -> None:
-        if self._job is not None and self._job.watch is not None and not isinstance(exception, SystemExit):
+        if (
+            self._job is not None
+            and self._job.watch is not None
+            and not isinstance(exception, SystemExit)
+        ):
             self._job.watch.report(exception)
 
     @contextmanager
     def _reporting_failures(self) -> Iterator[None]:
-        # at once, before callbacks handle the exception: they may save checkpoints while the other ranks wait
+        # at once, before callbacks handle the exception: they may save checkpoints while the other
+        # ranks wait
         try:
             yield
         except StopIteration:

@@ -12,32 +12,40 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.ranks.loss_scaling import refuse_scaler
 
 
-def check_algorithm(algorithm: Algorithm, trainer: pl.Trainer, timeline_switch: object | None) -> None:
+def check_algorithm(
+    algorithm: Algorithm, trainer: pl.Trainer, timeline_switch: object | None
+) -> None:
     """``timeline_switch``: the signal or the file that switches the timeline, if any.
 
     Raises:
-        ConfigurationError: ``algorithm`` cannot train with this loss scaler, this clipping or this timeline, or by
-            a Trainer.
+        ConfigurationError: ``algorithm`` cannot train with this loss scaler, this clipping or this
+            timeline, or by a Trainer.
     """
     if algorithm.num_workers(trainer.world_size) < trainer.world_size:
         raise ConfigurationError(
-            f"{type(algorithm).__name__} got dedicated=True under a Trainer, whose epochs, callbacks and checkpoints "
-            "need training batches, and what training_step logs, on every rank. Use lightning_ring.distribute or "
-            "Fabric, where ranks may have none, or leave dedicated out: every server then also trains."
+            f"{type(algorithm).__name__} got dedicated=True under a Trainer, whose epochs, "
+            "callbacks and checkpoints need training batches, and what training_step logs, on "
+            "every rank. Use lightning_ring.distribute or Fabric, where ranks may have none, or "
+            "leave dedicated out: every server then also trains."
         )
     if algorithm.steps_alone:
         refuse_scaler(trainer.precision_plugin, type(algorithm).__name__)
     if trainer.gradient_clip_val and (why := algorithm.refusal_of_clipping()):
-        raise ConfigurationError(f"Trainer got gradient_clip_val={trainer.gradient_clip_val}, but {why}")
+        raise ConfigurationError(
+            f"Trainer got gradient_clip_val={trainer.gradient_clip_val}, but {why}"
+        )
     if not algorithm.steps_together and timeline_switch is not None:
         raise ConfigurationError(
-            f"the timeline is to be switched by {timeline_switch}, at a step that all ranks take together, and under "
-            f"{type(algorithm).__name__} each rank has steps of its own. Give timeline a path."
+            f"the timeline is to be switched by {timeline_switch}, at a step that all ranks take "
+            f"together, and under {type(algorithm).__name__} each rank has steps of its own. Give "
+            "timeline a path."
         )
 
 
 def refuse_clipping(plugin: Precision, algorithm: Algorithm) -> None:
-    """Until `allow_clipping`: `self.clip_gradients` of a module raises, if ``algorithm`` cannot have that."""
+    """Until `allow_clipping`: `self.clip_gradients` of a module raises, if ``algorithm`` cannot
+    have that.
+    """
     clip, why = plugin.clip_gradients, algorithm.refusal_of_clipping()
     if not why:
         return

@@ -1,7 +1,7 @@
 """Registers the strategies when Lightning is imported.
 
-Importing lightning_ring itself does not import Lightning, which takes seconds. ``ringrun``, data-loader workers, and
-scripts that use only optimizers or communicators do not need it.
+Importing lightning_ring itself does not import Lightning, which takes seconds. ``ringrun``,
+data-loader workers, and scripts that use only optimizers or communicators do not need it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ ELASTIC = "ring_elastic"
 
 
 def register_strategies() -> None:
-    """Register the names of `ALGORITHMS` and "ring_elastic", now or as soon as ``lightning.pytorch`` is imported."""
+    """Register the names of `ALGORITHMS` and "ring_elastic", now or as soon as
+    ``lightning.pytorch`` is imported.
+    """
     _after_import("lightning.pytorch", _register)
     _after_import("pytorch_lightning", _register_with_the_other_package)
 
@@ -33,26 +35,34 @@ def _register() -> None:
 
     for name in ALGORITHMS:
         if name not in StrategyRegistry:
-            StrategyRegistry.register(name, _ring, description="see lightning_ring.RingStrategy", algorithm=name)
+            StrategyRegistry.register(
+                name, _ring, description="see lightning_ring.RingStrategy", algorithm=name
+            )
     if ELASTIC not in StrategyRegistry:
-        StrategyRegistry.register(ELASTIC, _ring, description="see lightning_ring.RingStrategy", elastic=True)
+        StrategyRegistry.register(
+            ELASTIC, _ring, description="see lightning_ring.RingStrategy", elastic=True
+        )
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
     choose_our_environment(_AcceleratorConnector, (*ALGORITHMS, ELASTIC), "Trainer")
 
 
 def choose_our_environment(connector: type, names: Sequence[str], caller: str) -> None:
-    """Have ``connector`` take a `RingEnvironment` for a strategy of ``names``, as it does for `RingStrategy()`.
+    """Have ``connector`` take a `RingEnvironment` for a strategy of ``names``, as it does for
+    `RingStrategy()`.
 
-    Lightning chooses a cluster environment before it builds the strategy, and only then takes the strategy's own. By
-    then its `SLURMEnvironment` has refused ``srun -n 2`` (it wants ``--ntasks-per-node``), or its `MPIEnvironment` has
-    started MPI in a process that may not be a rank. A cluster environment among the plugins, which Lightning would
-    refuse beside the strategy's, is taken out where it agrees with ours.
+    Lightning chooses a cluster environment before it builds the strategy, and only then takes the
+    strategy's own. By then its `SLURMEnvironment` has refused ``srun -n 2`` (it wants
+    ``--ntasks-per-node``), or its `MPIEnvironment` has started MPI in a process that may not be a
+    rank. A cluster environment among the plugins, which Lightning would refuse beside the
+    strategy's, is taken out where it agrees with ours.
     """
     check: Callable[..., None] = connector._check_config_and_set_final_flags  # type: ignore[attr-defined]
 
     @functools.wraps(check)
-    def check_without_environments(self: Any, *, strategy: Any, plugins: Any, **others: Any) -> None:
+    def check_without_environments(
+        self: Any, *, strategy: Any, plugins: Any, **others: Any
+    ) -> None:
         by_name = isinstance(strategy, str) and strategy.lower() in names
         if not by_name and not hasattr(type(strategy), "ring_environment"):
             check(self, strategy=strategy, plugins=plugins, **others)
@@ -83,9 +93,9 @@ def _register_with_the_other_package() -> None:
 
 def _refuse(**_: Any) -> None:
     raise ConfigurationError(
-        "Trainer(strategy='ring') of pytorch_lightning was called. lightning_ring works with the package `lightning`: "
-        "write `import lightning as L` or `import lightning.pytorch as pl` in place of "
-        "`import pytorch_lightning as pl`, everywhere."
+        "Trainer(strategy='ring') of pytorch_lightning was called. lightning_ring works with the "
+        "package `lightning`: write `import lightning as L` or `import lightning.pytorch as pl` "
+        "in place of `import pytorch_lightning as pl`, everywhere."
     )
 
 

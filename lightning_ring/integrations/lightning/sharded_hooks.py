@@ -1,4 +1,6 @@
-"""Lightning under sharded parameters: hooks wait for all-gathers, and clipping by norm covers all ranks."""
+"""Lightning under sharded parameters: hooks wait for all-gathers, and clipping by norm covers
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,20 @@ _BEFORE_VALIDATION = ("val_dataloader", "on_validation_model_zero_grad", "on_val
 
 
 class ShardedHooks:
-    """Changes a Trainer and its precision plugin for one fit with ``algorithm``; `remove` changes them back.
+    """Changes a Trainer and its precision plugin for one fit with ``algorithm``; `remove` changes
+    them back.
 
     Args:
-        wait_parameters: Waits for all parameters. Called before hooks of callbacks, and before a validation.
+        wait_parameters: Waits for all parameters. Called before hooks of callbacks, and before a
+            validation.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, plugin: Precision, algorithm: Sharded, wait_parameters: Callable[[], None]
+        self,
+        trainer: pl.Trainer,
+        plugin: Precision,
+        algorithm: Sharded,
+        wait_parameters: Callable[[], None],
     ) -> None:
         self._trainer = trainer
         self._plugin = plugin
@@ -42,7 +50,8 @@ class ShardedHooks:
         self._algorithm.overlaps = True
         self._stop_waiting()
         self._waiting = [
-            _Waiting(owner, name, self._wait_parameters) for owner, name in _before_validation(self._trainer)
+            _Waiting(owner, name, self._wait_parameters)
+            for owner, name in _before_validation(self._trainer)
         ]
 
     def remove(self) -> None:
@@ -63,14 +72,18 @@ class ShardedHooks:
             plugin.clip_grad_by_norm = functools.partial(_clip_by_norm, plugin, algorithm)  # type: ignore[method-assign]
 
 
-def _clip_by_norm(plugin: Precision, algorithm: Sharded, optimizer: Optimizer, clip_val: float) -> None:
+def _clip_by_norm(
+    plugin: Precision, algorithm: Sharded, optimizer: Optimizer, clip_val: float
+) -> None:
     algorithm.clip_grad_norm_(plugin.main_params(optimizer), clip_val)
 
 
 class _WaitForParameters(pl.Callback):
-    """The first of all callbacks: its hooks wait for all parameters, before the hooks of other callbacks.
+    """The first of all callbacks: its hooks wait for all parameters, before the hooks of other
+    callbacks.
 
-    The two hooks of every training batch do not wait: there, reading a parameter waits for that parameter.
+    The two hooks of every training batch do not wait: there, reading a parameter waits for that
+    parameter.
     """
 
     def __init__(self, wait_parameters: Callable[[], None]) -> None:
@@ -101,7 +114,9 @@ def _before_validation(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
 
 
 class _Waiting:
-    """The hook ``name`` of ``owner``, run after ``wait_parameters()``. A copied or pickled owner has the plain hook."""
+    """The hook ``name`` of ``owner``, run after ``wait_parameters()``. A copied or pickled owner
+    has the plain hook.
+    """
 
     def __init__(self, owner: Any, name: str, wait_parameters: Callable[[], None]) -> None:
         functools.update_wrapper(self, getattr(owner, name))
@@ -125,4 +140,8 @@ class _Waiting:
 
 
 def _plain_hook(owner: Any, name: str, of_the_instance: Any) -> Any:
-    return of_the_instance if of_the_instance is not None else getattr(type(owner), name).__get__(owner)
+    return (
+        of_the_instance
+        if of_the_instance is not None
+        else getattr(type(owner), name).__get__(owner)
+    )

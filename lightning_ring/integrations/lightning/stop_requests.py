@@ -1,4 +1,6 @@
-"""Requests to stop or to requeue: a signal becomes a flag, so that all ranks act on it at the same step."""
+"""Requests to stop or to requeue: a signal becomes a flag, so that all ranks act on it at the
+same step.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from lightning_ring.integrations.lightning.slurm_requeue import in_slurm_job, sa
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-STOP_SIGNAL_VARIABLE = "RING_STOP_SIGNAL"  # number of the signal that our launchers have mpirun forward to the ranks
+# number of the signal that our launchers have mpirun forward to the ranks
+STOP_SIGNAL_VARIABLE = "RING_STOP_SIGNAL"
 
 
 class Request(IntEnum):
@@ -31,8 +34,8 @@ class Request(IntEnum):
 class StopRequests:
     """Handlers of the signals to stop or to requeue, and the agreement of all ranks on a request.
 
-    ``ask`` is called with True when this rank has a request, and with False when the request was met.
-    ``requeue_signal`` is Slurm's before the end of the job's time, or `None`.
+    ``ask`` is called with True when this rank has a request, and with False when the request was
+    met. ``requeue_signal`` is Slurm's before the end of the job's time, or `None`.
 
     Attributes:
         pending: The request of this rank.
@@ -46,7 +49,8 @@ class StopRequests:
         self._ask = ask
 
     def catch_signals(self, *, several_ranks: bool) -> None:
-        """Handle SIGTERM, the launcher's signal, and in a Slurm job the requeue signal. Main thread only.
+        """Handle SIGTERM, the launcher's signal, and in a Slurm job the requeue signal. Main thread
+        only.
 
         Lightning's own handler starts a collective wherever the signal happens to find the rank.
         """
@@ -58,7 +62,8 @@ class StopRequests:
         requeue = self._requeue_signal
         if requeue is None or not in_slurm_job(os.environ) or requeue in stop_signals():
             return
-        if signal.getsignal(requeue) == signal.SIG_DFL:  # as Lightning: a handler of the user's stays
+        # as Lightning: a handler of the user's stays
+        if signal.getsignal(requeue) == signal.SIG_DFL:
             signal.signal(requeue, lambda *_: self.request(Request.REQUEUE))
 
     def request(self, request: Request) -> None:
@@ -71,14 +76,19 @@ class StopRequests:
         ``received_sigterm``: Lightning's own handler got a SIGTERM, as in a single process.
         """
         mine = Request.STOP if received_sigterm else self.pending
-        asked = max(comm.all_gather_object(mine, name="requests to stop")) if comm is not None else mine
+        asked = (
+            max(comm.all_gather_object(mine, name="requests to stop")) if comm is not None else mine
+        )
         if self.pending == mine and asked != Request.STOP:
             self.pending = Request.NONE
             self._ask(False)
         return asked
 
-    def follow(self, trainer: pl.Trainer, comm: Communicator | None, before: Callable[[], None]) -> None:
-        """Between two batches: stop or requeue on all ranks if some rank was asked to, after ``before()``. Collective.
+    def follow(
+        self, trainer: pl.Trainer, comm: Communicator | None, before: Callable[[], None]
+    ) -> None:
+        """Between two batches: stop or requeue on all ranks if some rank was asked to, after
+        ``before()``. Collective.
 
         Raises:
             SIGTERMException: The training ends, on every rank at the same step.
@@ -100,9 +110,9 @@ def stop_signals() -> list[signal.Signals]:
 def leave_sigterm_to_the_buckets(trainer: pl.Trainer) -> None:
     """Turn off the Trainer's broadcast of a SIGTERM: the buckets carry this request already.
 
-    Before every batch Lightning broadcasts it in torch's default group, and waits for the device. If ranks take
-    different numbers of steps, one would wait in that group and one in the communicator, forever. The communicator
-    alone detects the error.
+    Before every batch Lightning broadcasts it in torch's default group, and waits for the device.
+    If ranks take different numbers of steps, one would wait in that group and one in the
+    communicator, forever. The communicator alone detects the error.
     """
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
 

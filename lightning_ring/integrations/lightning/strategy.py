@@ -1,4 +1,6 @@
-"""`RingStrategy`: translates Lightning's hooks into calls of an `Algorithm` and of the strategy's parts."""
+"""`RingStrategy`: translates Lightning's hooks into calls of an `Algorithm` and of the
+strategy's parts.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ from lightning_ring.comm.replicate import broadcast_module, check_same_model
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
-from lightning_ring.integrations.lightning.averaged_weights import ShowAverages, average_weight_averages
+from lightning_ring.integrations.lightning.averaged_weights import (
+    ShowAverages,
+    average_weight_averages,
+)
 from lightning_ring.integrations.lightning.buffers import BroadcastAfterSwap, BufferBroadcast
 from lightning_ring.integrations.lightning.checkpoints import (
     SavedStates,
@@ -42,9 +47,17 @@ from lightning_ring.integrations.lightning.checkpoints import (
 )
 from lightning_ring.integrations.lightning.combined_loader import TrainingLoaders
 from lightning_ring.integrations.lightning.join import ActiveRanks
-from lightning_ring.integrations.lightning.manual_optimization import add_no_sync, calls_manual_backward, remove_no_sync
+from lightning_ring.integrations.lightning.manual_optimization import (
+    add_no_sync,
+    calls_manual_backward,
+    remove_no_sync,
+)
 from lightning_ring.integrations.lightning.rank_strategy import RankedStrategy
-from lightning_ring.integrations.lightning.refusals import allow_clipping, check_algorithm, refuse_clipping
+from lightning_ring.integrations.lightning.refusals import (
+    allow_clipping,
+    check_algorithm,
+    refuse_clipping,
+)
 from lightning_ring.integrations.lightning.sharded_hooks import ShardedHooks
 from lightning_ring.integrations.lightning.slurm_requeue import in_slurm_job
 from lightning_ring.integrations.lightning.stop_requests import (
@@ -74,56 +87,66 @@ from lightning_ring.options import (
 class RingStrategy(RankedStrategy):
     """Synchronous data-parallel training over a ring all-reduce: ``Trainer(strategy="ring")``.
 
-    Gradients travel in flat buckets while backward runs, and are averaged over all ranks. The module is not wrapped. A
-    single process communicates nothing and registers no hook.
+    Gradients travel in flat buckets while backward runs, and are averaged over all ranks. The
+    module is not wrapped. A single process communicates nothing and registers no hook.
 
     Args:
-        backend: Library that moves gradients. ``"auto"``: NCCL on CUDA; on CPU shared memory within a node, and between
-            nodes Gloo (MPI if it started the ranks and they have InfiniBand or the like).
-        bucket_cap_mb: Bucket size in MiB, `None` for 4 on up to 16 CPU ranks and 25 elsewhere; the first bucket to fill
-            takes 1 MiB, so that the wire starts early. Or ``"auto"``: sizes that fit what the first steps show of
-            backward and of the wire.
-        topology: ``"hierarchical"`` reduces in each node first, then across nodes, so that every byte crosses the wire
-            once; ``"flat"`` is one ring over all ranks. ``"auto"``: hierarchical on CPU where there are several nodes,
-            each with the same number of ranks and more than one.
-        compression: Format of gradients on the wire: ``"fp16"``, ``"bf16"``, ``"int8"``, ``"onebit"``,
-            ``"terngrad"``, ``"topk"``, ``"dgc"``, ``"powersgd"`` or a `Compressor` for float32 gradients, ``"fp32"``
-            for 16-bit ones, which are then summed in float32 over NCCL too; `None` keeps their dtype. Parameters and
-            buffers are never compressed.
-        shard_optimizer: Each rank steps 1/N of the parameters and holds 1/N of the optimizer's state; new parameters
-            arrive while the next forward runs. ``Trainer(strategy="ring_sharded")``.
-        algorithm: The training algorithm: a name of `lightning_ring.algorithms.ALGORITHMS`, or an `Algorithm`,
-            which then has its own ``bucket_cap_mb`` and ``compression``. `None`: ``"ring"``, or ``"ring_sharded"`` with
-            ``shard_optimizer``.
-        broadcast_buffers: When rank 0's buffers (BatchNorm statistics) replace the other ranks': at the ``"start"``,
-            also at each training ``"epoch"``, evaluation and checkpoint, or also at each training ``"step"``. With
-            ``"epoch"``, buffers other than normalization statistics that training changes differently on each rank are
-            found and replaced at each step, with a warning.
-        uneven: When ranks have different numbers of training batches: ``"error"`` names rank and step; with ``"join"``
-            gradients divide by the number of ranks with data, and a finished rank keeps stepping with the others.
-        start_method: How plain ``python train.py`` starts its ranks: ``"popen"`` runs the script once a rank, through
-            the mpirun beside this Python where there is one, and in a notebook forks; ``"spawn"`` and ``"fork"`` as DDP
-            has them.
+        backend: Library that moves gradients. ``"auto"``: NCCL on CUDA; on CPU shared memory within
+            a node, and between nodes Gloo (MPI if it started the ranks and they have InfiniBand or
+            the like).
+        bucket_cap_mb: Bucket size in MiB, `None` for 4 on up to 16 CPU ranks and 25 elsewhere; the
+            first bucket to fill takes 1 MiB, so that the wire starts early. Or ``"auto"``: sizes
+            that fit what the first steps show of backward and of the wire.
+        topology: ``"hierarchical"`` reduces in each node first, then across nodes, so that every
+            byte crosses the wire once; ``"flat"`` is one ring over all ranks. ``"auto"``:
+            hierarchical on CPU where there are several nodes, each with the same number of ranks
+            and more than one.
+        compression: Format of gradients on the wire: ``"fp16"``, ``"bf16"``, ``"int8"``,
+            ``"onebit"``, ``"terngrad"``, ``"topk"``, ``"dgc"``, ``"powersgd"`` or a `Compressor`
+            for float32 gradients, ``"fp32"`` for 16-bit ones, which are then summed in float32 over
+            NCCL too; `None` keeps their dtype. Parameters and buffers are never compressed.
+        shard_optimizer: Each rank steps 1/N of the parameters and holds 1/N of the optimizer's
+            state; new parameters arrive while the next forward runs.
+            ``Trainer(strategy="ring_sharded")``.
+        algorithm: The training algorithm: a name of `lightning_ring.algorithms.ALGORITHMS`, or an
+            `Algorithm`, which then has its own ``bucket_cap_mb`` and ``compression``. `None`:
+            ``"ring"``, or ``"ring_sharded"`` with ``shard_optimizer``.
+        broadcast_buffers: When rank 0's buffers (BatchNorm statistics) replace the other ranks': at
+            the ``"start"``, also at each training ``"epoch"``, evaluation and checkpoint, or also
+            at each training ``"step"``. With ``"epoch"``, buffers other than normalization
+            statistics that training changes differently on each rank are found and replaced at each
+            step, with a warning.
+        uneven: When ranks have different numbers of training batches: ``"error"`` names rank and
+            step; with ``"join"`` gradients divide by the number of ranks with data, and a finished
+            rank keeps stepping with the others.
+        start_method: How plain ``python train.py`` starts its ranks: ``"popen"`` runs the script
+            once a rank, through the mpirun beside this Python where there is one, and in a notebook
+            forks; ``"spawn"`` and ``"fork"`` as DDP has them.
         timeout: Past it a collective that has not finished raises on every rank.
         stall_warning: After it a collective that has not finished is reported in the log.
         force_communication: Run buckets and collectives in a single process too, to measure them.
-        keep_freed_memory: On CPUs, memory that a step frees stays with the process for the next one, from the first
-            step to the end of `fit` (see `lightning_ring.host.malloc`). Only with glibc, and not where its variables
-            are set.
-        monitor: Add `lightning_ring.monitor.RingMonitor` to the Trainer's callbacks, unless there is one, or nothing
-            that communicates.
+        keep_freed_memory: On CPUs, memory that a step frees stays with the process for the next
+            one, from the first step to the end of `fit` (see `lightning_ring.host.malloc`). Only
+            with glibc, and not where its variables are set.
+        monitor: Add `lightning_ring.monitor.RingMonitor` to the Trainer's callbacks, unless there
+            is one, or nothing that communicates.
         timeline: Record every rank's steps and collectives in this file (``"trace.json"``), for
-            https://ui.perfetto.dev; each rank writes its own beside it. `None`: what RING_TIMELINE names, if anything.
-        requeue_signal: In a Slurm job all ranks save a checkpoint together on this signal (``sbatch --signal=USR1@90``
-            has it sent 90 s before the time is over), and the job is queued again; it then goes on from there. `None`:
-            the signal is left alone.
-        elastic: The fit goes on when ranks die, and takes in new ones: see the guide `Elastic training`. The object is
-            then an `ElasticStrategy`. ``Trainer(strategy="ring_elastic")``.
-        min_ranks: With fewer ranks for longer than ``wait_for_ranks`` an elastic fit saves a checkpoint and ends.
-        resize_lr: What becomes of learning rates when the number of ranks changes: ``"keep"``, ``"linear"`` or
-            ``"sqrt"`` in it, or a function that returns the factor for (old, new) numbers of ranks.
+            https://ui.perfetto.dev; each rank writes its own beside it. `None`: what RING_TIMELINE
+            names, if anything.
+        requeue_signal: In a Slurm job all ranks save a checkpoint together on this signal (``sbatch
+            --signal=USR1@90`` has it sent 90 s before the time is over), and the job is queued
+            again; it then goes on from there. `None`: the signal is left alone.
+        elastic: The fit goes on when ranks die, and takes in new ones: see the guide `Elastic
+            training`. The object is then an `ElasticStrategy`.
+            ``Trainer(strategy="ring_elastic")``.
+        min_ranks: With fewer ranks for longer than ``wait_for_ranks`` an elastic fit saves a
+            checkpoint and ends.
+        resize_lr: What becomes of learning rates when the number of ranks changes: ``"keep"``,
+            ``"linear"`` or ``"sqrt"`` in it, or a function that returns the factor for (old, new)
+            numbers of ranks.
         wait_for_ranks: How long an elastic fit waits for ranks.
-        accelerator, parallel_devices, checkpoint_io, precision_plugin: As every Lightning strategy takes them.
+        accelerator, parallel_devices, checkpoint_io, precision_plugin: As every Lightning strategy
+            takes them.
 
     Raises:
         ConfigurationError: An argument cannot work; the message says what was expected.
@@ -195,20 +218,26 @@ class RingStrategy(RankedStrategy):
     # -- what users call
 
     def wait_parameters(self) -> None:
-        """Return when all parameters are complete. For code whose reads of parameters are not detected.
+        """Return when all parameters are complete. For code whose reads of parameters are not
+        detected.
 
-        Reads are detected in every module's forward, for its own parameters, and in ``training_step`` and the hooks
-        between two training steps, for the arguments of calls of torch from Python. In all other hooks all parameters
-        are complete. Not detected are reads in threads, and in scripted or compiled code that no attribute or method of
-        a module names. With ``strategy="ring"`` parameters are always complete.
+        Reads are detected in every module's forward, for its own parameters, and in
+        ``training_step`` and the hooks between two training steps, for the arguments of calls of
+        torch from Python. In all other hooks all parameters are complete. Not detected are reads in
+        threads, and in scripted or compiled code that no attribute or method of a module names.
+        With ``strategy="ring"`` parameters are always complete.
         """
         self.algorithm.wait_parameters()
 
-    def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients so that their norm over all ``parameters`` is at most ``max_norm``; returns the norm before.
+    def clip_grad_norm_(
+        self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Scale gradients so that their norm over all ``parameters`` is at most ``max_norm``;
+        returns the norm before.
 
-        As `torch.nn.utils.clip_grad_norm_`, for sharded gradients too. All ranks call it, with the same parameters.
-        Lightning's ``gradient_clip_val`` and ``self.clip_gradients`` call this method.
+        As `torch.nn.utils.clip_grad_norm_`, for sharded gradients too. All ranks call it, with the
+        same parameters. Lightning's ``gradient_clip_val`` and ``self.clip_gradients`` call this
+        method.
         """
         return self.algorithm.clip_grad_norm_(parameters, max_norm, norm_type)
 
@@ -223,11 +252,16 @@ class RingStrategy(RankedStrategy):
 
     def setup_environment(self) -> None:
         if self._step_hooks is not None and self._trainer is not None:
-            called = f"trainer.{self._trainer.state.fn.value}" if self._trainer.state.fn is not None else "A Trainer"
+            called = (
+                f"trainer.{self._trainer.state.fn.value}"
+                if self._trainer.state.fn is not None
+                else "A Trainer"
+            )
             raise ConfigurationError(
-                f"{called} was called inside trainer.fit on rank {self.global_rank}. A Trainer has one loop, and its "
-                "ranks one communicator, for the fit. Let it validate by itself (val_check_interval, "
-                "check_val_every_n_epoch), or call this on all ranks after the fit."
+                f"{called} was called inside trainer.fit on rank {self.global_rank}. A Trainer has "
+                "one loop, and its ranks one communicator, for the fit. Let it validate by itself "
+                "(val_check_interval, check_val_every_n_epoch), or call this on all ranks after "
+                "the fit."
             )
         super().setup_environment()
 
@@ -275,7 +309,9 @@ class RingStrategy(RankedStrategy):
         self._step_hooks = StepHooks(self.algorithm)
         self.algorithm.attach(self.model, self.optimizers, self._recorded, _warn, _inform)
         if isinstance(self.algorithm, Sharded):
-            self._sharded_hooks = ShardedHooks(trainer, self.precision_plugin, self.algorithm, self._wait_parameters)
+            self._sharded_hooks = ShardedHooks(
+                trainer, self.precision_plugin, self.algorithm, self._wait_parameters
+            )
         _inform(
             f"{self.world_size} ranks on {self.ring_environment.num_nodes()} node(s), gradients by "
             f"{type(comm).__name__}{self.algorithm.description()}"
@@ -289,7 +325,8 @@ class RingStrategy(RankedStrategy):
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         """Set by Lightning, and by ``trainer.optimizers = [...]`` in the middle of a training."""
         RankedStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-        if getattr(self, "_step_hooks", None) is not None:  # DDPStrategy's constructor sets them too
+        # DDPStrategy's constructor sets them too
+        if getattr(self, "_step_hooks", None) is not None:
             self.algorithm.set_optimizers(optimizers)
 
     def teardown(self) -> None:
@@ -338,7 +375,10 @@ class RingStrategy(RankedStrategy):
         if self.options.keep_freed_memory and self.root_device.type == "cpu":
             self.keeps_freed_memory = keep_freed_memory()
         if self.keeps_freed_memory:
-            rank_zero_info("lightning_ring: memory that a step frees is kept for the next one (keep_freed_memory=True)")
+            rank_zero_info(
+                "lightning_ring: memory that a step frees is kept for the next one "
+                "(keep_freed_memory=True)"
+            )
 
     def on_train_end(self) -> None:
         self._wait_parameters()
@@ -354,7 +394,9 @@ class RingStrategy(RankedStrategy):
             if self.algorithm.agreed_to_stop():
                 self._follow_requests(trainer)
             self._active_ranks.find_loader(trainer)
-            self.algorithm.begin_batch(self._active_ranks.take(batch_idx, trainer.accumulate_grad_batches))
+            self.algorithm.begin_batch(
+                self._active_ranks.take(batch_idx, trainer.accumulate_grad_batches)
+            )
         if self.model is not None and (comm := self._buffers_comm) is not None:
             accumulate = trainer.accumulate_grad_batches if trainer is not None else 1
             if self.algorithm.steps_together:
@@ -379,9 +421,13 @@ class RingStrategy(RankedStrategy):
         has_data = self._active_ranks.has_data
         if self._step_hooks is None or not automatic or (output is not None and has_data):
             return output
-        return self._zero_loss.new(output, self.root_device, has_data=has_data, rank=self.global_rank)
+        return self._zero_loss.new(
+            output, self.root_device, has_data=has_data, rank=self.global_rank
+        )
 
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         if self._step_hooks is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         module, plugin, algorithm = self.lightning_module, self.precision_plugin, self.algorithm
@@ -389,9 +435,9 @@ class RingStrategy(RankedStrategy):
         self.pre_backward(closure_loss)
         with algorithm.plain_backwards(reduced=False):  # a backward in the user's hook
             closure_loss = plugin.pre_backward(closure_loss, module)
-        # gradients are averaged before the precision plugin's `post_backward`, which calls the user's
-        # `on_after_backward`: there they are equal on all ranks already
-        # a manual training_step may catch an exception
+        # gradients are averaged before the precision plugin's `post_backward`, which calls the
+        # user's `on_after_backward`: there they are equal on all ranks already a manual
+        # training_step may catch an exception
         reporting = self._reporting_failures() if module.automatic_optimization else nullcontext()
         with reporting, algorithm.backward():
             self._zero_loss.repeat_backward(algorithm)
@@ -406,7 +452,9 @@ class RingStrategy(RankedStrategy):
         with self.algorithm.no_sync():
             yield
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
         algorithm = self.algorithm
         if self._step_hooks is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -478,9 +526,12 @@ class RingStrategy(RankedStrategy):
 
     # -- checkpoints
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
         together = None if self._alone else self._comm
-        self._saved_states.save_random(checkpoint, together)  # first: it names what a rank does alone
+        # first: it names what a rank does alone
+        self._saved_states.save_random(checkpoint, together)
         if together is not None:
             self._broadcast_buffers()  # before the algorithm's state, which may depend on them
             self._saved_states.save_algorithm(checkpoint, self.algorithm)
@@ -503,11 +554,15 @@ class RingStrategy(RankedStrategy):
         super().load_model_state_dict(checkpoint, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The ordinary, full state dict of the optimizer; under ``ring_sharded`` on rank 0, and empty elsewhere."""
+        """The ordinary, full state dict of the optimizer; under ``ring_sharded`` on rank 0, and
+        empty elsewhere.
+        """
         if not self.algorithm.sharded:
             return super().optimizer_state(optimizer)
         alone = self._alone and not self._requests.stops_together
-        return sharded_optimizer_state(optimizer, self.algorithm, is_rank_zero=self.is_global_zero, alone=alone)
+        return sharded_optimizer_state(
+            optimizer, self.algorithm, is_rank_zero=self.is_global_zero, alone=alone
+        )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]

@@ -1,4 +1,6 @@
-"""Agreement of ranks on the number of training batches, so that no rank waits for a batch that never comes."""
+"""Agreement of ranks on the number of training batches, so that no rank waits for a batch that
+never comes.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,15 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError, UnevenBatchesError
 
 Policy = Literal["error", "join", "alone"]
-"""``RingStrategy(uneven=)``; ``"alone"`` where ranks go at their own pace: each needs one batch in every epoch."""
+"""``RingStrategy(uneven=)``; ``"alone"`` where ranks go at their own pace: each needs one batch in
+every epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchStatus:
-    """One batch of the training loader: number of ranks with data for it, and whether this rank has data."""
+    """One batch of the training loader: number of ranks with data for it, and whether this rank
+    has data.
+    """
 
     active_ranks: int
     has_data: bool
@@ -33,10 +38,11 @@ class BatchStatus:
 class AgreedLoader:
     """A training loader on whose every batch all ranks agree, by one small message per batch.
 
-    It is used if lengths are unknown (iterable data sets), or if ``uneven="join"`` lets ranks run out at different
-    steps. Then it continues on every rank until no rank has data, and a rank without data repeats its own last batch
-    (`ActiveRanks.step`). With ``"error"`` all ranks raise at the step for which some rank has no batch. With
-    ``"alone"`` ranks agree on the first batch of each epoch only.
+    It is used if lengths are unknown (iterable data sets), or if ``uneven="join"`` lets ranks run
+    out at different steps. Then it continues on every rank until no rank has data, and a rank
+    without data repeats its own last batch (`ActiveRanks.step`). With ``"error"`` all ranks raise
+    at the step for which some rank has no batch. With ``"alone"`` ranks agree on the first batch of
+    each epoch only.
     """
 
     def __init__(self, loader: Any, comm: Communicator, policy: Policy, length: int | None) -> None:
@@ -44,8 +50,8 @@ class AgreedLoader:
         self._comm = comm
         self._policy = policy
         self._length = length
-        # Lightning fetches batches ahead, so a status waits here until its batch is trained on. With "error" none is
-        # needed: all ranks have data whenever one has.
+        # Lightning fetches batches ahead, so a status waits here until its batch is trained on.
+        # With "error" none is needed: all ranks have data whenever one has.
         self._statuses: deque[BatchStatus] = deque()
 
     def __getattr__(self, name: str) -> Any:
@@ -69,7 +75,10 @@ class AgreedLoader:
             except StopIteration:
                 batch, has_data = last, False
             if self._policy != "alone" or step == 0:
-                having = [bool(flag) for flag in self._comm.all_gather_object(has_data, name="next training batch")]
+                having = [
+                    bool(flag)
+                    for flag in self._comm.all_gather_object(has_data, name="next training batch")
+                ]
             else:
                 having = [has_data]
             if not any(having):
@@ -100,16 +109,21 @@ class AgreedLoader:
 
 
 WHAT_TO_DO = (
-    "Give every rank the same number of batches (a DistributedSampler, which Lightning puts in unless "
-    "use_distributed_sampler=False, or limit_train_batches), or let the others finish with RingStrategy(uneven='join')."
+    "Give every rank the same number of batches (a DistributedSampler, which Lightning puts in "
+    "unless use_distributed_sampler=False, or limit_train_batches), or let the others finish with "
+    "RingStrategy(uneven='join')."
 )
 
 
-def agree_on_batches(loader: Any, comm: Communicator, policy: Policy, *, limit: float, needed: float) -> Any:
-    """Return ``loader`` if all ranks have the batches that ``policy`` asks for; else follow it. Collective.
+def agree_on_batches(
+    loader: Any, comm: Communicator, policy: Policy, *, limit: float, needed: float
+) -> Any:
+    """Return ``loader`` if all ranks have the batches that ``policy`` asks for; else follow it.
+    Collective.
 
-    ``limit`` is ``Trainer(limit_train_batches=)``: a number of batches if an int, a fraction if a float. ``needed`` is
-    the number of batches after which training ends anyway (from ``max_steps``); ``inf`` if open.
+    ``limit`` is ``Trainer(limit_train_batches=)``: a number of batches if an int, a fraction if a
+    float. ``needed`` is the number of batches after which training ends anyway (from
+    ``max_steps``); ``inf`` if open.
     """
     if isinstance(loader, AgreedLoader):  # from an earlier fit, in the script's `CombinedLoader`
         loader = loader.unwrapped
@@ -125,41 +139,51 @@ def agree_on_batches(loader: Any, comm: Communicator, policy: Policy, *, limit: 
         check_none_is_without(used)
         return AgreedLoader(loader, comm, policy, sized_len(loader)) if streams else loader
     if min(used) == max(used) or min(used) >= needed:
-        return AgreedLoader(loader, comm, policy, max(filter(None, lengths), default=0)) if streams else loader
+        return (
+            AgreedLoader(loader, comm, policy, max(filter(None, lengths), default=0))
+            if streams
+            else loader
+        )
     if policy == "error":
         raise UnevenBatchesError(f"{different_numbers(used)} {WHAT_TO_DO}")
-    return AgreedLoader(loader, comm, policy, max(length for length in lengths if length is not None))
+    return AgreedLoader(
+        loader, comm, policy, max(length for length in lengths if length is not None)
+    )
 
 
 def different_numbers(used: list[int]) -> str:
     """``used``: each rank's number of batches."""
     fewest, most = used.index(min(used)), used.index(max(used))
     return (
-        f"ranks have different numbers of training batches: rank {fewest} has {used[fewest]}, rank {most} has "
-        f"{used[most]}. At step {used[fewest]} of the epoch (counted from 0) rank {fewest} would have none."
+        f"ranks have different numbers of training batches: rank {fewest} has {used[fewest]}, rank "
+        f"{most} has {used[most]}. At step {used[fewest]} of the epoch (counted from 0) rank "
+        f"{fewest} would have none."
     )
 
 
 def ran_out(having: list[bool], step: int) -> str:
     """``having``: which ranks have a batch."""
     return (
-        f"rank {_listed([rank for rank, has in enumerate(having) if not has])} ran out of training batches at step "
-        f"{step} of the epoch (counted from 0), while rank {_listed([rank for rank, has in enumerate(having) if has])} "
-        "still had some."
+        f"rank {_listed([rank for rank, has in enumerate(having) if not has])} ran out of training "
+        f"batches at step {step} of the epoch (counted from 0), while rank "
+        f"{_listed([rank for rank, has in enumerate(having) if has])} still had some."
     )
 
 
 def none_at_all(having: Sequence[object]) -> str:
     """``having``: by rank, false or 0 for one without a batch."""
     return (
-        f"rank {_listed([rank for rank, has in enumerate(having) if not has])} has no training batch at all in this "
-        f"epoch, while rank {_listed([rank for rank, has in enumerate(having) if has])} has some. Give every rank at "
+        f"rank {_listed([rank for rank, has in enumerate(having) if not has])} has no training "
+        "batch at all in this epoch, while rank "
+        f"{_listed([rank for rank, has in enumerate(having) if has])} has some. Give every rank at "
         "least one batch in each epoch."
     )
 
 
 def check_none_is_without(numbers: Sequence[float]) -> None:
-    """Raise `UnevenBatchesError` if some ranks have no batch and others have: ``numbers``, by rank."""
+    """Raise `UnevenBatchesError` if some ranks have no batch and others have: ``numbers``, by
+    rank.
+    """
     if min(numbers) == 0 < max(numbers):
         raise UnevenBatchesError(none_at_all(numbers))
 
@@ -170,16 +194,20 @@ def is_stream(loader: Any) -> bool:
 
 
 def check_join_allowed(num_loaders: int, module: LightningModule) -> None:
-    """Check the conditions of ``uneven="join"``, without which the ranks' collectives would differ."""
+    """Check the conditions of ``uneven="join"``, without which the ranks' collectives would
+    differ.
+    """
     if not module.automatic_optimization:
         raise ConfigurationError(
-            "RingStrategy(uneven='join') was given a module with manual optimization, in which a finished rank cannot "
-            "know how many backward passes the others run. Use automatic optimization, or uneven='error'."
+            "RingStrategy(uneven='join') was given a module with manual optimization, in which a "
+            "finished rank cannot know how many backward passes the others run. Use automatic "
+            "optimization, or uneven='error'."
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ConfigurationError(
-            "RingStrategy(uneven='join') was given a training_step(dataloader_iter), which fetches batches by itself, "
-            "so that it is unknown which rank has data. Let it take (batch, batch_idx), or use uneven='error'."
+            "RingStrategy(uneven='join') was given a training_step(dataloader_iter), which "
+            "fetches batches by itself, so that it is unknown which rank has data. Let it take "
+            "(batch, batch_idx), or use uneven='error'."
         )
     if num_loaders > 1:
         raise several_cannot_join(num_loaders)
@@ -187,13 +215,15 @@ def check_join_allowed(num_loaders: int, module: LightningModule) -> None:
 
 def several_cannot_join(num_loaders: int) -> ConfigurationError:
     return ConfigurationError(
-        f"RingStrategy(uneven='join') was given {num_loaders} training loaders, expected one. Combine them into one "
-        "data set, or use uneven='error'."
+        f"RingStrategy(uneven='join') was given {num_loaders} training loaders, expected one. "
+        "Combine them into one data set, or use uneven='error'."
     )
 
 
 def limited(length: float, limit: float) -> float:
-    """Number of batches of a loader under ``limit_train_batches``. A fraction of infinity is infinity."""
+    """Number of batches of a loader under ``limit_train_batches``. A fraction of infinity is
+    infinity.
+    """
     if isinstance(limit, int):
         return min(length, limit)
     return length if math.isinf(length) else int(length * limit)
@@ -205,16 +235,22 @@ def _listed(ranks: list[int]) -> str:
 
 
 def batches_until_the_end(trainer: Trainer) -> float:
-    """Training batches until ``max_steps`` ends training; infinity if there is no such limit or it is unknown."""
+    """Training batches until ``max_steps`` ends training; infinity if there is no such limit or
+    it is unknown.
+    """
     if trainer.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
         return math.inf
     return (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
 
 
 def warn_of_padding(dataloader: object, world_size: int) -> None:
-    """Warn on rank 0 if the loader's sampler repeats or drops samples to give all ranks equally many."""
+    """Warn on rank 0 if the loader's sampler repeats or drops samples to give all ranks equally
+    many.
+    """
     sampler = getattr(dataloader, "sampler", None)
-    if not isinstance(sampler, DistributedSampler) or isinstance(sampler, UnrepeatedDistributedSampler):
+    if not isinstance(sampler, DistributedSampler) or isinstance(
+        sampler, UnrepeatedDistributedSampler
+    ):
         return
     num_samples, name = len(cast(Sized, sampler.dataset)), type(written_sampler(sampler)).__name__
     if written_sampler(sampler) is not sampler:
@@ -233,5 +269,7 @@ def warn_of_padding(dataloader: object, world_size: int) -> None:
 
 
 def written_sampler(sampler: Any) -> Any:
-    """``sampler``, or the one of the script that Lightning put into a `DistributedSamplerWrapper`, its own class."""
+    """``sampler``, or the one of the script that Lightning put into a
+    `DistributedSamplerWrapper`, its own class.
+    """
     return getattr(getattr(sampler, "dataset", None), "_sampler", sampler)

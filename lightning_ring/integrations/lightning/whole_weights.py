@@ -1,6 +1,8 @@
-"""Whole weights for code that reads them: all parameters arrived, or the average of the ranks' own ones.
+"""Whole weights for code that reads them: all parameters arrived, or the average of the ranks' own
+ones.
 
-After an exception the other ranks may be gone. The weights are then what this rank has, and a warning says so.
+After an exception the other ranks may be gone. The weights are then what this rank has, and a
+warning says so.
 """
 
 from __future__ import annotations
@@ -21,20 +23,23 @@ def wait_parameters(algorithm: Algorithm, *, alone: bool) -> None:
             raise
         algorithm.show()
         rank_zero_warn(
-            "lightning_ring: after the exception some parameters did not arrive from the ranks that stepped them "
-            f"({type(error).__name__}). On this rank the weights, and a checkpoint of them, mix those before and "
-            "after the last step: go on from an earlier checkpoint."
+            "lightning_ring: after the exception some parameters did not arrive from the ranks "
+            f"that stepped them ({type(error).__name__}). On this rank the weights, and a "
+            "checkpoint of them, mix those before and after the last step: go on from an earlier "
+            "checkpoint."
         )
 
 
 def show_averages(algorithm: Algorithm, *, alone: bool) -> None:
-    """Put the ranks' average into the place of the parameters, where ranks step alone. Collective, unless ``alone``."""
+    """Put the ranks' average into the place of the parameters, where ranks step alone.
+    Collective, unless ``alone``.
+    """
     if not algorithm.steps_alone:
         return
     if alone:
         rank_zero_warn(
-            "lightning_ring: after the exception the weights, and a checkpoint of them, are this rank's, and not "
-            "the average of the ranks'. Go on from an earlier checkpoint."
+            "lightning_ring: after the exception the weights, and a checkpoint of them, are this "
+            "rank's, and not the average of the ranks'. Go on from an earlier checkpoint."
         )
         return
     algorithm.show_averages()

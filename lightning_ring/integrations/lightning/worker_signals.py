@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader
 
 
 def ignore_in_workers(loader: Any, signals: Sequence[signal.Signals], rank: int) -> None:
-    """Have workers that ``loader`` starts from now on ignore ``signals``, unless their rank sends them.
+    """Have workers that ``loader`` starts from now on ignore ``signals``, unless their rank sends
+    them.
 
-    Slurm signals every process of a job. The end of a worker by a signal raises an error in its rank, which could then
-    not reach the step at which all ranks save.
+    Slurm signals every process of a job. The end of a worker by a signal raises an error in its
+    rank, which could then not reach the step at which all ranks save.
     """
     if not isinstance(loader, DataLoader) or loader.num_workers == 0:
         return
@@ -27,9 +28,13 @@ def ignore_in_workers(loader: Any, signals: Sequence[signal.Signals], rank: int)
         loader.worker_init_fn = functools.partial(_start_worker, tuple(signals), then)
 
 
-def _start_worker(signals: tuple[signal.Signals, ...], then: Callable[[int], None] | None, worker_id: int) -> None:
+def _start_worker(
+    signals: tuple[signal.Signals, ...], then: Callable[[int], None] | None, worker_id: int
+) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    threading.Thread(target=_wait_for_the_rank, args=(signals,), name="ring-worker-signals", daemon=True).start()
+    threading.Thread(
+        target=_wait_for_the_rank, args=(signals,), name="ring-worker-signals", daemon=True
+    ).start()
     if then is not None:
         then(worker_id)
 

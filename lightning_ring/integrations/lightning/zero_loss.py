@@ -1,4 +1,6 @@
-"""A zero loss for a rank without a loss: `training_step` returned `None`, or the rank ran out of data."""
+"""A zero loss for a rank without a loss: `training_step` returned `None`, or the rank ran out of
+data.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,18 @@ log = logging.getLogger(__name__)
 
 
 class ZeroLoss:
-    """A loss that depends on no parameter, so that its backward takes part in the reduction with zeros."""
+    """A loss that depends on no parameter, so that its backward takes part in the reduction with
+    zeros.
+    """
 
     def __init__(self) -> None:
         self.in_use = False  # whether the current training step has one
         self._repeated_loss: Tensor | None = None
 
     def new(self, output: Any, device: torch.device, *, has_data: bool, rank: int) -> Tensor:
-        """A zero loss for the current step, whose ``output`` is `None` or comes from a repeated batch."""
+        """A zero loss for the current step, whose ``output`` is `None` or comes from a repeated
+        batch.
+        """
         if has_data:
             _warn_of_none(rank)
         self._repeated_loss = None if has_data else _loss_of(output)
@@ -49,7 +55,7 @@ def _loss_of(output: Any) -> Tensor | None:
 @cache
 def _warn_of_none(rank: int) -> None:
     log.warning(
-        "lightning_ring: training_step returned None on rank %d: for that step its gradient counts as zero, and the "
-        "average still divides by all ranks.",
+        "lightning_ring: training_step returned None on rank %d: for that step its gradient "
+        "counts as zero, and the average still divides by all ranks.",
         rank,
     )

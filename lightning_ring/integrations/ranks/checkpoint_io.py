@@ -1,4 +1,6 @@
-"""Checkpoint files that are whole: whatever happens while one is written, the one before stays as it is."""
+"""Checkpoint files that are whole: whatever happens while one is written, the one before stays
+as it is.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,20 @@ _LONGEST = 100  # characters of a file's name, of which some file systems take 2
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Writes a file beside the checkpoint, and then puts it in its place, which is one step for the file system.
+    """Writes a file beside the checkpoint, and then puts it in its place, which is one step for the
+    file system.
 
-    `TorchCheckpointIO` does so too where checkpoints are on the file system of temporary files. Elsewhere it copies: a
-    full disk, or the death of the process, then leaves a part of the new checkpoint in the place of the old one. The
-    next save of the same name replaces the file beside it that a process left when it was killed.
+    `TorchCheckpointIO` does so too where checkpoints are on the file system of temporary files.
+    Elsewhere it copies: a full disk, or the death of the process, then leaves a part of the new
+    checkpoint in the place of the old one. The next save of the same name replaces the file beside
+    it that a process left when it was killed.
 
     Checkpoints in object stores are written by `TorchCheckpointIO`.
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         filesystem, local = url_to_fs(str(path))
         if storage_options is not None or not isinstance(filesystem, LocalFileSystem):
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -39,7 +45,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
             with part.open("wb") as file:
                 file.write(content.getbuffer())
                 file.flush()
-                os.fsync(file.fileno())  # else a host that fails may have the new name, and not yet the bytes
+                # else a host that fails may have the new name, and not yet the bytes
+                os.fsync(file.fileno())
             part.replace(target)
         except BaseException:
             part.unlink(missing_ok=True)

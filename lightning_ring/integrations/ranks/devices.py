@@ -30,7 +30,9 @@ _CUDA = (CUDAAccelerator, fabric_accelerators.CUDAAccelerator)
 
 
 class DeviceRequest(NamedTuple):
-    """``Trainer(devices=, num_nodes=)``, or Fabric's, as the user wrote them; ``"auto"`` and 1 by default."""
+    """``Trainer(devices=, num_nodes=)``, or Fabric's, as the user wrote them; ``"auto"`` and 1
+    by default.
+    """
 
     devices: Any = "auto"
     num_nodes: int = 1
@@ -39,8 +41,9 @@ class DeviceRequest(NamedTuple):
 def requested_devices() -> DeviceRequest:
     """The arguments of the Trainer, or of the Fabric, that is being built.
 
-    Lightning replaces ``devices="auto"`` by a number before a strategy sees it; only the connector's own
-    arguments, which are still on the stack, tell a request for one device from none.
+    Lightning replaces ``devices="auto"`` by a number before a strategy sees it; only the
+    connector's own arguments, which are still on the stack, tell a request for one device from
+    none.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -51,21 +54,30 @@ def requested_devices() -> DeviceRequest:
     return DeviceRequest()
 
 
-def check_request(request: DeviceRequest, environment: RingEnvironment, accelerator: Accelerator | None) -> None:
-    """Compare these arguments with the ranks that the launcher started; those left out follow the launcher.
+def check_request(
+    request: DeviceRequest, environment: RingEnvironment, accelerator: Accelerator | None
+) -> None:
+    """Compare these arguments with the ranks that the launcher started; those left out follow the
+    launcher.
 
-    Where each rank sees one GPU alone, Lightning accepts no other number than 1: that is one a rank.
+    Where each rank sees one GPU alone, Lightning accepts no other number than 1: that is one a
+    rank.
     """
     num_devices = environment.local_size() if request.devices == "auto" else _count(request.devices)
     if num_devices == 1 and isinstance(accelerator, _CUDA) and accelerator.auto_device_count() == 1:
         num_devices = environment.local_size()
     # 1 is also what Lightning makes of a num_nodes that nobody wrote
-    if num_devices != environment.local_size() or request.num_nodes not in (1, environment.num_nodes()):
+    if num_devices != environment.local_size() or request.num_nodes not in (
+        1,
+        environment.num_nodes(),
+    ):
         environment.validate_settings(num_devices, request.num_nodes)
 
 
 def _count(devices: Any) -> int:
-    """How many devices ``Trainer(devices=)`` names: a number, ``"2"``, ``-1``, a list, or ``"0,1"``."""
+    """How many devices ``Trainer(devices=)`` names: a number, ``"2"``, ``-1``, a list, or
+    ``"0,1"``.
+    """
     if isinstance(devices, (list, tuple)):
         return len(devices)
     if isinstance(devices, str) and "," in devices:
@@ -77,10 +89,12 @@ def _count(devices: Any) -> int:
 def devices_for(
     accelerator: Accelerator | None, requested: list[torch.device] | None, local_size: int
 ) -> list[torch.device]:
-    """One device for each of the ``local_size`` ranks on this node. More ranks than devices are an error.
+    """One device for each of the ``local_size`` ranks on this node. More ranks than devices are an
+    error.
 
-    Where this process sees one GPU, its launcher gave each rank its own (Slurm's ``--gpus-per-task=1``), which every
-    rank calls GPU 0. Whether ranks share one GPU, the job finds by its UUID (`check_gpu_assignment`).
+    Where this process sees one GPU, its launcher gave each rank its own (Slurm's
+    ``--gpus-per-task=1``), which every rank calls GPU 0. Whether ranks share one GPU, the job finds
+    by its UUID (`check_gpu_assignment`).
     """
     if accelerator is None or isinstance(accelerator, _CPU):
         return [torch.device("cpu")] * local_size
@@ -93,9 +107,9 @@ def devices_for(
         return list(islice(cycle(accelerator.get_parallel_devices(list(range(there)))), local_size))
     if there < local_size:
         raise RankDiscoveryError(
-            f"the launcher started {local_size} ranks on this node, which has {there} {type(accelerator).__name__} "
-            f"device(s): rank {there} and rank 0 would share one. Start at most {there} ranks on this node, or use "
-            "accelerator='cpu'."
+            f"the launcher started {local_size} ranks on this node, which has {there} "
+            f"{type(accelerator).__name__} device(s): rank {there} and rank 0 would share one. "
+            f"Start at most {there} ranks on this node, or use accelerator='cpu'."
         )
     return accelerator.get_parallel_devices(accelerator.parse_devices(local_size))
 
@@ -109,7 +123,8 @@ def choose_launcher(
 ) -> Any:
     """The launcher that runs a function on every rank; `None` for a single process.
 
-    ``multiprocessing`` is the class that spawns and forks, of the Trainer's strategies or of Fabric's.
+    ``multiprocessing`` is the class that spawns and forks, of the Trainer's strategies or of
+    Fabric's.
     """
     started = environment.creates_processes_externally
     if options.elastic:
@@ -133,10 +148,13 @@ def _elastic_launcher(
         return RingLauncher(environment, strategy.num_processes, num_nodes, use_mpi=False)
     if _IS_INTERACTIVE:
         raise ConfigurationError(
-            "An elastic strategy was built in an interactive session, in which no process can outlive the ranks. Write "
-            "a script and run `python train.py` or `ringrun --min-ranks 1 python train.py`, or use strategy='ring'."
+            "An elastic strategy was built in an interactive session, in which no process can "
+            "outlive the ranks. Write a script and run `python train.py` or `ringrun --min-ranks "
+            "1 python train.py`, or use strategy='ring'."
         )
     leave_start_up_messages_to_rank_0()
     seconds = options.wait_for_ranks.total_seconds()
     limits = ElasticLimits(strategy.num_processes, options.min_ranks, wait_for_ranks=seconds)
-    return RingLauncher(environment, strategy.num_processes, num_nodes, use_mpi=False, limits=limits)
+    return RingLauncher(
+        environment, strategy.num_processes, num_nodes, use_mpi=False, limits=limits
+    )

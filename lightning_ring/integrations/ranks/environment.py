@@ -25,10 +25,11 @@ log = logging.getLogger(__name__)
 class RingEnvironment(ClusterEnvironment):
     """Rank and world size for Lightning, from one `RankInfo`.
 
-    Without ``info`` it takes the ranks of this process's open job, else the launcher's variables, else the process
-    group that is open, and opens nothing. MPI starts at `discover`, or at the first question that only MPI can answer
-    (`node_rank`, with several nodes). A process with none of these is one rank until Lightning starts more
-    (``start_method`` spawn and fork: `set_world_size`, `set_global_rank`).
+    Without ``info`` it takes the ranks of this process's open job, else the launcher's variables,
+    else the process group that is open, and opens nothing. MPI starts at `discover`, or at the
+    first question that only MPI can answer (`node_rank`, with several nodes). A process with none
+    of these is one rank until Lightning starts more (``start_method`` spawn and fork:
+    `set_world_size`, `set_global_rank`).
 
     Raises:
         RankDiscoveryError: The launcher's variables are incomplete or contradict each other.
@@ -55,7 +56,9 @@ class RingEnvironment(ClusterEnvironment):
         return launcher_variables(os.environ) is not None
 
     def discover(self) -> RankInfo:
-        """This process's full `RankInfo`. Collective the first time where MPI started the ranks; starts MPI then."""
+        """This process's full `RankInfo`. Collective the first time where MPI started the ranks;
+        starts MPI then.
+        """
         if self._of_current_job() is None and self._info is None:
             by_group = self._variables is not None and self._variables.source == "group"
             self._info = _info_from_open_group() if by_group else discover_ranks()
@@ -63,7 +66,9 @@ class RingEnvironment(ClusterEnvironment):
         return self._info
 
     def _of_current_job(self) -> RankInfo | None:
-        """Take rank and size from the job of this process: it may have gone on with fewer ranks than were launched."""
+        """Take rank and size from the job of this process: it may have gone on with fewer ranks
+        than were launched.
+        """
         job = current_job()
         if job is None or job.info.source in ("single", "spawn"):
             return None
@@ -89,18 +94,23 @@ class RingEnvironment(ClusterEnvironment):
             if address and port:
                 return address, int(port)
             raise RankDiscoveryError(
-                "main_address and main_port are not known: the ranks of this launcher meet without them. Set "
-                "MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there if your code needs them."
+                "main_address and main_port are not known: the ranks of this launcher meet "
+                "without them. Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port "
+                "there if your code needs them."
             )
-        # asked by Lightning's launcher in the parent, before it spawns or forks the ranks: on this host, whatever
-        # MASTER_ADDR and MASTER_PORT of another job are in the environment
+        # asked by Lightning's launcher in the parent, before it spawns or forks the ranks: on this
+        # host, whatever MASTER_ADDR and MASTER_PORT of another job are in the environment
         self._reserved = reserve_port()
         return self._reserved.getsockname()
 
     @property
     def _known(self) -> RankInfo | LaunchVariables:
         """The numbers that are known without starting MPI."""
-        return self._variables if self._info is None and self._variables is not None else self.discover()
+        return (
+            self._variables
+            if self._info is None and self._variables is not None
+            else self.discover()
+        )
 
     def world_size(self) -> int:
         return self._known.world_size
@@ -112,7 +122,8 @@ class RingEnvironment(ClusterEnvironment):
         if not self.creates_processes_externally:
             if self._info == SINGLE and multiprocessing.parent_process() is None:
                 return 0  # a LOCAL_RANK that a cluster's prologue left
-            return int(os.environ.get("LOCAL_RANK", 0))  # Lightning sets it in each process that it spawns or forks
+            # Lightning sets it in each process that it spawns or forks
+            return int(os.environ.get("LOCAL_RANK", 0))
         known = self._known.local_rank
         return self.discover().local_rank if known is None else known
 
@@ -140,9 +151,17 @@ class RingEnvironment(ClusterEnvironment):
         _set_rank_zero_only(self.global_rank())
 
     def _refuse_other(self, name: str, wanted: int, started: int) -> None:
-        """Lightning computes ranks from node and local rank, which holds only for ranks placed in blocks."""
+        """Lightning computes ranks from node and local rank, which holds only for ranks placed
+        in blocks.
+        """
         if wanted != started:
-            log.debug("Lightning computed %s %d; %s stays %d, as the launcher started it", name, wanted, name, started)
+            log.debug(
+                "Lightning computed %s %d; %s stays %d, as the launcher started it",
+                name,
+                wanted,
+                name,
+                started,
+            )
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Refuse ``devices`` and ``num_nodes`` that are not what the launcher started."""
@@ -152,9 +171,10 @@ class RingEnvironment(ClusterEnvironment):
         if (num_devices, num_nodes) == (info.local_size, info.num_nodes):
             return
         raise RankDiscoveryError(
-            f"{self._caller}(devices={num_devices}, num_nodes={num_nodes}) asks for {num_devices * num_nodes} ranks, "
-            f"but {self.launcher_name()} started {info.world_size}: {info.local_size} on this node, nodes: "
-            f"{info.num_nodes}. Leave devices and num_nodes out to take what was started, or set "
+            f"{self._caller}(devices={num_devices}, num_nodes={num_nodes}) asks for "
+            f"{num_devices * num_nodes} ranks, but {self.launcher_name()} started "
+            f"{info.world_size}: {info.local_size} on this node, nodes: {info.num_nodes}. Leave "
+            "devices and num_nodes out to take what was started, or set "
             f"devices={info.local_size}, num_nodes={info.num_nodes}."
         )
 
@@ -164,8 +184,8 @@ class RingEnvironment(ClusterEnvironment):
 
 
 def _launcher_or_open_group() -> LaunchVariables | None:
-    """The launcher's variables. Lightning's DDP starts ranks with fewer, and removes one after a fit: an open process
-    group of torch.distributed then has the rest."""
+    """The launcher's variables. Lightning's DDP starts ranks with fewer, and removes one after a
+    fit: an open process group of torch.distributed then has the rest."""
     group = _variables_of_open_group()
     try:
         return launcher_variables(os.environ) or group
@@ -189,11 +209,15 @@ def _info_from_open_group() -> RankInfo:
     nodes = list(dict.fromkeys(hosts))
     local = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     node_rank = nodes.index(hosts[rank])
-    return RankInfo(rank, world_size, local.index(rank), len(local), node_rank, len(nodes), source="group")
+    return RankInfo(
+        rank, world_size, local.index(rank), len(local), node_rank, len(nodes), source="group"
+    )
 
 
 def _set_rank_zero_only(rank: int) -> None:
-    """Messages and warnings come from rank 0 alone; Lightning takes every rank of MPI for rank 0 until this is set."""
+    """Messages and warnings come from rank 0 alone; Lightning takes every rank of MPI for rank 0
+    until this is set.
+    """
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 

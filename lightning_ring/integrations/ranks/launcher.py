@@ -1,4 +1,6 @@
-"""Plain ``python train.py`` becomes N ranks: Lightning's launcher for processes that no launcher started."""
+"""Plain ``python train.py`` becomes N ranks: Lightning's launcher for processes that no launcher
+started.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ if TYPE_CHECKING:
 class RingLauncher(_Launcher):
     """Starts ``num_processes`` ranks of this script, unless a launcher has: then it does nothing.
 
-    The process that starts them is never a rank. It supervises: forwards signals, names a rank that died, ends the
-    others, and then ends itself with the job's exit code; the ranks run the code after ``trainer.fit``.
+    The process that starts them is never a rank. It supervises: forwards signals, names a rank that
+    died, ends the others, and then ends itself with the job's exit code; the ranks run the code
+    after ``trainer.fit``.
 
-    ``use_mpi`` is that of `script_job`. With ``limits`` the job outlives its ranks (`elastic_script_job`).
+    ``use_mpi`` is that of `script_job`. With ``limits`` the job outlives its ranks
+    (`elastic_script_job`).
     """
 
     def __init__(
@@ -48,12 +52,16 @@ class RingLauncher(_Launcher):
     def is_interactive_compatible(self) -> bool:
         return self._environment.creates_processes_externally
 
-    def launch(self, function: Callable, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        """Run ``function`` here if this process is a rank; otherwise start the ranks, wait, and end this process.
+    def launch(
+        self, function: Callable, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
+    ) -> Any:
+        """Run ``function`` here if this process is a rank; otherwise start the ranks, wait, and end
+        this process.
 
         Raises:
             JobFinished: With the job's exit code, in the process that started the ranks.
-            ConfigurationError: Several nodes, which only mpirun, ringrun, srun or torchrun can start.
+            ConfigurationError: Several nodes, which only mpirun, ringrun, srun or torchrun can
+                start.
         """
         alone = self._num_processes * self._num_nodes == 1 and self._limits is None
         if self._environment.creates_processes_externally or alone:
@@ -61,13 +69,15 @@ class RingLauncher(_Launcher):
         if self._num_nodes > 1:
             ranks, slots = self._num_processes * self._num_nodes, self._num_processes
             raise ConfigurationError(
-                f"num_nodes={self._num_nodes}, and no launcher started this process. Python can start ranks on this "
-                f"host only: use `ringrun -n {ranks} -H host1:{slots},... train.py`, mpirun, srun or torchrun."
+                f"num_nodes={self._num_nodes}, and no launcher started this process. Python can "
+                f"start ranks on this host only: use `ringrun -n {ranks} -H host1:{slots},... "
+                "train.py`, mpirun, srun or torchrun."
             )
         if "RING_LAUNCHER_PID" in os.environ:
             raise RankDiscoveryError(
-                "This process was started as a rank, but the variables that tell its rank are gone, and it would start "
-                "all ranks once more. Let whatever stands between the launcher and Python keep the environment."
+                "This process was started as a rank, but the variables that tell its rank are "
+                "gone, and it would start all ranks once more. Let whatever stands between the "
+                "launcher and Python keep the environment."
             )
         self._start_and_wait(trainer)
 
@@ -80,7 +90,8 @@ class RingLauncher(_Launcher):
         with self._new_job() as self._job:
             code = self._job.run()
         if trainer is not None:
-            # Lightning now treats the exit as an interrupted fit; it must not save or log in the ranks' place
+            # Lightning now treats the exit as an interrupted fit; it must not save or log in the
+            # ranks' place
             trainer.callbacks = []  # type: ignore[attr-defined]
             trainer.loggers = []
         raise JobFinished(code)

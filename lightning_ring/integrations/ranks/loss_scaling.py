@@ -15,6 +15,7 @@ def refuse_scaler(precision: Any, algorithm: str) -> None:
     """
     if getattr(precision, "scaler", None) is not None:
         raise ConfigurationError(
-            f"algorithm {algorithm} got a precision with a loss scaler ({type(precision).__name__}, '16-mixed'): ranks "
-            "would skip different steps. Use precision 'bf16-mixed', or algorithm='ring'."
+            f"algorithm {algorithm} got a precision with a loss scaler "
+            f"({type(precision).__name__}, '16-mixed'): ranks would skip different steps. Use "
+            "precision 'bf16-mixed', or algorithm='ring'."
         )

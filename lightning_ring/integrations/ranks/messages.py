@@ -9,7 +9,9 @@ _RANK_0_SAYS = ("GPU available", "TPU available", "💡 Tip")
 
 
 def leave_start_up_messages_to_rank_0() -> None:
-    """In the process that starts the ranks: they build the same Trainer again, and rank 0 prints these."""
+    """In the process that starts the ranks: they build the same Trainer again, and rank 0 prints
+    these.
+    """
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_not_said_by_rank_0)
 
 
@@ -23,4 +25,6 @@ def ignore_deprecations_between_libraries() -> None:
     Filters that are there already come first: ``python -W default::FutureWarning`` shows them.
     """
     for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
-        warnings.filterwarnings("ignore", "", category, module=r"(lightning|torch|torchmetrics)(\.|$)", append=True)
+        warnings.filterwarnings(
+            "ignore", "", category, module=r"(lightning|torch|torchmetrics)(\.|$)", append=True
+        )

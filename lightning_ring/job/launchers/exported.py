@@ -9,10 +9,14 @@ from lightning_ring.job.launchers.variables import Environ, LaunchVariables
 def exported_variables(environ: Environ) -> LaunchVariables | None:
     """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
 
-    Inside a Slurm job they count only if all four are set: a cluster's prologue, or a job script, sets some of them
-    for another program.
+    Inside a Slurm job they count only if all four are set: a cluster's prologue, or a job script,
+    sets some of them for another program.
     """
     if "SLURM_JOB_ID" in environ and not all(name in environ for name in NAMES):
         return None
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    return rank_and_world_size(environ, "RANK, WORLD_SIZE") if any(name in environ for name in names) else None
+    return (
+        rank_and_world_size(environ, "RANK, WORLD_SIZE")
+        if any(name in environ for name in names)
+        else None
+    )

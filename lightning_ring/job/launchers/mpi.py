@@ -9,7 +9,12 @@ _VARIABLES = {  # by the launcher's name
     "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in _NUMBERS),
     "MVAPICH": tuple(f"MV2_COMM_WORLD_{name}" for name in _NUMBERS),
     # Hydra, the mpirun of MPICH and Intel MPI, and ``srun --mpi=pmi2``: all set the same variables
-    "PMI (MPICH, Intel MPI, Slurm's pmi2)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "PMI (MPICH, Intel MPI, Slurm's pmi2)": (
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+    ),
 }
 
 
@@ -19,5 +24,7 @@ def mpi_variables(environ: Environ) -> LaunchVariables | None:
         needed, of_node = names[:2], names[2:]
         if any(name in environ for name in needed):
             rank, world_size = (required(environ, name, needed, launcher) for name in needed)
-            return LaunchVariables("mpi", launcher, rank, world_size, *(number(environ, name) for name in of_node))
+            return LaunchVariables(
+                "mpi", launcher, rank, world_size, *(number(environ, name) for name in of_node)
+            )
     return None

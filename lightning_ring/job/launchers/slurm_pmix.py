@@ -1,4 +1,6 @@
-"""``srun --mpi=pmix``: PMIx gives the rank, Slurm the sizes. (mpirun, which also speaks PMIx, is asked before.)"""
+"""``srun --mpi=pmix``: PMIx gives the rank, Slurm the sizes. (mpirun, which also speaks PMIx, is
+asked before.)
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ def slurm_pmix_variables(environ: Environ) -> LaunchVariables | None:
     rank = number(environ, "PMIX_RANK")
     if rank != slurm.rank:
         raise RankDiscoveryError(
-            f"srun --mpi=pmix: PMIX_RANK={rank}, but SLURM_PROCID={slurm.rank}. Start the ranks with one launcher only."
+            f"srun --mpi=pmix: PMIX_RANK={rank}, but SLURM_PROCID={slurm.rank}. Start the ranks "
+            "with one launcher only."
         )
     return replace(slurm, source="mpi", launcher="srun --mpi=pmix")

@@ -1,4 +1,6 @@
-"""The value that a launcher's file returns, and the reading of numbers from environment variables."""
+"""The value that a launcher's file returns, and the reading of numbers from environment
+variables.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def number(environ: Environ, name: str) -> int | None:
         return None
     if not text.strip().isdigit():
         raise RankDiscoveryError(
-            f"{name}={text!r} is not a number; a launcher sets it to 0 or more. Unset it, or fix it."
+            f"{name}={text!r} is not a number; a launcher sets it to 0 or more. Unset it, or fix "
+            "it."
         )
     return int(text)
 
@@ -43,10 +46,14 @@ def required(environ: Environ, name: str, needed: Sequence[str], launcher: str) 
     """The variable ``name``, one of those ``needed`` together."""
     value = number(environ, name)
     if value is None:
-        found = ", ".join(f"{other}={environ[other]}" for other in needed if other in environ) or "none of them"
+        found = (
+            ", ".join(f"{other}={environ[other]}" for other in needed if other in environ)
+            or "none of them"
+        )
         raise RankDiscoveryError(
-            f"{launcher}: {name} is not set, but {found} is. All of {', '.join(needed)} are needed: "
-            "start the ranks with mpirun, srun, torchrun or ringrun, or unset what is left of another launcher."
+            f"{launcher}: {name} is not set, but {found} is. All of {', '.join(needed)} are "
+            "needed: start the ranks with mpirun, srun, torchrun or ringrun, or unset what is "
+            "left of another launcher."
         )
     return value
 
@@ -62,6 +69,7 @@ def check_ranges(found: LaunchVariables) -> None:
     for name, rank, size_name, size in pairs:
         if rank is not None and size is not None and rank >= size:
             raise RankDiscoveryError(
-                f"{found.launcher}: its variables say {name} {rank}, but {size_name} is {size}. Two launchers may be "
-                "mixed: start the ranks with one of them, and unset the variables of the other."
+                f"{found.launcher}: its variables say {name} {rank}, but {size_name} is {size}. "
+                "Two launchers may be mixed: start the ranks with one of them, and unset the "
+                "variables of the other."
             )

@@ -16,7 +16,9 @@ _VIRTUAL = ("lo", "docker", "br-", "virbr", "veth", "cni", "flannel", "lxc", "po
 
 
 def ipv4_addresses() -> list[tuple[str, str]]:
-    """``(interface, address)`` of every interface with an IPv4 address; empty where the system does not tell."""
+    """``(interface, address)`` of every interface with an IPv4 address; empty where the system
+    does not tell.
+    """
     found: list[tuple[str, str]] = []
     if not sys.platform.startswith("linux"):
         return found
@@ -49,16 +51,22 @@ class _Preferred:
 
 
 def prefer_interface(address: str) -> None:
-    """Have Gloo use the interface that has ``address``, unless the user named one; see `offer_interface`.
+    """Have Gloo use the interface that has ``address``, unless the user named one; see
+    `offer_interface`.
 
-    Gloo otherwise resolves the host's name, which on many clusters leads to another interface, or to none.
+    Gloo otherwise resolves the host's name, which on many clusters leads to another interface, or
+    to none.
     """
-    _Preferred.name = next((name for name, known in ipv4_addresses() + ipv6_addresses() if known == address), None)
+    _Preferred.name = next(
+        (name for name, known in ipv4_addresses() + ipv6_addresses() if known == address), None
+    )
     offer_interface()
 
 
 def offer_interface() -> None:
-    """Set GLOO_SOCKET_IFNAME, which every new process group over Gloo reads, until `withdraw_interface`."""
+    """Set GLOO_SOCKET_IFNAME, which every new process group over Gloo reads, until
+    `withdraw_interface`.
+    """
     if _Preferred.name is not None and GLOO_VARIABLE not in os.environ:
         os.environ[GLOO_VARIABLE] = _Preferred.name
         _Preferred.offered = True
@@ -74,15 +82,19 @@ def withdraw_interface() -> None:
 def reachable_candidates(environ: Mapping[str, str]) -> list[str]:
     """This host's addresses that another host may reach, likeliest first.
 
-    First the interfaces that the user named for Gloo or NCCL, then what the host's name resolves to, then the rest,
-    bridges of containers and virtual machines last. Loopback is left out.
+    First the interfaces that the user named for Gloo or NCCL, then what the host's name resolves
+    to, then the rest, bridges of containers and virtual machines last. Loopback is left out.
     """
     wanted = environ.get(GLOO_VARIABLE) or environ.get("NCCL_SOCKET_IFNAME", "")
     names = [name for name in wanted.split(",") if name and name[0] not in "^="]
-    addresses = [(name, address) for name, address in ipv4_addresses() if not address.startswith("127.")]
+    addresses = [
+        (name, address) for name, address in ipv4_addresses() if not address.startswith("127.")
+    ]
     own_name: list[str] = []
     with contextlib.suppress(OSError):
-        own_name = [a for a in socket.gethostbyname_ex(socket.gethostname())[2] if not a.startswith("127.")]
+        own_name = [
+            a for a in socket.gethostbyname_ex(socket.gethostname())[2] if not a.startswith("127.")
+        ]
     ordered = [a for name, a in addresses if any(name.startswith(prefix) for prefix in names)]
     ordered += own_name
     ordered += [a for name, a in addresses if not name.startswith(_VIRTUAL)]

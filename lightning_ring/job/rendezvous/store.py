@@ -1,4 +1,6 @@
-"""The key-value store through which ranks meet; torch.distributed and the job watch start from it."""
+"""The key-value store through which ranks meet; torch.distributed and the job watch start from
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,27 @@ from lightning_ring.comm.backends.mpi_library import import_mpi
 from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.job.launchers.slurm import first_host
 from lightning_ring.job.ranks import RankInfo
-from lightning_ring.job.rendezvous.greeting import ANSWER_SECONDS, LOOPBACK, Greeter, greet, listen, listening_address
+from lightning_ring.job.rendezvous.greeting import (
+    ANSWER_SECONDS,
+    LOOPBACK,
+    Greeter,
+    greet,
+    listen,
+    listening_address,
+)
 from lightning_ring.job.rendezvous.interfaces import prefer_interface, reachable_candidates
 
 _PROBE_SECONDS = 5.0  # for one of rank 0's addresses; most are reached, or refused, in milliseconds
 
 
 def open_store(info: RankInfo, timeout: timedelta) -> Store:
-    """Open the job's store. Collective: every rank calls it; ``timeout`` bounds each wait for another rank.
+    """Open the job's store. Collective: every rank calls it; ``timeout`` bounds each wait for
+    another rank.
 
-    With MPI, rank 0 takes a port that the system gives it, on the interface that the others reach, and hands it out
-    over MPI: no MASTER_ADDR, no race for a port. Where torch.distributed is initialised already, by the script or by
-    another strategy, its store is used. Sets GLOO_SOCKET_IFNAME (`interfaces.offer_interface`).
+    With MPI, rank 0 takes a port that the system gives it, on the interface that the others reach,
+    and hands it out over MPI: no MASTER_ADDR, no race for a port. Where torch.distributed is
+    initialised already, by the script or by another strategy, its store is used. Sets
+    GLOO_SOCKET_IFNAME (`interfaces.offer_interface`).
     """
     if info.world_size == 1:
         return HashStore()
@@ -45,11 +56,13 @@ def open_store(info: RankInfo, timeout: timedelta) -> Store:
     return _open_at(address, port, token, info, timeout)
 
 
-def hand_over_store(store: Store, rank: int, ranks: Sequence[int], address: str, timeout: timedelta) -> Store | None:
+def hand_over_store(
+    store: Store, rank: int, ranks: Sequence[int], address: str, timeout: timedelta
+) -> Store | None:
     """A new store for ``ranks`` of a job, found through its ``store``; `None` on other ranks.
 
-    The first of ``ranks`` serves it at ``address``, where the others reach it; empty where all are on one node. Rank 0
-    returns once nobody needs ``store`` any more.
+    The first of ``ranks`` serves it at ``address``, where the others reach it; empty where all are
+    on one node. Rank 0 returns once nobody needs ``store`` any more.
     """
     old = PrefixStore("next", store)
     new: Store | None = None
@@ -69,9 +82,10 @@ def hand_over_store(store: Store, rank: int, ranks: Sequence[int], address: str,
             old.wait([f"arrived/{other}" for other in ranks], timeout)
     except RuntimeError as error:  # DistNetworkError and DistStoreError
         raise RankDiscoveryError(
-            f"Rank {rank} could not open the next generation of the job (ranks {', '.join(map(str, ranks))}): "
-            f"{str(error).splitlines()[0]}. Rank 0 serves the store through which the ranks meet: it has to take part, "
-            "and every rank of the next generation too."
+            f"Rank {rank} could not open the next generation of the job (ranks "
+            f"{', '.join(map(str, ranks))}): {str(error).splitlines()[0]}. Rank 0 serves the store "
+            "through which the ranks meet: it has to take part, and every rank of the next "
+            "generation too."
         ) from error
     return new
 
@@ -82,9 +96,10 @@ def _store_of_open_group(info: RankInfo) -> Store | None:
         return None
     if (dist.get_rank(), dist.get_world_size()) != (info.rank, info.world_size):
         raise RankDiscoveryError(
-            f"torch.distributed was initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but this process "
-            f"is rank {info.rank} of {info.world_size} ({info.source}). Initialise it with the launcher's ranks, or "
-            "leave it to the strategy."
+            f"torch.distributed was initialised as rank {dist.get_rank()} of "
+            f"{dist.get_world_size()}, but this process is rank {info.rank} of {info.world_size} "
+            f"({info.source}). Initialise it with the launcher's ranks, or leave it to the "
+            "strategy."
         )
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
@@ -99,20 +114,28 @@ def _store_of_open_group(info: RankInfo) -> Store | None:
 
 
 def _known_address(info: RankInfo) -> tuple[str, int, str]:
-    """Address and port that every rank knows beforehand, and a token that identifies the job there."""
+    """Address and port that every rank knows beforehand, and a token that identifies the job
+    there.
+    """
     if info.source == "ringrun":
         address, _, number = _variable("RING_STORE").rpartition(":")
         return address, int(number), os.environ.get("RING_JOB", "ringrun")
     if info.source == "slurm":
         job, step = int(os.environ.get("SLURM_JOB_ID", 0)), int(os.environ.get("SLURM_STEP_ID", 0))
-        host = first_host(os.environ.get("SLURM_STEP_NODELIST", "")) if info.num_nodes > 1 else LOOPBACK
+        host = (
+            first_host(os.environ.get("SLURM_STEP_NODELIST", ""))
+            if info.num_nodes > 1
+            else LOOPBACK
+        )
         # below the range that systems give out by themselves, and another one for each job and step
         port = 15000 + (job * 31 + step) % 16000
         port = int(_variable("MASTER_PORT")) if "MASTER_PORT" in os.environ else port
         return os.environ.get("MASTER_ADDR", host), port, f"{job}.{step}"
     if info.source == "spawn":  # on this host: MASTER_ADDR in the environment is of another job
         return LOOPBACK, int(_variable("MASTER_PORT")), info.source
-    job_name = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    job_name = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get(
+        "TORCHELASTIC_RESTART_COUNT", ""
+    )
     return _variable("MASTER_ADDR"), int(_variable("MASTER_PORT")), job_name or info.source
 
 
@@ -121,14 +144,17 @@ def _variable(name: str) -> str:
     is_port = value.isascii() and value.isdigit() and 0 < int(value) < 65536
     if not value or (name == "MASTER_PORT" and not is_port):
         raise RankDiscoveryError(
-            f"{name} is {value!r}, and without it the ranks cannot find rank 0. Set MASTER_ADDR to rank 0's host and "
-            "MASTER_PORT to a free port there, or start the ranks with mpirun, torchrun or ringrun, which do it."
+            f"{name} is {value!r}, and without it the ranks cannot find rank 0. Set MASTER_ADDR to "
+            "rank 0's host and MASTER_PORT to a free port there, or start the ranks with mpirun, "
+            "torchrun or ringrun, which do it."
         )
     return value
 
 
 def _open_at(address: str, port: int, token: str, info: RankInfo, timeout: timedelta) -> Store:
-    """Rank 0 greets at ``address``:``port`` and serves the store beside it, on a port of the system's choice."""
+    """Rank 0 greets at ``address``:``port`` and serves the store beside it, on a port of the
+    system's choice.
+    """
     if info.rank == 0:
         where = listening_address(info.num_nodes, address)
         listener = _inherited_listener() or listen(where, port)
@@ -137,15 +163,20 @@ def _open_at(address: str, port: int, token: str, info: RankInfo, timeout: timed
         prefer_interface(LOOPBACK if info.num_nodes == 1 else _own_address_towards(address))
         return store
     seconds = timeout.total_seconds()
-    # our launcher's socket listens before rank 0 has imported torch; of another program nothing may come at all
+    # our launcher's socket listens before rank 0 has imported torch; of another program nothing may
+    # come at all
     answer_seconds = seconds if info.source == "ringrun" else ANSWER_SECONDS
-    store_port, own_address = greet(address, port, token, info.rank, seconds, answer_seconds=answer_seconds)
+    store_port, own_address = greet(
+        address, port, token, info.rank, seconds, answer_seconds=answer_seconds
+    )
     prefer_interface(own_address)
     return _connect(address, int(store_port), info.rank, timeout)
 
 
 def _inherited_listener() -> socket.socket | None:
-    """The socket that our launcher opened for rank 0, so that nobody can take its port in between."""
+    """The socket that our launcher opened for rank 0, so that nobody can take its port in
+    between.
+    """
     number = os.environ.pop("RING_STORE_FD", None)
     if number is None:
         return None
@@ -168,17 +199,19 @@ def _serve(address: str, timeout: timedelta) -> TCPStore:
     settings["master_listen_fd"] = listener.detach()
     try:
         return TCPStore(own_address, port, **settings)
-    except NotImplementedError:  # torch 2.6: its newer server cannot take a socket that listens already
+    # torch 2.6: its newer server cannot take a socket that listens already
+    except NotImplementedError:
         return TCPStore(own_address, port, use_libuv=False, **settings)
 
 
 def _connect(address: str, port: int, rank: int, timeout: timedelta) -> TCPStore:
     try:
         return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors with a C++ stack
+    # DistNetworkError and DistStoreError are RuntimeErrors with a C++ stack
+    except RuntimeError as error:
         raise RankDiscoveryError(
-            f"Rank {rank} could not reach the job's store at {address}:{port} within {timeout.total_seconds():.0f} s: "
-            f"{str(error).splitlines()[0]}"
+            f"Rank {rank} could not reach the job's store at {address}:{port} within "
+            f"{timeout.total_seconds():.0f} s: {str(error).splitlines()[0]}"
         ) from error
 
 
@@ -211,13 +244,17 @@ def _agree_on_address(world: Any, info: RankInfo) -> str:
         candidates = reachable_candidates(os.environ)
         token = secrets.token_hex(8)
         world.bcast((candidates, listener.getsockname()[1], token))
-        greeter = Greeter(listener, token, info.world_size)  # one more than calls: it answers until it is closed
+        # one more than calls: it answers until it is closed
+        greeter = Greeter(listener, token, info.world_size)
         greeter.start("here")
         reached: dict[str, str] = dict.fromkeys(candidates, "")
     else:
         candidates, port, token = world.bcast(None)
         reached = _reached(
-            candidates, lambda address: greet(address, port, token, info.rank, _PROBE_SECONDS, listening=True)[1]
+            candidates,
+            lambda address: greet(address, port, token, info.rank, _PROBE_SECONDS, listening=True)[
+                1
+            ],
         )
     by_all = set(candidates).intersection(*world.allgather(set(reached)))
     if info.rank == 0:
@@ -225,8 +262,9 @@ def _agree_on_address(world: Any, info: RankInfo) -> str:
     chosen = next((address for address in candidates if address in by_all), None)
     if chosen is None:
         raise RankDiscoveryError(
-            f"No address of rank 0's host is reachable from every rank; tried {', '.join(candidates) or 'none'}. "
-            "Open the hosts' firewalls to each other, or name the network that joins them in GLOO_SOCKET_IFNAME."
+            "No address of rank 0's host is reachable from every rank; tried "
+            f"{', '.join(candidates) or 'none'}. Open the hosts' firewalls to each other, or name "
+            "the network that joins them in GLOO_SOCKET_IFNAME."
         )
     if info.rank != 0:
         prefer_interface(reached[chosen])
@@ -244,7 +282,9 @@ def _reached(candidates: list[str], ask: Callable[[str], str]) -> dict[str, str]
 
     with ThreadPoolExecutor(max_workers=max(1, len(candidates))) as pool:
         answers = list(pool.map(attempt, candidates))
-    return {address: own for address, own in zip(candidates, answers, strict=True) if own is not None}
+    return {
+        address: own for address, own in zip(candidates, answers, strict=True) if own is not None
+    }
 
 
 def _own_address_towards(host: str) -> str:

@@ -22,7 +22,8 @@ SHOWN_WAITING = 10  # different collectives or steps
 class RankStatus:
     """The state of one rank."""
 
-    collective: str = ""  # that it has called and not finished; empty if none: the others wait for this rank
+    # that it has called and not finished; empty if none: the others wait for this rank
+    collective: str = ""
     seconds: float = 0.0  # for which it has waited in that
     last: str = ""  # the collective that it finished last
     progress: str = ""  # of training
@@ -38,11 +39,15 @@ class RankStatus:
 
 
 def own_status(policy: WaitPolicy, progress: Callable[[], str]) -> RankStatus:
-    """The status of this rank, from any thread. It takes no lock that the main thread could hold."""
+    """The status of this rank, from any thread. It takes no lock that the main thread could
+    hold.
+    """
     runners = [runner for ref in policy.engines if (runner := ref()) is not None]
     under_way = [pair for runner in runners if (pair := runner.under_way()) is not None]
     going_on = {text for text, _ in under_way}  # after a thread that started it has done with it
-    ended = [pair for runner in runners if (pair := runner.last) is not None and pair[0] not in going_on]
+    ended = [
+        pair for runner in runners if (pair := runner.last) is not None and pair[0] not in going_on
+    ]
     text, now = "", time.monotonic()
     with contextlib.suppress(Exception):  # it reads what the main thread is changing
         text = progress()
@@ -53,7 +58,10 @@ def own_status(policy: WaitPolicy, progress: Callable[[], str]) -> RankStatus:
 
 def longest_wait(statuses: Mapping[int, RankStatus], collective: str) -> float:
     """The longest time, in seconds, that a rank has waited in ``collective``."""
-    return max((status.seconds for status in statuses.values() if status.collective == collective), default=0.0)
+    return max(
+        (status.seconds for status in statuses.values() if status.collective == collective),
+        default=0.0,
+    )
 
 
 def main_stack(num_frames: int = NUM_FRAMES) -> tuple[str, ...]:
@@ -69,24 +77,32 @@ def main_stack(num_frames: int = NUM_FRAMES) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def stall_lines(collective: str, statuses: Mapping[int, RankStatus], processes: Mapping[int, Message]) -> list[str]:
+def stall_lines(
+    collective: str, statuses: Mapping[int, RankStatus], processes: Mapping[int, Message]
+) -> list[str]:
     """The lines of the report on a late ``collective``, the cause first.
 
     Args:
         collective: The late collective; ranks that wait in another one are shown apart.
         statuses: The ranks that answered.
-        processes: ``host`` and ``pid`` of the ranks that were asked. Those without a status are silent.
+        processes: ``host`` and ``pid`` of the ranks that were asked. Those without a status are
+            silent.
     """
     away = {rank: status for rank, status in statuses.items() if not status.collective}
     silent = sorted(processes.keys() - statuses.keys())
     lines = _away_lines(away, processes)
     if silent:
         verb = "are" if len(silent) > 1 else "is"
-        lines.append(f"{_named(silent, processes)} {verb} silent: {silence_of(processes[silent[0]]['pid'])}.")
+        lines.append(
+            f"{_named(silent, processes)} {verb} silent: {silence_of(processes[silent[0]]['pid'])}."
+        )
     waiting = {rank: status for rank, status in statuses.items() if status.collective}
     lines += _waiting_lines(collective, waiting)
     if not away and not silent:
-        lines.append("All ranks answer, and each is in a collective: the network is slow, or they wait for each other.")
+        lines.append(
+            "All ranks answer, and each is in a collective: the network is slow, or "
+            "they wait for each other."
+        )
         groups = _alike({rank: RankStatus(stack=status.stack) for rank, status in waiting.items()})
         for status, ranks in groups[:SHOWN_STACKS]:
             lines += [f"The main thread of {ranks_text(ranks)}:", *_indented(status.stack)]
@@ -108,22 +124,31 @@ def _away_lines(away: Mapping[int, RankStatus], processes: Mapping[int, Message]
         last = f"; the last that {they} finished was {status.last}" if status.last else ""
         progress = f", {status.progress}" if status.progress else ""
         lines.append(
-            f"{_named(ranks, processes)} {verb} not in it{progress}{last}. The main thread, innermost call first:"
+            f"{_named(ranks, processes)} {verb} not in it{progress}{last}. The main thread, "
+            "innermost call first:"
         )
         lines += _indented(status.stack)
     if rest := [rank for _, ranks in groups[SHOWN_STACKS:] for rank in ranks]:
-        lines.append(f"{ranks_text(rest)} {'are' if len(rest) > 1 else 'is'} not in it either, at other places.")
+        lines.append(
+            f"{ranks_text(rest)} {'are' if len(rest) > 1 else 'is'} not in it either, at "
+            "other places."
+        )
     return lines
 
 
 def _waiting_lines(collective: str, waiting: Mapping[int, RankStatus]) -> list[str]:
     lines: list[str] = []
-    statuses = {rank: RankStatus(status.collective, progress=status.progress) for rank, status in waiting.items()}
+    statuses = {
+        rank: RankStatus(status.collective, progress=status.progress)
+        for rank, status in waiting.items()
+    }
     groups = _alike(statuses)
     for status, ranks in groups[:SHOWN_WAITING]:
         which = "it" if status.collective == collective else status.collective
         progress = f", {status.progress}" if status.progress else ""
-        lines.append(f"{ranks_text(ranks)} {'wait' if len(ranks) > 1 else 'waits'} in {which}{progress}.")
+        lines.append(
+            f"{ranks_text(ranks)} {'wait' if len(ranks) > 1 else 'waits'} in {which}{progress}."
+        )
     if rest := sum(len(ranks) for _, ranks in groups[SHOWN_WAITING:]):
         lines.append(f"{rest} more wait, at other steps or in other collectives.")
     return lines
@@ -143,7 +168,9 @@ def _named(ranks: Sequence[int], processes: Mapping[int, Message]) -> str:
         return f"rank {ranks[0]} (host {process.get('host', '?')}, pid {process.get('pid', '?')})"
     hosts = sorted({str(processes.get(rank, {}).get("host", "?")) for rank in ranks})
     more = ", …" if len(hosts) > 10 else ""
-    return f"{ranks_text(ranks)} (host{'s' if len(hosts) > 1 else ''} {', '.join(hosts[:10])}{more})"
+    return (
+        f"{ranks_text(ranks)} (host{'s' if len(hosts) > 1 else ''} {', '.join(hosts[:10])}{more})"
+    )
 
 
 def _indented(lines: Sequence[str]) -> list[str]:

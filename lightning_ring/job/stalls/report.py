@@ -1,7 +1,9 @@
-"""The stall report: when a collective is late, rank 0 asks all ranks for their status and logs one message.
+"""The stall report: when a collective is late, rank 0 asks all ranks for their status and logs one
+message.
 
-Questions and answers go over the job watch, whose threads answer while the main thread is busy, and use no collective.
-Its relay is in rank 0: when rank 0 is silent no rank can be asked, and each rank that waits reports itself.
+Questions and answers go over the job watch, whose threads answer while the main thread is busy, and
+use no collective. Its relay is in rank 0: when rank 0 is silent no rank can be asked, and each rank
+that waits reports itself.
 """
 
 from __future__ import annotations
@@ -16,20 +18,30 @@ from queue import Empty, SimpleQueue
 
 from lightning_ring.comm.waiting import WaitPolicy, ranks_text
 from lightning_ring.errors import CollectiveError
-from lightning_ring.job.stalls.rank_status import RankStatus, longest_wait, own_status, silence_of, stall_lines
+from lightning_ring.job.stalls.rank_status import (
+    RankStatus,
+    longest_wait,
+    own_status,
+    silence_of,
+    stall_lines,
+)
 from lightning_ring.job.watch.messages import Message
 from lightning_ring.job.watch.watch import JobWatch
 
-RELAY_SECONDS = 2.0  # rank 0 passes a message on in milliseconds, unless its process is stopped or stuck in C
+# rank 0 passes a message on in milliseconds, unless its process is stopped or stuck in C
+RELAY_SECONDS = 2.0
 ANSWER_SECONDS = 2.0  # as long again for all ranks to answer; slower ones count as silent
-VERDICT_SECONDS = RELAY_SECONDS + ANSWER_SECONDS + 0.5  # under `STUCK_SECONDS`, when a second thread loses policy
-QUIET_SHARE = 0.75  # of the time until the next report is due: notices of the same stall come a little early or late
+# under `STUCK_SECONDS`, when a second thread loses policy
+VERDICT_SECONDS = RELAY_SECONDS + ANSWER_SECONDS + 0.5
+# of the time until the next report is due: notices of the same stall come a little early or late
+QUIET_SHARE = 0.75
 
-_LATE, _ASK, _STATUS, _VERDICT = "stall", "stall ask", "stall status", "stall verdict"  # messages of the watch
+# messages of the watch
+_LATE, _ASK, _STATUS, _VERDICT = "stall", "stall ask", "stall status", "stall verdict"
 _CLOSE = "stall close"
 
 Found = tuple[list[str], float, list[Message]]
-"""The lines of a report, the longest wait of a rank in seconds, and other messages that came meanwhile."""
+"""The lines of a report, the longest wait of a rank in seconds, and other messages that came."""
 
 _log = logging.getLogger("lightning_ring")
 
@@ -37,9 +49,10 @@ _log = logging.getLogger("lightning_ring")
 class StallReporter:
     """One in each rank. A daemon thread of its own asks, answers and logs.
 
-    The watch's thread could not: a logging handler whose stream is blocked holds its lock, and reading a source line
-    may touch a file system that hangs; deaths have to be noticed meanwhile. Collectives cost nothing more: a wait asks
-    every 20 ms whether to go on, and puts a message into the queue once it is late.
+    The watch's thread could not: a logging handler whose stream is blocked holds its lock, and
+    reading a source line may touch a file system that hangs; deaths have to be noticed meanwhile.
+    Collectives cost nothing more: a wait asks every 20 ms whether to go on, and puts a message into
+    the queue once it is late.
     """
 
     def __init__(self, watch: JobWatch) -> None:
@@ -68,7 +81,9 @@ class StallReporter:
         policy.stalls = self
 
     def tell_progress(self, progress: Callable[[], str]) -> None:
-        """Report ``progress``, a method, which is called from another thread. Its object is not kept."""
+        """Report ``progress``, a method, which is called from another thread. Its object is not
+        kept.
+        """
         self._progress = weakref.WeakMethod(progress)
 
     def close(self) -> None:
@@ -82,7 +97,9 @@ class StallReporter:
         self._events.put({"kind": "", "collective": description, "waited": seconds})
 
     def verdict(self, description: str, late: str, advice: str) -> str:
-        self._events.put({"kind": "", "collective": description, "waited": 0.0, "late": late, "advice": advice})
+        self._events.put(
+            {"kind": "", "collective": description, "waited": 0.0, "late": late, "advice": advice}
+        )
         if self._decided.wait(VERDICT_SECONDS) and self._patience.verdict is not None:
             return str(self._patience.verdict)
         rank_0 = self._watch.rank_0
@@ -112,7 +129,10 @@ class StallReporter:
     def _handle(self, event: Message) -> None:
         kind = event["kind"]
         if kind == _ASK:
-            self._watch.tell({"kind": _STATUS, "to": 0, "question": event["question"]} | self._own_status().message())
+            self._watch.tell(
+                {"kind": _STATUS, "to": 0, "question": event["question"]}
+                | self._own_status().message()
+            )
         elif kind == _LATE:
             self._answer_late(event)
         elif not kind:
@@ -121,13 +141,17 @@ class StallReporter:
 
     def _tell_rank_0(self, event: Message, status: RankStatus) -> None:
         """In the rank that waits, unless it has gone on meanwhile."""
-        if status.collective:  # of several communicators, one inside the other, the same one on all ranks
+        # of several communicators, one inside the other, the same one on all ranks
+        if status.collective:
             event |= {"collective": status.collective, "waited": status.seconds}
         if "late" not in event and not self._warning() <= status.seconds < self._patience.seconds:
             return  # it began another one, or ends with a verdict
-        if not self._watch.tell(event | {"kind": _LATE, "to": 0, "number": self._number}, RELAY_SECONDS):
+        if not self._watch.tell(
+            event | {"kind": _LATE, "to": 0, "number": self._number}, RELAY_SECONDS
+        ):
             if "late" in event:
-                self._decided.set()  # without a verdict: `verdict` gives the same text on every rank
+                # without a verdict: `verdict` gives the same text on every rank
+                self._decided.set()
             else:
                 self._report(event, self._report_alone)
 
@@ -145,15 +169,20 @@ class StallReporter:
 
     def _report(self, late: Message, find: Callable[[Message], Found]) -> None:
         now = time.monotonic()
-        if now - late["waited"] > self._reported_at:  # it began after the last report: another stall
+        # it began after the last report: another stall
+        if now - late["waited"] > self._reported_at:
             self._num_reports = 0
         elif now - self._reported_at < QUIET_SHARE * self._warning() * 2**self._num_reports:
             return
         lines, waited, meanwhile = find(late)
-        if waited >= late["waited"]:  # else it is over, and this rank, stopped for a while, hears of it late
+        # else it is over, and this rank, stopped for a while, hears of it late
+        if waited >= late["waited"]:
             self._reported_at = now
             self._num_reports += 1
-            head = f"{late['collective']} has waited {waited:.0f} s; it fails after {self._patience.seconds:g} s."
+            head = (
+                f"{late['collective']} has waited {waited:.0f} s; it fails after "
+                f"{self._patience.seconds:g} s."
+            )
             _log.warning("%s", "\n  ".join([head, *lines]))
         for event in meanwhile:
             self._handle(event)
@@ -164,7 +193,9 @@ class StallReporter:
         self._watch.tell({"kind": _ASK, "question": self._num_asked})
         processes = self._watch.peers()
         statuses, meanwhile = {0: self._own_status()}, []
-        for event in self._events_until(time.monotonic() + ANSWER_SECONDS, lambda: processes.keys() <= statuses.keys()):
+        for event in self._events_until(
+            time.monotonic() + ANSWER_SECONDS, lambda: processes.keys() <= statuses.keys()
+        ):
             if event["kind"] != _STATUS:
                 meanwhile.append(event)
             elif event["question"] == self._num_asked:
@@ -177,7 +208,9 @@ class StallReporter:
     def _report_alone(self, late: Message) -> Found:
         statuses = {self._rank: self._own_status()}
         lines = stall_lines(late["collective"], statuses, {0: self._watch.rank_0})
-        lines.append("Without rank 0 the other ranks cannot be asked: each one that waits reports itself.")
+        lines.append(
+            "Without rank 0 the other ranks cannot be asked: each one that waits reports itself."
+        )
         return lines, longest_wait(statuses, late["collective"]), []
 
     def _events_until(self, until: float, enough: Callable[[], bool]) -> Iterator[Message]:

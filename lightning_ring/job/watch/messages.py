@@ -15,13 +15,15 @@ from typing import Any
 Message = dict[str, Any]
 
 LONGEST_LINE = 4 * 1024 * 1024  # bytes; the stacks of all ranks fit
-LOST_SECONDS = 15  # a peer that acknowledges nothing for so long is lost: its host is down, or the link is cut
+# a peer that acknowledges nothing for so long is lost: its host is down, or the link is cut
+LOST_SECONDS = 15
 
 
 def watch_for_loss(connection: socket.socket) -> None:
     """Let the kernel notice, within `LOST_SECONDS`, that the other host or the way to it is gone.
 
-    The kernel answers for a process that is busy or stopped, so a rank stuck in C code is not taken for dead.
+    The kernel answers for a process that is busy or stopped, so a rank stuck in C code is not taken
+    for dead.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform.startswith("linux"):
@@ -52,7 +54,9 @@ class MessageConnection:
         self.flush()
 
     def flush(self) -> None:
-        """Send what is queued, as far as the kernel takes it. A broken connection shows when reading."""
+        """Send what is queued, as far as the kernel takes it. A broken connection shows when
+        reading.
+        """
         try:
             while self._unsent:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
@@ -71,7 +75,9 @@ class MessageConnection:
         poll.poll(seconds * 1000)
 
     def receive(self) -> tuple[list[Message], str | None]:
-        """Whole messages that have arrived, and, once the connection is over, why (``"closed"`` or the error)."""
+        """Whole messages that have arrived, and, once the connection is over, why (``"closed"``
+        or the error).
+        """
         over: str | None = None
         try:
             while True:
@@ -96,7 +102,9 @@ class MessageConnection:
 
 
 def in_forked_children(method: Callable[[], None]) -> None:
-    """Call ``method``, a bound one, in every process forked from this one, as long as its object lives."""
+    """Call ``method``, a bound one, in every process forked from this one, as long as its object
+    lives.
+    """
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -107,9 +115,13 @@ def in_forked_children(method: Callable[[], None]) -> None:
 
 
 def is_token(given: object, token: str) -> bool:
-    """Whether a message's ``given`` is the secret ``token``, in a time that does not tell how much of it is right."""
+    """Whether a message's ``given`` is the secret ``token``, in a time that does not tell how
+    much of it is right.
+    """
     return (
-        isinstance(given, str) and bool(token) and hmac.compare_digest(given.encode(errors="replace"), token.encode())
+        isinstance(given, str)
+        and bool(token)
+        and hmac.compare_digest(given.encode(errors="replace"), token.encode())
     )
 
 

@@ -8,11 +8,19 @@ from dataclasses import dataclass
 from lightning_ring.errors import PeerFailedError
 from lightning_ring.job.watch.messages import Message
 
-_TRANSPORT_WORDS = ("gloo/transport", "connection closed by peer", "connection reset by peer", "nccl error", "tcpstore")
+_TRANSPORT_WORDS = (
+    "gloo/transport",
+    "connection closed by peer",
+    "connection reset by peer",
+    "nccl error",
+    "tcpstore",
+)
 
 
 def comes_from_a_peer(error: BaseException) -> bool:
-    """Whether another rank caused ``error``: Gloo and NCCL see a closed connection, and not the reason."""
+    """Whether another rank caused ``error``: Gloo and NCCL see a closed connection, and not the
+    reason.
+    """
     if isinstance(error, PeerFailedError):
         return True
     text = str(error).lower()
@@ -21,10 +29,12 @@ def comes_from_a_peer(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PeerEvent:
-    """``kind``: ``"failed"`` (it raised), ``"dead"`` (it vanished) or ``"left"`` (its script ended).
+    """``kind``: ``"failed"`` (it raised), ``"dead"`` (it vanished) or ``"left"`` (its script
+    ended).
 
-    ``echo``: it failed only because another one had. ``fit`` counts its fits, so that an old failure does not end
-    a new fit. ``time`` is this process's monotonic clock when the message came.
+    ``echo``: it failed only because another one had. ``fit`` counts its fits, so that an old
+    failure does not end a new fit. ``time`` is this process's monotonic clock when the message
+    came.
     """
 
     kind: str
@@ -46,10 +56,15 @@ class PeerEvent:
         if self.kind == "failed":
             return f"{name} failed: {self.text}"
         if self.kind == "left":
-            return f"{name} has left the job: its script ended while other ranks were waiting for it"
+            return (
+                f"{name} has left the job: its script ended while other ranks were waiting for it"
+            )
         if self.lost:
             return f"{name} was lost: {self.text} (its host is down, or the link to it is cut)"
-        return f"{name} died: its process ended without a word (killed, out of memory, or crashed in C code)"
+        return (
+            f"{name} died: its process ended without a word (killed, out of memory, or crashed in "
+            "C code)"
+        )
 
 
 class PeerEvents:
@@ -83,6 +98,8 @@ class PeerEvents:
                 self.failures.append(event)
 
     def failure(self, fit: int) -> PeerEvent | None:
-        """The first failure in ``fit`` that is no echo, else the first echo. A dead rank counts in every fit."""
+        """The first failure in ``fit`` that is no echo, else the first echo. A dead rank counts
+        in every fit.
+        """
         current = [event for event in self.failures if event.kind == "dead" or event.fit == fit]
         return min(current, key=lambda event: (event.echo, event.time), default=None)

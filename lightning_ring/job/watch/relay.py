@@ -1,4 +1,6 @@
-"""The server of the job watch: a thread of rank 0 that passes on messages and reports connections that ended."""
+"""The server of the job watch: a thread of rank 0 that passes on messages and reports
+connections that ended.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from lightning_ring.job.watch.messages import Message, MessageConnection, in_for
 
 
 def join_relay(info: RankInfo, store: Store) -> tuple[Relay | None, MessageConnection, Message]:
-    """Start the relay in rank 0, which publishes its address in ``store``, and connect this rank to it. Collective.
+    """Start the relay in rank 0, which publishes its address in ``store``, and connect this rank to
+    it. Collective.
 
     Returns the relay (in rank 0), this rank's connection, and rank 0's ``host`` and ``pid``.
     """
@@ -39,14 +42,16 @@ def join_relay(info: RankInfo, store: Store) -> tuple[Relay | None, MessageConne
         connection = MessageConnection(socket.create_connection((address, port), timeout=30))
     except (OSError, RuntimeError) as error:  # RuntimeError: the store's timeout
         advice = (
-            f"The launcher says that all ranks run on one node, and this one runs on {home['host']}: if there are "
-            "several, set LOCAL_WORLD_SIZE to the number of ranks on each."
+            "The launcher says that all ranks run on one node, and this one runs on "
+            f"{home['host']}: if there are several, set LOCAL_WORLD_SIZE to the number of ranks on "
+            "each."
             if info.num_nodes == 1
-            else "Otherwise open the hosts' firewalls to each other: ranks talk over ports that the system chooses."
+            else "Otherwise open the hosts' firewalls to each other: ranks talk over ports that "
+            "the system chooses."
         )
         raise RankDiscoveryError(
-            f"Rank {info.rank} could not reach the job watch in rank 0, on {address}: {str(error).splitlines()[0]}. "
-            f"Rank 0 may have failed to start. {advice}"
+            f"Rank {info.rank} could not reach the job watch in rank 0, on {address}: "
+            f"{str(error).splitlines()[0]}. Rank 0 may have failed to start. {advice}"
         ) from error
     connection.send({"kind": "hello", "token": token, "rank": info.rank} | home)
     return relay, connection, rank_0
@@ -60,11 +65,13 @@ def host_of(store: Store) -> str:
 
 
 class Relay:
-    """Accepts the ranks that know ``token`` on ``listener`` and sends every message of one to all, its sender included.
+    """Accepts the ranks that know ``token`` on ``listener`` and sends every message of one to all,
+    its sender included.
 
-    A message with a rank under ``"to"`` goes to that one and to its sender only.
-    A connection that ends without a ``failed`` or ``left`` message of its rank becomes a ``dead`` message; otherwise a
-    ``gone`` one. All ranks get all messages in the same order. A rank that connects late gets the earlier failures.
+    A message with a rank under ``"to"`` goes to that one and to its sender only. A connection that
+    ends without a ``failed`` or ``left`` message of its rank becomes a ``dead`` message; otherwise
+    a ``gone`` one. All ranks get all messages in the same order. A rank that connects late gets the
+    earlier failures.
     """
 
     def __init__(self, listener: socket.socket, token: str) -> None:
@@ -94,7 +101,9 @@ class Relay:
         self._thread.join(timeout=2)
 
     def _close_sockets(self) -> None:
-        """A forked child (a data-loader worker) must not hold the connections open when its parent is killed."""
+        """A forked child (a data-loader worker) must not hold the connections open when its
+        parent is killed.
+        """
         with contextlib.suppress(OSError):
             self._listener.close()
             for connection in self._ranks:
@@ -151,12 +160,16 @@ class Relay:
         if hello:
             self._by_rank.pop(hello["rank"], None)
             kind = "gone" if hello["rank"] in self._excused else "dead"
-            self._broadcast({"kind": kind, "why": why} | {name: hello[name] for name in ("rank", "host", "pid")})
+            self._broadcast(
+                {"kind": kind, "why": why} | {name: hello[name] for name in ("rank", "host", "pid")}
+            )
 
     def _broadcast(self, message: Message) -> None:
         if message["kind"] in ("failed", "left", "dead"):
             self._history.append(message)
-        receivers = self._by_rank.keys() if "to" not in message else {message["to"], message["rank"]}
+        receivers = (
+            self._by_rank.keys() if "to" not in message else {message["to"], message["rank"]}
+        )
         for rank in receivers & self._by_rank.keys():
             self._by_rank[rank].send(message)
 

@@ -1,8 +1,9 @@
 """The job watch: every rank learns within seconds that another one failed, died or left.
 
-Every rank holds one TCP connection to a relay in rank 0. There are no heartbeats: the kernel closes the connection of
-a process that dies, and gives up on one whose host does not answer (`messages.LOST_SECONDS`); a rank that is stuck in C
-code, holding the GIL for minutes, is alive. One daemon thread in each rank keeps the state.
+Every rank holds one TCP connection to a relay in rank 0. There are no heartbeats: the kernel closes
+the connection of a process that dies, and gives up on one whose host does not answer
+(`messages.LOST_SECONDS`); a rank that is stuck in C code, holding the GIL for minutes, is alive.
+One daemon thread in each rank keeps the state.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from lightning_ring.job.watch.relay import Relay, host_of, join_relay
 FAILED_GRACE = 20.0  # seconds a rank may go on after another one failed, before the watch ends it
 DEAD_GRACE = 10.0  # the same after one died
 LOST_GRACE = 5.0  # the same after one was lost, as noticing a cut link takes up to 15 s by itself
-LEFT_GRACE = 5.0  # seconds that a wait goes on although another rank has left: its last data may be on the way
+# seconds that a wait goes on although another rank has left: its last data may be on the way
+LEFT_GRACE = 5.0
 CLOSE_SECONDS = 10.0  # for which rank 0 waits until the others have closed too
 
 
 class JobWatch:
-    """This rank's end of the job watch. Building one is collective; with one rank it opens nothing."""
+    """This rank's end of the job watch. Building one is collective; with one rank it opens
+    nothing.
+    """
 
     def __init__(self, info: RankInfo, store: Store) -> None:
         self.info = info
@@ -39,7 +43,8 @@ class JobWatch:
         self._callbacks: list[Callable[[Message], None]] = []
         self._fit = 0
         self._reported = False
-        self._told, self._returned = 0, 0  # messages of this rank, and how many of them the relay has passed on
+        # messages of this rank, and how many of them the relay has passed on
+        self._told, self._returned = 0, 0
         self._connection: MessageConnection | None = None
         self._relay: Relay | None = None
         self._closed = info.world_size == 1
@@ -47,10 +52,12 @@ class JobWatch:
             self._open(store)
 
     def check(self, waited: float | None = None) -> None:
-        """Raise `PeerFailedError` if another rank failed, died or left; for loops that wait. Costs nothing otherwise.
+        """Raise `PeerFailedError` if another rank failed, died or left; for loops that wait. Costs
+        nothing otherwise.
 
-        ``waited`` is how many seconds the caller has waited so far. A rank that left normally may have sent, before,
-        all that the caller still waits for, so it counts only after `LEFT_GRACE` seconds.
+        ``waited`` is how many seconds the caller has waited so far. A rank that left normally may
+        have sent, before, all that the caller still waits for, so it counts only after `LEFT_GRACE`
+        seconds.
         """
         if not self._peers.failures and not self._peers.left:
             return
@@ -60,18 +67,25 @@ class JobWatch:
             raise PeerFailedError(f"{event}. Rank {self.info.rank} cannot go on without it.")
 
     def blame(self, error: BaseException, seconds: float = 3.0) -> None:
-        """Raise `PeerFailedError` from ``error`` if another rank failed by itself, or does within ``seconds``.
+        """Raise `PeerFailedError` from ``error`` if another rank failed by itself, or does within
+        ``seconds``.
 
-        For errors of transports ("connection closed by peer"), which do not know the rank or the reason.
+        For errors of transports ("connection closed by peer"), which do not know the rank or the
+        reason.
         """
         with self._news:
             found = self._news.wait_for(
-                lambda: ((event := self._peers.failure(self._fit)) and not event.echo) or self._connection is None,
+                lambda: (
+                    ((event := self._peers.failure(self._fit)) and not event.echo)
+                    or self._connection is None
+                ),
                 timeout=seconds,
             )
             event = self._peers.failure(self._fit)
         if found and event is not None:
-            raise PeerFailedError(f"{event}. Rank {self.info.rank} cannot go on without it.") from error
+            raise PeerFailedError(
+                f"{event}. Rank {self.info.rank} cannot go on without it."
+            ) from error
 
     def failure(self) -> PeerEvent | None:
         """The failure or death of another rank to blame, if any."""
@@ -79,17 +93,22 @@ class JobWatch:
             return self._peers.failure(self._fit)
 
     def report(self, exception: BaseException) -> None:
-        """Tell all ranks that this one raised ``exception``; the watch does not end a rank that has reported."""
+        """Tell all ranks that this one raised ``exception``; the watch does not end a rank that
+        has reported.
+        """
         if not self._reported:
             self._reported = True
             text = f"{type(exception).__name__}: {str(exception).strip()}"[:2000]
-            self.tell({"kind": "failed", "text": text, "echo": comes_from_a_peer(exception)}, wait=1.0)
+            self.tell(
+                {"kind": "failed", "text": text, "echo": comes_from_a_peer(exception)}, wait=1.0
+            )
 
     def tell(self, event: Message, wait: float = 0.0) -> bool:
-        """Send ``event`` (JSON, with a ``"kind"``) to the `on_event` callbacks of all ranks, this one's included.
+        """Send ``event`` (JSON, with a ``"kind"``) to the `on_event` callbacks of all ranks, this
+        one's included.
 
-        With a rank under ``"to"``, to that one's and this one's only. With ``wait``, return once rank 0 has passed it
-        on, at most after so many seconds; returns whether it has.
+        With a rank under ``"to"``, to that one's and this one's only. With ``wait``, return once
+        rank 0 has passed it on, at most after so many seconds; returns whether it has.
         """
         with self._news:
             if self._closed or self._connection is None:
@@ -98,11 +117,14 @@ class JobWatch:
             number = self._told
             self._connection.send(event | {"fit": self._fit})
             if wait:
-                self._news.wait_for(lambda: self._returned >= number or self._connection is None, timeout=wait)
+                self._news.wait_for(
+                    lambda: self._returned >= number or self._connection is None, timeout=wait
+                )
             return self._returned >= number
 
     def on_event(self, callback: Callable[[Message], None]) -> None:
-        """Call ``callback`` with every message of any rank: ``kind, rank, host, pid`` and the fields of its sender.
+        """Call ``callback`` with every message of any rank: ``kind, rank, host, pid`` and the
+        fields of its sender.
 
         In the watch's thread: be quick and raise nothing.
         """
@@ -115,7 +137,9 @@ class JobWatch:
         return self._host_of_rank_0 if address.startswith("127.") else address
 
     def peers(self) -> dict[int, Message]:
-        """In rank 0: ``host`` and ``pid`` of the ranks that take part, without those that have left or died."""
+        """In rank 0: ``host`` and ``pid`` of the ranks that take part, without those that have
+        left or died.
+        """
         with self._news:
             over = self._peers.left.keys() | self._peers.gone
         hellos = self._relay.hellos() if self._relay is not None else {}
@@ -131,9 +155,10 @@ class JobWatch:
     def leave(self) -> None:
         """Say goodbye at the end of the script, and stay until the others have left as well.
 
-        Under MPI the process would otherwise stay in MPI_Finalize, where nothing could end it; and rank 0 holds the
-        relay. If another rank fails meanwhile, this process ends with exit code 1; not if the script caught what this
-        rank raised itself and went on to its normal end, as it may have done on all ranks.
+        Under MPI the process would otherwise stay in MPI_Finalize, where nothing could end it; and
+        rank 0 holds the relay. If another rank fails meanwhile, this process ends with exit code 1;
+        not if the script caught what this rank raised itself and went on to its normal end, as it
+        may have done on all ranks.
         """
         self.tell({"kind": "left"}, wait=1.0)
         stay = self.info.source == "mpi" or self.info.rank == 0
@@ -147,12 +172,17 @@ class JobWatch:
                     self._news.wait(timeout=1.0)
                     continue
             if not self._reported:
-                say(f"{self.info.name} had finished, and ends with exit code 1: {failure or 'rank 0 has gone'}")
+                say(
+                    f"{self.info.name} had finished, and ends with exit code 1: "
+                    f"{failure or 'rank 0 has gone'}"
+                )
             end_process(1)
         self.close()
 
     def leave_early(self) -> None:
-        """Say goodbye before the end of the script. Rank 0 waits up to `CLOSE_SECONDS` for the others to do so too."""
+        """Say goodbye before the end of the script. Rank 0 waits up to `CLOSE_SECONDS` for the
+        others to do so too.
+        """
         self.tell({"kind": "left"}, wait=1.0)
         if self.info.rank == 0 and not self._closed:
             with self._news:
@@ -160,14 +190,18 @@ class JobWatch:
         self.close()
 
     def free_launcher(self, failure: PeerEvent) -> None:
-        """Before this rank ends because another host was lost: let mpirun end as well, which waits for that host."""
+        """Before this rank ends because another host was lost: let mpirun end as well, which
+        waits for that host.
+        """
         if failure.lost and self.info.local_rank == 0:
             self._launcher.end_soon()
 
     def wait_until_gone(self, rank: int, timeout: float) -> None:
         """Wait until ``rank``'s process has ended; it may be printing the error that matters."""
         with self._news:
-            self._news.wait_for(lambda: rank in self._peers.gone or self._connection is None, timeout=timeout)
+            self._news.wait_for(
+                lambda: rank in self._peers.gone or self._connection is None, timeout=timeout
+            )
 
     def close(self) -> None:
         """Stop watching. Not collective; calling it twice is fine."""
@@ -193,7 +227,9 @@ class JobWatch:
         self._thread.start()
 
     def _forget(self) -> None:
-        """A forked child (a data-loader worker) must not hold the connection open when its parent is killed."""
+        """A forked child (a data-loader worker) must not hold the connection open when its
+        parent is killed.
+        """
         self._closed = True
         self._news = threading.Condition()
         if self._connection is not None:
@@ -210,7 +246,8 @@ class JobWatch:
             if self._connection is not None and (over := self._receive(connection)) is not None:
                 selector.unregister(connection.socket)
                 self._lose_relay(over)
-            self._end_if_overdue()  # also without a relay: the launcher and the grace still have to be watched
+            # also without a relay: the launcher and the grace still have to be watched
+            self._end_if_overdue()
         connection.close()
         selector.close()
         for fd in self._wake:
@@ -233,7 +270,9 @@ class JobWatch:
 
     def _lose_relay(self, why: str) -> None:
         with self._news:
-            if 0 not in self._peers.left and not any(event.rank == 0 for event in self._peers.failures):
+            if 0 not in self._peers.left and not any(
+                event.rank == 0 for event in self._peers.failures
+            ):
                 self._peers.add({"kind": "dead", "rank": 0, "why": why} | self.rank_0, self._fit)
             self._peers.gone.add(0)
             self._connection = None
@@ -241,7 +280,11 @@ class JobWatch:
 
     def _long_left(self, waited: float | None) -> PeerEvent | None:
         left = min(self._peers.left.values(), key=lambda event: event.time, default=None)
-        if left is None or time.monotonic() - left.time < LEFT_GRACE or (waited is not None and waited < LEFT_GRACE):
+        if (
+            left is None
+            or time.monotonic() - left.time < LEFT_GRACE
+            or (waited is not None and waited < LEFT_GRACE)
+        ):
             return None
         return left
 
@@ -255,7 +298,13 @@ class JobWatch:
             end_process(1)
         failure = self.failure()
         if failure is not None and not self._reported:
-            grace = LOST_GRACE if failure.lost else DEAD_GRACE if failure.kind == "dead" else FAILED_GRACE
+            grace = (
+                LOST_GRACE
+                if failure.lost
+                else DEAD_GRACE
+                if failure.kind == "dead"
+                else FAILED_GRACE
+            )
             if now - failure.time > grace:
                 say(f"{me} ends, {grace:.0f} s after it was told: {failure}")
                 self.free_launcher(failure)

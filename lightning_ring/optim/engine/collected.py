@@ -15,13 +15,17 @@ from lightning_ring.optim.engine.parameter_list import ParameterBatch, Parameter
 
 
 class CollectedParameters:
-    """The batches of one step without their gradients, and what must be as it was for the next step to use them.
+    """The batches of one step without their gradients, and what must be as it was for the next step
+    to use them.
 
-    To sort parameters into batches looks at every tensor of every parameter, which costs the host more than the rest
-    of a fused step. Gradients are not kept: other code counts references to them.
+    To sort parameters into batches looks at every tensor of every parameter, which costs the host
+    more than the rest of a fused step. Gradients are not kept: other code counts references to
+    them.
     """
 
-    def __init__(self, listed: ParameterList, parts: list[ParameterBatch], state: Mapping[Tensor, Any]) -> None:
+    def __init__(
+        self, listed: ParameterList, parts: list[ParameterBatch], state: Mapping[Tensor, Any]
+    ) -> None:
         self._listed = listed
         self._parts = [replace(part, grads=[], tables=None) for part in parts]
         self._count = sum(len(part.positions) for part in parts)
@@ -29,7 +33,9 @@ class CollectedParameters:
         self._layouts = [_layouts(params) for params in self._params]
         self._state = _values(state)
 
-    def at_next_step(self, listed: ParameterList, state: Mapping[Tensor, Any]) -> list[ParameterBatch] | None:
+    def at_next_step(
+        self, listed: ParameterList, state: Mapping[Tensor, Any]
+    ) -> list[ParameterBatch] | None:
         """The batches with the gradients of now; None if they have to be collected anew."""
         if listed is not self._listed or not _same(_values(state), self._state):
             return None
@@ -42,7 +48,10 @@ class CollectedParameters:
             if len(own) < len(params) or any(grad.layout is not torch.strided for grad in own):
                 return None
             kinds = [(grad.stride(), grad.dtype) for grad in own]
-            if kinds != [(strides, part.kind.grad) for strides, *_ in layouts] or _layouts(params) != layouts:
+            if (
+                kinds != [(strides, part.kind.grad) for strides, *_ in layouts]
+                or _layouts(params) != layouts
+            ):
                 return None
             parts.append(replace(part, grads=own))
         return parts

@@ -13,12 +13,23 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    "-fopenmp-simd",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
 TIMEOUT = 120  # seconds; a compilation takes about one
 
 
 def find_compiler() -> list[str] | None:
-    """The command of a C++ compiler: ``$CXX``, or the first of c++, g++ and clang++ on the path; None without one."""
+    """The command of a C++ compiler: ``$CXX``, or the first of c++, g++ and clang++ on the path;
+    None without one.
+    """
     if os.environ.get("CXX"):
         command = shlex.split(os.environ["CXX"])
         return command if shutil.which(command[0]) else None
@@ -30,10 +41,13 @@ def require_compiler() -> list[str]:
     """The compiler's command. Raises `RuntimeError`: there is none."""
     command = find_compiler()
     if command is None:
-        looked = f"$CXX={os.environ['CXX']!r}" if os.environ.get("CXX") else "$CXX, c++, g++ and clang++"
+        looked = (
+            f"$CXX={os.environ['CXX']!r}" if os.environ.get("CXX") else "$CXX, c++, g++ and clang++"
+        )
         raise RuntimeError(
-            f"fused=True on the CPU needs a C++ compiler, and none was found (looked for {looked}). "
-            "Install one (such as the package g++), or leave fused=None for the multi-tensor way."
+            "fused=True on the CPU needs a C++ compiler, and none was found (looked for "
+            f"{looked}). Install one (such as the package g++), or leave fused=None for the "
+            "multi-tensor way."
         )
     return command
 
@@ -49,11 +63,12 @@ def cache_folder() -> Path:
 def load(source: str) -> ctypes.CDLL:
     """Compile ``source``, or take it from the cache, and load it.
 
-    Any number of processes may do so at the same time: each compiles to a file of its own and renames it. Raises
-    `RuntimeError`: no compiler, or it failed.
+    Any number of processes may do so at the same time: each compiles to a file of its own and
+    renames it. Raises `RuntimeError`: no compiler, or it failed.
     """
     command = require_compiler()
-    # The CPU is in the key because the code is made for this one; home folders are shared between machines.
+    # The CPU is in the key because the code is made for this one; home folders are shared between
+    # machines.
     key = hashlib.sha256("\0".join((source, *command, *FLAGS, _cpu())).encode()).hexdigest()[:32]
     folder = cache_folder()
     path = folder / f"{key}.so"
@@ -78,9 +93,10 @@ def _compile(command: list[str], source: str, source_path: Path, library_path: P
     done = subprocess.run(full, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     if done.returncode != 0:
         raise RuntimeError(
-            f"The C++ compiler failed on the fused optimizer kernel: {shlex.join(full)}\n{done.stderr[-2000:]}\n"
-            "It has to know C++17 (for float16 parameters also _Float16: GCC 12, Clang 15). "
-            "Set CXX to another one, or leave fused=None for the multi-tensor way."
+            "The C++ compiler failed on the fused optimizer kernel: "
+            f"{shlex.join(full)}\n{done.stderr[-2000:]}\nIt has to know C++17 (for float16 "
+            "parameters also _Float16: GCC 12, Clang 15). Set CXX to another one, or leave "
+            "fused=None for the multi-tensor way."
         )
 
 

@@ -10,9 +10,15 @@ from lightning_ring.optim.engine.trace import Body, element_types, measure_body,
 
 CHUNK = 1 << 15  # elements that a thread takes at a time
 BLOCK = 64  # elements between two rounds of prefetching
-AHEAD = 2048  # bytes: hardware prefetching stops at the end of every 4 KiB page, in each of up to six streams
+# bytes: hardware prefetching stops at the end of every 4 KiB page, in each of up to six streams
+AHEAD = 2048
 
-C_TYPES = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "_Float16"}
+C_TYPES = {
+    torch.float64: "double",
+    torch.float32: "float",
+    torch.bfloat16: "bf16",
+    torch.float16: "_Float16",
+}
 
 PRELUDE = r"""
 #include <algorithm>
@@ -87,7 +93,8 @@ extern "C" void %(name)s(int64_t num_chunks, const int64_t* chunks, const int64_
 def source(rule: type[Rule], kind: TensorKind) -> str:
     """C++ with the functions ``measure`` and ``move``.
 
-    ``pointers`` has a row for each parameter: the addresses of its `element_types`, and whether they are aligned.
+    ``pointers`` has a row for each parameter: the addresses of its `element_types`, and whether
+    they are aligned.
     """
     types, compute = element_types(rule, kind, C_TYPES)
     measure = _function("measure", measure_body(rule), types, compute)
@@ -102,7 +109,9 @@ def _function(name: str, body: Body, types: dict[str, str], compute: str) -> str
         if element in body.loads or written:
             qualifier = "" if written else "const "
             cast = f"reinterpret_cast<{qualifier}{types[element]}*>(pointer[{column}])"
-            setup.append(f"{qualifier}{types[element]}* __restrict const p_{element} = {cast} + start;")
+            setup.append(
+                f"{qualifier}{types[element]}* __restrict const p_{element} = {cast} + start;"
+            )
             prefetches.append(f"prefetch<{BLOCK}, {AHEAD}>(p_{element} + begin);")
     setup += [f"const {compute} h_{scalar} = scalar[{i}];" for i, scalar in enumerate(body.scalars)]
 

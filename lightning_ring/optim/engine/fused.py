@@ -19,10 +19,12 @@ from lightning_ring.optim.engine.trace import cached, measure_body, move_body
 
 
 class FusedRunner(PlainRunner):
-    """The tables through which the kernels find their tensors; each call works on a chunk of one tensor.
+    """The tables through which the kernels find their tensors; each call works on a chunk of one
+    tensor.
 
-    Tables are made when they change (gradients tend to come back at the same addresses). They travel to a GPU from
-    pinned memory, without waiting. A CUDA graph repeats that copy, which is why it keeps the memory.
+    Tables are made when they change (gradients tend to come back at the same addresses). They
+    travel to a GPU from pinned memory, without waiting. A CUDA graph repeats that copy, which is
+    why it keeps the memory.
     """
 
     chunk: int  # elements
@@ -43,28 +45,47 @@ class FusedRunner(PlainRunner):
         return part.tables
 
     def _pointers_of(self, part: ParameterBatch) -> Tensor:
-        """Addresses of weight, gradient, states (and mirror), and 1 where all of them are multiples of 16.
+        """Addresses of weight, gradient, states (and mirror), and 1 where all of them are multiples
+        of 16.
 
         Shape [parameters, tensors + 1].
         """
         addresses = [[tensor.data_ptr() for tensor in column] for column in part.columns()]
         known = self._addresses.get(part.kind)
         if known is None or known[0] != addresses:
-            aligned = [int(all(address % 16 == 0 for address in row)) for row in zip(*addresses, strict=True)]
+            aligned = [
+                int(all(address % 16 == 0 for address in row))
+                for row in zip(*addresses, strict=True)
+            ]
             table = torch.tensor([*addresses, aligned]).T.contiguous()
-            known = self._addresses[part.kind] = (addresses, self._to_device(table, part.kind.device))
+            known = self._addresses[part.kind] = (
+                addresses,
+                self._to_device(table, part.kind.device),
+            )
         return known[1]
 
     def _chunks_of(self, part: ParameterBatch) -> tuple[Tensor, Tensor]:
-        """Row, start and size of each chunk, shape [chunks, 3]; first chunk of each row, shape [parameters + 1]."""
+        """Row, start and size of each chunk, shape [chunks, 3]; first chunk of each row, shape
+        [parameters + 1].
+        """
         sizes = tuple(weight.numel() for weight in part.weights)
         key = (part.kind.device, sizes)
         if key not in self._chunks:
             step = self.chunk
-            chunks = [(row, at, min(step, size - at)) for row, size in enumerate(sizes) for at in range(0, size, step)]
+            chunks = [
+                (row, at, min(step, size - at))
+                for row, size in enumerate(sizes)
+                for at in range(0, size, step)
+            ]
             first = accumulate((-(-size // step) for size in sizes), initial=0)
-            tables = torch.tensor(chunks, dtype=torch.int64).reshape(-1, 3), torch.tensor(list(first))
-            self._chunks[key] = self._to_device(tables[0], key[0]), self._to_device(tables[1], key[0])
+            tables = (
+                torch.tensor(chunks, dtype=torch.int64).reshape(-1, 3),
+                torch.tensor(list(first)),
+            )
+            self._chunks[key] = (
+                self._to_device(tables[0], key[0]),
+                self._to_device(tables[1], key[0]),
+            )
         return self._chunks[key]
 
     def _to_device(self, table: Tensor, device: torch.device) -> Tensor:
@@ -77,7 +98,9 @@ class FusedRunner(PlainRunner):
 
 
 class FusedCpuRunner(FusedRunner):
-    """Runs a rule as C++, compiled at the first step for the dtypes at hand; uses torch's number of threads."""
+    """Runs a rule as C++, compiled at the first step for the dtypes at hand; uses torch's number
+    of threads.
+    """
 
     chunk = cpp_kernel.CHUNK
 
@@ -98,7 +121,10 @@ class FusedCpuRunner(FusedRunner):
         addresses = (chunks, pointers, scalars, sums)
         getattr(library, name)(
             ctypes.c_int64(len(chunks)),
-            *(ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in addresses),
+            *(
+                ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+                for tensor in addresses
+            ),
             ctypes.c_int(min(torch.get_num_threads(), max(1, len(chunks)))),
             _torch_threads(),
         )
@@ -117,7 +143,10 @@ class FusedCudaRunner(FusedRunner):
             return by_row
         sums = torch.zeros(len(chunks), 2, dtype=torch.float64, device=device)
         scalars = _table(measure_body(self._rule).scalars, part, numbers)
-        module, sizes = _module(self._rule, part.kind), {"CHUNK": self.chunk, "BLOCK": triton_kernel.BLOCK}
+        module, sizes = (
+            _module(self._rule, part.kind),
+            {"CHUNK": self.chunk, "BLOCK": triton_kernel.BLOCK},
+        )
         with _on(device):
             module["measure"][(len(chunks),)](chunks, pointers, scalars, sums, num_warps=8, **sizes)
             module["add_up"][(rows,)](first_chunk, sums, by_row, rows, BLOCK=128, num_warps=4)
@@ -135,7 +164,9 @@ class FusedCudaRunner(FusedRunner):
 
 
 def _table(names: tuple[str, ...], part: ParameterBatch, numbers: StepNumbers) -> Tensor:
-    """Scalars by parameter of the part, shape [parameters, names], float64, on the part's device."""
+    """Scalars by parameter of the part, shape [parameters, names], float64, on the part's
+    device.
+    """
     device = part.kind.device
     if not names:
         return torch.zeros(len(part.positions), 1, dtype=torch.float64, device=device)
@@ -171,8 +202,9 @@ def triton_is_here() -> bool:
 def _torch_threads() -> ctypes.c_void_p:
     """Address of ``GOMP_parallel`` of the OpenMP that torch runs on, null where it has none.
 
-    OpenMP's threads keep their cores busy for milliseconds after torch's last parallel operation, waiting for the next;
-    threads of our own would share the cores with them. GNU's and LLVM's OpenMP both export this entry.
+    OpenMP's threads keep their cores busy for milliseconds after torch's last parallel operation,
+    waiting for the next; threads of our own would share the cores with them. GNU's and LLVM's
+    OpenMP both export this entry.
     """
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)

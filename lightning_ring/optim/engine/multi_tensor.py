@@ -1,4 +1,6 @@
-"""The multi-tensor runner: many tensors a call, in pieces so small that temporaries stay in the cache."""
+"""The multi-tensor runner: many tensors a call, in pieces so small that temporaries stay in the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,15 @@ from lightning_ring.optim.engine.rule import Rule, Scalars, StepNumbers
 from lightning_ring.optim.engine.tensor_list import TensorList, Tensors
 
 CPU_PIECE = 1 << 16  # elements: five float32 streams of this length fit a 2 MiB second-level cache
-CPU_SWEEP_PIECE = 1 << 20  # where torch's kernels leave no temporaries: each call costs more than a longer piece
+# where torch's kernels leave no temporaries: each call costs more than a longer piece
+CPU_SWEEP_PIECE = 1 << 20
 CPU_SWEEP_TOGETHER = 1 << 14  # tensors that those kernels do not take one by one
-CPU_SUM_PIECE = 1 << 18  # one stream, read once: the longer the better, as far as float32 sums stay precise
+# one stream, read once: the longer the better, as far as float32 sums stay precise
+CPU_SUM_PIECE = 1 << 18
 DEVICE_PIECE = 1 << 20
 MEMORY_SHARE = 0.049
-# Outside this range a float32 sum of up to CPU_SUM_PIECE squares may have lost digits to underflow, or overflowed.
+# Outside this range a float32 sum of up to CPU_SUM_PIECE squares may have lost digits to underflow,
+# or overflowed.
 SAFE_SQUARES = (1e-26, 1e36)
 
 
@@ -39,23 +44,33 @@ class Batch:
     def of(cls, rows: list[int], columns: Sequence[Tensors], num_states: int) -> Batch:
         """Of the columns of a `ParameterBatch`."""
         weights, grads, *rest = columns
-        return cls(rows, weights, grads, rest[:num_states], rest[num_states] if len(rest) > num_states else ())
+        return cls(
+            rows,
+            weights,
+            grads,
+            rest[:num_states],
+            rest[num_states] if len(rest) > num_states else (),
+        )
 
     def pieces(self, size: int) -> list[Batch]:
         """The same, cut into pieces of at most ``size`` elements."""
         if len(self.rows) > 1:
             return [self]
-        columns = [self.weights, self.grads, *self.states] + ([self.mirrors] if self.mirrors else [])
+        columns = [self.weights, self.grads, *self.states] + (
+            [self.mirrors] if self.mirrors else []
+        )
         pieces = zip(*(column[0].split(size) for column in columns), strict=True)
-        return [Batch.of(self.rows, [[view] for view in piece], len(self.states)) for piece in pieces]
+        return [
+            Batch.of(self.rows, [[view] for view in piece], len(self.states)) for piece in pieces
+        ]
 
 
 class MultiTensorRunner(PlainRunner):
     """Runs a rule on `TensorList`s of pieces: large tensors are cut, small ones put together.
 
-    Temporaries stay under 5 % of the parameters (or 256 KiB): on the CPU the directions of one wave are kept from
-    `measure` to `move`; on a device a call works on a hundredth of the parameters. A fused CPU kernel of torch that
-    computes the rule is called instead.
+    Temporaries stay under 5 % of the parameters (or 256 KiB): on the CPU the directions of one wave
+    are kept from `measure` to `move`; on a device a call works on a hundredth of the parameters. A
+    fused CPU kernel of torch that computes the rule is called instead.
     """
 
     def __init__(self, rule: type[Rule]) -> None:
@@ -67,7 +82,9 @@ class MultiTensorRunner(PlainRunner):
             return [part]
         kind = part.kind
         pieces = 4 if kind.weight == kind.compute else 6  # that exist beside the kept directions
-        budget = MEMORY_SHARE * sum(weight.nbytes for weight in part.weights) / kind.compute.itemsize
+        budget = (
+            MEMORY_SHARE * sum(weight.nbytes for weight in part.weights) / kind.compute.itemsize
+        )
         return list(_split(part, room=max(CPU_PIECE, int(budget) - pieces * CPU_PIECE)))
 
     def grad_square_sum(self, part: ParameterBatch) -> Tensor:
@@ -88,7 +105,8 @@ class MultiTensorRunner(PlainRunner):
             w, g = _cast(batch.weights, part.kind.compute), _cast(batch.grads, part.kind.compute)
             if batch.rows is not rows_of_h:  # pieces of one tensor share the list
                 h, rows_of_h = _scalars(part, numbers, batch.rows), batch.rows
-            sums[0] += _square_sums(w)  # first: a lone reading sweep is the fastest way to bring them into the cache
+            # first: a lone reading sweep is the fastest way to bring them into the cache
+            sums[0] += _square_sums(w)
             x = self._rule.torch_directions(w, g, tuple(batch.states), h) if try_torch else None
             if x is None:
                 x = self._directions(w, g, batch, h)
@@ -106,7 +124,8 @@ class MultiTensorRunner(PlainRunner):
 
     def move(self, part: ParameterBatch, numbers: StepNumbers) -> None:
         try_torch = _fits_torch_kernels(part)
-        for batch in reversed(self._batches(part)):  # what was measured last may still be in the cache
+        # what was measured last may still be in the cache
+        for batch in reversed(self._batches(part)):
             if not try_torch or not self._torch_moves(part, numbers, batch):
                 for piece in batch.pieces(CPU_PIECE) if self._sweeps(part) else [batch]:
                     self._move(part, piece, _scalars(part, numbers, batch.rows))
@@ -128,7 +147,9 @@ class MultiTensorRunner(PlainRunner):
             return False
         (row,), (w,), (g,) = batch.rows, batch.weights, batch.grads
         x = None if batch.directions is None else batch.directions[0]
-        if not self._rule.torch_move(w, g, x, tuple(s[0] for s in batch.states), numbers.at(part.positions[row])):
+        if not self._rule.torch_move(
+            w, g, x, tuple(s[0] for s in batch.states), numbers.at(part.positions[row])
+        ):
             return False
         torch.autograd.graph.increment_version(w)  # torch's fused SGD leaves it out
         return True
@@ -138,14 +159,18 @@ class MultiTensorRunner(PlainRunner):
         if self._cut is None or self._cut[0] is not part:
             piece = together = CPU_PIECE
             if part.kind.device.type != "cpu":
-                piece = together = max(DEVICE_PIECE, sum(weight.numel() for weight in part.weights) // 100)
+                piece = together = max(
+                    DEVICE_PIECE, sum(weight.numel() for weight in part.weights) // 100
+                )
             elif self._sweeps(part):
                 piece, together = CPU_SWEEP_PIECE, CPU_SWEEP_TOGETHER
             self._cut = (part, cut(part, piece, together))
         return self._cut[1]
 
     def _sweeps(self, part: ParameterBatch) -> bool:
-        """Whether torch's kernels read and write the tensors once each, and there is nothing to keep in the cache."""
+        """Whether torch's kernels read and write the tensors once each, and there is nothing to
+        keep in the cache.
+        """
         return not self._rule.keeps_directions and _fits_torch_kernels(part)
 
 
@@ -155,7 +180,9 @@ def _fits_torch_kernels(part: ParameterBatch) -> bool:
 
 
 def _split(part: ParameterBatch, room: int) -> Iterator[ParameterBatch]:
-    """``part`` in waves of at most ``room`` elements, whose directions may be kept; larger tensors go alone."""
+    """``part`` in waves of at most ``room`` elements, whose directions may be kept; larger
+    tensors go alone.
+    """
     rows: list[int] = []
     taken = 0
     for row, weight in enumerate(part.weights):
@@ -173,7 +200,9 @@ def _split(part: ParameterBatch, room: int) -> Iterator[ParameterBatch]:
 
 
 def cut(part: ParameterBatch, piece_size: int, together: int) -> list[Batch]:
-    """Batches of one piece of a tensor longer than ``together``, or of several tensors of at most so many elements."""
+    """Batches of one piece of a tensor longer than ``together``, or of several tensors of at
+    most so many elements.
+    """
     columns, num_states = part.columns(), len(part.states[0])
     batches: list[Batch] = []
     small: list[int] = []
@@ -189,7 +218,9 @@ def cut(part: ParameterBatch, piece_size: int, together: int) -> list[Batch]:
         size = weight.numel()
         if size > together:
             rows = [row]
-            for views in zip(*(flat(column[row]).split(piece_size) for column in columns), strict=True):
+            for views in zip(
+                *(flat(column[row]).split(piece_size) for column in columns), strict=True
+            ):
                 batches.append(Batch.of(rows, [[view] for view in views], num_states))
             continue
         if size > room:
@@ -217,10 +248,14 @@ def _store(targets: Sequence[Tensors], values: Sequence[TensorList]) -> None:
 
 
 def _square_sums(tensors: Tensors) -> list[Any]:
-    """Sum of squares of each 1-D tensor: floats on the CPU, else 0-d tensors; float64 where there is float64."""
+    """Sum of squares of each 1-D tensor: floats on the CPU, else 0-d tensors; float64 where
+    there is float64.
+    """
     first = tensors[0]
     if first.device.type != "cpu":
-        return list(torch._foreach_pow(torch._foreach_norm(tensors, 2, norm_dtype(first.device)), 2.0))
+        return list(
+            torch._foreach_pow(torch._foreach_norm(tensors, 2, norm_dtype(first.device)), 2.0)
+        )
     return [sum(map(_square_sum, tensor.split(CPU_SUM_PIECE))) for tensor in tensors]
 
 
@@ -239,8 +274,12 @@ def _as_vector(values: list[Any], part: ParameterBatch) -> Tensor:
 
 
 def _sum_by_row(values: list[Any], rows: list[int], part: ParameterBatch) -> Tensor:
-    """Add up the pieces of each row, in their order, so that the sum has the same bits every time."""
+    """Add up the pieces of each row, in their order, so that the sum has the same bits every
+    time.
+    """
     per_row: list[list[Any]] = [[] for _ in part.positions]
     for row, value in zip(rows, values, strict=True):
         per_row[row].append(value)
-    return _as_vector([found[0] if len(found) == 1 else sum(found[1:], found[0]) for found in per_row], part)
+    return _as_vector(
+        [found[0] if len(found) == 1 else sum(found[1:], found[0]) for found in per_row], part
+    )

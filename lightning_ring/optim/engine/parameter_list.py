@@ -1,4 +1,6 @@
-"""The parameters of an optimizer in one fixed order, the parameters of one step, and their state as it is loaded."""
+"""The parameters of an optimizer in one fixed order, the parameters of one step, and their state
+as it is loaded.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,9 @@ class TensorKind:
 class ParameterBatch:
     """The parameters of one step that one launch can update.
 
-    ``weights`` are updated: the parameters, or their master copies in float32, which are then rounded into
-    ``mirrors`` (the parameters). ``positions`` are the parameters' places in the `ParameterList`.
+    ``weights`` are updated: the parameters, or their master copies in float32, which are then
+    rounded into ``mirrors`` (the parameters). ``positions`` are the parameters' places in the
+    `ParameterList`.
     """
 
     kind: TensorKind
@@ -60,7 +63,10 @@ class ParameterBatch:
         return [self.weights, self.grads, *states, *([self.mirrors] if self.mirrors else [])]
 
     def subset(self, rows: list[int], room: int) -> ParameterBatch:
-        picked = [[column[row] for row in rows] for column in (self.positions, self.weights, self.grads, self.states)]
+        picked = [
+            [column[row] for row in rows]
+            for column in (self.positions, self.weights, self.grads, self.states)
+        ]
         mirrors = [self.mirrors[row] for row in rows] if self.mirrors else []
         return ParameterBatch(self.kind, *picked, mirrors, room)  # type: ignore[arg-type, call-arg]
 
@@ -75,18 +81,23 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 class ParameterList:
     """The parameters of all groups, in order.
 
-    The step's sums and ``ratios`` (the last trust ratio of each parameter, NaN before its first step) live on the first
-    parameter's ``device``. ``steps`` (float32) are the steps taken by each parameter, None where the optimizer counts
-    none; ``step_views`` are their 0-d views, the values of ``state[param]["step"]``.
+    The step's sums and ``ratios`` (the last trust ratio of each parameter, NaN before its first
+    step) live on the first parameter's ``device``. ``steps`` (float32) are the steps taken by each
+    parameter, None where the optimizer counts none; ``step_views`` are their 0-d views, the values
+    of ``state[param]["step"]``.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], counts_steps: bool, steps_on_device: bool) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], counts_steps: bool, steps_on_device: bool
+    ) -> None:
         self.params: list[Tensor] = [p for group in groups for p in group["params"]]
         self.sizes = [len(group["params"]) for group in groups]
         self.device = self.params[0].device
         self.group_of = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(self.sizes))
         count = len(self.params)
-        self.ratios = torch.full((count,), torch.nan, dtype=norm_dtype(self.device), device=self.device)
+        self.ratios = torch.full(
+            (count,), torch.nan, dtype=norm_dtype(self.device), device=self.device
+        )
         self.steps: Tensor | None = None
         self.step_views: list[Tensor] = []
         if counts_steps:
@@ -103,7 +114,9 @@ class ParameterList:
         return per_group.index_select(-1, self._indices[device])
 
     def table(self, rows: list[list[float]], device: torch.device) -> Tensor:
-        """``rows`` as a float64 tensor on ``device``; sent only when they change, so never within a CUDA graph."""
+        """``rows`` as a float64 tensor on ``device``; sent only when they change, so never
+        within a CUDA graph.
+        """
         if device.type == "cpu":
             return torch.tensor(rows, dtype=torch.float64)
         if self._sent is None or self._sent[0] != rows:
@@ -125,7 +138,9 @@ class ParameterList:
 
 
 def parameter_names(groups: list[dict[str, Any]]) -> Iterator[str]:
-    """The name of each parameter for messages: its own if the optimizer got named ones, else place and shape."""
+    """The name of each parameter for messages: its own if the optimizer got named ones, else
+    place and shape.
+    """
     for g, group in enumerate(groups):
         for i, param in enumerate(group["params"]):
             names = group.get("param_names")
@@ -156,11 +171,13 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def load_precisely(optimizer: Optimizer, state_dict: dict[str, Any], load: Any) -> None:
-    """Run ``load(state_dict)`` (`Optimizer.load_state_dict`), then put the values back that it rounded.
+    """Run ``load(state_dict)`` (`Optimizer.load_state_dict`), then put the values back that it
+    rounded.
 
-    torch casts floating-point state to the parameter's dtype, which would round the float32 state of a bfloat16
-    parameter. Hooks of the optimizer may change ``state_dict`` before; hooks that run after loading see the
-    final state. Tensors are copied, so that the optimizer and ``state_dict`` share no memory.
+    torch casts floating-point state to the parameter's dtype, which would round the float32 state
+    of a bfloat16 parameter. Hooks of the optimizer may change ``state_dict`` before; hooks that run
+    after loading see the final state. Tensors are copied, so that the optimizer and ``state_dict``
+    share no memory.
     """
     seen: dict[str, Any] = {}
 

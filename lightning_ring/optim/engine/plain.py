@@ -10,7 +10,8 @@ from lightning_ring.optim.engine.rule import Rule, StepNumbers
 
 
 class PlainRunner:
-    """Runs a `Rule` over the parameters of a `ParameterBatch`, tensors of any layout; `torch.compile` can trace it.
+    """Runs a `Rule` over the parameters of a `ParameterBatch`, tensors of any layout;
+    `torch.compile` can trace it.
 
     The other runners override these methods.
     """
@@ -19,7 +20,9 @@ class PlainRunner:
         self._rule = rule
 
     def waves(self, part: ParameterBatch) -> list[ParameterBatch]:
-        """``part``, cut up if measuring and moving a few parameters at a time is faster than all at once."""
+        """``part``, cut up if measuring and moving a few parameters at a time is faster than all
+        at once.
+        """
         return [part]
 
     def grad_square_sum(self, part: ParameterBatch) -> Tensor:
@@ -27,8 +30,8 @@ class PlainRunner:
         return torch.stack([_square_sum(grad.to(part.kind.compute)) for grad in part.grads]).sum()
 
     def measure(self, part: ParameterBatch, numbers: StepNumbers) -> Tensor:
-        """Accumulate state, and return sums over each parameter, shape [2, parameters]: squares of the weights, squares
-        of the direction."""
+        """Accumulate state, and return sums over each parameter, shape [2, parameters]: squares of
+        the weights, squares of the direction."""
         sums = []
         for i, position in enumerate(part.positions):
             h, state = numbers.at(position), part.states[i]

@@ -12,33 +12,40 @@ from lightning_ring.optim.engine.parameter_list import send
 from lightning_ring.optim.engine.tensor_list import Tensors
 
 Operand = Any  # a Tensor, a TensorList or a Symbol: each has + - * / and .sqrt()
-Scalars = SimpleNamespace  # named numbers of one parameter: floats, vectors over parameters, or Symbols
+# named numbers of one parameter: floats, vectors over parameters, or Symbols
+Scalars = SimpleNamespace
 
 
 class Rule:
     """One step of a layer-wise optimizer, as expressions without side effects.
 
-    ``accumulate``, `direction` and `move` are elementwise and use only ``+ - * /`` and ``.sqrt()``: the same lines run
-    on a `Tensor` (plain), on a `TensorList` (multi-tensor), and on a `Symbol`, which writes the body of a C++ or Triton
-    kernel. A step is: ``state = accumulate(...)``, ``x = direction(...)``; the sums of squares of ``w`` and ``x`` (over
-    ranks, if the parameter is cut) give the trust ratio; then `move`.
+    ``accumulate``, `direction` and `move` are elementwise and use only ``+ - * /`` and ``.sqrt()``:
+    the same lines run on a `Tensor` (plain), on a `TensorList` (multi-tensor), and on a `Symbol`,
+    which writes the body of a C++ or Triton kernel. A step is: ``state = accumulate(...)``, ``x =
+    direction(...)``; the sums of squares of ``w`` and ``x`` (over ranks, if the parameter is cut)
+    give the trust ratio; then `move`.
     """
 
-    state_names: tuple[str, ...]  # keys of the per-parameter state, tensors like the parameter that begin as zeros
-    counts_steps: bool  # `scalars` needs the steps that each parameter has taken (state key ``step``)
-    keeps_directions: bool  # `direction` is more than the gradient: it pays to keep it from the norm to the move
+    # keys of the per-parameter state, tensors like the parameter that begin as zeros
+    state_names: tuple[str, ...]
+    # `scalars` needs the steps that each parameter has taken (state key ``step``)
+    counts_steps: bool
+    # `direction` is more than the gradient: it pays to keep it from the norm to the move
+    keeps_directions: bool
 
     @staticmethod
     def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:
         """The numbers of the expressions below, from the groups' hyper-parameters.
 
-        Arguments and results are float64 vectors over the parameters. ``step`` is 1 at the first step; ``grad_scale``
-        holds sign and clipping.
+        Arguments and results are float64 vectors over the parameters. ``step`` is 1 at the first
+        step; ``grad_scale`` holds sign and clipping.
         """
         raise NotImplementedError
 
     @staticmethod
-    def accumulate(w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars) -> tuple[Operand, ...]:
+    def accumulate(
+        w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars
+    ) -> tuple[Operand, ...]:
         """The state that `direction` needs."""
         raise NotImplementedError
 
@@ -49,7 +56,9 @@ class Rule:
 
     @staticmethod
     def trust_ratio(w_norm: Tensor, norm: Tensor, h: Scalars) -> Tensor:
-        """Ratio where both norms are positive and the parameter adapts (elsewhere it is 1); vectors over parameters."""
+        """Ratio where both norms are positive and the parameter adapts (elsewhere it is 1);
+        vectors over parameters.
+        """
         raise NotImplementedError
 
     @staticmethod
@@ -65,61 +74,87 @@ class Rule:
         raise NotImplementedError
 
     @staticmethod
-    def torch_directions(w: Tensors, g: Tensors, state: tuple[Tensors, ...], h: Scalars) -> Tensors | None:
-        """`accumulate` in place and `direction`, by a fused kernel of torch for 1-D CPU tensors of one dtype.
+    def torch_directions(
+        w: Tensors, g: Tensors, state: tuple[Tensors, ...], h: Scalars
+    ) -> Tensors | None:
+        """`accumulate` in place and `direction`, by a fused kernel of torch for 1-D CPU tensors of
+        one dtype.
 
-        Numbers in ``h`` are lists where they differ between the tensors. None, with nothing done, if no kernel fits.
+        Numbers in ``h`` are lists where they differ between the tensors. None, with nothing done,
+        if no kernel fits.
         """
         return None
 
     @staticmethod
-    def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars) -> bool:
-        """`move` of one tensor in place, likewise; ``x`` if it was kept. False, with nothing done, if none fits."""
+    def torch_move(
+        w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars
+    ) -> bool:
+        """`move` of one tensor in place, likewise; ``x`` if it was kept. False, with nothing
+        done, if none fits.
+        """
         return False
 
 
 class StepNumbers:
-    """Named vectors over all parameters, on the device and, as far as the CPU knows them, on the host.
+    """Named vectors over all parameters, on the device and, as far as the CPU knows them, on the
+    host.
 
     ``base`` holds the numbers that these extend.
     """
 
     def __init__(
-        self, on_device: dict[str, Tensor], on_host: dict[str, Tensor], base: StepNumbers | None = None
+        self,
+        on_device: dict[str, Tensor],
+        on_host: dict[str, Tensor],
+        base: StepNumbers | None = None,
     ) -> None:
         self.on_device = on_device
         self._on_host = on_host
         self._base = base
-        self._lists: dict[str, list[float] | list[Tensor]] = {} if base is None else dict(base._lists)
+        self._lists: dict[str, list[float] | list[Tensor]] = (
+            {} if base is None else dict(base._lists)
+        )
         self._uniform: dict[str, float] | None = None
         self._at: dict[int, Scalars] = {}
 
     def values(self, name: str) -> list[float] | list[Tensor]:
-        """One float for each parameter, or one 0-d tensor where the value is known on the device only."""
+        """One float for each parameter, or one 0-d tensor where the value is known on the device
+        only.
+        """
         if name not in self._lists:
             host = self._on_host.get(name)
-            self._lists[name] = list(self.on_device[name].unbind()) if host is None else host.tolist()
+            self._lists[name] = (
+                list(self.on_device[name].unbind()) if host is None else host.tolist()
+            )
         return self._lists[name]
 
     def at(self, position: int) -> Scalars:
         """The scalars of the parameter at ``position``."""
         if position not in self._at:
             known = {} if self._base is None else vars(self._base.at(position))
-            further = {name: self.values(name)[position] for name in self.on_device if name not in known}
+            further = {
+                name: self.values(name)[position] for name in self.on_device if name not in known
+            }
             self._at[position] = Scalars(**known, **further)
         return self._at[position]
 
     def over(self, positions: list[int]) -> Scalars:
-        """The scalars of several parameters: a float where it is the same for all parameters, else a list."""
+        """The scalars of several parameters: a float where it is the same for all parameters,
+        else a list.
+        """
         if len(positions) == 1:
             first = self.at(positions[0])
             if self._on_host.keys() == self.on_device.keys():
                 return first
-            return Scalars(**{name: v if isinstance(v, float) else [v] for name, v in vars(first).items()})
+            return Scalars(
+                **{name: v if isinstance(v, float) else [v] for name, v in vars(first).items()}
+            )
         same = self._same_everywhere()
         return Scalars(
             **{
-                name: same[name] if name in same else [self.values(name)[position] for position in positions]
+                name: same[name]
+                if name in same
+                else [self.values(name)[position] for position in positions]
                 for name in self.on_device
             }
         )
@@ -136,7 +171,10 @@ class StepNumbers:
     def extended(self, further: Scalars) -> StepNumbers:
         """These vectors and ``further`` vectors on the device."""
         on_host = dict(self._on_host)
-        if all(v.device.type == "cpu" for v in vars(further).values()) and not torch.compiler.is_compiling():
+        if (
+            all(v.device.type == "cpu" for v in vars(further).values())
+            and not torch.compiler.is_compiling()
+        ):
             on_host.update(vars(further))
         return StepNumbers({**self.on_device, **vars(further)}, on_host, self)
 

@@ -25,21 +25,35 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_number(
-    name: str, value: Any, *, low: float | None = None, above: float | None = None, below: float | None = None
+    name: str,
+    value: Any,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
 ) -> None:
-    """Raise `ValueError` unless ``value`` is a finite number with ``low <= value``, ``above < value < below``.
+    """Raise `ValueError` unless ``value`` is a finite number with ``low <= value``, ``above < value
+    < below``.
 
-    A tensor must have one element; its value is read on the CPU only, which needs no synchronization.
+    A tensor must have one element; its value is read on the CPU only, which needs no
+    synchronization.
     """
     bounds = [f">= {low}"] * (low is not None) + [f"> {above}"] * (above is not None)
     expected = " and ".join([*bounds, *[f"< {below}"] * (below is not None)]) or "finite"
     if isinstance(value, Tensor):
-        require(value.numel() == 1, f"{name} is a tensor of shape {tuple(value.shape)}, expected one element")
+        require(
+            value.numel() == 1,
+            f"{name} is a tensor of shape {tuple(value.shape)}, expected one element",
+        )
         if value.device.type != "cpu":
             return
         value = value.item()
     require(isinstance(value, (int, float)), f"{name}={value!r}, expected a number {expected}")
-    fits = (low is None or value >= low) and (above is None or value > above) and (below is None or value < below)
+    fits = (
+        (low is None or value >= low)
+        and (above is None or value > above)
+        and (below is None or value < below)
+    )
     require(math.isfinite(value) and fits, f"{name}={value}, expected a finite number {expected}")
 
 
@@ -56,28 +70,36 @@ class RunOptions:
 
 
 def check_options(options: RunOptions, params: Iterable[Tensor]) -> None:
-    """Raises `ValueError` for options that exclude each other or have no kernel on a parameter's device, and
-    `RuntimeError` for ``fused=True`` without a C++ compiler (CPU) or Triton (CUDA)."""
-    require(not (options.foreach and options.fused), "foreach=True and fused=True: choose one of them")
+    """Raises `ValueError` for options that exclude each other or have no kernel on a parameter's
+    device, and `RuntimeError` for ``fused=True`` without a C++ compiler (CPU) or Triton (CUDA)."""
+    require(
+        not (options.foreach and options.fused), "foreach=True and fused=True: choose one of them"
+    )
     require(
         not (options.capturable and options.skip_nonfinite),
-        "capturable=True and skip_nonfinite=True: a CUDA graph cannot decide whether to step; choose one of them",
+        "capturable=True and skip_nonfinite=True: a CUDA graph cannot decide whether to step; "
+        "choose one of them",
     )
     if options.fused:
         for device in {param.device for param in params}:
             require(
                 device.type in ("cpu", "cuda"),
-                f"fused=True has kernels for cpu and cuda, found a parameter on {device}; leave fused=None",
+                f"fused=True has kernels for cpu and cuda, found a parameter on {device}; leave "
+                "fused=None",
             )
             if device.type == "cuda" or interpreting_triton():
                 if not triton_is_here():
-                    raise RuntimeError("fused=True on CUDA needs Triton: install triton, or leave fused=None")
+                    raise RuntimeError(
+                        "fused=True on CUDA needs Triton: install triton, or leave fused=None"
+                    )
             else:
                 require_compiler()
 
 
 def interpreting_triton() -> bool:
-    """Whether the fused way means Triton on the CPU too: under Triton's interpreter, for checking its kernels."""
+    """Whether the fused way means Triton on the CPU too: under Triton's interpreter, for
+    checking its kernels.
+    """
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -98,5 +120,9 @@ def make_runner(way: str, device_type: str, rule: type[Rule]) -> PlainRunner:
     if way == "foreach":
         return MultiTensorRunner(rule)
     if way == "fused":
-        return FusedCudaRunner(rule) if device_type == "cuda" or interpreting_triton() else FusedCpuRunner(rule)
+        return (
+            FusedCudaRunner(rule)
+            if device_type == "cuda" or interpreting_triton()
+            else FusedCpuRunner(rule)
+        )
     return PlainRunner(rule)

@@ -14,8 +14,9 @@ Scale = float | list[float] | list[Tensor]
 class TensorList:
     """``scale * a``, or ``scale * a * b``, elementwise over lists of tensors, computed lazily.
 
-    Scaling and products wait for the addition that uses them: ``0.9 * v + 0.1 * g * g`` is two sweeps (``mul``,
-    ``addcmul``), and terms with scale 0 cost nothing. Operands are never overwritten.
+    Scaling and products wait for the addition that uses them: ``0.9 * v + 0.1 * g * g`` is two
+    sweeps (``mul``, ``addcmul``), and terms with scale 0 cost nothing. Operands are never
+    overwritten.
     """
 
     __slots__ = ("_a", "_b", "_scale")

@@ -18,7 +18,9 @@ R = TypeVar("R")
 
 @dataclass(slots=True)
 class Lines:
-    """Statements in the order they must run, and the names of the scalars and tensors that they read."""
+    """Statements in the order they must run, and the names of the scalars and tensors that they
+    read.
+    """
 
     statements: list[tuple[str, str]] = field(default_factory=list)  # (name, expression)
     scalars: list[str] = field(default_factory=list)
@@ -32,7 +34,9 @@ class Lines:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Symbol:
-    """A value in a kernel: a loaded element, a scalar, or a statement's result. ``sqrt`` is the kernel's to define."""
+    """A value in a kernel: a loaded element, a scalar, or a statement's result. ``sqrt`` is the
+    kernel's to define.
+    """
 
     lines: Lines
     name: str
@@ -54,7 +58,9 @@ class Symbol:
         return self.lines.assign(f"sqrt({self.name})")
 
     def _binary(self, operator: str, other: Any) -> Symbol:
-        assert isinstance(other, Symbol), f"a rule mixes tensors and {type(other).__name__}; put it among its scalars"
+        assert isinstance(other, Symbol), (
+            f"a rule mixes tensors and {type(other).__name__}; put it among its scalars"
+        )
         self.lines.used |= {self.name, other.name}
         return self.lines.assign(f"{self.name} {operator} {other.name}")
 
@@ -75,7 +81,9 @@ class _ScalarSymbols(Scalars):
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A kernel's arithmetic, for one element. Elements are ``w``, ``g``, ``s0``, ``s1``, ...; scalars ``h_<name>``."""
+    """A kernel's arithmetic, for one element. Elements are ``w``, ``g``, ``s0``, ``s1``, ...;
+    scalars ``h_<name>``.
+    """
 
     statements: tuple[tuple[str, str], ...]  # name, expression
     loads: tuple[str, ...]  # elements that are read
@@ -90,11 +98,17 @@ def cached(function: Callable[P, R]) -> Callable[P, R]:
     return cast(Callable[P, R], wrapper)
 
 
-def element_types(rule: type[Rule], kind: TensorKind, names: Mapping[torch.dtype, str]) -> tuple[dict[str, str], str]:
-    """A kernel's name for the type of each element (``mirror`` last, if there is one), and of the computation."""
+def element_types(
+    rule: type[Rule], kind: TensorKind, names: Mapping[torch.dtype, str]
+) -> tuple[dict[str, str], str]:
+    """A kernel's name for the type of each element (``mirror`` last, if there is one), and of
+    the computation.
+    """
     types = {"w": names[kind.weight], "g": names[kind.grad]}
     types |= {f"s{i}": names[kind.compute] for i in range(len(rule.state_names))}
-    return types if kind.mirror is None else types | {"mirror": names[kind.mirror]}, names[kind.compute]
+    return types if kind.mirror is None else types | {"mirror": names[kind.mirror]}, names[
+        kind.compute
+    ]
 
 
 @cached

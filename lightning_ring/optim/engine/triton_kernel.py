@@ -39,9 +39,9 @@ def add_up(first_chunk, sums, by_row, num_rows, BLOCK: tl.constexpr):
         tl.store(by_row + column * num_rows + row, tl.sum(total))
 """
 
-# Chunks are whole but for the last of each tensor: those need no mask, so that their loads can be 16 bytes wide if the
-# tensors of this parameter begin at such addresses. The size is an int32, as the other branch's CHUNK is: Triton wants
-# both loops' variable to be of one type.
+# Chunks are whole but for the last of each tensor: those need no mask, so that their loads can be
+# 16 bytes wide if the tensors of this parameter begin at such addresses. The size is an int32, as
+# the other branch's CHUNK is: Triton wants both loops' variable to be of one type.
 FUNCTION = """
 
 @triton.jit
@@ -69,13 +69,15 @@ def {name}(chunks, pointers, scalars, {sums}CHUNK: tl.constexpr, BLOCK: tl.const
 def compile_module(rule: type[Rule], kind: TensorKind) -> dict[str, Any]:
     """The Triton functions ``measure``, ``add_up`` and ``move``.
 
-    ``pointers`` has a row for each parameter: the addresses of its `element_types`, and whether they are aligned.
+    ``pointers`` has a row for each parameter: the addresses of its `element_types`, and whether
+    they are aligned.
     """
     types, compute = element_types(rule, kind, TRITON_TYPES)
     measure = _function("measure", measure_body(rule), types, compute)
     text = PRELUDE + measure + _function("move", move_body(rule), types, compute)
     filename = f"<lightning_ring {rule.__name__} {kind.weight} {kind.grad} {kind.mirror}>"
-    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)  # Triton reads it there
+    # Triton reads it there
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     module: dict[str, Any] = {"__name__": f"{__name__}.generated"}
     exec(compile(text, filename, "exec"), module)
     return module
@@ -92,7 +94,9 @@ def _function(name: str, body: Body, types: dict[str, str], compute: str) -> str
             setup.append(f"p_{element} = {address}.to(tl.pointer_type({kind})) + start")
             hints.append(f"a_{element} = tl.multiple_of(p_{element}, 16)")
     width = max(len(body.scalars), 1)
-    loads = [f"tl.load(scalars + row * {width} + {i}).to({compute})" for i in range(len(body.scalars))]
+    loads = [
+        f"tl.load(scalars + row * {width} + {i}).to({compute})" for i in range(len(body.scalars))
+    ]
     setup += [f"h_{scalar} = {load}" for scalar, load in zip(body.scalars, loads, strict=True)]
     sums = ("w_squares", "x_squares") if name == "measure" else ()
     setup += [f"{sum_} = tl.zeros([BLOCK], tl.float64)" for sum_ in sums]
@@ -110,11 +114,22 @@ def _function(name: str, body: Body, types: dict[str, str], compute: str) -> str
 
 
 def _loop(
-    body: Body, stored: dict[str, str], types: dict[str, str], compute: str, sums: tuple[str, ...], masked: bool
+    body: Body,
+    stored: dict[str, str],
+    types: dict[str, str],
+    compute: str,
+    sums: tuple[str, ...],
+    masked: bool,
 ) -> list[str]:
     mask, p = (", mask=mask, other=0.0", "p") if masked else ("", "a")
-    lines = [f"{element} = tl.load({p}_{element} + offsets{mask}).to({compute})" for element in body.loads]
-    lines += [f"{name} = {expression.replace('sqrt(', 'tl.sqrt(')}" for name, expression in body.statements]
+    lines = [
+        f"{element} = tl.load({p}_{element} + offsets{mask}).to({compute})"
+        for element in body.loads
+    ]
+    lines += [
+        f"{name} = {expression.replace('sqrt(', 'tl.sqrt(')}"
+        for name, expression in body.statements
+    ]
     terms = {"w_squares": "w", "x_squares": body.result}
     for sum_ in sums:
         term = f"tl.where(mask, {terms[sum_]}, 0.0)" if masked else terms[sum_]

@@ -1,4 +1,6 @@
-"""The step that layer-wise optimizers share: measure norms, sum them over ranks, move the weights."""
+"""The step that layer-wise optimizers share: measure norms, sum them over ranks, move the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -23,38 +25,50 @@ from lightning_ring.optim.engine.parameter_list import (
 )
 from lightning_ring.optim.engine.plain import PlainRunner
 from lightning_ring.optim.engine.rule import Rule
-from lightning_ring.optim.engine.runners import RunOptions, check_options, make_runner, require, way_to_run
+from lightning_ring.optim.engine.runners import (
+    RunOptions,
+    check_options,
+    make_runner,
+    require,
+    way_to_run,
+)
 from lightning_ring.optim.engine.update import NormAllReduce, Run, update
 
 GROUP_KEYS = frozenset({"params", "param_names", "initial_lr", "name"})
 
 
 class TrustRatioOptimizer(Optimizer, Rule):
-    """The base of LARS and LAMB; a subclass adds the methods of its `Rule`, defaults and their checks.
+    """The base of LARS and LAMB; a subclass adds the methods of its `Rule`, defaults and their
+    checks.
 
     Args:
-        foreach: True updates many tensors a call, in pieces that fit the cache; False goes parameter by parameter.
-        fused: True runs one compiled kernel over all parameters: Triton on CUDA, C++ on the CPU (compiled at the first
-            step by this machine's C++ compiler and kept for the next run). With both None: fused on CUDA where Triton
-            is there, else foreach. False for one and None for the other: parameter by parameter, as in torch.
-        capturable: Keep step counts and learning rate on the device, so that the step can be captured in a CUDA graph
-            (give ``lr`` as a tensor on the device to change it between replays).
-        skip_nonfinite: Where a gradient has a NaN or an infinity, leave all parameters and all state untouched, on all
-            ranks alike, and count it in `skipped_steps`. Reads the norm of all gradients, which waits for the device.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, made at their first step, and update
-            that. (State is float32 for them in any case.)
-        norm_all_reduce: Where every parameter is this rank's slice (1-D, possibly empty) of a tensor that is spread
-            over ranks: a function that sums a 1-D tensor over those ranks, in place (returning None) or returning the
-            sum. Each step calls it once, with 2 * parameters elements (float64; float32 on devices without), and once
-            before that, with 1 element, where ``max_grad_norm`` or ``skip_nonfinite`` is set; also on a rank where no
-            parameter has a gradient. Ranks hold slices of the same tensors in the same order. It may be set later as
-            an attribute; it is not part of ``state_dict()`` and of pickles.
+        foreach: True updates many tensors a call, in pieces that fit the cache; False goes
+            parameter by parameter.
+        fused: True runs one compiled kernel over all parameters: Triton on CUDA, C++ on the CPU
+            (compiled at the first step by this machine's C++ compiler and kept for the next run).
+            With both None: fused on CUDA where Triton is there, else foreach. False for one and
+            None for the other: parameter by parameter, as in torch.
+        capturable: Keep step counts and learning rate on the device, so that the step can be
+            captured in a CUDA graph (give ``lr`` as a tensor on the device to change it between
+            replays).
+        skip_nonfinite: Where a gradient has a NaN or an infinity, leave all parameters and all
+            state untouched, on all ranks alike, and count it in `skipped_steps`. Reads the norm of
+            all gradients, which waits for the device.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, made at their first
+            step, and update that. (State is float32 for them in any case.)
+        norm_all_reduce: Where every parameter is this rank's slice (1-D, possibly empty) of a
+            tensor that is spread over ranks: a function that sums a 1-D tensor over those ranks, in
+            place (returning None) or returning the sum. Each step calls it once, with 2 *
+            parameters elements (float64; float32 on devices without), and once before that, with 1
+            element, where ``max_grad_norm`` or ``skip_nonfinite`` is set; also on a rank where no
+            parameter has a gradient. Ranks hold slices of the same tensors in the same order. It
+            may be set later as an attribute; it is not part of ``state_dict()`` and of pickles.
 
     Attributes:
         skipped_steps: How many steps ``skip_nonfinite`` left out.
 
-    Gradients are read and never written. ``state_dict()`` can be loaded at any dtype and device: state goes to the
-    parameter's device, in float32 for bfloat16 and float16 parameters.
+    Gradients are read and never written. ``state_dict()`` can be loaded at any dtype and device:
+    state goes to the parameter's device, in float32 for bfloat16 and float16 parameters.
     """
 
     _parameter_list: ParameterList | None
@@ -86,61 +100,80 @@ class TrustRatioOptimizer(Optimizer, Rule):
 
     @staticmethod
     def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-        """The numbers of ``group`` that `Rule.scalars` needs, with ``lr``, ``maximize`` and ``adapt`` among them."""
+        """The numbers of ``group`` that `Rule.scalars` needs, with ``lr``, ``maximize`` and
+        ``adapt`` among them.
+        """
         raise NotImplementedError
 
     def check_new_group(self, group: dict[str, Any]) -> None:
-        """Raise `ValueError` for an argument that only a schedule may set, and that a state dict may therefore hold."""
+        """Raise `ValueError` for an argument that only a schedule may set, and that a state dict
+        may therefore hold.
+        """
 
     def translated_group(self, group: dict[str, Any], own: dict[str, Any]) -> dict[str, Any] | None:
-        """A saved ``group`` of another library's optimizer in the words of this one, whose group is ``own``.
+        """A saved ``group`` of another library's optimizer in the words of this one, whose group is
+        ``own``.
 
-        It may hold ``step``, where that is saved for a whole group. `None` where the optimizer is not known. Raises
-        `ValueError` where it computes something else.
+        It may hold ``step``, where that is saved for a whole group. `None` where the optimizer is
+        not known. Raises `ValueError` where it computes something else.
         """
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         known = GROUP_KEYS | set(self.defaults)
         unknown = sorted(set(param_group) - known)
-        require(not unknown, f"a parameter group has the unknown keys {unknown}; known are {sorted(known)}")
-        super().add_param_group(dict(param_group))  # torch fills in defaults: not in the caller's dict
+        require(
+            not unknown,
+            f"a parameter group has the unknown keys {unknown}; known are {sorted(known)}",
+        )
+        # torch fills in defaults: not in the caller's dict
+        super().add_param_group(dict(param_group))
         group = self.param_groups[-1]
         try:
             self.check_new_group(group)
             self._check(group)
             for name, param in zip(parameter_names([group]), group["params"], strict=True):
-                require(param.is_floating_point(), f"{name} is {param.dtype}; {type(self).__name__} needs real floats")
+                require(
+                    param.is_floating_point(),
+                    f"{name} is {param.dtype}; {type(self).__name__} needs real floats",
+                )
         except ValueError:
             del self.param_groups[-1]
             raise
 
     def _check(self, group: dict[str, Any]) -> None:
-        """Raise `ValueError` for the first argument of ``group`` that the constructor would refuse."""
+        """Raise `ValueError` for the first argument of ``group`` that the constructor would
+        refuse.
+        """
         self.check_group(group)
         lr = group["lr"]
         on_host = not isinstance(lr, Tensor) or lr.device.type == "cpu"
         require(
             on_host or self.options.capturable,
-            f"lr is a tensor on {getattr(lr, 'device', 'cpu')}: pass capturable=True, or lr as a float",
+            f"lr is a tensor on {getattr(lr, 'device', 'cpu')}: pass capturable=True, or lr as a "
+            "float",
         )
 
     # -- numbers to read between steps
 
     @property
     def trust_ratios(self) -> Tensor:
-        """Last trust ratio of each parameter, in the order of the groups: 1-D, on the device, without waiting for it.
+        """Last trust ratio of each parameter, in the order of the groups: 1-D, on the device,
+        without waiting for it.
 
         1 where the parameter does not adapt or a norm was 0; NaN where no step was taken.
         """
-        listed = self._parameter_list  # of parts, where a strategy has the parts of these parameters stepped
+        # of parts, where a strategy has the parts of these parameters stepped
+        listed = self._parameter_list
         if listed is None or listed.sizes != [len(group["params"]) for group in self.param_groups]:
             listed = self._current_list()
         return listed.ratios.clone()
 
     def named_trust_ratios(self) -> dict[str, float]:
         """Last trust ratio by parameter name (or place); waits for the device, once."""
-        return dict(zip(parameter_names(self.param_groups), self.trust_ratios.tolist(), strict=True))
+        return dict(
+            zip(parameter_names(self.param_groups), self.trust_ratios.tolist(), strict=True)
+        )
 
     # -- the step
 
@@ -160,16 +193,22 @@ class TrustRatioOptimizer(Optimizer, Rule):
                 loss = closure()
         listed, runs, hyperparameters = self._prepare(torch.compiler.is_compiling())
         if runs or self.norm_all_reduce is not None:
-            taken = update(type(self), hyperparameters, listed, runs, self.options, self.norm_all_reduce)
+            taken = update(
+                type(self), hyperparameters, listed, runs, self.options, self.norm_all_reduce
+            )
             self.skipped_steps += not taken
         return loss
 
-    @torch.compiler.disable  # lists and dicts only; what follows is traced with the tensors as plain inputs
+    # lists and dicts only; what follows is traced with the tensors as plain inputs
+    @torch.compiler.disable
     def _prepare(self, compiling: bool) -> tuple[ParameterList, list[Run], list[dict[str, Any]]]:
         listed = self._current_list()
         runs: list[Run] = []
         for part in self._batches(listed):
-            key = ("plain" if compiling else way_to_run(self.options, part.kind), part.kind.device.type)
+            key = (
+                "plain" if compiling else way_to_run(self.options, part.kind),
+                part.kind.device.type,
+            )
             if key not in self._runners:
                 self._runners[key] = make_runner(*key, rule=type(self))
             runs.append((self._runners[key], part))
@@ -177,11 +216,17 @@ class TrustRatioOptimizer(Optimizer, Rule):
 
     def _current_list(self) -> ParameterList:
         if self._parameter_list is None or not self._parameter_list.fits(self.param_groups):
-            self._parameter_list = ParameterList(self.param_groups, self.counts_steps, self.options.capturable)
+            self._parameter_list = ParameterList(
+                self.param_groups, self.counts_steps, self.options.capturable
+            )
         return self._parameter_list
 
     def _batches(self, listed: ParameterList) -> list[ParameterBatch]:
-        parts = self._collected.at_next_step(listed, self.state) if self._collected is not None else None
+        parts = (
+            self._collected.at_next_step(listed, self.state)
+            if self._collected is not None
+            else None
+        )
         if parts is None:
             parts = self._collect(listed)
             is_flat = all(part.kind.flat for part in parts)
@@ -190,7 +235,8 @@ class TrustRatioOptimizer(Optimizer, Rule):
 
     def _collect(self, listed: ParameterList) -> list[ParameterBatch]:
         """The parameters that have a gradient, grouped so that one launch can update each group."""
-        # The key has the fields of a `TensorKind`, and is cheaper to hash: once for every parameter.
+        # The key has the fields of a `TensorKind`, and is cheaper to hash: once for every
+        # parameter.
         parts: dict[tuple[Any, ...], ParameterBatch] = {}
         for position, param in enumerate(listed.params):
             grad = param.grad
@@ -200,13 +246,21 @@ class TrustRatioOptimizer(Optimizer, Rule):
                 self._refuse_gradient(position, grad)
             states = self._states_of(listed, position, param)
             weight = self.state[param]["master"] if self._has_master(param) else param
-            key = (param.device, param.dtype, weight.dtype, grad.dtype, lie_alike((param, grad, weight, *states)))
+            key = (
+                param.device,
+                param.dtype,
+                weight.dtype,
+                grad.dtype,
+                lie_alike((param, grad, weight, *states)),
+            )
             part = parts.get(key)
             if part is None:
                 if grad.is_complex():
                     self._refuse_gradient(position, grad)
                 mirror = None if weight is param else param.dtype
-                kind = TensorKind(param.device, compute_dtype(param), weight.dtype, grad.dtype, mirror, key[-1])
+                kind = TensorKind(
+                    param.device, compute_dtype(param), weight.dtype, grad.dtype, mirror, key[-1]
+                )
                 part = parts[key] = ParameterBatch(kind)
             part.positions.append(position)
             part.weights.append(weight)
@@ -217,13 +271,19 @@ class TrustRatioOptimizer(Optimizer, Rule):
         return list(parts.values())
 
     def _states_of(self, listed: ParameterList, position: int, param: Tensor) -> tuple[Tensor, ...]:
-        """This parameter's state, made of zeros at its first step; ``step`` becomes a view of ``listed.steps``."""
+        """This parameter's state, made of zeros at its first step; ``step`` becomes a view of
+        ``listed.steps``.
+        """
         state = self.state[param]
         for name in self.state_names:
             if name not in state:
-                state[name] = torch.zeros_like(param, dtype=compute_dtype(param), memory_format=torch.preserve_format)
+                state[name] = torch.zeros_like(
+                    param, dtype=compute_dtype(param), memory_format=torch.preserve_format
+                )
         if self._has_master(param) and "master" not in state:
-            state["master"] = param.detach().to(torch.float32, memory_format=torch.preserve_format, copy=True)
+            state["master"] = param.detach().to(
+                torch.float32, memory_format=torch.preserve_format, copy=True
+            )
         if self.counts_steps and state.get("step") is not (view := listed.step_views[position]):
             if "step" in state:
                 view.copy_(torch.as_tensor(state["step"]))
@@ -236,17 +296,25 @@ class TrustRatioOptimizer(Optimizer, Rule):
     def _refuse_gradient(self, position: int, grad: Tensor) -> None:
         name = list(parameter_names(self.param_groups))[position]
         found = "complex" if grad.is_complex() else f"sparse ({grad.layout})"
-        advice = "pass real parameters" if grad.is_complex() else "make it dense: sparse=False in nn.Embedding"
-        raise RuntimeError(f"{type(self).__name__}: the gradient of {name} is {found}, expected dense floats; {advice}")
+        advice = (
+            "pass real parameters"
+            if grad.is_complex()
+            else "make it dense: sparse=False in nn.Embedding"
+        )
+        raise RuntimeError(
+            f"{type(self).__name__}: the gradient of {name} is {found}, expected "
+            f"dense floats; {advice}"
+        )
 
     # -- saving and loading
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of this class, or of another library's optimizer that computes the same.
+        """Go on from a state dict of this class, or of another library's optimizer that computes
+        the same.
 
         Raises:
-            ValueError: An argument in it is out of range, or it is of an optimizer that computes something else;
-                nothing was loaded.
+            ValueError: An argument in it is out of range, or it is of an optimizer that computes
+                something else; nothing was loaded.
         """
         load_precisely(self, self._accepted(state_dict), super().load_state_dict)
 
@@ -263,17 +331,24 @@ class TrustRatioOptimizer(Optimizer, Rule):
                 self._check(self.defaults | group)
             except ValueError as error:
                 raise ValueError(
-                    f"{type(self).__name__} cannot go on from this state dict: group {index} of it holds {error}. "
-                    "Start without that state, or go on with the optimizer that saved it."
+                    f"{type(self).__name__} cannot go on from this state dict: group {index} of it "
+                    f"holds {error}. Start without that state, or go on with the optimizer that "
+                    "saved it."
                 ) from None
             groups.append(group)
         return {**state_dict, "state": state, "param_groups": groups}
 
-    def _translated(self, group: dict[str, Any], own: dict[str, Any], state: dict[Any, Any]) -> dict[str, Any]:
-        """``group`` in the words of this class; in ``state`` each parameter gets the step count of the group."""
+    def _translated(
+        self, group: dict[str, Any], own: dict[str, Any], state: dict[Any, Any]
+    ) -> dict[str, Any]:
+        """``group`` in the words of this class; in ``state`` each parameter gets the step count
+        of the group.
+        """
         translated = self.translated_group(group, own)
         if translated is None:
-            raise ValueError(f"{sorted(group)}, which are neither of this class nor of {self.translates}")
+            raise ValueError(
+                f"{sorted(group)}, which are neither of this class nor of {self.translates}"
+            )
         step = translated.pop("step", None)
         for key in group["params"]:
             if step is not None and state.get(key):
@@ -281,7 +356,10 @@ class TrustRatioOptimizer(Optimizer, Rule):
         return translated
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"options": self.options, "skipped_steps": self.skipped_steps}
+        return super().__getstate__() | {
+            "options": self.options,
+            "skipped_steps": self.skipped_steps,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -25,7 +25,8 @@ def update(
     options: RunOptions,
     norm_all_reduce: NormAllReduce | None,
 ) -> bool:
-    """Take one step; returns whether it was taken: not where ``skip_nonfinite`` found a NaN or an infinity.
+    """Take one step; returns whether it was taken: not where ``skip_nonfinite`` found a NaN or an
+    infinity.
 
     ``hyperparameters`` are one dict for each group.
     """
@@ -47,10 +48,14 @@ def update(
         """Fill in ``sums`` over each parameter; see `PlainRunner.measure`."""
         for runner, part in runs:
             part_sums = runner.measure(part, numbers)
-            sums.index_copy_(1, listed.index(part.positions), part_sums.to(listed.device, sums.dtype))
+            sums.index_copy_(
+                1, listed.index(part.positions), part_sums.to(listed.device, sums.dtype)
+            )
 
     def move(runs: list[Run], sums: Tensor) -> Tensor:
-        """Move the parameters of ``runs`` by the trust ratios that follow from ``sums``; returns all ratios."""
+        """Move the parameters of ``runs`` by the trust ratios that follow from ``sums``; returns
+        all ratios.
+        """
         w_norm, norm = sums[0].sqrt(), sums[1].sqrt()
         known = Scalars(**numbers.on_device)
         adapts = (w_norm > 0) & (norm > 0) & (known.adapt != 0)
@@ -72,7 +77,9 @@ def update(
 
 
 def _active(listed: ParameterList, runs: list[Run]) -> Tensor | None:
-    """1 for each parameter that has a gradient and 0 elsewhere, like ``listed.steps``; None if all have one."""
+    """1 for each parameter that has a gradient and 0 elsewhere, like ``listed.steps``; None if
+    all have one.
+    """
     positions = [position for _, part in runs for position in part.positions]
     if len(positions) == len(listed.params):
         return None
@@ -81,17 +88,24 @@ def _active(listed: ParameterList, runs: list[Run]) -> Tensor | None:
     return active if listed.steps is None else send(active, listed.steps.device)
 
 
-def _per_parameter(hyperparameters: list[dict[str, Any]], listed: ParameterList, on_device: bool) -> Scalars:
+def _per_parameter(
+    hyperparameters: list[dict[str, Any]], listed: ParameterList, on_device: bool
+) -> Scalars:
     """Each hyper-parameter as a float64 vector over the parameters."""
     device = listed.device if on_device else torch.device("cpu")
     names = list(hyperparameters[0])
     tensors = {name: [group[name] for group in hyperparameters] for name in names}
-    plain = [name for name in names if not any(isinstance(value, Tensor) for value in tensors[name])]
+    plain = [
+        name for name in names if not any(isinstance(value, Tensor) for value in tensors[name])
+    ]
     table = listed.table([[float(v) for v in tensors[name]] for name in plain], device)
     expanded = dict(zip(plain, listed.expand(table, device).unbind(), strict=True))
     for name in names:
         if name not in expanded:
-            values = [torch.as_tensor(v, dtype=torch.float64).reshape(()).to(device) for v in tensors[name]]
+            values = [
+                torch.as_tensor(v, dtype=torch.float64).reshape(()).to(device)
+                for v in tensors[name]
+            ]
             expanded[name] = listed.expand(torch.stack(values), device)
     return Scalars(**expanded)
 
@@ -111,7 +125,9 @@ def _numbers(
     return StepNumbers(vars(scalars), {})
 
 
-def _grad_norm(listed: ParameterList, runs: list[Run], norm_all_reduce: NormAllReduce | None) -> Tensor:
+def _grad_norm(
+    listed: ParameterList, runs: list[Run], norm_all_reduce: NormAllReduce | None
+) -> Tensor:
     """Norm of all gradients of all ranks together, 0-d. It is finite where all of them are."""
     squares = torch.zeros(1, dtype=listed.ratios.dtype, device=listed.device)
     for runner, part in runs:
@@ -126,7 +142,9 @@ def _reduce(vector: Tensor, norm_all_reduce: NormAllReduce | None) -> Tensor:
     return vector if returned is None else returned
 
 
-def _commit(listed: ParameterList, ratio: Tensor, step: Tensor | None, active: Tensor | None) -> None:
+def _commit(
+    listed: ParameterList, ratio: Tensor, step: Tensor | None, active: Tensor | None
+) -> None:
     """Write step counts and ratios, as far as parameters were active."""
     if step is not None and listed.steps is not None:
         listed.steps.copy_(step)

@@ -1,4 +1,6 @@
-"""The backends that are measured: those of lightning_ring that work here, and torch.distributed by itself."""
+"""The backends that are measured: those of lightning_ring that work here, and torch.distributed
+by itself.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from lightning_ring.tools.bench import BACKENDS
 
 
 class PlainTorch:
-    """torch.distributed's own collectives on its default group; lengths are multiples of the world size."""
+    """torch.distributed's own collectives on its default group; lengths are multiples of the
+    world size.
+    """
 
     shard_index = property(lambda self: dist.get_rank())
 
@@ -59,7 +63,8 @@ def _open(name: str, job: Job, timeout: timedelta) -> Collectives:
 def open_contenders(
     job: Job, device: torch.device, asked: Sequence[str], timeout: timedelta
 ) -> tuple[dict[str, Collectives], dict[str, str]]:
-    """The backends ``asked`` for (none: all for this ``device`` that work here), and why others do not. Collective.
+    """The backends ``asked`` for (none: all for this ``device`` that work here), and why others do
+    not. Collective.
 
     Raises `ConfigurationError`: a backend was asked for that does not work here.
     """
@@ -73,5 +78,7 @@ def open_contenders(
     there = [name for name in BACKENDS if name not in missing]
     for name in asked:
         if name in missing:
-            raise ConfigurationError(f"{name} cannot be measured here: {missing[name]}. There are: {', '.join(there)}.")
+            raise ConfigurationError(
+                f"{name} cannot be measured here: {missing[name]}. There are: {', '.join(there)}."
+            )
     return {name: _open(name, job, timeout) for name in asked or there}, missing

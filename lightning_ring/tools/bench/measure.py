@@ -1,4 +1,6 @@
-"""Times collectives: all backends take turns at one size, and every result is checked against known sums."""
+"""Times collectives: all backends take turns at one size, and every result is checked against
+known sums.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _PERIOD = 65_521  # prime: a shard that lands in another's place does not look r
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of a call on its slowest rank, over ``num_calls``; ``num_bytes`` is the whole tensor, on each rank."""
+    """Seconds of a call on its slowest rank, over ``num_calls``; ``num_bytes`` is the whole
+    tensor, on each rank.
+    """
 
     collective: str
     backend: str
@@ -55,19 +59,24 @@ def measure(
     sizes: Sequence[int],
     seconds: float,
 ) -> Iterator[list[Timing]]:
-    """One list of timings for each of ``sizes`` (bytes): the copy first, then the contenders. Collective.
+    """One list of timings for each of ``sizes`` (bytes): the copy first, then the contenders.
+    Collective.
 
-    ``control``, any communicator of these ranks, agrees on the number of calls and collects the times. On CUDA calls
-    are queued as in training and timed in batches. Sizes are rounded down to a multiple of 4·world size bytes.
-    ``seconds`` is the approximate time of a contender at one size, which gets at least `TURNS` calls. Raises
-    `CollectiveError` if a result is wrong.
+    ``control``, any communicator of these ranks, agrees on the number of calls and collects the
+    times. On CUDA calls are queued as in training and timed in batches. Sizes are rounded down to a
+    multiple of 4·world size bytes. ``seconds`` is the approximate time of a contender at one size,
+    which gets at least `TURNS` calls. Raises `CollectiveError` if a result is wrong.
     """
     for size in sizes:
         numel = max(1, size // (4 * control.world_size)) * control.world_size
-        total = repeated(torch.stack([_block(rank) for rank in range(control.world_size)]).sum(0), numel, device)
+        total = repeated(
+            torch.stack([_block(rank) for rank in range(control.world_size)]).sum(0), numel, device
+        )
         target = total.clone()
         entries = [
-            _Entry(name, contender, collective, contender.empty(numel, torch.float32, device), total)
+            _Entry(
+                name, contender, collective, contender.empty(numel, torch.float32, device), total
+            )
             for name, contender in contenders.items()
         ]
         calls: dict[str, Callable[[], object]] = {COPY: functools.partial(target.copy_, total)}
@@ -75,7 +84,9 @@ def measure(
         for each in entries:
             each.verify(control)
         times: dict[str, list[float]] = {name: [] for name in calls}
-        batches = {name: _calls_a_turn(call, control, device, seconds) for name, call in calls.items()}
+        batches = {
+            name: _calls_a_turn(call, control, device, seconds) for name, call in calls.items()
+        }
         order = list(calls)
         for turn in range(TURNS):
             for name in order[turn % len(order) :] + order[: turn % len(order)]:
@@ -84,13 +95,17 @@ def measure(
         for each in entries:
             each.verify(control)
         slowest = slowest_rank(times, control)
-        yield [summary(collective, name, total.nbytes, longest) for name, longest in slowest.items()]
+        yield [
+            summary(collective, name, total.nbytes, longest) for name, longest in slowest.items()
+        ]
 
 
 class _Entry:
     """One backend's collective on its own memory."""
 
-    def __init__(self, name: str, contender: Collectives, collective: str, flat: Tensor, total: Tensor) -> None:
+    def __init__(
+        self, name: str, contender: Collectives, collective: str, flat: Tensor, total: Tensor
+    ) -> None:
         self.name = name
         self._contender = contender
         self._collective = collective
@@ -102,7 +117,9 @@ class _Entry:
         self._run(self._flat).wait()
 
     def verify(self, control: Communicator) -> None:
-        """Run it on numbers whose sums float32 holds exactly. Leaves zeros, which stay zeros however often summed."""
+        """Run it on numbers whose sums float32 holds exactly. Leaves zeros, which stay zeros
+        however often summed.
+        """
         world_size, own = control.world_size, self._contender.shard_index
         if self._collective == "all_gather":
             self._flat.fill_(-1)
@@ -117,8 +134,9 @@ class _Entry:
         wrong = int((found != expected).sum())
         if wrong:
             raise CollectiveError(
-                f"{self.name}: {self._collective} of {self._flat.numel()} float32 left {wrong} of {found.numel()} "
-                f"elements wrong on rank {control.rank}. Its times mean nothing; please report this."
+                f"{self.name}: {self._collective} of {self._flat.numel()} float32 left {wrong} of "
+                f"{found.numel()} elements wrong on rank {control.rank}. Its times mean nothing; "
+                "please report this."
             )
         self._flat.zero_()
 
@@ -136,14 +154,18 @@ def repeated(block: Tensor, numel: int, device: torch.device) -> Tensor:
     return flat
 
 
-def _calls_a_turn(call: Callable[[], object], control: Communicator, device: torch.device, seconds: float) -> int:
+def _calls_a_turn(
+    call: Callable[[], object], control: Communicator, device: torch.device, seconds: float
+) -> int:
     control.barrier()
     estimate = max(max(times) for times in control.all_gather_object(timed(call, 1, device)))
     return max(1, min(MOST_CALLS, int(seconds / TURNS / max(estimate, 1e-7))))
 
 
 def timed(call: Callable[[], object], num_calls: int, device: torch.device) -> list[float]:
-    """Seconds of each of ``num_calls`` calls in a row, after one that is not timed where there are several."""
+    """Seconds of each of ``num_calls`` calls in a row, after one that is not timed where there
+    are several.
+    """
     if num_calls > 1:
         call()
     if is_gpu(device):
@@ -165,10 +187,15 @@ def timed(call: Callable[[], object], num_calls: int, device: torch.device) -> l
 def slowest_rank(times: dict[str, list[float]], control: Communicator) -> dict[str, list[float]]:
     """For each call the longest of all ranks' times."""
     by_rank = control.all_gather_object(times)
-    return {name: [max(call) for call in zip(*(rank[name] for rank in by_rank), strict=True)] for name in times}
+    return {
+        name: [max(call) for call in zip(*(rank[name] for rank in by_rank), strict=True)]
+        for name in times
+    }
 
 
 def summary(collective: str, backend: str, num_bytes: int, seconds: list[float]) -> Timing:
     ordered = sorted(seconds)
     p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
-    return Timing(collective, backend, num_bytes, statistics.median(ordered), ordered[0], p95, len(ordered))
+    return Timing(
+        collective, backend, num_bytes, statistics.median(ordered), ordered[0], p95, len(ordered)
+    )

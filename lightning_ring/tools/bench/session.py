@@ -1,4 +1,6 @@
-"""One run of ``lightning-ring bench`` in a rank: open the backends, measure, and report as text and JSON."""
+"""One run of ``lightning-ring bench`` in a rank: open the backends, measure, and report as text
+and JSON.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,13 @@ def size_text(num_bytes: int) -> str:
 
 
 def heading(collective: str, peer: str | None) -> str:
-    columns = f"{'size':>10}  {'backend':12} {'median µs':>11} {'least µs':>11} {'p95 µs':>11} {'alg GB/s':>10} "
-    return f"\n{collective}\n{columns}{'bus GB/s':>10} {'copy GB/s':>10}" + (f"  × {peer}" if peer else "")
+    columns = (
+        f"{'size':>10}  {'backend':12} {'median µs':>11} {'least µs':>11} {'p95 µs':>11} "
+        f"{'alg GB/s':>10} "
+    )
+    return f"\n{collective}\n{columns}{'bus GB/s':>10} {'copy GB/s':>10}" + (
+        f"  × {peer}" if peer else ""
+    )
 
 
 def timing_lines(timings: Sequence[Timing], world_size: int, peer: str | None) -> Iterator[str]:
@@ -54,17 +61,27 @@ def timing_lines(timings: Sequence[Timing], world_size: int, peer: str | None) -
     for timing in timings:
         if timing is copy:
             continue
-        micro = " ".join(f"{1e6 * value:11.1f}" for value in (timing.median, timing.least, timing.p95))
-        speeds = (timing.algorithm_bandwidth, timing.bus_bandwidth(world_size), copy.algorithm_bandwidth)
+        micro = " ".join(
+            f"{1e6 * value:11.1f}" for value in (timing.median, timing.least, timing.p95)
+        )
+        speeds = (
+            timing.algorithm_bandwidth,
+            timing.bus_bandwidth(world_size),
+            copy.algorithm_bandwidth,
+        )
         line = f"{size_text(timing.num_bytes):>10}  {timing.backend:12} {micro} "
         line += " ".join(f"{speed / GB:10.3f}" for speed in speeds)
         yield line + (f"  {medians[peer] / timing.median:.2f}" if peer else "")
 
 
 def fitted_models(timings: Sequence[Timing], world_size: int) -> list[dict[str, Any]]:
-    """α and β of every backend and collective (`comm.cost`), where at least two sizes were measured."""
+    """α and β of every backend and collective (`comm.cost`), where at least two sizes were
+    measured.
+    """
     found = []
-    for collective, backend in dict.fromkeys((t.collective, t.backend) for t in timings if t.backend != COPY):
+    for collective, backend in dict.fromkeys(
+        (t.collective, t.backend) for t in timings if t.backend != COPY
+    ):
         these = [t for t in timings if (t.collective, t.backend) == (collective, backend)]
         if len({t.num_bytes for t in these}) > 1:
             sizes, seconds = [t.num_bytes for t in these], [t.median for t in these]
@@ -82,15 +99,25 @@ def model_lines(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{model['collective']:14} {model['backend']:12} {alpha:9.1f} {bandwidth:9.3f}"
 
 
-_JSON_NAMES = {"num_bytes": "bytes", "median": "median_seconds", "least": "least_seconds", "p95": "p95_seconds"}
+_JSON_NAMES = {
+    "num_bytes": "bytes",
+    "median": "median_seconds",
+    "least": "least_seconds",
+    "p95": "p95_seconds",
+}
 
 
 def bench_json(
-    timings: Sequence[Timing], models: Sequence[Mapping[str, Any]], world: Mapping[str, Any], missing: Mapping[str, str]
+    timings: Sequence[Timing],
+    models: Sequence[Mapping[str, Any]],
+    world: Mapping[str, Any],
+    missing: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Seconds, bytes, bytes a second throughout; a ``copy`` has the name of the collective it was measured beside.
+    """Seconds, bytes, bytes a second throughout; a ``copy`` has the name of the collective it was
+    measured beside.
 
-    A bandwidth that does not show in the times, because they do not grow with the size, is infinite.
+    A bandwidth that does not show in the times, because they do not grow with the size, is
+    infinite.
     """
     size = world["world_size"]
     return {
@@ -103,7 +130,10 @@ def bench_json(
         "missing": dict(missing),
         "timings": [
             {_JSON_NAMES.get(name, name): value for name, value in asdict(timing).items()}
-            | {"algorithm_bandwidth": timing.algorithm_bandwidth, "bus_bandwidth": timing.bus_bandwidth(size)}
+            | {
+                "algorithm_bandwidth": timing.algorithm_bandwidth,
+                "bus_bandwidth": timing.bus_bandwidth(size),
+            }
             for timing in timings
         ],
         "models": list(models),
@@ -114,9 +144,11 @@ TIMEOUT = timedelta(minutes=2)
 
 
 def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
-    """Measure what ``options`` (of ``cli/bench.py``) ask for at ``sizes`` in bytes. Collective; returns 0.
+    """Measure what ``options`` (of ``cli/bench.py``) ask for at ``sizes`` in bytes. Collective;
+    returns 0.
 
-    Raises `RingError`: a backend that was asked for is not there, memory does not suffice, or a result is wrong.
+    Raises `RingError`: a backend that was asked for is not there, memory does not suffice, or a
+    result is wrong.
     """
     info = discover_ranks()
     device = choose_device(options.device, info)
@@ -129,9 +161,15 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
     name = gpu_module(device).get_device_name(device) if is_gpu(device) else "cpu"
     world = {"world_size": info.world_size, "num_nodes": info.num_nodes, "device": name}
     if info.rank == 0:
-        print(f"{info.world_size} ranks on {info.num_nodes} node(s), {world['device']}, float32, sum", flush=True)
+        print(
+            f"{info.world_size} ranks on {info.num_nodes} node(s), {world['device']}, float32, sum",
+            flush=True,
+        )
         if "auto" in contenders:
-            print(f"auto, what strategy='ring' takes here: {type(contenders['auto']).__name__}", flush=True)
+            print(
+                f"auto, what strategy='ring' takes here: {type(contenders['auto']).__name__}",
+                flush=True,
+            )
         for name, reason in missing.items():
             print(f"not measured: {name} ({reason})", flush=True)
     timings: list[Timing] = []
@@ -157,20 +195,24 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
 def choose_device(asked: str, info: RankInfo) -> torch.device:
     """A GPU for each rank where there are as many, else the CPU.
 
-    Raises `RankDiscoveryError`: ``"cuda"`` or ``"xpu"`` was asked for, and there are fewer GPUs than ranks on this
-    node.
+    Raises `RankDiscoveryError`: ``"cuda"`` or ``"xpu"`` was asked for, and there are fewer GPUs
+    than ranks on this node.
     """
     kind = asked if asked in COLLECTIVES else gpu_kind()
     there = gpu_module(torch.device(kind)).device_count() if kind else 0
     if asked == "cpu" or (asked == "auto" and there < info.local_size):
         return torch.device("cpu")
-    index = pick_gpu(info.local_rank, info.local_size, there, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    index = pick_gpu(
+        info.local_rank, info.local_size, there, os.environ.get("CUDA_VISIBLE_DEVICES")
+    )
     gpu_module(torch.device(kind)).set_device(index)
     return torch.device(kind, index)
 
 
 def check_memory(num_bytes: int, device: torch.device) -> None:
-    """Of the ranks of one node together. Raises `ConfigurationError`: this host has less free memory."""
+    """Of the ranks of one node together. Raises `ConfigurationError`: this host has less free
+    memory.
+    """
     meminfo = Path("/proc/meminfo")
     if device.type != "cpu" or not meminfo.exists():
         return
@@ -178,6 +220,6 @@ def check_memory(num_bytes: int, device: torch.device) -> None:
     free = int(lines["MemAvailable"].split()[0]) * 1024
     if num_bytes > free:
         raise ConfigurationError(
-            f"the largest size takes {num_bytes / 2**30:.1f} GiB on this node, of which {free / 2**30:.1f} GiB are "
-            "free. Choose a smaller --max, or fewer --backends."
+            f"the largest size takes {num_bytes / 2**30:.1f} GiB on this node, of which "
+            f"{free / 2**30:.1f} GiB are free. Choose a smaller --max, or fewer --backends."
         )

@@ -1,4 +1,6 @@
-"""The request to the doctor, and subprocesses with a time limit: they may hang, crash or be missing."""
+"""The request to the doctor, and subprocesses with a time limit: they may hang, crash or be
+missing.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,29 @@ from lightning_ring.launch.processes import processes_of_sessions
 # A launcher's variables for its ranks. The ranks that the doctor starts get variables of their own.
 _PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "MV2_COMM_WORLD_", "TORCHELASTIC_")
 _NAMES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
-    *("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "RING_RANK", "RING_WORLD_SIZE", "RING_STORE", "RING_STORE_FD", "RING_JOB"),
+    *(
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        "RING_RANK",
+        "RING_WORLD_SIZE",
+        "RING_STORE",
+        "RING_STORE_FD",
+        "RING_JOB",
+    ),
     *("RING_LAUNCHER_PID", "RING_STOP_SIGNAL"),
 )
-_SETTINGS = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")  # the user's own, unless one of these started this process
+# the user's own, unless one of these started this process
+_SETTINGS = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +56,9 @@ class Request:
 
     @property
     def child_environ(self) -> dict[str, str]:
-        """The environment for processes that the doctor starts: without the variables of a launcher."""
+        """The environment for processes that the doctor starts: without the variables of a
+        launcher.
+        """
         return {name: value for name, value in self.environ.items() if not self._is_launchers(name)}
 
     def _is_launchers(self, name: str) -> bool:
@@ -84,7 +105,8 @@ def ask(command: Sequence[str], seconds: float, environ: Mapping[str, str] | Non
     except subprocess.TimeoutExpired:
         _end(process)
         stdout = stderr = ""
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a grandchild in another session may hold the pipe
+        # a grandchild in another session may hold the pipe
+        with contextlib.suppress(subprocess.TimeoutExpired):
             stdout, stderr = process.communicate(timeout=2)
         return Answer(stdout, stderr, f"did not end within {seconds:g} s")
     finally:

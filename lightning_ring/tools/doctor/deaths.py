@@ -26,35 +26,59 @@ def check(request: Request) -> list[Finding]:
     findings = [_planted(request)]
     if request.launcher in _ENDING_ALL:
         found = f"ends a job of {request.launcher}, which ends all ranks with one"
-        findings.append(warning("launcher of ranks", found, f"strategy='ring_elastic' goes on under: {_START}."))
+        findings.append(
+            warning("launcher of ranks", found, f"strategy='ring_elastic' goes on under: {_START}.")
+        )
     return [*findings, _steward(request), _min_ranks(request)]
 
 
 def _planted(request: Request) -> Finding:
     """Two ranks without torch, of which one kills itself."""
     job = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "2", "--min-ranks", "1", "--"]
-    answer = ask([*job, sys.executable, "-m", _RANK], request.at_most(_SECONDS), request.child_environ)
+    answer = ask(
+        [*job, sys.executable, "-m", _RANK], request.at_most(_SECONDS), request.child_environ
+    )
     told = dict(re.findall(r"(\w+)=([\d.]+)", answer.stdout))
     if answer.problem or not {"died", "known", "ranks"} <= told.keys():
-        advice = f"strategy='ring_elastic' would not go on here. See what is said: {' '.join(job)} python -m {_RANK}"
-        return broken(_NAME, f"was not survived in a trial: {answer.last_error or 'a rank said nothing'}", advice)
+        advice = (
+            f"strategy='ring_elastic' would not go on here. See what is said: {' '.join(job)} "
+            f"python -m {_RANK}"
+        )
+        return broken(
+            _NAME,
+            f"was not survived in a trial: {answer.last_error or 'a rank said nothing'}",
+            advice,
+        )
     seconds = float(told["known"]) - float(told["died"])
-    found = f"is survived with strategy='ring_elastic': the other rank of a trial knew after {seconds * 1e3:.0f} ms"
+    found = (
+        "is survived with strategy='ring_elastic': the other rank of a trial knew after "
+        f"{seconds * 1e3:.0f} ms"
+    )
     if seconds > _SLOW:
-        return warning(_NAME, found, "The process that starts the ranks gets too little of a core: leave it some.")
+        return warning(
+            _NAME,
+            found,
+            "The process that starts the ranks gets too little of a core: leave it some.",
+        )
     return ok(_NAME, found)
 
 
 def _steward(request: Request) -> Finding:
     if request.num_hosts == 1:
         return ok("steward", "the process that starts the ranks: its death ends all of them")
-    found = f"on the host that runs ringrun, whose loss ends the job; the other {request.num_hosts - 1} may go"
+    found = (
+        "on the host that runs ringrun, whose loss ends the job; the other "
+        f"{request.num_hosts - 1} may go"
+    )
     return ok("steward", found)
 
 
 def _min_ranks(request: Request) -> Finding:
     ranks = request.ranks * request.num_hosts
-    found = f"with {ranks} ranks any number up to {ranks - 1} may die; --min-ranks M (min_ranks=) lets {ranks} - M die"
+    found = (
+        f"with {ranks} ranks any number up to {ranks - 1} may die; --min-ranks M (min_ranks=) lets "
+        f"{ranks} - M die"
+    )
     if request.num_hosts > 1:
         found += f", so a host of {request.ranks} needs M <= {ranks - request.ranks}"
     return ok("min_ranks", found)

@@ -1,4 +1,6 @@
-"""Process 1 kills itself, and process 0 prints when it knew, and how many ranks go on. Without torch."""
+"""Process 1 kills itself, and process 0 prints when it knew, and how many ranks go on. Without
+torch.
+"""
 
 from __future__ import annotations
 

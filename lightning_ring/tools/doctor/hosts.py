@@ -1,4 +1,6 @@
-"""The doctor on this host, and on several: one doctor on each, started as ringrun starts ranks, writes its report."""
+"""The doctor on this host, and on several: one doctor on each, started as ringrun starts ranks,
+writes its report.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from lightning_ring.launch.hosts import Host
-from lightning_ring.tools.doctor import deaths, gpus, launching, network, packages, reduction, resources
+from lightning_ring.tools.doctor import (
+    deaths,
+    gpus,
+    launching,
+    network,
+    packages,
+    reduction,
+    resources,
+)
 from lightning_ring.tools.doctor.asking import Request, ask, end_all
 from lightning_ring.tools.doctor.findings import Finding, HostReport, broken, compare
 from lightning_ring.tools.doctor.reduction import check_across, what_was_said
@@ -54,7 +64,9 @@ def _guarded(request: Request, family: str) -> list[Finding]:
         return FAMILIES[family](request)
     except Exception as error:  # the doctor has to survive errors that it did not foresee
         found = f"this check failed: {type(error).__name__}: {error}"
-        return [broken(family, found, "The other lines hold. Please report this one to lightning_ring.")]
+        return [
+            broken(family, found, "The other lines hold. Please report this one to lightning_ring.")
+        ]
 
 
 PREFIX = "lightning_ring.tools.doctor.host "
@@ -65,7 +77,9 @@ _CHECKS_SECONDS = 90.0  # imports on a cold network file system
 def examine_hosts(
     hosts: Sequence[Host], chosen: Sequence[str], request: Request
 ) -> tuple[list[HostReport], list[Finding]]:
-    """Every host's report, and findings on what they have in common: versions, and an all-reduce between them."""
+    """Every host's report, and findings on what they have in common: versions, and an all-reduce
+    between them.
+    """
     ask_host = functools.partial(_report, len(hosts), chosen, request)
     reports = list(_side_by_side(ask_host, hosts))
     started = [report for report in reports if "start" not in report.families]
@@ -83,19 +97,43 @@ def _report(num_hosts: int, chosen: Sequence[str], request: Request, host: Host)
     for line in answer.stdout.splitlines():
         if line.startswith(PREFIX):
             with contextlib.suppress(ValueError):  # of a line that was cut
-                return HostReport(host.name, HostReport.from_json(json.loads(line.removeprefix(PREFIX))).families)
+                return HostReport(
+                    host.name, HostReport.from_json(json.loads(line.removeprefix(PREFIX))).families
+                )
     said = what_was_said(answer.stderr)
-    found = f"gave no report: it {answer.problem or 'ended without a word'}{': ' + said if said else ''}"
+    found = (
+        "gave no report: it "
+        f"{answer.problem or 'ended without a word'}{': ' + said if said else ''}"
+    )
     advice = (
-        f"`ssh {host.name} true` must work without a question, {sys.executable} with lightning_ring must be there, "
-        f"and firewalls must let mpirun through. `ringrun -n 1 -H {host.name}:1 hostname` shows all that is said."
+        f"`ssh {host.name} true` must work without a question, {sys.executable} with "
+        "lightning_ring must be there, and firewalls must let mpirun through. `ringrun -n 1 -H "
+        f"{host.name}:1 hostname` shows all that is said."
     )
     return HostReport(host.name, {"start": [broken("start", found, advice)]})
 
 
 def _command(host: Host, num_hosts: int, chosen: Sequence[str], request: Request) -> list[str]:
-    doctor = [sys.executable, "-m", "lightning_ring.cli.main", "doctor", "--part-of", str(num_hosts)]
+    doctor = [
+        sys.executable,
+        "-m",
+        "lightning_ring.cli.main",
+        "doctor",
+        "--part-of",
+        str(num_hosts),
+    ]
     doctor += ["-n", str(host.slots), "--timeout", f"{request.seconds:g}", "--only", *chosen]
-    if host.is_local:  # without mpirun, so that this host has a report also where mpirun is what is broken
+    # without mpirun, so that this host has a report also where mpirun is what is broken
+    if host.is_local:
         return doctor
-    return [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "1", "-H", f"{host.name}:1", "--", *doctor]
+    return [
+        sys.executable,
+        "-m",
+        "lightning_ring.cli.ringrun",
+        "-n",
+        "1",
+        "-H",
+        f"{host.name}:1",
+        "--",
+        *doctor,
+    ]

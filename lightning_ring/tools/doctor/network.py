@@ -32,13 +32,16 @@ def _hostname(many: bool) -> Finding:
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError as error:
-        advice = f"Add a line to /etc/hosts, such as `{(_own_addresses() or ['127.0.1.1'])[0]} {name}`."
+        advice = (
+            f"Add a line to /etc/hosts, such as `{(_own_addresses() or ['127.0.1.1'])[0]} {name}`."
+        )
         return broken("hostname", f"{name} resolves to nothing: {error.strerror}", advice)
     found = f"{name} resolves to {', '.join(addresses)}"
     if many and all(address.startswith(("127.", "::1")) for address in addresses):
         advice = (
-            "Other hosts cannot use that, and programs that hand it out fail. lightning_ring looks at the interfaces "
-            f"instead; for the others, give {name} its real address in /etc/hosts."
+            "Other hosts cannot use that, and programs that hand it out fail. lightning_ring "
+            f"looks at the interfaces instead; for the others, give {name} its real address in "
+            "/etc/hosts."
         )
         return warning("hostname", found, advice)
     return ok("hostname", found)
@@ -68,14 +71,30 @@ def _listening(request: Request) -> Finding:
             port = door.getsockname()[1]
             failed = {address: error for address in addresses if (error := _connect(address, port))}
     except OSError as error:
-        return broken(name, f"no port can be opened: {error.strerror}", "A sandbox or a limit forbids it (ulimit -n).")
+        return broken(
+            name,
+            f"no port can be opened: {error.strerror}",
+            "A sandbox or a limit forbids it (ulimit -n).",
+        )
     if failed:
         found = ", ".join(f"{address}: {error}" for address, error in failed.items())
         if len(failed) < len(addresses) and "127.0.0.1" not in failed and request.num_hosts == 1:
-            return warning(name, found, "A firewall is in between; ranks of this host alone meet over 127.0.0.1.")
-        return broken(name, found, "A firewall drops what this host sends to itself: allow TCP from its own addresses.")
+            return warning(
+                name,
+                found,
+                "A firewall is in between; ranks of this host alone meet over 127.0.0.1.",
+            )
+        return broken(
+            name,
+            found,
+            "A firewall drops what this host sends to itself: allow TCP from its own addresses.",
+        )
     if request.num_hosts > 1 and len(addresses) == 1:
-        return broken(name, "this host has no address but 127.0.0.1", "Connect it to a network that the others reach.")
+        return broken(
+            name,
+            "this host has no address but 127.0.0.1",
+            "Connect it to a network that the others reach.",
+        )
     return ok(name, f"reached at {', '.join(addresses)}")
 
 
@@ -83,8 +102,12 @@ def _named_interfaces(environ: Mapping[str, str]) -> list[Finding]:
     there = [name for _, name in socket.if_nameindex()]
     findings = []
     for variable in _INTERFACES:
-        named = [name for name in environ.get(variable, "").split(",") if name and name[0] not in "^="]
-        missing = [name for name in named if not any(interface.startswith(name) for interface in there)]
+        named = [
+            name for name in environ.get(variable, "").split(",") if name and name[0] not in "^="
+        ]
+        missing = [
+            name for name in named if not any(interface.startswith(name) for interface in there)
+        ]
         if missing:
             advice = f"There are: {', '.join(there)}. Name one of them, or unset {variable}."
             findings.append(broken(variable, f"{', '.join(missing)}: no such interface", advice))
@@ -102,16 +125,27 @@ def _master(environ: Mapping[str, str]) -> list[Finding]:
     try:
         resolved = socket.gethostbyname(address or "localhost")
     except OSError as error:
-        advice = "Unset it (mpirun and ringrun need none), or name rank 0's host as this one knows it."
+        advice = (
+            "Unset it (mpirun and ringrun need none), or name rank 0's host as this one knows it."
+        )
         return [broken(name, f"{found}: {error.strerror}", advice)]
     if port is not None and not (port.isdigit() and 0 < int(port) < 65536):
-        return [broken("MASTER_PORT", f"{port!r} is no port", "Unset it, or set a number from 1024 to 65535.")]
+        return [
+            broken(
+                "MASTER_PORT",
+                f"{port!r} is no port",
+                "Unset it, or set a number from 1024 to 65535.",
+            )
+        ]
     if port is None or resolved not in ("127.0.0.1", *_own_addresses()):
         return [ok(name, found)]
     try:
         socket.create_server(("", int(port))).close()
     except OSError as error:
-        who = "`ss -ltnp` shows who has it. Unset MASTER_PORT (mpirun and ringrun need none), or choose a free one."
+        who = (
+            "`ss -ltnp` shows who has it. Unset MASTER_PORT (mpirun and ringrun need none), or "
+            "choose a free one."
+        )
         return [broken("MASTER_PORT", f"rank 0 cannot listen on {port}: {error.strerror}", who)]
     return [ok(name, f"{found}, which is free")]
 
@@ -120,10 +154,17 @@ def _infiniband() -> list[Finding]:
     states: dict[str, str] = {}
     for file in sorted(_INFINIBAND.glob("*/ports/*/state")):
         with contextlib.suppress(OSError):
-            states[f"{file.parts[-4]}/{file.parts[-2]}"] = file.read_text().partition(":")[2].strip()
+            states[f"{file.parts[-4]}/{file.parts[-2]}"] = (
+                file.read_text().partition(":")[2].strip()
+            )
     if not states:
         return []
     found = ", ".join(f"{port} {state}" for port, state in states.items())
     if "ACTIVE" not in states.values():
-        return [warning("InfiniBand", found, "No port is active: check cable and subnet manager (`ibstat`).")]
-    return [ok("InfiniBand", f"{found}{'' if os.access('/dev/infiniband', os.R_OK) else '; not open to this account'}")]
+        return [
+            warning(
+                "InfiniBand", found, "No port is active: check cable and subnet manager (`ibstat`)."
+            )
+        ]
+    is_open = os.access("/dev/infiniband", os.R_OK)
+    return [ok("InfiniBand", found if is_open else f"{found}; not open to this account")]

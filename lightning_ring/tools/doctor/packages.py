@@ -1,6 +1,7 @@
 """Versions of packages, and whether torch, torchvision and Lightning can be imported.
 
-Versions come from the metadata that pip wrote, so that a package that cannot be imported has one too.
+Versions come from the metadata that pip wrote, so that a package that cannot be imported has one
+too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ _COMPROMISED = ("2.6.2", "2.6.3")
 def check_versions(request: Request) -> list[Finding]:
     glibc = platform.libc_ver()[1] or "none"
     system = f"{platform.system()} {platform.release()}, {platform.machine()}, glibc {glibc}"
-    findings = [ok("python", f"{platform.python_version()}, {sys.executable}"), ok("system", system)]
+    findings = [
+        ok("python", f"{platform.python_version()}, {sys.executable}"),
+        ok("system", system),
+    ]
     findings.append(_own())
     for package in (*_NEEDED, *_OPTIONAL):
         findings += _package(package)
@@ -41,15 +45,21 @@ def check_versions(request: Request) -> list[Finding]:
 
 
 def _own() -> Finding:
-    """Version, folder, and a digest of the code: a checkout that is behind on one host has the same version."""
+    """Version, folder, and a digest of the code: a checkout that is behind on one host has the
+    same version.
+    """
     folder = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
-    found = f"{version('lightning-ring') or 'not installed'}, code {digest.hexdigest()[:8]}, {folder}"
+    found = (
+        f"{version('lightning-ring') or 'not installed'}, code {digest.hexdigest()[:8]}, {folder}"
+    )
     unmet = list(_unmet("lightning-ring"))
     if unmet:
-        return broken("lightning_ring", f"{found}, which {'; '.join(unmet)}", "pip install -U lightning-ring")
+        return broken(
+            "lightning_ring", f"{found}, which {'; '.join(unmet)}", "pip install -U lightning-ring"
+        )
     return ok("lightning_ring", found)
 
 
@@ -65,22 +75,45 @@ def _package(package: str) -> list[Finding]:
     if found is None and package in _OPTIONAL:
         return [ok(package, f"not installed (for: {_OPTIONAL[package]})")]
     if found is None:
-        return [broken(package, "not installed", f"pip install {package}, or lightning-ring[all] for everything.")]
+        return [
+            broken(
+                package,
+                "not installed",
+                f"pip install {package}, or lightning-ring[all] for everything.",
+            )
+        ]
     if package == "lightning" and found in _COMPROMISED:
-        advice = "pip install 'lightning!=2.6.2,!=2.6.3', and replace all keys and tokens that this account could read."
+        advice = (
+            "pip install 'lightning!=2.6.2,!=2.6.3', and replace all keys and tokens that this "
+            "account could read."
+        )
         return [broken(package, f"{found}, a compromised release", advice)]
     unmet = list(_unmet(package))
     if unmet:
-        # libraries of CUDA are exchanged on purpose, too; a package built for another torch does not even load
-        say = broken if any(need.startswith("needs torch=") or package == "lightning" for need in unmet) else warning
-        names = " ".join(dict.fromkeys([package, *(need.split()[1].rstrip("0123456789.,=<>!~*") for need in unmet)]))
-        advice = f"pip install -U {names} (in one command, so that pip chooses versions that fit each other)."
+        # libraries of CUDA are exchanged on purpose, too; a package built for another torch does
+        # not even load
+        say = (
+            broken
+            if any(need.startswith("needs torch=") or package == "lightning" for need in unmet)
+            else warning
+        )
+        names = " ".join(
+            dict.fromkeys(
+                [package, *(need.split()[1].rstrip("0123456789.,=<>!~*") for need in unmet)]
+            )
+        )
+        advice = (
+            f"pip install -U {names} (in one command, so that pip chooses versions that fit each "
+            "other)."
+        )
         return [say(package, f"{found}, which {'; '.join(unmet)}", advice)]
     return [ok(package, found)]
 
 
 def _unmet(package: str) -> Iterator[str]:
-    """``"needs torch==2.14.0, found 2.15.0"`` for everything that ``package`` requires and that is not so."""
+    """``"needs torch==2.14.0, found 2.15.0"`` for everything that ``package`` requires and that
+    is not so.
+    """
     try:
         from packaging.requirements import InvalidRequirement, Requirement  # Lightning brings it
     except ImportError:
@@ -102,8 +135,18 @@ def _shadowed() -> list[Finding]:
     for package in (*_NEEDED, "torchvision", "lightning_ring"):
         file = here / f"{package}.py"
         if file.exists():
-            advice = f"Rename it, and remove {here / '__pycache__'}." if os.access(here, os.W_OK) else "Rename it."
-            return [broken("current folder", f"{file} is imported in the place of the package {package}", advice)]
+            advice = (
+                f"Rename it, and remove {here / '__pycache__'}."
+                if os.access(here, os.W_OK)
+                else "Rename it."
+            )
+            return [
+                broken(
+                    "current folder",
+                    f"{file} is imported in the place of the package {package}",
+                    advice,
+                )
+            ]
     return []
 
 
@@ -124,14 +167,22 @@ def check_imports(request: Request) -> list[Finding]:
         advice = "pip install --force-reinstall torch torchvision (in one command)."
         return [broken("import torch", _why(answer), advice)]
     builds = [
-        f"{name} {facts[key]}" for name, key in (("CUDA", "cuda"), ("ROCm", "rocm"), ("XPU", "xpu")) if facts.get(key)
+        f"{name} {facts[key]}"
+        for name, key in (("CUDA", "cuda"), ("ROCm", "rocm"), ("XPU", "xpu"))
+        if facts.get(key)
     ]
     build = builds[0] if builds else "the CPU"
-    return [ok("import torch", f"{facts['version']}, built for {build}"), *_backends(facts), *_rest(request)]
+    return [
+        ok("import torch", f"{facts['version']}, built for {build}"),
+        *_backends(facts),
+        *_rest(request),
+    ]
 
 
 def torch_facts(request: Request) -> tuple[dict[str, Any], Answer]:
-    """The answer of `torch_facts.py`, empty if torch cannot be imported. Asked once, by the first caller."""
+    """The answer of `torch_facts.py`, empty if torch cannot be imported. Asked once, by the
+    first caller.
+    """
     with _lock:
         if not _asked:
             command = [sys.executable, "-m", "lightning_ring.tools.doctor.torch_facts"]
@@ -147,12 +198,23 @@ def _backends(facts: dict[str, Any]) -> list[Finding]:
     gloo, library = facts.get("gloo"), facts.get("collectives")
     findings = [ok("gloo", "built")]
     if not gloo:
-        findings = [broken("gloo", "not built into this torch", "Ranks meet over it: install torch's own wheel.")]
+        findings = [
+            broken(
+                "gloo",
+                "not built into this torch",
+                "Ranks meet over it: install torch's own wheel.",
+            )
+        ]
     if library:
         findings.append(ok("nccl", library))
     elif facts.get("gpus"):
-        advice = "GPUs exchange gradients over NCCL, RCCL (AMD) or XCCL (Intel): install torch's wheel for your GPU."
-        findings.append(broken("nccl", facts.get("collectives error") or "not built into this torch", advice))
+        advice = (
+            "GPUs exchange gradients over NCCL, RCCL (AMD) or XCCL (Intel): install torch's wheel "
+            "for your GPU."
+        )
+        findings.append(
+            broken("nccl", facts.get("collectives error") or "not built into this torch", advice)
+        )
     else:
         findings.append(ok("nccl", "not built; needed on GPUs only"))
     return findings
@@ -163,13 +225,18 @@ def _rest(request: Request) -> list[Finding]:
     modules = ["torchvision", "lightning.pytorch", "lightning_ring.integrations.lightning.strategy"]
     if version("torchvision") is None:
         modules.remove("torchvision")
-    answer = ask([sys.executable, "-c", _REST, *modules], request.at_most(_SECONDS), request.child_environ)
+    answer = ask(
+        [sys.executable, "-c", _REST, *modules], request.at_most(_SECONDS), request.child_environ
+    )
     if not answer.problem:
         return [ok("import lightning", ", ".join(modules))]
     reached = [line for line in answer.stdout.splitlines() if line in modules] or modules[:1]
     package = reached[-1].partition(".")[0]
     if package == "torchvision":
-        advice = "It was built for another torch: pip install --force-reinstall torch torchvision (in one command)."
+        advice = (
+            "It was built for another torch: pip install --force-reinstall torch torchvision (in "
+            "one command)."
+        )
     elif package == "lightning":
         advice = "pip install --force-reinstall 'lightning!=2.6.2,!=2.6.3'"
     else:
@@ -178,4 +245,8 @@ def _rest(request: Request) -> list[Finding]:
 
 
 def _why(answer: Answer) -> str:
-    return answer.last_error if answer.problem.startswith("ended with exit code") else f"it {answer.problem}"
+    return (
+        answer.last_error
+        if answer.problem.startswith("ended with exit code")
+        else f"it {answer.problem}"
+    )

@@ -1,8 +1,10 @@
-"""Run as a program by every rank of a trial: an all-reduce through each backend, checked; rank 0 prints the results.
+"""Run as a program by every rank of a trial: an all-reduce through each backend, checked; rank 0
+prints the results.
 
     python -m lightning_ring.tools.doctor.rank cpu auto gloo mpi
 
-One line of JSON before a backend is tried and one after it, so that a trial that hangs has said where.
+One line of JSON before a backend is tried and one after it, so that a trial that hangs has said
+where.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def main(arguments: list[str]) -> None:
         RingError: A backend is not there, or ranks cannot reach each other.
         RuntimeError: A sum is wrong.
     """
-    notes = BufferingHandler(sys.maxsize)  # of warnings: where shared memory was not to be had, one says why
+    # of warnings: where shared memory was not to be had, one says why
+    notes = BufferingHandler(sys.maxsize)
     notes.setLevel(logging.WARNING)
     logging.getLogger("lightning_ring").addHandler(notes)
     info = discover_ranks()
@@ -58,7 +61,8 @@ def main(arguments: list[str]) -> None:
 def _all_reduce(job: Job, backend: str, device: torch.device) -> str:
     """The class that did it."""
     comm = open_communicator(job, backend, device, _TIMEOUT, stall_warning=_TIMEOUT)
-    numbers = torch.arange(_NUMEL, dtype=torch.float32, device=device) % 1000  # sums stay exact for thousands of ranks
+    # sums stay exact for thousands of ranks
+    numbers = torch.arange(_NUMEL, dtype=torch.float32, device=device) % 1000
     summed = numbers * (comm.rank + 1)
     comm.all_reduce_(summed, name=f"doctor, {backend}").wait()
     expected = numbers * (comm.world_size * (comm.world_size + 1) // 2)

@@ -1,6 +1,7 @@
 """Run as a program: facts about torch and the GPUs, as one line of JSON.
 
-Every question may fail by itself; that torch cannot be imported, or brings the process down, the caller sees.
+Every question may fail by itself; that torch cannot be imported, or brings the process down, the
+caller sees.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def facts() -> dict[str, Any]:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    """Each GPU, after it really computed something and, over its vendor's library, reduced it with itself."""
+    """Each GPU, after it really computed something and, over its vendor's library, reduced it
+    with itself.
+    """
     kind = gpu_kind() or ("cuda" if torch.version.cuda or torch.version.hip else "")
     if not kind:
         return []
@@ -47,9 +50,17 @@ def _gpus() -> list[dict[str, Any]]:
     found = []
     for index in range(count):
         properties = module.get_device_properties(index)
-        gpu = {"vendor": vendor(kind), "name": properties.name, "memory": properties.total_memory, "error": ""}
-        gpu["capability"] = f"{properties.major}.{properties.minor}" if hasattr(properties, "major") else ""
-        reaches = getattr(module, "can_device_access_peer", lambda index, other: True)  # torch.xpu cannot tell
+        gpu = {
+            "vendor": vendor(kind),
+            "name": properties.name,
+            "memory": properties.total_memory,
+            "error": "",
+        }
+        gpu["capability"] = (
+            f"{properties.major}.{properties.minor}" if hasattr(properties, "major") else ""
+        )
+        # torch.xpu cannot tell
+        reaches = getattr(module, "can_device_access_peer", lambda index, other: True)
         gpu["peers"] = [other for other in range(count) if other != index and reaches(index, other)]
         try:
             _compute(torch.device(kind, index))
@@ -65,7 +76,9 @@ def _collectives() -> str:
         return "XCCL"
     if not dist.is_nccl_available():
         return ""
-    return f"{'RCCL' if torch.version.hip else 'NCCL'} {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    return (
+        f"{'RCCL' if torch.version.hip else 'NCCL'} {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    )
 
 
 def _compute(device: torch.device) -> None:

@@ -1,4 +1,6 @@
-"""What to change first: every change is tried in the model, the best one is kept, and the rest are tried on top."""
+"""What to change first: every change is tried in the model, the best one is kept, and the rest
+are tried on top.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ WORTH = 0.01  # of a step
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One argument of `RingStrategy`, and the share of the step at the start that it saves on top of those before."""
+    """One argument of `RingStrategy`, and the share of the step at the start that it saves on
+    top of those before.
+    """
 
     argument: str
     saves: float
@@ -23,18 +27,23 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """For one number of ranks: the step now, changes in order, the step after them, and the rest of it."""
+    """For one number of ranks: the step now, changes in order, the step after them, and the rest
+    of it.
+    """
 
     now: PredictedStep
     changes: tuple[Change, ...]
     then: PredictedStep
     settings: Settings
-    faster_link: float  # what twice the network's bandwidth, and nothing else, would save of the step now
+    # what twice the network's bandwidth, and nothing else, would save of the step now
+    faster_link: float
     data: float
 
 
 def advise(profile: Profile, cluster: Cluster, settings: Settings) -> Advice:
-    """The best settings after one change may not be the best after the next: a bucket size may be changed twice."""
+    """The best settings after one change may not be the best after the next: a bucket size may
+    be changed twice.
+    """
     now = best = predict(profile, cluster, settings)
     chosen = settings
     changes: list[Change] = []
@@ -54,8 +63,12 @@ def advise(profile: Profile, cluster: Cluster, settings: Settings) -> Advice:
     return Advice(now, tuple(changes), best, chosen, faster, profile.phases.data / now.seconds)
 
 
-def _changes(profile: Profile, cluster: Cluster, settings: Settings, asked: Settings) -> Iterator[tuple[str, Settings]]:
-    if settings.compression is None and any(gradient.dtype == "float32" for gradient in profile.gradients):
+def _changes(
+    profile: Profile, cluster: Cluster, settings: Settings, asked: Settings
+) -> Iterator[tuple[str, Settings]]:
+    if settings.compression is None and any(
+        gradient.dtype == "float32" for gradient in profile.gradients
+    ):
         yield "compression='bf16'", replace(settings, compression="bf16")
     for topology in ("auto", "flat"):
         other = replace(settings, topology=topology)
@@ -82,7 +95,10 @@ def in_words(advice: Advice) -> str:
         efficiency = f"efficiency {now.efficiency:.0%} becomes {then.efficiency:.0%}"
         text = f"{head}: {', then '.join(parts)}; {efficiency}"
     if advice.faster_link >= WORTH:
-        text += f". A network twice as fast, with nothing else changed, would save {advice.faster_link:.0%}"
+        text += (
+            ". A network twice as fast, with nothing else changed, would save "
+            f"{advice.faster_link:.0%}"
+        )
     if advice.data > max(share, WORTH):
         text += f". {advice.data:.0%} of the step waits for data, which is more: ask GapMeter why"
     return text + "."

@@ -1,4 +1,6 @@
-"""Which compressor or algorithm to use: each one's step predicted, and the gentlest of the fast ones."""
+"""Which compressor or algorithm to use: each one's step predicted, and the gentlest of the fast
+ones.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from lightning_ring.tools.plan.model import (
 )
 from lightning_ring.tools.plan.profile import Profile
 
-NEARLY = 1.1  # times the fastest step, within which a choice that changes the training less is the better one
+# times the fastest step, within which a choice that changes the training less is the better one
+NEARLY = 1.1
 WORTH = 0.95  # of the step without any, or it is not worth it
 # from those that change a training least; "fp32" is for parameters of 16 bits
 COMPRESSIONS = ("bf16", "fp16", "int8", "powersgd", "onebit", "topk", "terngrad", "dgc")
@@ -29,7 +32,9 @@ COMPRESSIONS = ("bf16", "fp16", "int8", "powersgd", "onebit", "topk", "terngrad"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An argument of `RingStrategy`, as Python; ``num_bytes`` are those that a host sends a step, in the mean."""
+    """An argument of `RingStrategy`, as Python; ``num_bytes`` are those that a host sends a
+    step, in the mean.
+    """
 
     argument: str
     step: PredictedStep
@@ -37,16 +42,22 @@ class Choice:
 
 
 def choices(profile: Profile, cluster: Cluster, settings: Settings) -> list[Choice]:
-    """Nothing, every compressor and every algorithm under ``settings``; what changes the training least comes first."""
+    """Nothing, every compressor and every algorithm under ``settings``; what changes the
+    training least comes first.
+    """
     plain = replace(settings, compression=None, shard_optimizer=False)
     found = [_compressed(profile, cluster, plain, None)]
     shapes = all(gradient.shape is not None for gradient in profile.gradients)
     if any(gradient.dtype == "float32" for gradient in profile.gradients):
-        names = [name for name in COMPRESSIONS if COMPRESSORS[name].wire_bytes is not None or shapes]
+        names = [
+            name for name in COMPRESSIONS if COMPRESSORS[name].wire_bytes is not None or shapes
+        ]
         found += [_compressed(profile, cluster, plain, name) for name in names]
     for written, exchange in EXCHANGES.items():
         step = predict_exchange(profile, cluster, plain, exchange)
-        found.append(Choice(f"algorithm={written}", step, sent_bytes(profile, cluster, plain, exchange)))
+        found.append(
+            Choice(f"algorithm={written}", step, sent_bytes(profile, cluster, plain, exchange))
+        )
     return found
 
 
@@ -60,7 +71,8 @@ def recommended(found: Sequence[Choice]) -> Choice:
 
 @dataclass(frozen=True, slots=True)
 class Paces:
-    """Seconds of a step of ranks that wait for exchanges, and of those that answer; all wait where nobody answers.
+    """Seconds of a step of ranks that wait for exchanges, and of those that answer; all wait where
+    nobody answers.
 
     Attributes:
         messages: In a step of a rank that waits.
@@ -71,18 +83,27 @@ class Paces:
     messages: float
 
 
-def predict_exchange(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> PredictedStep:
+def predict_exchange(
+    profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange
+) -> PredictedStep:
     """A step, in the mean over the ranks, that step alone and send what ``exchange`` says."""
     alone, size = profile.phases.alone, cluster.world_size
     if size == 1:
         return PredictedStep(1, alone, 0.0, 0.0, alone)
     paces = predict_paces(profile, cluster, settings, exchange)
     seconds = _mean(paces, size, exchange)
-    took = paces.messages * seconds / paces.asking * _of_a_part(profile, cluster, settings, exchange)[0]
+    took = (
+        paces.messages
+        * seconds
+        / paces.asking
+        * _of_a_part(profile, cluster, settings, exchange)[0]
+    )
     return PredictedStep(size, seconds, seconds - alone, took, alone)
 
 
-def predict_paces(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> Paces:
+def predict_paces(
+    profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange
+) -> Paces:
     """Of ranks of ``profile``, which are all alike; at least two."""
     if exchange.asking is not None:
         return _own_paces(profile, cluster, settings, exchange)
@@ -93,11 +114,14 @@ def predict_paces(profile: Profile, cluster: Cluster, settings: Settings, exchan
         gradients = predict(profile, node, settings).exposed
     took, work = _of_a_part(profile, cluster, settings, exchange)
     hidden = exchange.hidden_steps * phases.alone
-    if profile.call is None:  # else cores compute, and the threads of a message get them when the batch is over
+    # else cores compute, and the threads of a message get them when the batch is over
+    if profile.call is None:
         hidden += sum(getattr(phases, name) for name in exchange.hidden_phases)
     messages = exchange.parts * exchange.copies / exchange.every
     waits = gradients + messages * max(0.0, took - hidden, work)
-    waits += exchange.rounds * messages / (exchange.parts * exchange.copies) * profile.call_beside_link
+    waits += (
+        exchange.rounds * messages / (exchange.parts * exchange.copies) * profile.call_beside_link
+    )
     if exchange.optimizer_steps is not None:
         waits += (exchange.optimizer_steps(size) - 1) * phases.optimizer
     seconds = phases.alone + waits + _seconds_to_copy(profile, cluster, exchange)
@@ -112,7 +136,9 @@ def _own_paces(profile: Profile, cluster: Cluster, settings: Settings, exchange:
     copies = _seconds_to_copy(profile, cluster, exchange)
     if profile.questions is not None:
         asks = profile.questions.asking * 4 * numel
-        answers = profile.questions.answering * exchange.traffic.sent_bytes(numel, cluster.world_size, 1)
+        answers = profile.questions.answering * exchange.traffic.sent_bytes(
+            numel, cluster.world_size, 1
+        )
         # the threads that answer share a core with the batch, which has half of it
         took = max(took + exchange.rounds * profile.call_beside_link, 2 * answers)
     step = profile.phases.alone + copies
@@ -133,12 +159,18 @@ def _mean(paces: Paces, size: int, exchange: Exchange) -> float:
     return 1 / (asking / paces.asking + (1 - asking) / paces.answering)
 
 
-def _of_a_part(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> tuple[float, float]:
+def _of_a_part(
+    profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange
+) -> tuple[float, float]:
     """Seconds of a message, and those of them that a processor works."""
     numel, size = _num_values(profile), cluster.world_size
     if isinstance(exchange.traffic, AllReduce):
         message = exchange.traffic.num_bytes(numel, size) / exchange.parts
-        coded = (profile.encoding or {}).get(exchange.traffic.compressor or "", 0.0) * numel / exchange.parts
+        coded = (
+            (profile.encoding or {}).get(exchange.traffic.compressor or "", 0.0)
+            * numel
+            / exchange.parts
+        )
         took = cluster_seconds(profile, cluster, settings, message) + coded
         return took, coded + processor_seconds(profile, message)
     cost = _of_a_message((cluster.network if cluster.num_nodes > 1 else cluster.node).costs)
@@ -150,8 +182,12 @@ def _of_a_part(profile: Profile, cluster: Cluster, settings: Settings, exchange:
 
 
 def _of_a_message(costs: Mapping[str, CostModel]) -> CostModel:
-    """From rank to rank. All collectives send over the same link: the median is that which was disturbed least."""
-    alphas, bandwidths = zip(*((cost.alpha_seconds, cost.bandwidth) for cost in costs.values()), strict=True)
+    """From rank to rank. All collectives send over the same link: the median is that which was
+    disturbed least.
+    """
+    alphas, bandwidths = zip(
+        *((cost.alpha_seconds, cost.bandwidth) for cost in costs.values()), strict=True
+    )
     return CostModel(median(alphas), median(bandwidths))
 
 
@@ -175,7 +211,10 @@ def _num_values(profile: Profile) -> int:
 def lines(found: Sequence[Choice]) -> Iterator[str]:
     """A table, and what is recommended."""
     size, first, best = found[0].step.world_size, found[0], recommended(found)
-    yield f"compressors and algorithms on {size:,} ranks (a gain in time may cost accuracy: docs/guides/slow-links.md)"
+    yield (
+        f"compressors and algorithms on {size:,} ranks (a gain in time may cost accuracy: "
+        "docs/guides/slow-links.md)"
+    )
     yield f"{'':54}  {'step ms':>8} {'of ring':>7} {'MB/host':>8}"
     for choice in found:
         share = choice.step.seconds / first.step.seconds
@@ -187,12 +226,15 @@ def lines(found: Sequence[Choice]) -> Iterator[str]:
     else:
         share = best.step.seconds / first.step.seconds
         yield (
-            f"recommended: RingStrategy({best.argument}), {share:.2f} of the time of {first.argument}: of those within "
-            f"{NEARLY - 1:.0%} of the fastest the one that changes the training least."
+            f"recommended: RingStrategy({best.argument}), {share:.2f} of the time of "
+            f"{first.argument}: of those within {NEARLY - 1:.0%} of the fastest the one that "
+            "changes the training least."
         )
 
 
-def _compressed(profile: Profile, cluster: Cluster, plain: Settings, compression: str | None) -> Choice:
+def _compressed(
+    profile: Profile, cluster: Cluster, plain: Settings, compression: str | None
+) -> Choice:
     settings = replace(plain, compression=compression)
     size = _ring_size(profile, cluster, plain)
     num_bytes = sum(wire_bytes(gradient, compression, size) for gradient in profile.gradients)

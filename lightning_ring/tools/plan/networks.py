@@ -3,14 +3,15 @@
 Constants are what can be derived or cited, and hence what a link can do at best; measure yours with
 `lightning-ring bench --json`.
 
-- Ethernet, spoken to in TCP: of each 1,538 bytes on the wire 1,448 are payload (IEEE 802.3 preamble, header, check
-  sequence and gap: 38; IPv4: 20; TCP with timestamps, RFC 7323: 32), 94.1 %. The latency is that of Gloo over the
-  kernel's TCP, as `benchmarks/plan.py` measures it between network namespaces of one machine (160 and 260 µs at 3 and
-  1 Gbit/s): software, no cable.
-- InfiniBand and RoCE, NVLink and PCI: the constants from which NCCL chooses its algorithms, src/graph/tuning.cc
-  (latency of a step of the ring, protocol Simple: network 9.6 µs, NVLink 3.4, PCI 5.7) and src/graph/topo.h (12.0 GB/s
-  for 100 Gbit/s of network; 20.0 GB/s for each of an A100's 12 links, 20.6 for each of an H100's 18; PCI gen 3 x16
-  12.0, of which gen 4 is twice as much).
+- Ethernet, spoken to in TCP: of each 1,538 bytes on the wire 1,448 are payload (IEEE 802.3
+  preamble, header, check sequence and gap: 38; IPv4: 20; TCP with timestamps, RFC 7323: 32), 94.1
+  %. The latency is that of Gloo over the kernel's TCP, as `benchmarks/plan.py` measures it between
+  network namespaces of one machine (160 and 260 µs at 3 and 1 Gbit/s): software, no cable.
+- InfiniBand and RoCE, NVLink and PCI: the constants from which NCCL chooses its algorithms,
+  src/graph/tuning.cc (latency of a step of the ring, protocol Simple: network 9.6 µs, NVLink 3.4,
+  PCI 5.7) and src/graph/topo.h (12.0 GB/s for 100 Gbit/s of network; 20.0 GB/s for each of an
+  A100's 12 links, 20.6 for each of an H100's 18; PCI gen 3 x16 12.0, of which gen 4 is twice as
+  much).
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ NETWORKS = {
 
 
 def parse_link(text: str, option: str) -> Link:
-    """``"ib-hdr"``, ``"8xib-hdr"`` (so many adapters a host), ``"30,10"`` (µs, Gbit/s), or a file of ``bench --json``.
+    """``"ib-hdr"``, ``"8xib-hdr"`` (so many adapters a host), ``"30,10"`` (µs, Gbit/s), or a file
+    of ``bench --json``.
 
     Raises `ConfigurationError`: it is none of these; the message lists the names.
     """
@@ -70,20 +72,24 @@ def parse_link(text: str, option: str) -> Link:
         alpha, gbit = (float(part) for part in parts)
     except ValueError:
         raise ConfigurationError(
-            f"{option} {text}: is no network. Write one of {', '.join(NETWORKS)}; 8xib-hdr for eight adapters a host; "
-            "latency and speed as MICROSECONDS,GBIT (30,10); or the file of `lightning-ring bench --json FILE.json`."
+            f"{option} {text}: is no network. Write one of {', '.join(NETWORKS)}; 8xib-hdr for "
+            "eight adapters a host; latency and speed as MICROSECONDS,GBIT (30,10); or the file "
+            "of `lightning-ring bench --json FILE.json`."
         ) from None
     if not (0 <= alpha < math.inf and 0 < gbit < math.inf):
         raise ConfigurationError(
-            f"{option} {text}: a latency is at least 0 µs, and a speed more than 0 Gbit/s; write for instance 30,10."
+            f"{option} {text}: a latency is at least 0 µs, and a speed more than 0 Gbit/s; write "
+            "for instance 30,10."
         )
     return Link.of(f"{alpha:g} µs, {gbit:g} Gbit/s", CostModel(alpha * 1e-6, gbit / 8 * _GB))
 
 
 def read_bench(path: str) -> Link:
-    """What ``lightning-ring bench --json`` fitted for the backend auto, or else for the first backend of the file.
+    """What ``lightning-ring bench --json`` fitted for the backend auto, or else for the first
+    backend of the file.
 
-    Raises `ConfigurationError`: no such file, or nothing in it was fitted for all three collectives.
+    Raises `ConfigurationError`: no such file, or nothing in it was fitted for all three
+    collectives.
     """
     content = read_json(path)
     models: list[dict[str, Any]] = content.get("models", []) if isinstance(content, dict) else []
@@ -94,12 +100,14 @@ def read_bench(path: str) -> Link:
             cost = CostModel(float(model["alpha_seconds"]), bandwidth)
             found.setdefault(model["backend"], {})[model["collective"]] = cost
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"{path} is a damaged file of `lightning-ring bench` ({error!r}).") from None
+        raise ConfigurationError(
+            f"{path} is a damaged file of `lightning-ring bench` ({error!r})."
+        ) from None
     whole = {name: costs for name, costs in found.items() if len(costs) == 3}
     if not whole:
         raise ConfigurationError(
-            f"{path} holds no α and B for all of all-reduce, reduce-scatter and all-gather. Measure them with "
-            "`lightning-ring bench --sizes 64K,256K,1M,4M,16M --json FILE.json`."
+            f"{path} holds no α and B for all of all-reduce, reduce-scatter and all-gather. "
+            "Measure them with `lightning-ring bench --sizes 64K,256K,1M,4M,16M --json FILE.json`."
         )
     name = "auto" if "auto" in whole else next(iter(whole))
     return Link(f"{Path(path).name} ({name})", whole[name])

@@ -33,20 +33,29 @@ def measure_collectives(
 ) -> dict[str, CostModel]:
     """What a message costs, by collective, from tensors of ``sizes`` bytes. Collective.
 
-    The largest come first: links of a limited rate (of clouds, of tc) let some of what follows an idle moment pass at
-    once, and a training sends at each step.
+    The largest come first: links of a limited rate (of clouds, of tc) let some of what follows an
+    idle moment pass at once, and a training sends at each step.
     """
-    flats = [comm.empty(size // 4, torch.float32, device).zero_() for size in sorted(sizes, reverse=True)]
+    flats = [
+        comm.empty(size // 4, torch.float32, device).zero_() for size in sorted(sizes, reverse=True)
+    ]
     costs: dict[str, CostModel] = {}
     for collective in _COLLECTIVES:
-        own = [median(time_collective(comm, collective, flat, _REPEATS, "probe of the profile")) for flat in flats]
+        own = [
+            median(time_collective(comm, collective, flat, _REPEATS, "probe of the profile"))
+            for flat in flats
+        ]
         slowest = [max(times) for times in zip(*comm.all_gather_object(own), strict=True)]
-        costs[collective] = fit([flat.nbytes for flat in flats], slowest, comm.world_size, collective=collective)
+        costs[collective] = fit(
+            [flat.nbytes for flat in flats], slowest, comm.world_size, collective=collective
+        )
     return costs
 
 
 def measure_processor(comm: Communicator, size: int = PROBE_BYTES[-2]) -> float:
-    """Processor seconds that a byte of an all-reduce of ``size`` bytes costs this rank's process. Collective."""
+    """Processor seconds that a byte of an all-reduce of ``size`` bytes costs this rank's
+    process. Collective.
+    """
     flat, spent = comm.empty(size // 4, torch.float32, torch.device("cpu")).zero_(), []
     for _ in range(1 + _REPEATS):
         comm.barrier()
@@ -57,11 +66,16 @@ def measure_processor(comm: Communicator, size: int = PROBE_BYTES[-2]) -> float:
 
 
 def measure_call(comm: Communicator) -> float:
-    """Seconds by which a short all-reduce lengthens a step of a few milliseconds on the CPU. Collective.
+    """Seconds by which a short all-reduce lengthens a step of a few milliseconds on the CPU.
+    Collective.
 
-    More than the all-reduce takes alone: its threads wait for cores that compute, and its ranks for the slower one.
+    More than the all-reduce takes alone: its threads wait for cores that compute, and its ranks for
+    the slower one.
     """
-    flat, matrix = comm.empty(SHORT_BYTES // 4, torch.float32, torch.device("cpu")).zero_(), torch.ones(256, 256)
+    flat, matrix = (
+        comm.empty(SHORT_BYTES // 4, torch.float32, torch.device("cpu")).zero_(),
+        torch.ones(256, 256),
+    )
 
     def seconds_of_a_step(num_steps: int, num_products: int, *, calls: bool) -> float:
         comm.barrier()
@@ -75,21 +89,26 @@ def measure_call(comm: Communicator) -> float:
 
     num_products = max(1, round(_STEP_SECONDS / seconds_of_a_step(_STEPS, 1, calls=False)))
     longer = [
-        seconds_of_a_step(_STEPS, num_products, calls=True) - seconds_of_a_step(_STEPS, num_products, calls=False)
+        seconds_of_a_step(_STEPS, num_products, calls=True)
+        - seconds_of_a_step(_STEPS, num_products, calls=False)
         for _ in range(_BLOCKS)
     ]
     return max(0.0, *comm.all_gather_object(median(longer)))
 
 
 def measure_questions(comm: Communicator) -> Questions | None:
-    """What questions of 256 KiB, several at once, cost the computation of each even rank, and of the odd one it asks.
+    """What questions of 256 KiB, several at once, cost the computation of each even rank, and of
+    the odd one it asks.
 
-    Collective. Processor time would miss what the kernel does for a message on behalf of nobody, waits for the
-    interpreter, and what the batch loses of the caches. `None` on one rank.
+    Collective. Processor time would miss what the kernel does for a message on behalf of nobody,
+    waits for the interpreter, and what the batch loses of the caches. `None` on one rank.
     """
     if comm.world_size == 1:
         return None
-    questions, step = [torch.zeros(_QUESTION_BYTES, dtype=torch.uint8) for _ in range(8)], _made_up_step()
+    questions, step = (
+        [torch.zeros(_QUESTION_BYTES, dtype=torch.uint8) for _ in range(8)],
+        _made_up_step(),
+    )
     ends = threading.Event()
 
     def answer(peer: int, question: Tensor) -> Tensor:
@@ -140,7 +159,8 @@ def measure_questions(comm: Communicator) -> Questions | None:
 
 
 def measure_copying(comm: Communicator, size: int = 2**22) -> float:
-    """Seconds of each byte of a float32 tensor, ``size`` bytes long, to which another is added. Collective.
+    """Seconds of each byte of a float32 tensor, ``size`` bytes long, to which another is added.
+    Collective.
 
     Behind a step, which leaves little of both in the caches.
     """
@@ -154,8 +174,13 @@ def measure_copying(comm: Communicator, size: int = 2**22) -> float:
 
 
 def _made_up_step() -> Callable[[], None]:
-    """Of some milliseconds: it needs as much of the interpreter and of the caches as training does."""
-    images, layers = torch.ones(64, _WIDTH), [torch.ones(_WIDTH, _WIDTH, requires_grad=True) for _ in range(2)]
+    """Of some milliseconds: it needs as much of the interpreter and of the caches as training
+    does.
+    """
+    images, layers = (
+        torch.ones(64, _WIDTH),
+        [torch.ones(_WIDTH, _WIDTH, requires_grad=True) for _ in range(2)],
+    )
 
     @torch.enable_grad()
     def step() -> None:
@@ -181,22 +206,31 @@ def _times_of(call: Callable[[], object], repeats: int = _STEPS) -> list[float]:
 
 
 def measure_encoding(comm: Communicator | None, numel: int = _ROWS * _ROWS) -> dict[str, float]:
-    """By compressor, seconds that an average costs a rank besides its messages, of each element. On the CPU.
+    """By compressor, seconds that an average costs a rank besides its messages, of each element. On
+    the CPU.
 
     All ranks measure at once, as they encode at once in a training: the slowest one's. Collective.
     """
-    made = {name: known.build(**_AFTER_WARM_UP.get(name, {})) for name, known in COMPRESSORS.items()}
+    made = {
+        name: known.build(**_AFTER_WARM_UP.get(name, {})) for name, known in COMPRESSORS.items()
+    }
     made[FourBit.name] = FourBit()
-    own = {name: median(whole for _, whole in times_to_encode(each, numel)) / numel for name, each in made.items()}
+    own = {
+        name: median(whole for _, whole in times_to_encode(each, numel)) / numel
+        for name, each in made.items()
+    }
     everyones = comm.all_gather_object(own) if comm is not None else [own]
     return {name: max(each[name] for each in everyones) for name in own}
 
 
-def times_to_encode(compressor: Compressor, numel: int, rounds: int = _ROUNDS) -> list[tuple[float, float]]:
-    """Seconds until ``numel`` gradients have been encoded for sending, and until their average is there, by round.
+def times_to_encode(
+    compressor: Compressor, numel: int, rounds: int = _ROUNDS
+) -> list[tuple[float, float]]:
+    """Seconds until ``numel`` gradients have been encoded for sending, and until their average is
+    there, by round.
 
-    Of one of two ranks, whose messages take no time. With error feedback, if any; without the copy into a bucket, which
-    is all that 16 bits take.
+    Of one of two ranks, whose messages take no time. With error feedback, if any; without the copy
+    into a bucket, which is all that 16 bits take.
     """
     comm = SilentCommunicator(2)
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(1))
@@ -211,7 +245,8 @@ def times_to_encode(compressor: Compressor, numel: int, rounds: int = _ROUNDS) -
         began = time.perf_counter()
         compressor.all_reduce(flat, comm, name="bucket").wait()
         whole = time.perf_counter() - began
-        times.append((comm.sent[-2 if len(comm.sent) > 1 else 0] - began, whole))  # TernGrad's scalers travel before
+        # TernGrad's scalers travel before
+        times.append((comm.sent[-2 if len(comm.sent) > 1 else 0] - began, whole))
     return times
 
 
@@ -219,7 +254,10 @@ class Layout:
     """Of ``flat`` as square matrices, as far as it goes."""
 
     def __init__(self, flat: Tensor) -> None:
-        self.views = [part.view(-1, _ROWS) if part.numel() % _ROWS == 0 else part for part in flat.split(_ROWS * _ROWS)]
+        self.views = [
+            part.view(-1, _ROWS) if part.numel() % _ROWS == 0 else part
+            for part in flat.split(_ROWS * _ROWS)
+        ]
         self.names = [str(index) for index in range(len(self.views))]
         self.contributed = [True] * len(self.views)
         self.used = torch.ones(len(self.views))
@@ -252,7 +290,9 @@ class SilentCommunicator(Communicator):
         rows[1:].copy_(rows[:1].expand_as(rows[1:]))
         return work
 
-    def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
+    def all_to_all(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = ""
+    ) -> Work:
         work = self._called()
         for source, target in zip(inputs, outputs, strict=True):
             target.copy_(source)

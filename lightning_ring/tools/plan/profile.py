@@ -1,6 +1,7 @@
 """What a training step consists of, as recorded: a JSON file that `lightning-ring plan` reads.
 
-Written by `lightning_ring.monitor.RingProfile`. Times are seconds, sizes bytes, and a step is that of the slowest rank.
+Written by `lightning_ring.monitor.RingProfile`. Times are seconds, sizes bytes, and a step is that
+of the slowest rank.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _HOW = "Record one with lightning_ring.monitor.RingProfile."
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """One trainable parameter's gradient; ``ready`` is when backward has produced it, from backward's begin."""
+    """One trainable parameter's gradient; ``ready`` is when backward has produced it, from
+    backward's begin.
+    """
 
     name: str
     numel: int
@@ -43,7 +46,8 @@ class Phases:
     copy: float
     forward: float
     backward: float  # from its begin to the last gradient
-    optimizer: float  # of all parameters; of one rank's shard times the number of shards, where it was sharded
+    # of all parameters; of one rank's shard times the number of shards, where it was sharded
+    optimizer: float
     other: float
     exposed: float  # what the step waited for communication
     total: float  # the step as it was
@@ -81,7 +85,9 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Seconds of computation that each byte of a question costs, which is answered by as many bytes."""
+    """Seconds of computation that each byte of a question costs, which is answered by as many
+    bytes.
+    """
 
     asking: float  # the rank that asks
     answering: float  # the rank that answers
@@ -93,20 +99,29 @@ class Profile:
     run: Run
     phases: Phases
     gradients: tuple[Gradient, ...]  # in the order in which backward produced them
-    link_level: str | None = None  # ``link`` was measured inside a "node", or over the "network"; `None`: not at all
+    # ``link`` was measured inside a "node", or over the "network"; `None`: not at all
+    link_level: str | None = None
     link: Mapping[str, CostModel] | None = None  # cost of a message, by collective
-    encoding: Mapping[str, float] | None = None  # by compressor, seconds for an element besides its messages
-    processor: float | None = None  # on CPUs: processor seconds that each byte of an all-reduce costs a rank
-    call: float | None = None  # on CPUs: seconds by which a short all-reduce lengthens a step of ranks that compute
+    # by compressor, seconds for an element besides its messages
+    encoding: Mapping[str, float] | None = None
+    # on CPUs: processor seconds that each byte of an all-reduce costs a rank
+    processor: float | None = None
+    # on CPUs: seconds by which a short all-reduce lengthens a step of ranks that compute
+    call: float | None = None
     questions: Questions | None = None  # on CPUs: from rank to rank while both compute
-    copying: float | None = None  # on CPUs: seconds of each byte of float32 to which values are added in place
+    # on CPUs: seconds of each byte of float32 to which values are added in place
+    copying: float | None = None
 
     @property
     def call_beside_link(self) -> float:
-        """Seconds of ``call`` that ``link`` does not know of: waits for cores that compute, and for the slower rank."""
+        """Seconds of ``call`` that ``link`` does not know of: waits for cores that compute, and
+        for the slower rank.
+        """
         if self.call is None or self.link is None:
             return 0.0
-        return max(0.0, self.call - self.link["all_reduce"].seconds(SHORT_BYTES, self.run.world_size))
+        return max(
+            0.0, self.call - self.link["all_reduce"].seconds(SHORT_BYTES, self.run.world_size)
+        )
 
 
 def fingerprint(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
@@ -131,24 +146,29 @@ def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
 def read_profile(path: str | os.PathLike[str]) -> Profile:
     """
     Raises:
-        ConfigurationError: It is not there, is no profile, or one of another format; or its numbers cannot be.
+        ConfigurationError: It is not there, is no profile, or one of another format; or its numbers
+            cannot be.
     """
     content = read_json(path)
     if not isinstance(content, dict) or content.get("kind") != _KIND:
         raise ConfigurationError(f"{path} is JSON, but no profile of lightning_ring. {_HOW}")
     if content.get("format") != FORMAT:
         raise ConfigurationError(
-            f"{path} has format {content.get('format')!r}, and this lightning_ring reads {FORMAT}. Record it anew with "
-            "RingProfile, or plan with the version that recorded it."
+            f"{path} has format {content.get('format')!r}, and this lightning_ring reads {FORMAT}. "
+            "Record it anew with RingProfile, or plan with the version that recorded it."
         )
     try:
         return profile_of(content)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"{path} is a damaged profile ({type(error).__name__}: {error}). {_HOW}") from None
+        raise ConfigurationError(
+            f"{path} is a damaged profile ({type(error).__name__}: {error}). {_HOW}"
+        ) from None
 
 
 def profile_of(content: Mapping[str, Any]) -> Profile:
-    """What `asdict` of a profile, written as JSON, describes. Raises what a damaged one brings about."""
+    """What `asdict` of a profile, written as JSON, describes. Raises what a damaged one brings
+    about.
+    """
     link = content["link"]
     return Profile(
         Model(**content["model"]),
@@ -200,6 +220,6 @@ def check_same_model(first: str, one: Profile, second: str, other: Profile) -> N
     """Raises `ConfigurationError`: the two are of different models; the message names both."""
     if one.model.digest != other.model.digest:
         raise ConfigurationError(
-            f"{first} is a profile of {one.model}, and {second} one of {other.model}. Only runs of one model can be "
-            "compared: record both with the same one."
+            f"{first} is a profile of {one.model}, and {second} one of {other.model}. Only runs of "
+            "one model can be compared: record both with the same one."
         )

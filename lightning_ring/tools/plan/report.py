@@ -14,17 +14,17 @@ from lightning_ring.tools.plan.profile import Profile
 Table = Mapping[str, Sequence[PredictedStep]]
 
 ASSUMED = (
-    "assumed: every rank as fast as the one recorded, no stragglers, nobody else on the network; one ring (or a ring "
-    "in each node and rings across), where NCCL may choose trees; forward reads parameters as backward, mirrored, "
-    "produces their gradients; an optimizer's step takes 1/N when sharded; compressing costs "
-    "what the profile measured, or nothing."
+    "assumed: every rank as fast as the one recorded, no stragglers, nobody else on the network; "
+    "one ring (or a ring in each node and rings across), where NCCL may choose trees; forward "
+    "reads parameters as backward, mirrored, produces their gradients; an optimizer's step takes "
+    "1/N when sharded; compressing costs what the profile measured, or nothing."
 )
 # of predicted / measured - 1 in docs/performance.md, which `benchmarks/plan.py` measures
 LEAST_ERROR, GREATEST_ERROR = -0.30, -0.01
 ERROR_RANGE = (
-    f"predictions lean low: on CPUs they were {-LEAST_ERROR:.0%} to {-GREATEST_ERROR:.0%} below what was measured, "
-    "most where ranks share cores: filling buckets and the network's protocol, which then wait for cores that compute, "
-    "are not in the model."
+    f"predictions lean low: on CPUs they were {-LEAST_ERROR:.0%} to {-GREATEST_ERROR:.0%} below "
+    "what was measured, most where ranks share cores: filling buckets and the network's protocol, "
+    "which then wait for cores that compute, are not in the model."
 )
 
 
@@ -34,8 +34,9 @@ def heading(
     run, phases = profile.run, profile.phases
     gradients = sum(gradient.num_bytes for gradient in profile.gradients) / MIB
     yield (
-        f"{profile.model}, {gradients:.1f} MiB of gradients in {len(profile.gradients)} tensors; batch "
-        f"{run.batch_size} a rank on {run.device}, recorded on {run.world_size} rank(s), {run.steps} steps"
+        f"{profile.model}, {gradients:.1f} MiB of gradients in {len(profile.gradients)} tensors; "
+        f"batch {run.batch_size} a rank on {run.device}, recorded on {run.world_size} rank(s), "
+        f"{run.steps} steps"
     )
     parts = ("data", "copy", "forward", "backward", "optimizer", "other")
     words = ", ".join(f"{name} {1e3 * getattr(phases, name):.1f}" for name in parts)
@@ -43,31 +44,40 @@ def heading(
     yield f"between {'nodes' if ranks_per_node > 1 else 'ranks'}: {_in_words(network)}"
     if node is not None and ranks_per_node > 1:
         yield f"in a node, of {ranks_per_node} ranks: {_in_words(node)}"
-    yield (
-        f"buckets of {_cap_in_words(settings.bucket_cap_mb, run.device)}, "
-        f"{'no compression' if settings.compression is None else f'compression {settings.compression}'}"
-    )
+    cap, chosen = _cap_in_words(settings.bucket_cap_mb, run.device), settings.compression
+    yield f"buckets of {cap}, {'no compression' if chosen is None else f'compression {chosen}'}"
     yield f"topology {settings.topology}{_taken(settings.topology, run.device, ranks_per_node)}"
 
 
 def _taken(topology: str, device: str, ranks_per_node: int) -> str:
-    """What the strategy makes of ``topology="auto"`` on several nodes, and what the sharded column assumes."""
+    """What the strategy makes of ``topology="auto"`` on several nodes, and what the sharded
+    column assumes.
+    """
     if topology != "auto":
         return ""
     if device != "cpu":
         return ": one ring, which NCCL arranges by node"
-    return ", which is hierarchical on several nodes" if ranks_per_node > 1 else ", which is flat: one rank a node"
+    return (
+        ", which is hierarchical on several nodes"
+        if ranks_per_node > 1
+        else ", which is flat: one rank a node"
+    )
 
 
 def slower_topology(table: Table) -> Iterator[str]:
-    """A line where the topology that the strategy takes by itself is predicted to be the slower one."""
+    """A line where the topology that the strategy takes by itself is predicted to be the slower
+    one.
+    """
     if "hierarchical" not in table:
         return
     pairs = zip(table["flat"], table["hierarchical"], strict=True)
     slower = [nested.world_size for flat, nested in pairs if nested.seconds > 1.01 * flat.seconds]
     if slower:
         sizes = ", ".join(f"{size:,}" for size in slower)
-        yield f"topology='auto' takes the hierarchical one, which is slower here on {sizes} ranks: set topology='flat'."
+        yield (
+            f"topology='auto' takes the hierarchical one, which is slower here on {sizes} ranks: "
+            "set topology='flat'."
+        )
 
 
 def _cap_in_words(cap_mb: float | None, device: str) -> str:
@@ -81,27 +91,38 @@ def _cap_in_words(cap_mb: float | None, device: str) -> str:
 
 def _in_words(link: Link) -> str:
     cost = link.costs["all_reduce"]
-    return f"{link.name}: {1e6 * cost.alpha_seconds:,.4g} µs a message, {cost.bandwidth / 1e9:.3g} GB/s"
+    return (
+        f"{link.name}: {1e6 * cost.alpha_seconds:,.4g} µs a message, {cost.bandwidth / 1e9:.3g} "
+        "GB/s"
+    )
 
 
 def table_lines(table: Table, batch_size: int) -> Iterator[str]:
-    """A line a number of ranks; for each way its step, its efficiency, and how much of the step is exposed."""
+    """A line a number of ranks; for each way its step, its efficiency, and how much of the step
+    is exposed.
+    """
     yield f"{'':>6}" + "".join(f"  {way:^33}" for way in table)
-    yield f"{'ranks':>6}" + f"  {'step ms':>8} {'images/s':>10} {'eff.':>5} {'exposed':>7}" * len(table)
+    yield f"{'ranks':>6}" + f"  {'step ms':>8} {'images/s':>10} {'eff.':>5} {'exposed':>7}" * len(
+        table
+    )
     for row in zip(*table.values(), strict=True):
         line = f"{row[0].world_size:>6,}"
         for step in row:
             images = step.world_size * batch_size / step.seconds
             share = step.exposed / step.seconds
-            line += f"  {1e3 * step.seconds:>8.1f} {images:>10,.0f} {step.efficiency:>5.0%} {share:>7.0%}"
+            line += (
+                f"  {1e3 * step.seconds:>8.1f} {images:>10,.0f} {step.efficiency:>5.0%} "
+                f"{share:>7.0%}"
+            )
         yield line
 
 
 def check_line(check: Mapping[str, Any]) -> str:
     predicted, measured = 1e3 * check["predicted_seconds"], 1e3 * check["measured_seconds"]
     return (
-        f"{check['profile']}: {check['world_size']} rank(s) on {check['num_nodes']} node(s), predicted {predicted:.1f} "
-        f"ms a step, measured {measured:.1f} ms, error {check['error']:+.1%}"
+        f"{check['profile']}: {check['world_size']} rank(s) on {check['num_nodes']} node(s), "
+        f"predicted {predicted:.1f} ms a step, measured {measured:.1f} ms, error "
+        f"{check['error']:+.1%}"
     )
 
 
@@ -127,7 +148,8 @@ def as_json(
         "assumed": ASSUMED,
         "error_range": [LEAST_ERROR, GREATEST_ERROR],
         "predictions": {
-            way: [asdict(step) | {"efficiency": step.efficiency} for step in steps] for way, steps in table.items()
+            way: [asdict(step) | {"efficiency": step.efficiency} for step in steps]
+            for way, steps in table.items()
         },
         "advice": asdict(advice) | {"text": in_words(advice)},
         "checks": list(checks),
@@ -135,7 +157,9 @@ def as_json(
 
 
 def _link_json(link: Link) -> dict[str, Any]:
-    return {"name": link.name} | {collective: asdict(cost) for collective, cost in link.costs.items()}
+    return {"name": link.name} | {
+        collective: asdict(cost) for collective, cost in link.costs.items()
+    }
 
 
 def plot(table: Table, title: str, path: str) -> None:
@@ -147,8 +171,12 @@ def plot(table: Table, title: str, path: str) -> None:
     efficiency, seconds = figure.subplots(1, 2)
     for way, steps in table.items():
         ranks = [step.world_size for step in steps]
-        efficiency.plot(ranks, [100 * step.efficiency for step in steps], marker="o", markersize=3, label=way)
-        seconds.plot(ranks, [1e3 * step.seconds for step in steps], marker="o", markersize=3, label=way)
+        efficiency.plot(
+            ranks, [100 * step.efficiency for step in steps], marker="o", markersize=3, label=way
+        )
+        seconds.plot(
+            ranks, [1e3 * step.seconds for step in steps], marker="o", markersize=3, label=way
+        )
     efficiency.set(title=title, ylabel="efficiency, %", ylim=(0, None))
     seconds.set(title="a step", ylabel="ms", yscale="log")
     for axes in (efficiency, seconds):

@@ -16,17 +16,28 @@ from matplotlib.ticker import MaxNLocator
 
 NUM_COLOURS, DASHES = 6, ("-", (0, (5, 2)), (0, (1.5, 2)), (0, (6, 2, 1.5, 2)))
 NUM_LINES = NUM_COLOURS * len(DASHES)  # that can be told apart
-_NUM_INTERVALS = 200  # of a longer line, which is drawn as their means, with a band from least to greatest value
-_STYLE: Any = {"svg.fonttype": "none", "font.size": 9, "axes.linewidth": 0.6, "axes.formatter.limits": (-3, 5)}
+# of a longer line, which is drawn as their means, with a band from least to greatest value
+_NUM_INTERVALS = 200
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "axes.linewidth": 0.6,
+    "axes.formatter.limits": (-3, 5),
+}
 _TEXT = "#0000fe"  # stands for the page's colour of text; #0100N0 for its colour number N
 
 Points = Sequence[tuple[float, float]]
 
 
-def line_chart(title: str, lines: Mapping[int, Points], x_label: str, *, log: bool = False) -> Markup:
-    """A figure with one line for each run, by number. ``log`` takes effect where values are positive and the greatest
-    is 20 times the least. Values that are not finite are crosses at the upper edge."""
-    arrays = {number: np.array(points, dtype=float).reshape(-1, 2) for number, points in lines.items()}
+def line_chart(
+    title: str, lines: Mapping[int, Points], x_label: str, *, log: bool = False
+) -> Markup:
+    """A figure with one line for each run, by number. ``log`` takes effect where values are
+    positive and the greatest is 20 times the least. Values that are not finite are crosses at the
+    upper edge."""
+    arrays = {
+        number: np.array(points, dtype=float).reshape(-1, 2) for number, points in lines.items()
+    }
     values = np.concatenate([array[:, 1] for array in arrays.values()])
     finite = values[np.isfinite(values)]
     log = log and finite.size > 0 and finite.min() > 0 and finite.max() > 20 * finite.min()
@@ -40,23 +51,38 @@ def line_chart(title: str, lines: Mapping[int, Points], x_label: str, *, log: bo
         if len(x) < len(array):
             axes.fill_between(x, low, high, alpha=0.2, lw=0, **look)
         lost = array[~np.isfinite(array[:, 1]), 0][:_NUM_INTERVALS]
-        axes.plot(lost, np.full(len(lost), 0.97), "x", ms=5, transform=axes.get_xaxis_transform(), **look)
+        axes.plot(
+            lost, np.full(len(lost), 0.97), "x", ms=5, transform=axes.get_xaxis_transform(), **look
+        )
     axes.set(xlabel=x_label, yscale="log" if log else "linear")
     if log:
         axes.yaxis.set_major_formatter("{x:g}")
-    for axis, numbers in ((axes.xaxis, np.concatenate([a[:, 0] for a in arrays.values()])), (axes.yaxis, finite)):
-        if numbers.size and (numbers == np.round(numbers)).all() and not (log and axis is axes.yaxis):
+    for axis, numbers in (
+        (axes.xaxis, np.concatenate([a[:, 0] for a in arrays.values()])),
+        (axes.yaxis, finite),
+    ):
+        if (
+            numbers.size
+            and (numbers == np.round(numbers)).all()
+            and not (log and axis is axes.yaxis)
+        ):
             axis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     notes = {
         "log scale": log,
-        "line: mean, band: least to greatest value": max(map(len, arrays.values())) > _NUM_INTERVALS,
-        f"×: {values.size - finite.size:,} values that are NaN or infinite": values.size > finite.size,
+        "line: mean, band: least to greatest value": max(map(len, arrays.values()))
+        > _NUM_INTERVALS,
+        f"×: {values.size - finite.size:,} values that are NaN or infinite": values.size
+        > finite.size,
     }
     return _figure(figure, title, "; ".join(note for note, holds in notes.items() if holds))
 
 
-def bar_chart(rows: Sequence[tuple[str, Mapping[str, float]]], colours: Mapping[str, int]) -> Markup:
-    """A bar a row, of parts in milliseconds, in the order of ``colours``: the number of each part's colour."""
+def bar_chart(
+    rows: Sequence[tuple[str, Mapping[str, float]]], colours: Mapping[str, int]
+) -> Markup:
+    """A bar a row, of parts in milliseconds, in the order of ``colours``: the number of each
+    part's colour.
+    """
     figure, axes = _axes(9.6, 1.0 + 0.28 * len(rows))
     left = np.zeros(len(rows))
     for part, colour in colours.items():
@@ -72,9 +98,15 @@ def bar_chart(rows: Sequence[tuple[str, Mapping[str, float]]], colours: Mapping[
 
 def key(number: int) -> Markup:
     """A short piece of run ``number``'s line."""
-    dashes = "none" if number < NUM_COLOURS else " ".join(map(str, DASHES[number // NUM_COLOURS][1]))
-    line = Markup('<path d="M0 5H26" style="stroke: var(--c{}); stroke-width: 2; stroke-dasharray: {}"/>')
-    return Markup('<svg class="key" viewBox="0 0 26 10">{}</svg>').format(line.format(number % NUM_COLOURS, dashes))
+    dashes = (
+        "none" if number < NUM_COLOURS else " ".join(map(str, DASHES[number // NUM_COLOURS][1]))
+    )
+    line = Markup(
+        '<path d="M0 5H26" style="stroke: var(--c{}); stroke-width: 2; stroke-dasharray: {}"/>'
+    )
+    return Markup('<svg class="key" viewBox="0 0 26 10">{}</svg>').format(
+        line.format(number % NUM_COLOURS, dashes)
+    )
 
 
 def short(value: float | None) -> str:
@@ -87,14 +119,18 @@ def short(value: float | None) -> str:
 
 
 def intervals(array: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Middle, mean, least and greatest finite value of equally many (points, 2) each; a short line is left as it is."""
+    """Middle, mean, least and greatest finite value of equally many (points, 2) each; a short
+    line is left as it is.
+    """
     finite = np.ma.masked_invalid(array[:, 1])
     if len(array) <= _NUM_INTERVALS:
         return array[:, 0], *(finite.filled(math.nan),) * 3
     parts = np.array_split(finite, _NUM_INTERVALS)
     middle = np.array([part.mean() for part in np.array_split(array[:, 0], _NUM_INTERVALS)])
     columns = zip(*((part.mean(), part.min(), part.max()) for part in parts), strict=True)
-    return middle, *(np.array([np.ma.filled(value, math.nan) for value in column]) for column in columns)
+    return middle, *(
+        np.array([np.ma.filled(value, math.nan) for value in column]) for column in columns
+    )
 
 
 def _axes(width: float, height: float) -> tuple[Figure, Any]:
@@ -119,11 +155,19 @@ def _figure(figure: Figure, title: str, notes: str) -> Markup:
         figure.savefig(file, format="svg", transparent=True)
     svg = file.getvalue()
     svg = re.sub(
-        r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL
+        r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->",
+        "",
+        svg[svg.index("<svg") :],
+        flags=re.DOTALL,
     )
-    svg = re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", svg, count=5).replace("xlink:href", "href")
+    svg = re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", svg, count=5).replace(
+        "xlink:href", "href"
+    )
     svg = re.sub(r'id="(run-\d+)"', r'class="\1"', svg).replace(_TEXT, "var(--soft)")
-    svg = re.sub(r' id="[A-Za-z0-9.]+_[\w.]*"| font-family: [^;]+;', "", svg)  # the same in every chart
+    # the same in every chart
+    svg = re.sub(r' id="[A-Za-z0-9.]+_[\w.]*"| font-family: [^;]+;', "", svg)
     svg = " ".join(re.sub(r"#0100(\d)0\b", r"var(--c\1)", svg).split())
-    head = Markup('<figure class="chart"><figcaption>{} <small>{}</small></figcaption>').format(title, notes)
+    head = Markup('<figure class="chart"><figcaption>{} <small>{}</small></figcaption>').format(
+        title, notes
+    )
     return head + Markup(svg) + Markup("</figure>")

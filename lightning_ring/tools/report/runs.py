@@ -1,4 +1,6 @@
-"""Runs as they lie on disk: TensorBoard's event files, Hydra's configuration, hparams.yaml and result.json."""
+"""Runs as they lie on disk: TensorBoard's event files, Hydra's configuration, hparams.yaml and
+result.json.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Picture(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One call of `Trainer.fit`, as `RingMonitor` recorded it. ``end`` is empty where no end was recorded."""
+    """One call of `Trainer.fit`, as `RingMonitor` recorded it. ``end`` is empty where no end was
+    recorded.
+    """
 
     time: float
     environment: Mapping[str, str]
@@ -43,7 +47,9 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``scalars`` by tag, a point a step; ``pictures`` are the last of each tag; ``config`` has dotted names."""
+    """``scalars`` by tag, a point a step; ``pictures`` are the last of each tag; ``config`` has
+    dotted names.
+    """
 
     name: str
     scalars: Mapping[str, list[Point]] = field(default_factory=dict)
@@ -68,7 +74,9 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        """Of training: as result.json says, else from the first to the last value that was not logged by a test."""
+        """Of training: as result.json says, else from the first to the last value that was not
+        logged by a test.
+        """
         if isinstance(self.result.get("seconds"), (int, float)):
             return float(self.result["seconds"])
         times = [
@@ -102,11 +110,14 @@ def read_runs(folders: Iterable[str | Path]) -> list[Run]:
         below = {file.parent.resolve() for file in folder.rglob("*.tfevents.*")}
         if not below:
             raise ConfigurationError(
-                f"{folder} holds no TensorBoard event files (*.tfevents.*), in no folder below it either. Train with a "
-                "TensorBoardLogger (recipes: logger=tensorboard), and name the folder that it writes to."
+                f"{folder} holds no TensorBoard event files (*.tfevents.*), in no folder below it "
+                "either. Train with a TensorBoardLogger (recipes: logger=tensorboard), and name "
+                "the folder that it writes to."
             )
         found |= dict.fromkeys(sorted(below, key=_numbers_by_value))
-    return [_read_run(folder, name) for folder, name in zip(found, _names(list(found)), strict=True)]
+    return [
+        _read_run(folder, name) for folder, name in zip(found, _names(list(found)), strict=True)
+    ]
 
 
 def _numbers_by_value(path: Path) -> list[str]:
@@ -114,13 +125,21 @@ def _numbers_by_value(path: Path) -> list[str]:
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """Paths below the folder above all, without the overrides that all have; of a single one its last two parts."""
+    """Paths below the folder above all, without the overrides that all have; of a single one its
+    last two parts.
+    """
     if len(folders) == 1:
         return ["/".join(folders[0].parts[-2:])]
     above = Path(os.path.commonpath(folders))
-    names = [folder.relative_to(above).as_posix() if folder != above else folder.name for folder in folders]
+    names = [
+        folder.relative_to(above).as_posix() if folder != above else folder.name
+        for folder in folders
+    ]
     everywhere = set.intersection(*(set(name.split(",")) for name in names))
-    return [",".join(word for word in name.split(",") if word not in everywhere) or name for name in names]
+    return [
+        ",".join(word for word in name.split(",") if word not in everywhere) or name
+        for name in names
+    ]
 
 
 def _read_run(folder: Path, name: str) -> Run:
@@ -128,7 +147,13 @@ def _read_run(folder: Path, name: str) -> Run:
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
     keep_all, keep_last = 0, 1
-    sizes = {"scalars": keep_all, "tensors": keep_all, "images": keep_last, "histograms": 1, "compressedHistograms": 1}
+    sizes = {
+        "scalars": keep_all,
+        "tensors": keep_all,
+        "images": keep_last,
+        "histograms": 1,
+        "compressedHistograms": 1,
+    }
     events = EventAccumulator(str(folder), size_guidance=sizes, purge_orphaned_data=False).Reload()
     tags = events.Tags()
     scalars = {tag: list(_by_step(events.Scalars(tag))) for tag in tags["scalars"]}
@@ -143,7 +168,9 @@ def _read_run(folder: Path, name: str) -> Run:
     return Run(
         name,
         scalars={tag: points for tag, points in scalars.items() if points},
-        pictures={tag: Picture(one.step, one.encoded_image_string) for tag, one in pictures.items()},
+        pictures={
+            tag: Picture(one.step, one.encoded_image_string) for tag, one in pictures.items()
+        },
         config=_config(home, folder),
         overrides=dict(_overrides(home / ".hydra" / "overrides.yaml")),
         result=_json(home / "result.json"),
@@ -166,11 +193,17 @@ def _fits(starts: list[tuple[float, str]], ends: list[tuple[float, str]]) -> Ite
         until = starts[number + 1][0] if number + 1 < len(starts) else float("inf")
         rows = (re.fullmatch(r"\| (.+?) \| (.*) \|", line) for line in text.splitlines()[2:])
         environment = {row[1]: row[2].replace("\\|", "|") for row in rows if row}
-        yield Fit(time, environment, next((end for when, end in reversed(ends) if time <= when < until), ""))
+        yield Fit(
+            time,
+            environment,
+            next((end for when, end in reversed(ends) if time <= when < until), ""),
+        )
 
 
 def _yaml(path: Path) -> Any:
-    """All values are texts, whatever their tags (``!!python/object`` and the like) would make of them."""
+    """All values are texts, whatever their tags (``!!python/object`` and the like) would make of
+    them.
+    """
     try:
         return yaml.load(path.read_text(), yaml.BaseLoader) if path.is_file() else None
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
@@ -186,8 +219,12 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _config(home: Path, folder: Path) -> dict[str, str]:
-    """Hydra's configuration; hparams.yaml adds what interpolations became, and what the strategy was given."""
-    flat = dict(_flatten(_yaml(home / ".hydra" / "config.yaml"))) | dict(_flatten(_yaml(folder / "hparams.yaml")))
+    """Hydra's configuration; hparams.yaml adds what interpolations became, and what the strategy
+    was given.
+    """
+    flat = dict(_flatten(_yaml(home / ".hydra" / "config.yaml"))) | dict(
+        _flatten(_yaml(folder / "hparams.yaml"))
+    )
     hydra = dict(_flatten(_yaml(home / ".hydra" / "hydra.yaml")))
     written = hydra.get("hydra.runtime.output_dir", str(home))  # the run may have been moved since
     return {name: value.replace(written, "RUN") for name, value in flat.items()}

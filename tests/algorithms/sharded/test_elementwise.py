@@ -21,7 +21,9 @@ def params() -> list[Parameter]:
 
 
 class Lion(Optimizer):
-    """An optimizer that lightning_ring does not know; ``update`` makes variants of it that look further."""
+    """An optimizer that lightning_ring does not know; ``update`` makes variants of it that look
+    further.
+    """
 
     def __init__(self, params: Any, lr: float = 1e-3, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta})
@@ -54,7 +56,12 @@ class ByRows(Lion):
 
 class WholeModelNorm(Lion):
     def factor(self) -> float:
-        return 1 / max(1.0, float(torch.cat([p.grad.flatten() for g in self.param_groups for p in g["params"]]).norm()))
+        return 1 / max(
+            1.0,
+            float(
+                torch.cat([p.grad.flatten() for g in self.param_groups for p in g["params"]]).norm()
+            ),
+        )
 
 
 class LateCentred(Lion):
@@ -87,7 +94,9 @@ class Trusted(NeedsModel):
     elementwise = True
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Rprop, LARS, LAMB, Lion])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Rprop, LARS, LAMB, Lion]
+)
 def test_element_wise_optimizers_are_accepted(kind: Any) -> None:
     check_can_be_sharded(kind(params(), lr=0.1))
 
@@ -95,16 +104,22 @@ def test_element_wise_optimizers_are_accepted(kind: Any) -> None:
 @pytest.mark.parametrize("kind", [Centred, ByRows, WholeModelNorm, LateCentred, Noisy])
 def test_an_unknown_one_that_looks_further_is_found_out(kind: Any) -> None:
     before = torch.random.get_rng_state()
-    with pytest.raises(ConfigurationError, match=rf"{kind.__name__} cannot be sharded.*another step.*strategy='ring'"):
+    with pytest.raises(
+        ConfigurationError,
+        match=rf"{kind.__name__} cannot be sharded.*another step.*strategy='ring'",
+    ):
         check_can_be_sharded(kind(params()))
-    assert torch.equal(torch.random.get_rng_state(), before)  # trying it draws no number of the script's
+    # trying it draws no number of the script's
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_settings_of_every_group_are_tried() -> None:
     first, second = params()
     check_can_be_sharded(SomeGroups([{"params": [first]}, {"params": [second]}]))
     with pytest.raises(ConfigurationError, match="another step"):
-        check_can_be_sharded(SomeGroups([{"params": [first]}, {"params": [second], "matrix": True}]))
+        check_can_be_sharded(
+            SomeGroups([{"params": [first]}, {"params": [second], "matrix": True}])
+        )
 
 
 def test_a_learning_rate_that_starts_at_zero_hides_nothing() -> None:
@@ -122,11 +137,15 @@ def test_a_learning_rate_that_starts_at_zero_hides_nothing() -> None:
     ],
     ids=["LBFGS", "Adafactor", "SparseAdam", "Muon"],
 )
-def test_torchs_own_that_look_at_whole_tensors_are_refused(make: Any, request: pytest.FixtureRequest) -> None:
+def test_torchs_own_that_look_at_whole_tensors_are_refused(
+    make: Any, request: pytest.FixtureRequest
+) -> None:
     name = request.node.callspec.id
     if not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
-    with pytest.raises(ConfigurationError, match=rf"{name} cannot be sharded.*whole tensors.*strategy='ring'"):
+    with pytest.raises(
+        ConfigurationError, match=rf"{name} cannot be sharded.*whole tensors.*strategy='ring'"
+    ):
         check_can_be_sharded(make())
 
 

@@ -37,7 +37,13 @@ def param():
 
 @pytest.mark.parametrize(
     "read",
-    [torch.sum, torch.clone, lambda p: torch.cat(Pair(p, torch.zeros(3))), lambda p: torch.stack([p]), copy.deepcopy],
+    [
+        torch.sum,
+        torch.clone,
+        lambda p: torch.cat(Pair(p, torch.zeros(3))),
+        lambda p: torch.stack([p]),
+        copy.deepcopy,
+    ],
 )
 def test_a_read_is_told_once_and_gives_the_class_back(param, read):
     read(param)

@@ -1,4 +1,6 @@
-"""Ranks that let others in between two steps: each keeps its parts, and all compute what so many ranks compute."""
+"""Ranks that let others in between two steps: each keeps its parts, and all compute what so many
+ranks compute.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def newcomer(make: Make) -> Rank:
     return rank
 
 
-def join(rank: Rank, comm: Communicator, *, has_state: bool, held: Inventory | None = None) -> tuple[int, int] | None:
+def join(
+    rank: Rank, comm: Communicator, *, has_state: bool, held: Inventory | None = None
+) -> tuple[int, int] | None:
     rank.algorithm.move(comm, has_state=has_state)
     rank.algorithm.detach(wait=False)
     rank.optimizer.zero_grad()
@@ -59,7 +63,9 @@ def go_on(rank: Rank, comm: Communicator) -> dict[str, Any]:
 def as_many_ranks_from_that_state(
     make: Make, before: int, after: int, *, joined: bool = True
 ) -> tuple[Net, dict[str, Any]]:
-    """By a checkpoint between. Sums have the same order as behind a join, whose buckets are known from the begin."""
+    """By a checkpoint between. Sums have the same order as behind a join, whose buckets are
+    known from the begin.
+    """
     first = [Rank(make, mirrors=False) for _ in range(before)]
     second = [Rank(make, mirrors=False) for _ in range(after)]
 
@@ -67,7 +73,9 @@ def as_many_ranks_from_that_state(
         first[comm.rank].attach(comm)
         for number in BEFORE:
             first[comm.rank].step(comm, number)
-        order.update({n: None for bucket in first[comm.rank].algorithm.reducer.buckets for n in bucket.names})
+        order.update(
+            {n: None for bucket in first[comm.rank].algorithm.reducer.buckets for n in bucket.names}
+        )
         return first[comm.rank].end()
 
     order: dict[str, None] = {}
@@ -76,7 +84,10 @@ def as_many_ranks_from_that_state(
     def train_on(comm: ThreadCommunicator) -> dict[str, Any]:
         rank = second[comm.rank]
         rank.net.load_state_dict(first[0].net.state_dict())
-        rank.algorithm._joins, rank.algorithm._averaging.first_order = joined, list(order) if joined else ()
+        rank.algorithm._joins, rank.algorithm._averaging.first_order = (
+            joined,
+            list(order) if joined else (),
+        )
         rank.attach(comm)
         rank.algorithm.of(rank.optimizer).load_state_dict(copy.deepcopy(saved))
         return go_on(rank, comm)
@@ -85,7 +96,9 @@ def as_many_ranks_from_that_state(
     return second[0].net, state
 
 
-def assert_same_bits(ranks: list[Rank], states: list[dict[str, Any]], net: Net, expected: dict[str, Any]) -> None:
+def assert_same_bits(
+    ranks: list[Rank], states: list[dict[str, Any]], net: Net, expected: dict[str, Any]
+) -> None:
     for rank in ranks:
         for param, other in zip(rank.net.parameters(), net.parameters(), strict=True):
             assert torch.equal(param, other)
@@ -93,7 +106,9 @@ def assert_same_bits(ranks: list[Rank], states: list[dict[str, Any]], net: Net, 
         assert state["state"].keys() == expected["state"].keys()
         for index, values in expected["state"].items():
             for key, value in values.items():
-                assert torch.equal(torch.as_tensor(state["state"][index][key]), torch.as_tensor(value)), (index, key)
+                assert torch.equal(
+                    torch.as_tensor(state["state"][index][key]), torch.as_tensor(value)
+                ), (index, key)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +117,9 @@ def assert_same_bits(ranks: list[Rank], states: list[dict[str, Any]], net: Net, 
     [(make, 2, 3) for make in (OPTIMIZERS["sgd"], *OTHERS) if make is not torch.optim.NAdam]
     + [(torch.optim.AdamW, before, after) for before, after in ((1, 2), (3, 4), (2, 5), (4, 5))],
 )
-def test_ranks_compute_what_so_many_ranks_compute_from_that_state(make: Make, before: int, after: int) -> None:
+def test_ranks_compute_what_so_many_ranks_compute_from_that_state(
+    make: Make, before: int, after: int
+) -> None:
     ranks = [*trained(make, before), *(newcomer(make) for _ in range(after - before))]
 
     def train_on(comm: ThreadCommunicator) -> tuple[tuple[int, int] | None, dict[str, Any]]:
@@ -149,7 +166,9 @@ def test_what_a_newcomer_has_got_is_not_sent_again() -> None:
         rank.algorithm.detach(wait=False)
         rank.optimizer.zero_grad()
         rank.attach(comm)
-        counted = rank.algorithm.let_in(None if has_state else held, receives=not has_state, compares=True)
+        counted = rank.algorithm.let_in(
+            None if has_state else held, receives=not has_state, compares=True
+        )
         return counted, go_on(rank, comm)
 
     results = run_ranks(4, train_on)
@@ -159,7 +178,9 @@ def test_what_a_newcomer_has_got_is_not_sent_again() -> None:
     assert_same_bits(ranks, [state for _, state in results], net, expected)
 
 
-def test_ranks_and_newcomers_make_their_digests_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_and_newcomers_make_their_digests_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each goes over all of the state, while all others wait for the join."""
     together, begun = threading.Barrier(2), threading.local()
     plain = letting_in.digests_of
@@ -181,7 +202,9 @@ def test_ranks_and_newcomers_make_their_digests_at_the_same_time(monkeypatch: py
         rank.algorithm.move(comm, has_state=has_state)
         rank.algorithm.detach(wait=False)
         rank.attach(comm)
-        return rank.algorithm.let_in(None if has_state else held, receives=not has_state, compares=True)
+        return rank.algorithm.let_in(
+            None if has_state else held, receives=not has_state, compares=True
+        )
 
     (sent, of) = run_ranks(2, let_in)[0] or (1, 0)
     assert sent == 0 < of
@@ -189,7 +212,9 @@ def test_ranks_and_newcomers_make_their_digests_at_the_same_time(monkeypatch: py
 
 @pytest.mark.parametrize(("make", "states"), [(torch.optim.AdamW, 2), (torch.optim.SGD, 0)])
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_newcomer_takes_the_memory_that_the_algorithm_says(make: Make, states: int, count: int) -> None:
+def test_a_newcomer_takes_the_memory_that_the_algorithm_says(
+    make: Make, states: int, count: int
+) -> None:
     def rank() -> Rank:
         one = Rank(make, mirrors=True)
         one.net = nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(5)))  # type: ignore[assignment]
@@ -212,7 +237,11 @@ def test_a_newcomer_takes_the_memory_that_the_algorithm_says(make: Make, states:
     def taken(comm: ThreadCommunicator) -> int:
         one = ranks[comm.rank]
         join(one, comm, has_state=comm.rank < count - 1)
-        parameters, mirrors, reducer = one.algorithm._attached, one.algorithm._mirrors, one.algorithm.reducer
+        parameters, mirrors, reducer = (
+            one.algorithm._attached,
+            one.algorithm._mirrors,
+            one.algorithm.reducer,
+        )
         assert mirrors is not None
         assert reducer is not None
         state = one.algorithm.of(one.optimizer).state_of_parts()
@@ -269,7 +298,9 @@ def test_a_join_that_was_broken_off_is_done_again(dies: bool) -> None:
     ranks[2].optimizer.state.update(state)
     for rank in ranks[:2]:
         rank.algorithm.detach(wait=False)
-    assert all(torch.equal(*pair) for pair in zip(parameters, ranks[2].net.parameters(), strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(parameters, ranks[2].net.parameters(), strict=True)
+    )
     present = [ranks[0], ranks[2], ranks[3], newcomer(make)] if dies else [*ranks, newcomer(make)]
     count = 2 if dies else 3
 
@@ -360,10 +391,18 @@ def test_parts_that_were_cut_for_other_ranks_are_of_no_use_to_a_newcomer(caught_
         state = {"sum": values.clone(), "step": torch.tensor(3.0)}
         if comm.rank == 1:
             for first, numel in ((5, 4), (9, 4), (13, 2)):
-                held.add(Span(0, first, numel), [{"sum": torch.zeros(numel), "step": torch.tensor(2.0)}])
+                held.add(
+                    Span(0, first, numel), [{"sum": torch.zeros(numel), "step": torch.tensor(2.0)}]
+                )
         if comm.rank == 0 or caught_up:
             held.add(whole, [state])
-        one = LettingIn(comm, held, lambda span: memory[span.first : span.end], memory.device, receives=comm.rank == 1)
+        one = LettingIn(
+            comm,
+            held,
+            lambda span: memory[span.first : span.end],
+            memory.device,
+            receives=comm.rank == 1,
+        )
         one.run([whole] if comm.rank == 0 else [], [whole], compares=True)
         assert (one.sent == 0) == caught_up
         return held
@@ -380,7 +419,9 @@ def test_a_rank_gets_the_middle_of_a_part_of_another_one() -> None:
         if comm.rank == 0:
             held.add(whole, [{"sum": torch.arange(5.0, 15.0), "step": torch.tensor(3.0)}])
         memory = torch.zeros(20)
-        one = LettingIn(comm, held, lambda span: memory[span.first : span.end], memory.device, receives=False)
+        one = LettingIn(
+            comm, held, lambda span: memory[span.first : span.end], memory.device, receives=False
+        )
         one.run([whole] if comm.rank == 0 else [], [Span(0, 9, 3)], compares=False)
         return held
 

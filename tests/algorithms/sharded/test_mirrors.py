@@ -1,4 +1,6 @@
-"""Sharded steps whose ranks die: what survivors compute, and which of them contributes each shard."""
+"""Sharded steps whose ranks die: what survivors compute, and which of them contributes each
+shard.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def fewer_ranks_from_that_state(make: Make, ranks: int) -> tuple[list[Net], dict
 
 @pytest.mark.parametrize("make", [OPTIMIZERS["sgd"], *OTHERS])
 def test_survivors_compute_what_fewer_ranks_compute_from_that_state(make: Make) -> None:
-    """Rank 1 dies when it has stepped its shard, of which the others have not got the parameters yet."""
+    """Rank 1 dies when it has stepped its shard, of which the others have not got the parameters
+    yet.
+    """
     ranks = [Rank(make, mirrors=True) for _ in range(3)]
 
     def before(comm: ThreadCommunicator) -> None:
@@ -90,7 +94,8 @@ def test_survivors_compute_what_fewer_ranks_compute_from_that_state(make: Make) 
         versions = [param._version for param in rank.net.parameters()]
         rank.algorithm.move(comm, has_state=True)
         rank.algorithm.detach(wait=False)
-        assert versions == [param._version for param in rank.net.parameters()]  # a backward may be under way
+        # a backward may be under way
+        assert versions == [param._version for param in rank.net.parameters()]
         rank.optimizer.zero_grad()
         rank.attach(comm)
         for number in AFTER:
@@ -109,7 +114,9 @@ def test_survivors_compute_what_fewer_ranks_compute_from_that_state(make: Make) 
 
 
 def test_a_rank_that_dies_while_others_move_and_one_that_comes() -> None:
-    """Rank 0 has the whole when rank 1 of the three that are left dies; rank 2 has parts; and a process has come."""
+    """Rank 0 has the whole when rank 1 of the three that are left dies; rank 2 has parts; and a
+    process has come.
+    """
     ranks = [Rank(OPTIMIZERS["sgd"], mirrors=True) for _ in range(4)]
 
     def before(comm: ThreadCommunicator) -> None:
@@ -129,15 +136,24 @@ def test_a_rank_that_dies_while_others_move_and_one_that_comes() -> None:
         for param in ranks[2].net.parameters():
             param.zero_()
     left = [ranks[0], ranks[3], ranks[2]]
-    run_ranks(3, lambda comm: left[comm.rank].algorithm.move(comm, has_state=left[comm.rank] is not ranks[3]))
+    run_ranks(
+        3,
+        lambda comm: left[comm.rank].algorithm.move(
+            comm, has_state=left[comm.rank] is not ranks[3]
+        ),
+    )
     for one, other in zip(ranks[0].net.parameters(), ranks[2].net.parameters(), strict=True):
         assert torch.equal(one, other)
     first, third = ranks[0].algorithm._moved, ranks[2].algorithm._moved
     assert first is not None
     assert third is not None
-    values = [[value for state in one[0].values() for value in state.values()] for one in (first, third)]
+    values = [
+        [value for state in one[0].values() for value in state.values()] for one in (first, third)
+    ]
     assert len(values[0]) == len(values[1]) > 0
-    assert all(torch.equal(a, b) for a, b in zip(*values, strict=True) if isinstance(a, torch.Tensor))
+    assert all(
+        torch.equal(a, b) for a, b in zip(*values, strict=True) if isinstance(a, torch.Tensor)
+    )
 
 
 def test_an_optimizer_that_communicates_in_its_step_is_refused() -> None:

@@ -1,4 +1,6 @@
-"""Sharded steps among thread-ranks, against one process that steps whole parameters on all ranks' batches."""
+"""Sharded steps among thread-ranks, against one process that steps whole parameters on all
+ranks' batches.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.errors import ConfigurationError
@@ -44,7 +59,11 @@ class Net(nn.Module):
         if step == 1:
             x = self.sometimes(x)
         # the float32 part has no influence on the gradients of the others
-        return self.last(x).square().mean() + self.single(x.detach().float()).square().mean() + self.empty.sum()
+        return (
+            self.last(x).square().mean()
+            + self.single(x.detach().float()).square().mean()
+            + self.empty.sum()
+        )
 
     def precise(self) -> list[nn.Parameter]:
         return [param for param in self.parameters() if param.dtype == torch.float64]
@@ -60,14 +79,20 @@ def start() -> Net:
     return Net()
 
 
-def attached(comm: ThreadCommunicator, net: nn.Module, optimizer: Optimizer, **settings: float) -> Sharded:
+def attached(
+    comm: ThreadCommunicator, net: nn.Module, optimizer: Optimizer, **settings: float
+) -> Sharded:
     algorithm = Sharded(**settings)  # type: ignore[arg-type]
     algorithm.attach(net, [optimizer], comm, warn=pytest.fail)
     return algorithm
 
 
 def train(
-    comm: ThreadCommunicator, net: Net, make: Make, steps: range, state: dict[str, Any] | None = None
+    comm: ThreadCommunicator,
+    net: Net,
+    make: Make,
+    steps: range,
+    state: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train ``net`` in place; returns the optimizer's state dict (rank 0)."""
     optimizer = make(net.parameters())
@@ -77,10 +102,14 @@ def train(
         sharding.of(optimizer).load_state_dict(state)
     for step in steps:
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-        for micro in range(2):  # two backwards into one step: the first stays local, but for the last step's
+        # two backwards into one step: the first stays local, but for the last step's
+        for micro in range(2):
             with sharding.forward(wait=True):
                 loss = net(batches(2 * step + micro, comm.world_size)[comm.rank], step)
-            with nullcontext() if micro == 1 or step == steps[-1] else sharding.no_sync(), sharding.backward():
+            with (
+                nullcontext() if micro == 1 or step == steps[-1] else sharding.no_sync(),
+                sharding.backward(),
+            ):
                 loss.backward()
         sharding.clip_grad_norm_(net.precise(), 0.2)
         optimizer.step()
@@ -104,7 +133,8 @@ def assert_close(nets: list[Net], reference: Net, make: Make) -> None:
     for (name, expected), *params in zip(
         reference.named_parameters(), *(net.parameters() for net in nets), strict=True
     ):
-        precise = expected.dtype == torch.float64 and make is not OPTIMIZERS["lamb"]  # it clips by the norm of all
+        # it clips by the norm of all
+        precise = expected.dtype == torch.float64 and make is not OPTIMIZERS["lamb"]
         tolerance = 1e-12 if precise else 2e-6
         for param in params:
             torch.testing.assert_close(param, expected, rtol=tolerance, atol=tolerance)
@@ -114,7 +144,11 @@ def assert_close(nets: list[Net], reference: Net, make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("make", "world_size"),
-    [(OPTIMIZERS["sgd"], 1), (OPTIMIZERS["sgd"], 8), *((make, 3) for make in (*OPTIMIZERS.values(), *OTHERS))],
+    [
+        (OPTIMIZERS["sgd"], 1),
+        (OPTIMIZERS["sgd"], 8),
+        *((make, 3) for make in (*OPTIMIZERS.values(), *OTHERS)),
+    ],
 )
 def test_equals_whole_optimizers_in_one_process(make: Make, world_size: int) -> None:
     nets = [start() for _ in range(world_size)]
@@ -130,7 +164,9 @@ def test_equals_whole_optimizers_in_one_process(make: Make, world_size: int) -> 
             torch.testing.assert_close(states[0]["state"][index][key], value, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("make", [OPTIMIZERS["sgd"], AdamW, OPTIMIZERS["lamb"]], ids=["sgd", "adamw", "lamb"])
+@pytest.mark.parametrize(
+    "make", [OPTIMIZERS["sgd"], AdamW, OPTIMIZERS["lamb"]], ids=["sgd", "adamw", "lamb"]
+)
 def test_goes_on_at_another_world_size(make: Make) -> None:
     reference = start()
     train_whole(reference, make, range(STEPS))
@@ -156,9 +192,16 @@ def test_each_rank_holds_its_share_of_the_state() -> None:
             with sharding.backward():
                 net(torch.ones(1, 1000)).sum().backward()
             optimizer.step()
-            assert sharding.of(optimizer).optimizer.param_groups[0]["params"] == list(net.parameters())
+            assert sharding.of(optimizer).optimizer.param_groups[0]["params"] == list(
+                net.parameters()
+            )
         with sharding.states_shown():
-            return sum(value.numel() for state in optimizer.state.values() for value in state.values() if value.dim())
+            return sum(
+                value.numel()
+                for state in optimizer.state.values()
+                for value in state.values()
+                if value.dim()
+            )
 
     nets = [nn.Linear(1000, 100) for _ in range(3)]
     whole = 2 * sum(param.numel() for param in nets[0].parameters())
@@ -215,7 +258,9 @@ def test_what_a_probing_run_did_can_be_undone() -> None:
 
 
 def test_a_graph_from_before_a_step_is_an_error() -> None:
-    """As with whole parameters: the values that it saved are gone, and its gradients would be wrong."""
+    """As with whole parameters: the values that it saved are gone, and its gradients would be
+    wrong.
+    """
 
     def rank(comm: ThreadCommunicator) -> None:
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -234,7 +279,9 @@ def test_a_graph_from_before_a_step_is_an_error() -> None:
     run_ranks(2, rank)
 
 
-def test_detach_after_an_attach_that_raised_and_use_before_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detach_after_an_attach_that_raised_and_use_before_attach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(*_: Any) -> None:
         raise OSError("planted")
 
@@ -258,7 +305,9 @@ def test_detach_after_an_attach_that_raised_and_use_before_attach(monkeypatch: p
 
 
 @pytest.mark.parametrize("streams", [1, 2])
-def test_parameters_read_on_several_streams_are_waited_for(streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_read_on_several_streams_are_waited_for(
+    streams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The stream is the only thing that is not real here: a CPU has none."""
     module = "lightning_ring.algorithms.sharded"
     warnings: list[str] = []

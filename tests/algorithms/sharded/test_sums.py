@@ -1,4 +1,6 @@
-"""Backward passes that add to an average of which each rank has its shard, compared with whole gradients."""
+"""Backward passes that add to an average of which each rank has its shard, compared with whole
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,16 @@ from lightning_ring.gradients.sharded_gradient import ShardedGradient
 from tests.thread_ranks import ThreadCommunicator, run_ranks
 
 RANKS = 3
-WAYS = ["reduced", "local", "no_sync", "autograd.grad", "zero to none", "zero", "part", "local part"]
+WAYS = [
+    "reduced",
+    "local",
+    "no_sync",
+    "autograd.grad",
+    "zero to none",
+    "zero",
+    "part",
+    "local part",
+]
 
 
 class Net(nn.Module):
@@ -38,10 +49,14 @@ START = Net()
 
 
 def inputs(number: int, rank: int) -> Tensor:
-    return torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * number + rank))
+    return torch.randn(
+        4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * number + rank)
+    )
 
 
-def run(comm: ThreadCommunicator, kind: type[Reducer], ways: tuple[str, ...], keep: bool) -> list[Tensor | None]:
+def run(
+    comm: ThreadCommunicator, kind: type[Reducer], ways: tuple[str, ...], keep: bool
+) -> list[Tensor | None]:
     """What of the gradients is valid on this rank after ``ways``; NaN elsewhere."""
     net = copy.deepcopy(START)
     reducer = kind(comm, net.named_parameters(), bucket_cap_mb=0.0001)
@@ -94,22 +109,28 @@ def test_equals_whole_gradients(length: int) -> None:
         whole = run_ranks(RANKS, lambda comm: run(comm, Reducer, ways, False))  # noqa: B023
         parts = run_ranks(RANKS, lambda comm: run(comm, ShardReducer, ways, number % 2 == 0))  # noqa: B023
         for index, expected in enumerate(whole[0]):
-            found = torch.stack([rank[index] for rank in parts])  # every element is valid on one rank
+            # every element is valid on one rank
+            found = torch.stack([rank[index] for rank in parts])
             assert expected is not None
             assert torch.equal(found.isnan().sum(0), torch.full_like(expected, RANKS - 1))
-            torch.testing.assert_close(found.nan_to_num().sum(0), expected, msg=lambda m: f"{ways}: {m}")  # noqa: B023
+            found_sum = found.nan_to_num().sum(0)
+            torch.testing.assert_close(found_sum, expected, msg=lambda m: f"{ways}: {m}")  # noqa: B023
 
 
 CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
     "scale": lambda param: param.grad.mul_(0.5),
     "scale, to a new tensor": lambda param: setattr(param, "grad", param.grad * 0.5),
-    "scale all at once": lambda param: torch._foreach_add_([param.grad, param.grad], [param, param], alpha=0.1),
+    "scale all at once": lambda param: torch._foreach_add_(
+        [param.grad, param.grad], [param, param], alpha=0.1
+    ),
     "scale by .data": lambda param: setattr(param.grad, "data", param.grad.data * 0.5),
     "clip by value": lambda param: nn.utils.clip_grad_value_([param], 0.05),
     "remove infinities": lambda param: param.grad.nan_to_num_(posinf=0.0),
     "mask": lambda param: setattr(param, "grad", torch.where(param > 0, param.grad, 0.0)),
     "add weight decay": lambda param: param.grad.data.add_(param.data, alpha=0.1),
-    "normalize columns": lambda param: param.grad.div_(torch.arange(1.0, 1 + param.size(-1), dtype=param.dtype)),
+    "normalize columns": lambda param: param.grad.div_(
+        torch.arange(1.0, 1 + param.size(-1), dtype=param.dtype)
+    ),
     "a copy": lambda param: setattr(param, "grad", copy.deepcopy(param.grad)),
     "zeros": lambda param: setattr(param, "grad", torch.zeros_like(param.grad)),
     "a whole tensor": lambda param: setattr(param, "grad", torch.ones_like(param)),
@@ -156,22 +177,31 @@ READS: dict[str, Callable[[nn.Parameter, nn.Parameter], object]] = {
     "pickled": lambda param, _: pickle.dumps(param.grad),
     "into a whole tensor": lambda param, _: torch.zeros_like(param).add_(param.grad),
     "into another's memory": lambda param, _: torch.mul(param.grad, 2, out=torch.empty_like(param)),
-    "lists into whole tensors": lambda param, _: torch._foreach_add_([torch.zeros_like(param)], [param.grad]),
+    "lists into whole tensors": lambda param, _: torch._foreach_add_(
+        [torch.zeros_like(param)], [param.grad]
+    ),
     "random": lambda param, _: param.grad.bernoulli_(0.5),
     "of another parameter": lambda param, other: param.grad + other.grad,
-    "as new parameters": lambda param, _: (setattr(param, "data", param.data - param.grad), param.sum()),
+    "as new parameters": lambda param, _: (
+        setattr(param, "data", param.data - param.grad),
+        param.sum(),
+    ),
 }
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_a_read_is_an_error_that_says_what_to_do(read: Callable[[nn.Parameter, nn.Parameter], object]) -> None:
+def test_a_read_is_an_error_that_says_what_to_do(
+    read: Callable[[nn.Parameter, nn.Parameter], object],
+) -> None:
     def rank(comm: ThreadCommunicator) -> None:
         net = copy.deepcopy(START)
         reducer = ShardReducer(comm, net.named_parameters())
         with reducer.backward():
             net(inputs(0, comm.rank), False).backward()
         assert "first.weight" in repr(net.first.weight.grad)
-        with pytest.raises(RuntimeError, match=r"first\.weight.*Under strategy='ring_sharded' each rank"):
+        with pytest.raises(
+            RuntimeError, match=r"first\.weight.*Under strategy='ring_sharded' each rank"
+        ):
             read(net.first.weight, net.first.bias)
 
     run_ranks(2, rank)
@@ -201,23 +231,30 @@ def test_gradients_that_other_code_holds_keep_their_values_or_cannot_be_read() -
         local = param.grad
         assert local.norm() > 0
         backward(4)
-        with pytest.raises(RuntimeError, match=r"was first.weight.grad before a backward averaged it"):
+        with pytest.raises(
+            RuntimeError, match=r"was first.weight.grad before a backward averaged it"
+        ):
             local.norm()
 
     run_ranks(2, rank)
 
 
 @pytest.mark.parametrize(
-    "use", [lambda param: param.grad.mul_(0.5), lambda param: torch._foreach_mul_([param.grad], 0.5)]
+    "use",
+    [lambda param: param.grad.mul_(0.5), lambda param: torch._foreach_mul_([param.grad], 0.5)],
 )
-def test_a_sum_that_is_not_averaged_cannot_be_changed(use: Callable[[nn.Parameter], object]) -> None:
+def test_a_sum_that_is_not_averaged_cannot_be_changed(
+    use: Callable[[nn.Parameter], object],
+) -> None:
     def rank(comm: ThreadCommunicator) -> None:
         net = copy.deepcopy(START)
         reducer = ShardReducer(comm, net.named_parameters())
         with reducer.backward():
             net(inputs(0, comm.rank), False).backward()
         net(inputs(1, comm.rank), False).backward()
-        with pytest.raises(RingError, match=r"added to first.weight.grad after it was averaged.*zero_grad\(\)"):
+        with pytest.raises(
+            RingError, match=r"added to first.weight.grad after it was averaged.*zero_grad\(\)"
+        ):
             net.first.weight.grad.mul_(0.5)
         net.zero_grad(set_to_none=False)
         net.first.weight.grad.mul_(0.5)

@@ -10,7 +10,12 @@ from lightning_ring.algorithms.sharded.compiled_code import find_unseen_reader
 
 
 def test_plain_and_compiled_modules_are_seen() -> None:
-    assert find_unseen_reader(nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager"))) is None
+    assert (
+        find_unseen_reader(
+            nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager"))
+        )
+        is None
+    )
 
 
 def test_functions_a_module_holds_and_modules_compiled_in_place_are_not() -> None:

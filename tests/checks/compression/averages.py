@@ -12,9 +12,21 @@ from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import ReduceOp, Work, shard
 from lightning_ring.gradients.bucket import Bucket
-from lightning_ring.gradients.compression import BF16, COMPRESSORS, DGC, FP16, Compressor, OneBit, PowerSGD
+from lightning_ring.gradients.compression import (
+    BF16,
+    COMPRESSORS,
+    DGC,
+    FP16,
+    Compressor,
+    OneBit,
+    PowerSGD,
+)
 from lightning_ring.gradients.reducer import Reducer
-from lightning_ring.gradients.sending import average_compressed_, prepare_compressed, scatter_compressed_
+from lightning_ring.gradients.sending import (
+    average_compressed_,
+    prepare_compressed,
+    scatter_compressed_,
+)
 from tests.checks.compression.ways import (
     COARSE,
     ERROR_OF_THE_MEAN,
@@ -32,9 +44,11 @@ from tests.checks.world import communicator
 
 
 def check_mean_over_steps_is_the_true_average_on_all_ranks() -> None:
-    """Unbiased, or what is lost in one step comes with a later one: `steps` times the same gradient.
+    """Unbiased, or what is lost in one step comes with a later one: `steps` times the same
+    gradient.
 
-    For the coarse ones that takes many steps, which are taken on two ranks; elsewhere a few have to give the same bits.
+    For the coarse ones that takes many steps, which are taken on two ranks; elsewhere a few have to
+    give the same bits.
     """
     for way in WAYS:
         reducer, params, _ = make(way)
@@ -62,13 +76,17 @@ def check_repeated_from_the_start_gives_the_same_bits() -> None:
         runs = []
         for _ in range(2):
             reducer, params, _ = make(way, bucket_cap_mb=0.002)
-            steps = [send(reducer, params, gradients(communicator().rank, step)) for step in range(3)]
+            steps = [
+                send(reducer, params, gradients(communicator().rank, step)) for step in range(3)
+            ]
             runs.append(torch.cat([grad.reshape(-1) for step in steps for grad in step]))
         assert torch.equal(runs[0], runs[1]), way
 
 
 def check_flags_survive() -> None:
-    """A gradient that one rank has is averaged with zeros, one that none has stays `None`, and a stop reaches all."""
+    """A gradient that one rank has is averaged with zeros, one that none has stays `None`, and a
+    stop reaches all.
+    """
     rank, size = communicator().rank, communicator().world_size
     for way in WAYS:
         reducer, params, _ = make(way)
@@ -86,19 +104,31 @@ def check_flags_survive() -> None:
 
 
 def check_what_nobody_got_is_still_owed() -> None:
-    """The error of a gradient that no rank used is not lost with the `None` that everybody is left with."""
-    for compressor in (PowerSGD(start_iter=0), OneBit(min_numel=0), DGC(0.1, warmup_steps=0, min_numel=0)):
+    """The error of a gradient that no rank used is not lost with the `None` that everybody is
+    left with.
+    """
+    for compressor in (
+        PowerSGD(start_iter=0),
+        OneBit(min_numel=0),
+        DGC(0.1, warmup_steps=0, min_numel=0),
+    ):
         reducer, params, _ = make(compressor)
         mine: list[Tensor | None] = list(gradients(communicator().rank))
         send(reducer, params, mine)
-        kept = [compressor.residual, compressor.velocity] if isinstance(compressor, DGC) else [compressor.residual]
+        kept = (
+            [compressor.residual, compressor.velocity]
+            if isinstance(compressor, DGC)
+            else [compressor.residual]
+        )
         before = [of("conv").clone() for of in kept]
         assert all(tensor.norm() > 0 for tensor in before)
         if isinstance(compressor, OneBit):  # of the ranks whose shards have a part of it
             kept.append(compressor.compressor._server.of_parameter)  # type: ignore[attr-defined]
             before.append(kept[-1]("conv").clone())
         send(reducer, params, [*mine[:4], None])
-        assert all(torch.equal(of("conv"), tensor) for of, tensor in zip(kept, before, strict=True)), compressor.name
+        assert all(
+            torch.equal(of("conv"), tensor) for of, tensor in zip(kept, before, strict=True)
+        ), compressor.name
 
 
 def check_divides_by_the_ranks_that_hold_data() -> None:
@@ -111,7 +141,11 @@ def check_divides_by_the_ranks_that_hold_data() -> None:
             reducer, params, _ = make(way)
             reducer.active_ranks = active_ranks
             found.append(
-                send(reducer, params, list(gradients(communicator().rank)) if has_data else [None] * len(params))
+                send(
+                    reducer,
+                    params,
+                    list(gradients(communicator().rank)) if has_data else [None] * len(params),
+                )
             )
             assert_same_bits(*found[-1])
         for whole, divided, wanted in zip(*found, average(ranks=active), strict=True):
@@ -133,7 +167,8 @@ def check_shards_hold_the_bits_of_the_whole() -> None:
             param.grad = gradients(comm.rank)[4]
             bucket.fill([True], stop=False)
             for divisor in (comm.world_size, comm.world_size + 1):
-                if send_ is average_compressed_ and compressor.buffer_dtype is None:  # which leaves the flags out
+                # which leaves the flags out
+                if send_ is average_compressed_ and compressor.buffer_dtype is None:
                     bucket.flags.zero_()  # as the other way does
                     compressor.all_reduce(bucket.flat, comm).wait()
                     bucket.flat.mul_(comm.world_size / divisor)
@@ -147,7 +182,9 @@ def check_shards_hold_the_bits_of_the_whole() -> None:
 
 
 def check_large_values() -> None:
-    """An average that float16 holds survives a sum that it does not; beyond it comes inf, on all ranks, and is said."""
+    """An average that float16 holds survives a sum that it does not; beyond it comes inf, on all
+    ranks, and is said.
+    """
     for way in ("fp16", "bf16"):
         with captured_log() as records:
             reducer, params, _ = make(way)
@@ -157,7 +194,9 @@ def check_large_values() -> None:
             assert not records
             last = communicator().rank == communicator().world_size - 1
             for _ in range(2):
-                got = send(reducer, params, [torch.full_like(p, 7e4 if last else 0.0) for p in params])
+                got = send(
+                    reducer, params, [torch.full_like(p, 7e4 if last else 0.0) for p in params]
+                )
                 assert_same_bits(*got)
             assert torch.isinf(got[0]).all() == (way == "fp16")
             assert len(records) == (way == "fp16" and communicator().rank == 0), records
@@ -180,7 +219,9 @@ def check_converges_as_without() -> None:
         for _ in range(60):
             optimizer.zero_grad()
             with reducer.backward():
-                F.cross_entropy(net(xs[comm.rank :: comm.world_size]), ys[comm.rank :: comm.world_size]).backward()
+                F.cross_entropy(
+                    net(xs[comm.rank :: comm.world_size]), ys[comm.rank :: comm.world_size]
+                ).backward()
             optimizer.step()
         assert_same_bits(*net.parameters())
         return F.cross_entropy(net(xs), ys).item()
@@ -205,10 +246,15 @@ def check_other_dtypes_travel_as_they_are_and_this_is_said_once() -> None:
             for _, param in named:
                 param.grad = None
             with reducer.backward():
-                sum((param * value).real.sum() for (_, param), value in zip(named, exact, strict=True)).backward()
+                sum(
+                    (param * value).real.sum()
+                    for (_, param), value in zip(named, exact, strict=True)
+                ).backward()
         for (_, param), value in zip(named, exact, strict=True):
             tolerance = 1e-12 if way == "powersgd" else 0
-            torch.testing.assert_close(param.grad.real, torch.full_like(param.real, value), rtol=tolerance, atol=0)
+            torch.testing.assert_close(
+                param.grad.real, torch.full_like(param.real, value), rtol=tolerance, atol=0
+            )
         refused = [kind for kind in kinds if not compressor.accepts(kind)]
         assert len(warnings) == len(refused), warnings
         assert all(any(str(kind) in warning for warning in warnings) for kind in refused), warnings
@@ -222,7 +268,9 @@ def check_half_the_bytes_leave() -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(communicator(), name)
 
-        def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+        def all_reduce_(
+            self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = ""
+        ) -> Work:
             self.bytes += tensor.nbytes
             return communicator().all_reduce_(tensor, op=op, name=name)
 
@@ -230,7 +278,11 @@ def check_half_the_bytes_leave() -> None:
     for way in (None, BF16(), FP16(), PowerSGD(rank=1, start_iter=0)):
         counting = Counting()
         named = parameters()
-        send(Reducer(counting, named, compressor=way), [p for _, p in named], gradients(communicator().rank))
+        send(
+            Reducer(counting, named, compressor=way),
+            [p for _, p in named],
+            gradients(communicator().rank),
+        )
         sent[way.name if way else None] = counting.bytes
     assert sent["bf16"] == sent["fp16"] == sent[None] // 2, sent
     assert sent["powersgd"] < sent[None] / 5, sent

@@ -1,4 +1,6 @@
-"""Each compressor against its paper's formula in NumPy (`references`), on the ranks of the battery."""
+"""Each compressor against its paper's formula in NumPy (`references`), on the ranks of the
+battery.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_ring.gradients.compression import DGC, Compressor, ErrorFeedback, Int8, OneBit, TernGrad, TopK
+from lightning_ring.gradients.compression import (
+    DGC,
+    Compressor,
+    ErrorFeedback,
+    Int8,
+    OneBit,
+    TernGrad,
+    TopK,
+)
 from lightning_ring.gradients.compression.between_nodes import BetweenNodes
 from tests.checks.compression import references
 from tests.checks.world import communicator
 
-SIZES = (3000, 700, 1, 1302)  # of the layers: shards are no multiples of blocks, on any number of ranks
+# of the layers: shards are no multiples of blocks, on any number of ranks
+SIZES = (3000, 700, 1, 1302)
 LAYERS = [slice(sum(SIZES[:i]), sum(SIZES[: i + 1])) for i in range(len(SIZES))]
 
 
@@ -46,7 +57,9 @@ class OneTensor:
 def gradient(rank: int, step: int) -> Tensor:
     """Layers of different sizes of values."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.cat([torch.randn(size, generator=generator) * 4.0**i for i, size in enumerate(SIZES)])
+    return torch.cat(
+        [torch.randn(size, generator=generator) * 4.0**i for i, size in enumerate(SIZES)]
+    )
 
 
 class Sender:
@@ -64,13 +77,16 @@ class Sender:
         return self.flat.clone()
 
 
-def assert_equals(compressor: Compressor, formula: references.Step, comm: Any, num_steps: int = 6) -> None:
+def assert_equals(
+    compressor: Compressor, formula: references.Step, comm: Any, num_steps: int = 6
+) -> None:
     send, size = Sender(compressor, comm), comm.world_size
     for step in range(num_steps):
         found = send(gradient(comm.rank, step))
         wanted = formula([gradient(rank, step).numpy() for rank in range(size)])
         scale = np.abs(wanted).max()
-        wrong = np.abs(found.numpy() - wanted) > 1e-4 * scale  # a tie, or a value near 0, may be rounded otherwise
+        # a tie, or a value near 0, may be rounded otherwise
+        wrong = np.abs(found.numpy() - wanted) > 1e-4 * scale
         assert wrong.mean() < 0.002, (compressor.name, step, wrong.sum())
 
 
@@ -89,7 +105,9 @@ def check_topk_is_sgd_with_memory() -> None:
 def check_dgc_is_algorithm_4() -> None:
     compressor = DGC(0.002, momentum=0.9, clip_norm=40.0, warmup_steps=4, min_numel=0)
     ratios = [0.25, 0.0625, 0.015625, 0.004, 0.002, 0.002, 0.002]
-    assert_equals(compressor, references.dgc(ratios, 0.9, 40.0, LAYERS), communicator(), num_steps=7)
+    assert_equals(
+        compressor, references.dgc(ratios, 0.9, 40.0, LAYERS), communicator(), num_steps=7
+    )
     velocity = torch.cat([compressor.velocity(str(size)) for size in SIZES])
     assert 0 < velocity.count_nonzero() < velocity.numel()  # sent ones are masked
 
@@ -117,7 +135,9 @@ def check_terngrad_draws_the_scalers_multiples_with_the_right_mean() -> None:
 
 
 def check_what_is_lost_and_what_arrives_make_up_the_gradients() -> None:
-    """For every compressor that takes part in error feedback: mean of p = average + mean of what was lost."""
+    """For every compressor that takes part in error feedback: mean of p = average + mean of what
+    was lost.
+    """
     comm = communicator()
     for compressor in (Int8(0), TernGrad(min_numel=0), TopK(0.05, 0).compressor):
         assert isinstance(compressor, BetweenNodes)

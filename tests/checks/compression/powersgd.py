@@ -13,7 +13,15 @@ from torch.nn import Parameter
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import DGC, PowerSGD
 from lightning_ring.gradients.sending import average_compressed_, prepare_compressed
-from tests.checks.compression.ways import WAYS, assert_same_bits, average, gradients, make, parameters, send
+from tests.checks.compression.ways import (
+    WAYS,
+    assert_same_bits,
+    average,
+    gradients,
+    make,
+    parameters,
+    send,
+)
 from tests.checks.world import communicator, open_gloo
 
 
@@ -48,7 +56,9 @@ def check_powersgd_original_is_sent_and_error() -> None:
         got = send(reducer, params, mine)
         if step == 0:  # whole
             wanted = average(step)
-            assert all(torch.allclose(g.double(), w, atol=1e-6) for g, w in zip(got, wanted, strict=True))
+            assert all(
+                torch.allclose(g.double(), w, atol=1e-6) for g, w in zip(got, wanted, strict=True)
+            )
         for name in before:
             index = names.index(name)
             original = as_rows(mine[index]) + before[name]
@@ -91,11 +101,16 @@ class HookBucket:
 
 
 def check_powersgd_equals_torchs_hook() -> None:
-    """The same factors in, the same gradients and errors out, over several steps with warm start."""
+    """The same factors in, the same gradients and errors out, over several steps with warm
+    start.
+    """
     open_gloo()
     comm = communicator()
     group = dist.new_group(backend="gloo")
-    weights = [(f"w{i}", Parameter(torch.zeros(shape))) for i, shape in enumerate([(20, 30), (16, 8, 3, 3), (9,)])]
+    weights = [
+        (f"w{i}", Parameter(torch.zeros(shape)))
+        for i, shape in enumerate([(20, 30), (16, 8, 3, 3), (9,)])
+    ]
     compressor = PowerSGD(rank=2, start_iter=0)
     bucket = Bucket([name for name, _ in weights], [param for _, param in weights])
     prepare_compressed(bucket, compressor)
@@ -110,30 +125,43 @@ def check_powersgd_equals_torchs_hook() -> None:
             param.grad = torch.randn(param.shape, generator=generator)
         flat = torch.cat([param.grad.reshape(-1) for _, param in weights])
         sizes = [param.numel() for _, param in weights]
-        views = [part.view_as(param) for part, (_, param) in zip(flat.split(sizes), weights, strict=True)]
+        views = [
+            part.view_as(param) for part, (_, param) in zip(flat.split(sizes), weights, strict=True)
+        ]
         powerSGD_hook(state, HookBucket(flat, views)).wait()  # type: ignore[arg-type]
         bucket.fill([True] * 3, stop=False)
         compressor.begin_backward()
         average_compressed_(bucket, compressor, comm, None, "bucket").wait()
         for ours, theirs in zip(bucket.views, views, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-        errors = torch.cat([compressor.residual(matrix.name).reshape(-1) for matrix in plan.matrices])
-        torch.testing.assert_close(errors, state.error_dict[0][: errors.numel()], rtol=1e-4, atol=1e-4)
+        errors = torch.cat(
+            [compressor.residual(matrix.name).reshape(-1) for matrix in plan.matrices]
+        )
+        torch.testing.assert_close(
+            errors, state.error_dict[0][: errors.numel()], rtol=1e-4, atol=1e-4
+        )
 
 
 def check_state_goes_on_at_the_same_size_and_resets_at_another() -> None:
     comm = communicator()
     new_powersgd = partial(PowerSGD, start_iter=1)
-    for new in (new_powersgd, WAYS["tenth"], WAYS["onebit"], partial(DGC, 0.1, warmup_steps=2, min_numel=0)):
+    for new in (
+        new_powersgd,
+        WAYS["tenth"],
+        WAYS["onebit"],
+        partial(DGC, 0.1, warmup_steps=2, min_numel=0),
+    ):
         whole, first, resumed, other = new(), new(), new(), new()
         runs = [make(whole), make(first)]
         for step in range(3):
             for reducer, params, _ in runs:
                 send(reducer, params, gradients(comm.rank, step))
-        state = comm.broadcast_object(first.state_dict(comm))  # through a checkpoint that rank 0 wrote
+        # through a checkpoint that rank 0 wrote
+        state = comm.broadcast_object(first.state_dict(comm))
         in_other_buckets = new is new_powersgd  # what the others send depends on the buckets
         reducer, params, _ = make(resumed, bucket_cap_mb=0.002 if in_other_buckets else 25)
-        for step in range(0 if in_other_buckets else 2):  # the first one decides the order of gradients
+        # the first one decides the order of gradients
+        for step in range(0 if in_other_buckets else 2):
             send(reducer, params, gradients(comm.rank, step))
         assert resumed.load_state_dict(state, comm.rank, comm.world_size) is None
         for step in range(3, 6):

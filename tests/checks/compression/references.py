@@ -1,4 +1,6 @@
-"""The papers' formulas in NumPy: all ranks' gradients in, the average out, one step after another."""
+"""The papers' formulas in NumPy: all ranks' gradients in, the average out, one step after
+another.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def int8() -> Step:
     def step(gradients: list[Array]) -> Array:
         size = len(gradients)
         shards = [np.array_split(g, size) for g in gradients]
-        means = [sum(rounded(shards[rank][owner]) for rank in range(size)) / size for owner in range(size)]
+        means = [
+            sum(rounded(shards[rank][owner]) for rank in range(size)) / size
+            for owner in range(size)
+        ]
         return np.concatenate([rounded(mean.astype(np.float32)) for mean in means])
 
     return step
@@ -85,7 +90,9 @@ def topk(ratio: float) -> Step:
 
 
 def dgc(ratios: list[float], momentum: float, clip_norm: float, layers: list[slice]) -> Step:
-    """Algorithm 4 of DGC, with a ratio for each step; with 1 or more over all ranks a step is momentum SGD's."""
+    """Algorithm 4 of DGC, with a ratio for each step; with 1 or more over all ranks a step is
+    momentum SGD's.
+    """
     u: list[Array] = []
     v: list[Array] = []
     left = list(ratios)
@@ -115,11 +122,14 @@ def dgc(ratios: list[float], momentum: float, clip_norm: float, layers: list[sli
 
 
 def terngrad_scalers(gradients: list[Array], layers: list[slice], clip: float) -> list[float]:
-    """Section 5: each layer clipped at ``clip`` standard deviations; the largest magnitude left on any rank."""
+    """Section 5: each layer clipped at ``clip`` standard deviations; the largest magnitude left
+    on any rank.
+    """
     scalers = []
     for layer in layers:
         each = [
-            (np.abs(g[layer]).max(), clip * math.sqrt(np.mean(g[layer].astype(np.float64) ** 2))) for g in gradients
+            (np.abs(g[layer]).max(), clip * math.sqrt(np.mean(g[layer].astype(np.float64) ** 2)))
+            for g in gradients
         ]
         scalers.append(max(min(most, limit) for most, limit in each))
     return scalers

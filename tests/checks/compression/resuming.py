@@ -40,7 +40,12 @@ def check_ternary_gradients_go_on_from_the_state_that_each_rank_has() -> None:
     goes_on("terngrad", lambda state: state, before_the_first_gradient=True)
 
 
-def goes_on(way: str, travels: Callable[[dict[str, Any]], dict[str, Any]], *, before_the_first_gradient: bool) -> None:
+def goes_on(
+    way: str,
+    travels: Callable[[dict[str, Any]], dict[str, Any]],
+    *,
+    before_the_first_gradient: bool,
+) -> None:
     comm = communicator()
     whole, loaded = WAYS[way](), WAYS[way]()
     reducer, params, _ = make(whole)
@@ -57,7 +62,11 @@ def goes_on(way: str, travels: Callable[[dict[str, Any]], dict[str, Any]], *, be
         found = send(again, others, gradients(comm.rank, step))
         for a, b in zip(found, expected, strict=True):
             assert (a is None) == (b is None)
-            assert a is None or torch.equal(a, b), (way, travels.__name__, before_the_first_gradient)
+            assert a is None or torch.equal(a, b), (
+                way,
+                travels.__name__,
+                before_the_first_gradient,
+            )
         assert_same_bits(*found)
 
 
@@ -74,8 +83,12 @@ def check_a_state_that_was_loaded_can_be_saved_before_the_first_gradient() -> No
         assert_equal(through_a_broadcast(loaded.state_dict(comm)), state, way)
 
 
-def check_gradients_that_arrive_in_another_order_than_registrations_go_on_with_the_same_bits() -> None:
-    """A bucket's gradients are rounded together, and a training that goes on has yet to see their order."""
+def check_gradients_that_arrive_in_another_order_than_registrations_go_on_with_the_same_bits() -> (
+    None
+):
+    """A bucket's gradients are rounded together, and a training that goes on has yet to see
+    their order.
+    """
     comm = communicator()
     straight, resumed = (Averaging(compression=Int8(min_numel=0)) for _ in range(2))
     net, other = three_layers(), three_layers()
@@ -85,7 +98,9 @@ def check_gradients_that_arrive_in_another_order_than_registrations_go_on_with_t
     resumed.attach(other, [], comm)
     resumed.load_state_dict(through_a_file(straight.state_dict()))
     for step in range(2, 4):
-        assert all(map(torch.equal, averages_of(resumed, other, step), averages_of(straight, net, step)))
+        assert all(
+            map(torch.equal, averages_of(resumed, other, step), averages_of(straight, net, step))
+        )
     for algorithm in (straight, resumed):
         algorithm.detach()
         assert algorithm.state_dict()["buckets"]["names"] == [["0.weight", "2.weight", "1.weight"]]
@@ -105,4 +120,6 @@ def averages_of(algorithm: Averaging, net: nn.Sequential, step: int) -> list[Ten
 
 
 def assert_equal(found: Any, expected: Any, where: str) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda message: f"{where}: {message}")
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=0, msg=lambda message: f"{where}: {message}"
+    )

@@ -33,11 +33,15 @@ torch.set_num_threads(1)
 
 
 class Signs(Compressor):
-    """A user's own, as the documentation describes one: signs and a scale, and nothing but `all_reduce`."""
+    """A user's own, as the documentation describes one: signs and a scale, and nothing but
+    `all_reduce`.
+    """
 
     name = "signs"
 
-    def all_reduce(self, flat: Tensor, comm: Any, *, lost: Tensor | None = None, name: str = "") -> Work:
+    def all_reduce(
+        self, flat: Tensor, comm: Any, *, lost: Tensor | None = None, name: str = ""
+    ) -> Work:
         if lost is not None:
             lost.copy_(flat)
         flat.copy_(flat.sign() * flat.abs().mean())
@@ -54,7 +58,9 @@ class Tenth(Compressor):
     def wire_bytes(self, numel: int, world_size: int) -> float:
         return 8 * math.ceil(numel / 10) * world_size / 2
 
-    def all_reduce(self, flat: Tensor, comm: Any, *, lost: Tensor | None = None, name: str = "") -> Work:
+    def all_reduce(
+        self, flat: Tensor, comm: Any, *, lost: Tensor | None = None, name: str = ""
+    ) -> Work:
         indices = flat.abs().topk(math.ceil(flat.numel() / 10)).indices
         rows = torch.empty(comm.world_size, 2, indices.numel())
         rows[comm.shard_index] = torch.stack([flat[indices], indices.float()])
@@ -70,7 +76,9 @@ class Tenth(Compressor):
         return ChainedWork(comm.all_gather_(rows.view(-1), name=name), arrived)
 
 
-WAYS: dict[str, Callable[[], Compressor]] = {name: known.build for name, known in COMPRESSORS.items()}
+WAYS: dict[str, Callable[[], Compressor]] = {
+    name: known.build for name, known in COMPRESSORS.items()
+}
 WAYS["signs"] = lambda: ErrorFeedback(Signs())
 WAYS["tenth"] = lambda: ErrorFeedback(Tenth())
 WAYS["bf16 with error feedback"] = lambda: ErrorFeedback(BF16())
@@ -95,14 +103,22 @@ ERROR_OF_THE_MEAN = dict.fromkeys(ERROR_FED, 0.15) | {
 def parameters(seed: int = 0) -> list[tuple[str, Parameter]]:
     """A matrix, a vector, a scalar, an empty one, and a convolution as channels-last has it."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"matrix": (24, 31), "vector": (13,), "scalar": (), "empty": (0, 4), "conv": (16, 8, 3, 3)}
+    shapes = {
+        "matrix": (24, 31),
+        "vector": (13,),
+        "scalar": (),
+        "empty": (0, 4),
+        "conv": (16, 8, 3, 3),
+    }
     made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     made["conv"] = made["conv"].to(memory_format=torch.channels_last)
     return [(name, Parameter(value)) for name, value in made.items()]
 
 
 def gradients(rank: int, step: int = 0, scale: float = 1.0) -> list[Tensor]:
-    """What ``rank`` contributes: known to every rank, so that each can compute the average itself."""
+    """What ``rank`` contributes: known to every rank, so that each can compute the average
+    itself.
+    """
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return [
         torch.empty_like(param).copy_(torch.randn(param.shape, generator=generator) * scale)
@@ -137,9 +153,13 @@ def make(way: str | Compressor, **kwargs: Any) -> tuple[Reducer, list[Parameter]
 
 
 def assert_same_bits(*tensors: Tensor | None) -> None:
-    flat = torch.cat([t.detach().reshape(-1).double() for t in tensors if t is not None] + [torch.zeros(1)])
+    flat = torch.cat(
+        [t.detach().reshape(-1).double() for t in tensors if t is not None] + [torch.zeros(1)]
+    )
     for other in communicator().all_gather(flat):
-        assert torch.equal(other.nan_to_num(nan=7.0), flat.nan_to_num(nan=7.0)), "ranks hold different bits"
+        assert torch.equal(other.nan_to_num(nan=7.0), flat.nan_to_num(nan=7.0)), (
+            "ranks hold different bits"
+        )
 
 
 @contextmanager

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.checks.gradients.nets import Net, assert_same, batches, fresh_gradients, make, mine, reference_mean
+from tests.checks.gradients.nets import (
+    Net,
+    assert_same,
+    batches,
+    fresh_gradients,
+    make,
+    mine,
+    reference_mean,
+)
 from tests.checks.world import communicator
 
 
@@ -48,7 +56,8 @@ def check_first_bucket_leaves_before_the_last_gradient() -> None:
 
 
 def check_checkpointing_of_both_kinds() -> None:
-    once, twice = (0, 1, 2, 3, 4, 5), (2, 3, 2, 3, 4, 5)  # the second uses a checkpointed segment twice
+    # the second uses a checkpointed segment twice
+    once, twice = (0, 1, 2, 3, 4, 5), (2, 3, 2, 3, 4, 5)
     for reentrant in (True, False):
         for paths in ((once, once, once), (twice, twice, twice), (once, twice, twice)):
             net, reference, reducer, _, warnings = make(reentrant=reentrant)
@@ -115,7 +124,8 @@ def check_accumulation_travels_once() -> None:
             comm.sent.clear()
         for micro in range(3):
             xs = batches(10 * window + micro)
-            # layers 4 and 5 only in the first micro-batch: their gradient travels though the last has none for them
+            # layers 4 and 5 only in the first micro-batch: their gradient travels though the last
+            # has none for them
             path = (0, 1, 2, 3, 4, 5) if micro == 0 else (0, 1, 2, 3)
             if micro < 2:
                 with reducer.no_sync(), reducer.backward():

@@ -1,4 +1,6 @@
-"""Gradients that somebody keeps are not overwritten by the next backward; where nobody does, there is no copy."""
+"""Gradients that somebody keeps are not overwritten by the next backward; where nobody does,
+there is no copy.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ import torch
 from torch import Tensor
 
 from lightning_ring.gradients.compression import BF16, PowerSGD
-from tests.checks.gradients.nets import assert_same, batches, fresh_gradients, make, mine, reference_mean
+from tests.checks.gradients.nets import (
+    assert_same,
+    batches,
+    fresh_gradients,
+    make,
+    mine,
+    reference_mean,
+)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -48,7 +57,8 @@ def check_gradients_that_are_kept_stay() -> None:
                 torch.testing.assert_close(again, value, rtol=0, atol=0)
             elif name != "its storage":
                 torch.testing.assert_close(
-                    torch.as_tensor(one).reshape(-1), value.reshape(-1)[1:] if name == "a slice" else value.reshape(-1)
+                    torch.as_tensor(one).reshape(-1),
+                    value.reshape(-1)[1:] if name == "a slice" else value.reshape(-1),
                 )
 
 
@@ -66,7 +76,9 @@ def check_without_a_holder_gradients_are_views_of_one_buffer() -> None:
 
 
 def check_a_kept_gradient_that_is_not_zeroed_stays_the_parameters_own() -> None:
-    """As under DistributedDataParallel: what backward accumulates into is what holds the average."""
+    """As under DistributedDataParallel: what backward accumulates into is what holds the
+    average.
+    """
     net, reference, reducer, _, _ = make()
     with reducer.backward():
         net(mine(batches(9))).backward()

@@ -1,4 +1,6 @@
-"""A backward that is not the training's stays local, and hooks of the user see gradients before they leave."""
+"""A backward that is not the training's stays local, and hooks of the user see gradients before
+they leave.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from torch.nn import Parameter
 from lightning_ring.errors import CollectiveError
 from lightning_ring.gradients.reducer import Reducer
 from tests.checks.comm import WORLD, opened
-from tests.checks.gradients.nets import assert_same, batches, fresh_gradients, make, mine, reference_mean
+from tests.checks.gradients.nets import (
+    assert_same,
+    batches,
+    fresh_gradients,
+    make,
+    mine,
+    reference_mean,
+)
 from tests.checks.world import communicator
 
 SOME = (0, 1, 2, 3)
@@ -37,7 +46,9 @@ def check_local_backward_on_one_rank_sends_nothing() -> None:
 
 
 def check_local_gradients_travel_with_the_next_backward() -> None:
-    """As under DistributedDataParallel, also those of layers that the next backward does not reach."""
+    """As under DistributedDataParallel, also those of layers that the next backward does not
+    reach.
+    """
     net, reference, reducer, _, _ = make()
     for step in range(3):
         with fresh_gradients(net, reference):
@@ -52,13 +63,19 @@ def check_local_gradients_travel_with_the_next_backward() -> None:
 
 
 def check_another_backward_or_step_is_an_error_on_every_rank() -> None:
-    for backend in ("gloo", "mpi", "shared memory") + ("hierarchical",) * (WORLD.size == 4) if WORLD.size > 1 else ():
+    for backend in (
+        ("gloo", "mpi", "shared memory") + ("hierarchical",) * (WORLD.size == 4)
+        if WORLD.size > 1
+        else ()
+    ):
         for numel in (2, 20_000):  # short and long collectives go different ways
             torch.manual_seed(0)
             net = nn.Linear(numel, 1)
             with opened(backend) as comm:
                 reducer = Reducer(comm, net.named_parameters())
-                expected = r'"backward 3 \(step 1\): bucket 0 \(.*"backward 3 \(step 0\): bucket 0 \('
+                expected = (
+                    r'"backward 3 \(step 1\): bucket 0 \(.*"backward 3 \(step 0\): bucket 0 \('
+                )
                 with pytest.raises(CollectiveError, match=expected) as caught:
                     _train(reducer, net, extra_step=comm.rank == 0)
                 assert len(set(WORLD.allgather(str(caught.value)))) == 1
@@ -99,4 +116,6 @@ def check_hooks_of_the_user_change_what_travels() -> None:
         assert_same(net, reference)
     assert len(seen) == 6
     assert all(seen)
-    assert comm.produced_when_sent[0] < 12, "from the second backward on buckets leave during backward again"
+    assert comm.produced_when_sent[0] < 12, (
+        "from the second backward on buckets leave during backward again"
+    )

@@ -40,7 +40,9 @@ class Recorder:
 
 
 class Net(nn.Module):
-    """Six layers, float64; ``path`` says which are used, in order; segments of two may be checkpointed."""
+    """Six layers, float64; ``path`` says which are used, in order; segments of two may be
+    checkpointed.
+    """
 
     def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
@@ -85,10 +87,13 @@ def batches(step: int = 0) -> list[Tensor]:
 
 
 def mine(xs: list[Tensor]) -> Tensor:
-    return xs[communicator().rank].clone().requires_grad_()  # reentrant checkpointing wants an input with gradient
+    # reentrant checkpointing wants an input with gradient
+    return xs[communicator().rank].clone().requires_grad_()
 
 
-def reference_mean(reference: Net, losses: Callable[[Tensor, int], Tensor], xs: list[Tensor]) -> None:
+def reference_mean(
+    reference: Net, losses: Callable[[Tensor, int], Tensor], xs: list[Tensor]
+) -> None:
     (sum(losses(x, rank) for rank, x in enumerate(xs)) / len(xs)).backward()
 
 
@@ -98,7 +103,9 @@ def assert_same(net: nn.Module, reference: nn.Module, *, rtol: float = 1e-12) ->
             assert param.grad is None, f"{name} has a gradient, expected none"
             continue
         assert param.grad is not None, f"{name} has no gradient"
-        torch.testing.assert_close(param.grad, expected.grad, rtol=rtol, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            param.grad, expected.grad, rtol=rtol, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}"
+        )
     grads = [param.grad for param in net.parameters() if param.grad is not None]
     flat = torch.cat([grad.reshape(-1).double() for grad in grads]) if grads else torch.zeros(0)
     for other in communicator().all_gather(flat):

@@ -1,4 +1,6 @@
-"""Whose gradients travel: unused, frozen, shared and mixed parameters, and the buckets they lie in."""
+"""Whose gradients travel: unused, frozen, shared and mixed parameters, and the buckets they lie
+in.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ from torch import Tensor, nn
 from lightning_ring.gradients.bucket import plan_buckets
 from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
-from tests.checks.gradients.nets import Net, Recorder, assert_same, batches, fresh_gradients, make, mine, reference_mean
+from tests.checks.gradients.nets import (
+    Net,
+    Recorder,
+    assert_same,
+    batches,
+    fresh_gradients,
+    make,
+    mine,
+    reference_mean,
+)
 from tests.checks.world import communicator
 
 
@@ -18,7 +29,8 @@ def check_unused_parameters_differ_by_rank() -> None:
     net, reference, reducer, _, _ = make()
 
     def path(rank: int, step: int) -> tuple[int, ...]:
-        return (0, 1, 2, 3) if (rank + step) % 2 else (0, 1, 3, 2) if step == 2 else (2, 3)  # 4 and 5: never
+        # 4 and 5: never
+        return (0, 1, 2, 3) if (rank + step) % 2 else (0, 1, 3, 2) if step == 2 else (2, 3)
 
     for step in range(3):
         xs = batches(step)
@@ -30,7 +42,8 @@ def check_unused_parameters_differ_by_rank() -> None:
 
 def check_earlier_average_of_unused_parameters_stays() -> None:
     net, reference, reducer, _, _ = make()
-    for path in ((0, 1, 2, 3), (4, 5), (4, 5)):  # no zero_grad between: gradients of 0 to 3 must survive the others
+    # no zero_grad between: gradients of 0 to 3 must survive the others
+    for path in ((0, 1, 2, 3), (4, 5), (4, 5)):
         xs = batches()
         with reducer.backward():
             net(mine(xs), path).backward()
@@ -77,7 +90,9 @@ def check_two_optimizers_of_a_gan() -> None:
         for which in (
             0,
             1,
-        ):  # the critic's gradients must survive the generator's backward, which reaches the critic too
+            # the critic's gradients must survive the generator's backward, which reaches the critic
+            # too
+        ):
             with reducer.backward():
                 losses((generator, critic), mine(xs))[which].backward()
             reference_mean(references[0], lambda x, _: losses(references, x)[which], xs)  # noqa: B023
@@ -90,7 +105,9 @@ def check_shared_parameters() -> None:
     for module in (net, reference):
         module.layers[5] = module.layers[0]
     reducer.remove()
-    reducer = Reducer(communicator(), net.named_parameters(remove_duplicate=False), bucket_cap_mb=0.0006)
+    reducer = Reducer(
+        communicator(), net.named_parameters(remove_duplicate=False), bucket_cap_mb=0.0006
+    )
     xs = batches()
     with reducer.backward():
         net(mine(xs)).backward()
@@ -114,7 +131,9 @@ def check_mixed_dtypes_and_layouts() -> None:
 
     def loss(module: nn.ModuleList, x: Tensor) -> Tensor:
         hidden = module[0](x).mean((2, 3))
-        return (module[2](module[1](hidden.double()).float()) * module.scalar).sum() + module.empty.sum()
+        return (
+            module[2](module[1](hidden.double()).float()) * module.scalar
+        ).sum() + module.empty.sum()
 
     reducer = Reducer(communicator(), net.named_parameters())
     rank, size = communicator().rank, communicator().world_size
@@ -131,7 +150,8 @@ def check_order_of_use_replaces_order_of_registration() -> None:
     torch.manual_seed(0)
     net = Net()
     reference = copy.deepcopy(net)
-    path = (5, 4, 3, 2, 1, 0)  # used in the reverse of registration: before the rebuild nothing can leave early
+    # used in the reverse of registration: before the rebuild nothing can leave early
+    path = (5, 4, 3, 2, 1, 0)
     comm = Recorder(communicator(), net)
     for name, param in net.named_parameters():
         param.register_post_accumulate_grad_hook(lambda _, name=name: comm.produced.add(name))
@@ -149,7 +169,10 @@ def check_order_of_use_replaces_order_of_registration() -> None:
 
 
 def check_buckets_are_filled_in_order_and_bounded() -> None:
-    params = [(f"p{i}", nn.Parameter(torch.zeros(size))) for i, size in enumerate([10, 200_000, 200_000, 5_000_000, 7])]
+    params = [
+        (f"p{i}", nn.Parameter(torch.zeros(size)))
+        for i, size in enumerate([10, 200_000, 200_000, 5_000_000, 7])
+    ]
     params.insert(2, ("half", nn.Parameter(torch.zeros(9, dtype=torch.float16))))
     buckets = plan_buckets(params, bucket_cap_mb=2.0)
     assert [bucket.names for bucket in buckets] == [["p0", "p1"], ["half"], ["p2"], ["p3"], ["p4"]]
@@ -167,9 +190,13 @@ def check_automatic_buckets_are_the_same_on_all_ranks_and_change_no_number() -> 
         for step in range(7):
             with fresh_gradients(net), reducer.backward():
                 (net(mine(batches(step))) * net.other.sum()).backward()
-            results.append(torch.cat([param.grad.reshape(-1).double() for param in net.parameters()]))
+            results.append(
+                torch.cat([param.grad.reshape(-1).double() for param in net.parameters()])
+            )
         names = [bucket.names for bucket in reducer.buckets]
-        assert sorted(name for bucket in names for name in bucket) == sorted(name for name, _ in net.named_parameters())
+        assert sorted(name for bucket in names for name in bucket) == sorted(
+            name for name, _ in net.named_parameters()
+        )
         assert comm.broadcast_object(names) == names
     for fixed, chosen in zip(results[:7], results[7:], strict=True):
         torch.testing.assert_close(chosen, fixed, rtol=0 if comm.world_size <= 2 else 1e-12, atol=0)

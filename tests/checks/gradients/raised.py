@@ -1,4 +1,6 @@
-"""A backward that raises an exception, which the loop catches on all ranks, leaves nothing in the next one."""
+"""A backward that raises an exception, which the loop catches on all ranks, leaves nothing in
+the next one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from lightning_ring.errors import CollectiveError, RingError
 from lightning_ring.gradients.compression import DGC, OneBit, TopK
 from lightning_ring.gradients.reducer import Reducer
 from tests.checks.comm import WORLD, opened
-from tests.checks.gradients.nets import Net, assert_same, batches, fresh_gradients, make, mine, reference_mean
+from tests.checks.gradients.nets import (
+    Net,
+    assert_same,
+    batches,
+    fresh_gradients,
+    make,
+    mine,
+    reference_mean,
+)
 from tests.checks.world import communicator
 
 
@@ -59,8 +69,12 @@ def _planted() -> Iterator[None]:
 
 
 def check_backward_that_raises_leaves_nothing_behind() -> None:
-    """Plain or not, wherever it raises, also if all that was produced is sent, and within a reentrant checkpoint."""
-    cases = itertools.product((True, False), (None, True), ("function", "hook", "post-accumulate hook"), (5, 3, 0))
+    """Plain or not, wherever it raises, also if all that was produced is sent, and within a
+    reentrant checkpoint.
+    """
+    cases = itertools.product(
+        (True, False), (None, True), ("function", "hook", "post-accumulate hook"), (5, 3, 0)
+    )
     for plain, reentrant, where, index in cases:
         net, reference, reducer, comm, warnings = make(reentrant=reentrant)
         _plant(net, where, index)
@@ -118,13 +132,19 @@ def check_gradient_that_is_nan_by_itself_is_none_of_a_backward_that_raised() -> 
 
 def check_what_compressors_kept_of_a_backward_that_raised_is_forgotten() -> None:
     comm = communicator()
-    for build in (partial(TopK, 0.25, 0), partial(DGC, 0.25, warmup_steps=0, min_numel=0), partial(OneBit, 0)):
+    for build in (
+        partial(TopK, 0.25, 0),
+        partial(DGC, 0.25, warmup_steps=0, min_numel=0),
+        partial(OneBit, 0),
+    ):
         averages = []
         for raises in (True, False):
             torch.manual_seed(0)
             net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
             net[0].weight.register_hook(_fail_if_planted)
-            reducer = Reducer(comm, net.named_parameters(), bucket_cap_mb=0.0002, compressor=build())
+            reducer = Reducer(
+                comm, net.named_parameters(), bucket_cap_mb=0.0002, compressor=build()
+            )
             with reducer.plain_backwards(reduced=True):
                 if raises:
                     _backward(net, 0)

@@ -1,4 +1,6 @@
-"""Sparse gradients: gathered or dense on the wire, sparse for the optimizer; ranks have other numbers of entries."""
+"""Sparse gradients: gathered or dense on the wire, sparse for the optimizer; ranks have other
+numbers of entries.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ RANK, SIZE = communicator().rank, communicator().world_size
 
 
 class _Net(nn.Module):
-    """Two embeddings and a layer, float64. A rank whose indices are empty does not use an embedding."""
+    """Two embeddings and a layer, float64. A rank whose indices are empty does not use an
+    embedding.
+    """
 
     def __init__(self, *, sparse: bool) -> None:
         super().__init__()
@@ -32,17 +36,23 @@ class _Net(nn.Module):
         self.double()
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        hidden = self.first(first).square().sum(0) if len(first) else torch.zeros(3, dtype=torch.float64)
+        hidden = (
+            self.first(first).square().sum(0) if len(first) else torch.zeros(3, dtype=torch.float64)
+        )
         if len(second):
             hidden = hidden + self.second(second.unsqueeze(0)).tanh()[0]
         return self.layer(hidden).sum()
 
 
 def _indices(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Other numbers of entries on each rank, doubled ones among them; none at all on rank 1 in step 1."""
+    """Other numbers of entries on each rank, doubled ones among them; none at all on rank 1 in
+    step 1.
+    """
     generator = torch.Generator().manual_seed(17 * step + rank)
     count = 0 if (rank, step) == (1, 1) else 3 + rank
-    return torch.randint(0, 40, (count,), generator=generator), torch.randint(0, 6, (4 * count,), generator=generator)
+    return torch.randint(0, 40, (count,), generator=generator), torch.randint(
+        0, 6, (4 * count,), generator=generator
+    )
 
 
 def _make(**kwargs: object) -> tuple[_Net, _Net, Reducer]:
@@ -50,7 +60,12 @@ def _make(**kwargs: object) -> tuple[_Net, _Net, Reducer]:
     net = _Net(sparse=True)
     reference = _Net(sparse=False)
     reference.load_state_dict(net.state_dict())
-    reducer = Reducer(communicator(), net.named_parameters(), sparse_weights=partial(sparse_weights, net), **kwargs)  # type: ignore[arg-type]
+    reducer = Reducer(
+        communicator(),
+        net.named_parameters(),
+        sparse_weights=partial(sparse_weights, net),
+        **kwargs,
+    )  # type: ignore[arg-type]
     return net, reference, reducer
 
 
@@ -59,8 +74,12 @@ def _assert_same(net: nn.Module, reference: nn.Module, sparse: tuple[str, ...]) 
         assert param.grad is not None, name
         assert param.grad.is_sparse == (name in sparse), name
         dense = param.grad.to_dense()
-        torch.testing.assert_close(dense, expected.grad, rtol=1e-12, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
-        assert all(torch.equal(other, dense) for other in communicator().all_gather(dense)), f"{name}: other bits"
+        torch.testing.assert_close(
+            dense, expected.grad, rtol=1e-12, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}"
+        )
+        assert all(torch.equal(other, dense) for other in communicator().all_gather(dense)), (
+            f"{name}: other bits"
+        )
 
 
 def check_sparse_gradients_stay_sparse_and_equal_the_dense_average() -> None:
@@ -84,7 +103,9 @@ def check_sparse_gradients_accumulate_and_add_up() -> None:
     for step in (2, 3):  # without zero_grad between: the first average survives the second
         with reducer.backward():
             net(*_indices(RANK, step)).backward()
-    (sum(reference(*_indices(rank, step)) for rank in range(SIZE) for step in (1, 2, 3)) / SIZE).backward()
+    (
+        sum(reference(*_indices(rank, step)) for rank in range(SIZE) for step in (1, 2, 3)) / SIZE
+    ).backward()
     _assert_same(net, reference, ("first.weight", "second.weight"))
 
 
@@ -115,12 +136,17 @@ def check_sparse_gradients_divide_by_the_ranks_that_count() -> None:
     with reducer.backward():
         if reducer.active_ranks > RANK:
             net(*_indices(RANK, 0)).backward()
-    (sum(reference(*_indices(rank, 0)) for rank in range(reducer.active_ranks)) / reducer.active_ranks).backward()
+    (
+        sum(reference(*_indices(rank, 0)) for rank in range(reducer.active_ranks))
+        / reducer.active_ranks
+    ).backward()
     _assert_same(net, reference, ("first.weight", "second.weight"))
 
 
 def _functional(module: nn.ParameterDict, rank: int, *, sparse: bool) -> Tensor:
-    """``one`` is sparse, and unused on rank 0; ``mixed`` is used densely too on the last rank; ``dense`` is dense."""
+    """``one`` is sparse, and unused on rank 0; ``mixed`` is used densely too on the last rank;
+    ``dense`` is dense.
+    """
     index = torch.tensor([rank, 3, 3])
     loss = F.embedding(index, module["mixed"], sparse=sparse).sum() + module["dense"].square().sum()
     if rank or SIZE == 1:
@@ -132,7 +158,9 @@ def _functional(module: nn.ParameterDict, rank: int, *, sparse: bool) -> Tensor:
 
 def check_sparse_gradients_that_no_module_declares_are_found_in_the_first_backward() -> None:
     torch.manual_seed(0)
-    net = nn.ParameterDict({name: torch.randn(30, 2, dtype=torch.float64) for name in ("dense", "mixed", "one")})
+    net = nn.ParameterDict(
+        {name: torch.randn(30, 2, dtype=torch.float64) for name in ("dense", "mixed", "one")}
+    )
     reference = copy.deepcopy(net)
     warned: list[str] = []
     reducer = Reducer(communicator(), net.named_parameters(), warn=warned.append)
@@ -173,7 +201,10 @@ def check_sharded_and_compressed_say_what_becomes_of_sparse_gradients() -> None:
     warned.clear()
     net = _Net(sparse=True)
     reducer = ShardReducer(
-        communicator(), net.named_parameters(), warn=warned.append, sparse_weights=partial(sparse_weights, net)
+        communicator(),
+        net.named_parameters(),
+        warn=warned.append,
+        sparse_weights=partial(sparse_weights, net),
     )
     for step in (0, 2):
         with fresh_gradients(net), reducer.backward():

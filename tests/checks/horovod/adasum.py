@@ -19,7 +19,9 @@ torch.set_num_threads(1)
 
 
 def adasum(vectors: list[Any]) -> Any:
-    """Of the ranks' vectors, in NumPy: lower ranks with upper ones, in pairs, then pairs of pairs."""
+    """Of the ranks' vectors, in NumPy: lower ranks with upper ones, in pairs, then pairs of
+    pairs.
+    """
     if len(vectors) == 1:
         return vectors[0]
     pairs = []
@@ -43,13 +45,22 @@ def check_adasum_equals_its_definition() -> None:
             mine = torch.tensor(vectors[RANK]).to(dtype)
             for _ in range(2):
                 found = hvd.allreduce(mine, name=f"adasum {numel} {dtype}", op=hvd.Adasum)
-                np.testing.assert_allclose(found.double(), adasum(vectors), rtol=tolerance, atol=3 * tolerance)
-                assert len({bytes(bits) for bits in MPI.COMM_WORLD.allgather(found.numpy().tobytes())}) == 1
+                np.testing.assert_allclose(
+                    found.double(), adasum(vectors), rtol=tolerance, atol=3 * tolerance
+                )
+                assert (
+                    len({bytes(bits) for bits in MPI.COMM_WORLD.allgather(found.numpy().tobytes())})
+                    == 1
+                )
     shapes = [(3, 2), (0,), (), (5,), (1,), (4, 4)]
     group = [[random.standard_normal(shape) for _ in range(SIZE)] for shape in shapes]
-    found = hvd.grouped_allreduce([torch.tensor(ranks[RANK]) for ranks in group], op=hvd.Adasum, prescale_factor=2.0)
+    found = hvd.grouped_allreduce(
+        [torch.tensor(ranks[RANK]) for ranks in group], op=hvd.Adasum, prescale_factor=2.0
+    )
     for one, ranks in zip(found, group, strict=True):  # each tensor by itself
-        np.testing.assert_allclose(one.flatten(), adasum([2 * vector.flatten() for vector in ranks]), rtol=1e-12)
+        np.testing.assert_allclose(
+            one.flatten(), adasum([2 * vector.flatten() for vector in ranks]), rtol=1e-12
+        )
     equal = torch.arange(4.0)
     assert torch.equal(hvd.allreduce(equal, op=hvd.Adasum), equal)
     orthogonal = torch.zeros(SIZE).index_fill_(0, torch.tensor([RANK]), 1.0)
@@ -67,7 +78,10 @@ def check_the_optimizer_combines_steps_by_adasum() -> None:
     references = [copy.deepcopy(model) for _ in range(SIZE)]
     make = functools.partial(torch.optim.Adam, lr=0.1)
     optimizer = hvd.DistributedOptimizer(
-        make(model.parameters()), model.named_parameters(), backward_passes_per_step=2, op=hvd.Adasum
+        make(model.parameters()),
+        model.named_parameters(),
+        backward_passes_per_step=2,
+        op=hvd.Adasum,
     )
     others = [make(reference.parameters()) for reference in references]
     everyones: list[Any] = MPI.COMM_WORLD.allgather([batch.double() for batch in batches(6)])
@@ -89,6 +103,9 @@ def check_the_optimizer_combines_steps_by_adasum() -> None:
             )
             for param in ranks:
                 param.data.copy_(torch.tensor(after).view_as(param))
-    with pytest.raises(AssertionError, match="Skipping synchronization is not supported"), optimizer.skip_synchronize():
+    with (
+        pytest.raises(AssertionError, match="Skipping synchronization is not supported"),
+        optimizer.skip_synchronize(),
+    ):
         pass
     optimizer.synchronize()

@@ -63,13 +63,20 @@ def check_accumulation_sums_and_sum_and_compression() -> None:
                     for number, inputs in enumerate(loader[2 * step : 2 * step + 2]):
                         scale = factor / SIZE if net is expected else 1.0
                         (loss_of(net(inputs)) * scale).backward()
-                        if net is model:  # after the first one of two, gradients are this rank's own
-                            grads: list[Any] = MPI.COMM_WORLD.allgather(net[0].weight.grad.flatten().tolist())
-                            assert len({tuple(grad) for grad in grads}) == (SIZE if number == 0 else 1)
+                        # after the first one of two, gradients are this rank's own
+                        if net is model:
+                            grads: list[Any] = MPI.COMM_WORLD.allgather(
+                                net[0].weight.grad.flatten().tolist()
+                            )
+                            assert len({tuple(grad) for grad in grads}) == (
+                                SIZE if number == 0 else 1
+                            )
                 one.step()
         assert_same(model, expected, tolerance=1e-6)
     model = network()
-    half = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression=hvd.Compression.fp16)
+    half = hvd.DistributedOptimizer(
+        sgd(model), model.named_parameters(), compression=hvd.Compression.fp16
+    )
     loss_of(model(batches(1)[0])).backward()
     half.step()
     grads = [param.grad for param in model.parameters() if param.grad is not None]
@@ -105,11 +112,17 @@ def check_a_step_in_a_hook_is_an_error_and_a_backward_that_raised_is_dropped() -
 
 def check_compressors_of_the_strategy_carry_gradients() -> None:
     hvd.init()
-    for compression, tolerance in ((Int8(min_numel=1), 0.01), ("bf16", 0.01), (ErrorFeedback(Int8(min_numel=1)), 0.01)):
+    for compression, tolerance in (
+        (Int8(min_numel=1), 0.01),
+        ("bf16", 0.01),
+        (ErrorFeedback(Int8(min_numel=1)), 0.01),
+    ):
         model = network()
         before = [param.detach().clone() for param in model.parameters()]
         optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), compression=compression
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            model.named_parameters(),
+            compression=compression,
         )
         loss_of(model(batches(1)[0])).backward()
         own = [param.grad.clone() for param in model.parameters()]
@@ -118,12 +131,20 @@ def check_compressors_of_the_strategy_carry_gradients() -> None:
             mean = torch.from_numpy(np.mean(MPI.COMM_WORLD.allgather(grad.numpy()), 0))
             found = start - param.detach()
             assert (found - mean).abs().max() <= tolerance * mean.abs().max() + 1e-6
-            assert len({each.tobytes() for each in MPI.COMM_WORLD.allgather(param.detach().numpy())}) == 1
+            assert (
+                len({each.tobytes() for each in MPI.COMM_WORLD.allgather(param.detach().numpy())})
+                == 1
+            )
     model = network()
-    with pytest.raises(ValueError, match=r"compression='int9' with op=Average, expected .*, fp16 or bf16, one of fp16"):
+    with pytest.raises(
+        ValueError,
+        match=r"compression='int9' with op=Average, expected .*, fp16 or bf16, one of fp16",
+    ):
         hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression="int9")
     with pytest.raises(ValueError, match=r"fp16 or bf16\.$"):
-        hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression="int8", op=hvd.Adasum)
+        hvd.DistributedOptimizer(
+            sgd(model), model.named_parameters(), compression="int8", op=hvd.Adasum
+        )
     with pytest.raises(ValueError, match="momentum twice"):
         hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression="dgc")
 
@@ -133,7 +154,9 @@ def check_a_rank_without_gradients_takes_part_with_zeros() -> None:
     model = nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(1.0)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters()
+    )
     for _ in range(2):
         if RANK == 0:
             model(torch.ones(1, 2)).sum().backward()
@@ -143,7 +166,9 @@ def check_a_rank_without_gradients_takes_part_with_zeros() -> None:
 
 
 def check_what_scripts_do_that_horovod_did_not_expect() -> None:
-    """A sum without a step, twice named, gradients put there by hand, and a backward again after the end."""
+    """A sum without a step, twice named, gradients put there by hand, and a backward again after
+    the end.
+    """
     hvd.init()
     weight = nn.Parameter(torch.zeros(1))
     named = [("encoder.weight", weight), ("decoder.weight", weight)]
@@ -154,10 +179,15 @@ def check_what_scripts_do_that_horovod_did_not_expect() -> None:
         optimizer.synchronize()
         assert weight.grad is not None
         assert weight.grad.item() == hvd.size()
-    with pytest.raises(ValueError, match=r"step\(closure\) was called with DistributedOptimizer\(op=Sum\)"):
+    with pytest.raises(
+        ValueError, match=r"step\(closure\) was called with DistributedOptimizer\(op=Sum\)"
+    ):
         optimizer.step(lambda: 0.0)
     pair = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(2)])
-    each = [hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), pair.named_parameters(), op=hvd.Sum) for p in pair]
+    each = [
+        hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), pair.named_parameters(), op=hvd.Sum)
+        for p in pair
+    ]
     (pair[0] + pair[1]).sum().backward()
     for one in each:
         one.step()
@@ -184,8 +214,12 @@ def check_what_scripts_do_that_horovod_did_not_expect() -> None:
     assert hvd.allreduce(torch.ones(1), name="afterwards").item() == 1
     if hvd.size() > 1:
         another = nn.Linear(3, 2 + hvd.rank())
-        with pytest.raises(ModelMismatchError, match=r"parameter weight: rank 0: float32 \(2, 3\) on cpu; rank 1: "):
-            hvd.DistributedOptimizer(torch.optim.SGD(another.parameters(), lr=1.0), another.named_parameters())
+        with pytest.raises(
+            ModelMismatchError, match=r"parameter weight: rank 0: float32 \(2, 3\) on cpu; rank 1: "
+        ):
+            hvd.DistributedOptimizer(
+                torch.optim.SGD(another.parameters(), lr=1.0), another.named_parameters()
+            )
     hvd.shutdown()
     for _ in range(2):
         with pytest.raises(hvd.HorovodInternalError, match="was shut down"):

@@ -15,7 +15,9 @@ torch.set_num_threads(1)
 def check_an_error_of_one_rank_reaches_the_others() -> None:
     hvd.init()
     tensors = [torch.ones(2), torch.ones(3)]
-    handles = [hvd.allreduce_async_(tensor, name=f"resized {i}") for i, tensor in enumerate(tensors)]
+    handles = [
+        hvd.allreduce_async_(tensor, name=f"resized {i}") for i, tensor in enumerate(tensors)
+    ]
     if RANK == 0:
         tensors[0].resize_(7)  # after it was told
     for handle in handles:

@@ -42,12 +42,16 @@ def join_equals_zeros(
     tolerance: float = 1e-5,
     **options: Any,
 ) -> None:
-    """Train with uneven epochs, and compare with a sum over the ranks that have a batch, divided by all ranks."""
+    """Train with uneven epochs, and compare with a sum over the ranks that have a batch, divided
+    by all ranks.
+    """
     passes = backwards or options.get("backward_passes_per_step", 1)
     divisor = 1 if options.get("op") == hvd.Sum else SIZE
     expected = copy.deepcopy(model)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), **options
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        **options,
     )
     plain = torch.optim.SGD(expected.parameters(), lr=0.1)
     for epoch, counts in enumerate(EPOCHS):
@@ -67,7 +71,9 @@ def join_equals_zeros(
             plain.zero_grad()
             for rank, part in itertools.product(range(SIZE), range(passes)):
                 if step < counts[rank]:
-                    (loss_of(expected, inputs_of(rank, epoch, passes * step + part)) / divisor).backward()
+                    (
+                        loss_of(expected, inputs_of(rank, epoch, passes * step + part)) / divisor
+                    ).backward()
             plain.step()
         for one, other in zip(model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
@@ -88,7 +94,9 @@ def check_join_takes_part_in_gradients_with_zeros() -> None:
         torch.manual_seed(0)
         embedding = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
         join_equals_zeros(embedding, loss_of_embedding, sparse_as_dense=sparse_as_dense)
-        join_equals_zeros(embedding, loss_of_embedding, sparse_as_dense=sparse_as_dense, backwards=2)
+        join_equals_zeros(
+            embedding, loss_of_embedding, sparse_as_dense=sparse_as_dense, backwards=2
+        )
     hvd.shutdown()
 
 
@@ -98,12 +106,16 @@ def check_join_takes_part_for_several_optimizers() -> None:
     models = [network(seed=seed) for seed in (0, 1)]
     expected = copy.deepcopy(models)
     optimizers = [
-        hvd.DistributedOptimizer(torch.optim.SGD(one.parameters(), lr=0.1), named_parameters=one.named_parameters())
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(one.parameters(), lr=0.1), named_parameters=one.named_parameters()
+        )
         for one in models
     ]
     halved = network(seed=2)
     accumulating = hvd.DistributedOptimizer(
-        torch.optim.SGD(halved.parameters(), lr=0.1), halved.named_parameters(), backward_passes_per_step=2
+        torch.optim.SGD(halved.parameters(), lr=0.1),
+        halved.named_parameters(),
+        backward_passes_per_step=2,
     )
     loss_of_linear(halved, inputs_of(RANK, 9, 0)).backward()
     mine = [param.grad.clone() for param in halved.parameters() if param.grad is not None]
@@ -133,10 +145,17 @@ def check_join_takes_part_for_several_optimizers() -> None:
         for model, reference in zip(models, expected, strict=True):
             hvd.broadcast_parameters(model.state_dict(), root_rank=last)
             assert_same(model, reference, tolerance=1e-6)
-    assert all(torch.equal(param.grad, grad) for param, grad in zip(halved.parameters(), mine, strict=True))
+    assert all(
+        torch.equal(param.grad, grad) for param, grad in zip(halved.parameters(), mine, strict=True)
+    )
     loss_of_linear(halved, inputs_of(RANK, 9, 1)).backward()  # the second pass: all ranks reduce
     accumulating.step()
-    assert len({tuple(row) for row in hvd.allgather(halved[0].weight.detach().reshape(1, -1)).tolist()}) == 1
+    assert (
+        len(
+            {tuple(row) for row in hvd.allgather(halved[0].weight.detach().reshape(1, -1)).tolist()}
+        )
+        == 1
+    )
     hvd.shutdown()
 
 
@@ -144,8 +163,12 @@ def check_an_optimizer_that_a_joined_rank_lacks_is_an_error() -> None:
     hvd.init()
     model = network()
     if RANK > 0:
-        with pytest.raises(hvd.HorovodInternalError, match=r"needs every rank, and rank\(s\) 0 have called join"):
-            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        with pytest.raises(
+            hvd.HorovodInternalError, match=r"needs every rank, and rank\(s\) 0 have called join"
+        ):
+            hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+            )
     hvd.join()
     hvd.shutdown()
 
@@ -163,7 +186,9 @@ def check_gradients_of_a_rank_that_has_left_are_an_error() -> None:
         if RANK == 1:
             hvd.shutdown()
         else:
-            with pytest.raises(hvd.HorovodInternalError, match="was shut down on rank 1, or the script has ended"):
+            with pytest.raises(
+                hvd.HorovodInternalError, match="was shut down on rank 1, or the script has ended"
+            ):
                 loss_of_linear(model, inputs_of(RANK, 0, 0)).backward()
         hvd.init()  # meets the ranks anew
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE
@@ -173,9 +198,13 @@ def check_gradients_of_a_rank_that_has_left_are_an_error() -> None:
 def check_optimizers_of_another_operation_are_an_error() -> None:
     hvd.init()
     model = network()
-    with pytest.raises(hvd.HorovodInternalError, match="different reduce operations: rank 0 Average, rank 1 Sum"):
+    with pytest.raises(
+        hvd.HorovodInternalError, match="different reduce operations: rank 0 Average, rank 1 Sum"
+    ):
         hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), op=hvd.Sum if RANK else hvd.Average
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            op=hvd.Sum if RANK else hvd.Average,
         )
     hvd.shutdown()
 
@@ -185,11 +214,21 @@ def check_optimizers_over_process_sets_are_counted_by_set() -> None:
     models = [network(seed=seed) for seed in (0, 1)]
     alone = hvd.add_process_set([0, 1]) if SIZE > 2 else hvd.global_process_set
     optimizers = [
-        hvd.DistributedOptimizer(torch.optim.SGD(one.parameters(), lr=0.1), one.named_parameters(), process_set=ranks)
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(one.parameters(), lr=0.1), one.named_parameters(), process_set=ranks
+        )
         for one, ranks in zip(models, (alone, hvd.global_process_set), strict=True)
     ]
     for one, optimizer in zip(models, optimizers, strict=True):
         loss_of_linear(one, inputs_of(RANK, 0, 0)).backward()
         optimizer.step()
-    assert len({tuple(row) for row in hvd.allgather(models[1][0].weight.detach().reshape(1, -1)).tolist()}) == 1
+    assert (
+        len(
+            {
+                tuple(row)
+                for row in hvd.allgather(models[1][0].weight.detach().reshape(1, -1)).tolist()
+            }
+        )
+        == 1
+    )
     hvd.shutdown()

@@ -1,4 +1,6 @@
-"""Whoever reads a parameter under ``ring_sharded`` reads the new one, and forward does not wait for the others."""
+"""Whoever reads a parameter under ``ring_sharded`` reads the new one, and forward does not wait
+for the others.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,16 @@ def check_hooks_between_steps_read_new_values() -> None:
     for kind in (LateRing, Patient):
         noting = Noting()
         run_late(copy.deepcopy(start), [noting], kind)
-        assert not {"on_train_batch_start", "on_train_batch_end"} & vars(noting).keys()  # what watched them is gone
+        # what watched them is gone
+        assert not {"on_train_batch_start", "on_train_batch_end"} & vars(noting).keys()
         sums.append(torch.stack(noting.sums))
     assert torch.equal(sums[0], sums[1])
     assert len(sums[0].unique()) > 4  # they change from step to step
 
 
 def check_parameters_travel_in_the_order_of_use_while_forward_goes_on() -> None:
-    left: list[list[int]] = []  # by step and layer: how many buckets were still on their way when it had run
+    # by step and layer: how many buckets were still on their way when it had run
+    left: list[list[int]] = []
 
     class Layers(Classifier):
         def __init__(self) -> None:
@@ -74,11 +78,13 @@ def check_parameters_travel_in_the_order_of_use_while_forward_goes_on() -> None:
     assert waits[0] == 0
     num_buckets = len(strategy.algorithm._parameters.buckets)
     assert set(waits[1:]) == {num_buckets}, waits  # all still on their way
-    for counts in left[1:]:  # a layer waited for its own weight and bias alone, which two buckets hold at most
+    # a layer waited for its own weight and bias alone, which two buckets hold at most
+    for counts in left[1:]:
         assert counts == sorted(counts, reverse=True)
         assert counts[0] >= num_buckets - 2 > 0, (counts, num_buckets)
         assert counts[-1] == 0
-    parameters = [name for name in strategy.late.gathered if "averages" not in name]  # of the first backward
+    # of the first backward
+    parameters = [name for name in strategy.late.gathered if "averages" not in name]
     first = [name.split("(")[1].split(".")[1] for name in parameters[: waits[1]]]
     assert first == sorted(first), first
     assert first[0] == "0"
@@ -99,11 +105,17 @@ def check_reads_that_nobody_sees_switch_to_waiting_and_say_so() -> None:
             self.hidden = nn.Linear(8, 8)
 
         def loss(self, batch: Any) -> Tensor:
-            return F.cross_entropy(self.net(OUT_OF_SIGHT["doubled"](batch[0], self.hidden.weight)), batch[1])
+            return F.cross_entropy(
+                self.net(OUT_OF_SIGHT["doubled"](batch[0], self.hidden.weight)), batch[1]
+            )
 
     late, plain = Hidden(), Hidden()
     plain.load_state_dict(late.state_dict())
-    with pytest.warns(UserWarning, match=r"hidden.weight got a gradient") if RANK == 0 else contextlib.nullcontext():
+    with (
+        pytest.warns(UserWarning, match=r"hidden.weight got a gradient")
+        if RANK == 0
+        else contextlib.nullcontext()
+    ):
         strategy = run_late(late)
     assert not strategy.algorithm._reads.trusted
     fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
@@ -115,7 +127,9 @@ def check_reads_that_nobody_sees_switch_to_waiting_and_say_so() -> None:
                 return F.cross_entropy(self.net(batch[0] @ self.hidden.weight), batch[1])
             return super().loss(batch)
 
-    with pytest.raises(RuntimeError, match=r"hidden.weight was read before its new values.*wait_parameters"):
+    with pytest.raises(
+        RuntimeError, match=r"hidden.weight was read before its new values.*wait_parameters"
+    ):
         run_late(Later())
 
     class Told(Later):
@@ -136,7 +150,9 @@ def check_scripted_and_compiled_code_is_found_before_it_reads() -> None:
 
         def loss(self, batch: Any) -> Tensor:
             x = batch[0]
-            return F.cross_entropy(self.net(doubled(x, self.square.weight) + self.square(x)), batch[1])
+            return F.cross_entropy(
+                self.net(doubled(x, self.square.weight) + self.square(x)), batch[1]
+            )
 
         def __init__(self) -> None:
             super().__init__()
@@ -145,7 +161,9 @@ def check_scripted_and_compiled_code_is_found_before_it_reads() -> None:
     class Compiled(Scripted):
         def loss(self, batch: Any) -> Tensor:
             x = batch[0]
-            return F.cross_entropy(self.net(compiled(x, self.square.weight) + self.square(x)), batch[1])
+            return F.cross_entropy(
+                self.net(compiled(x, self.square.weight) + self.square(x)), batch[1]
+            )
 
     class Within(Classifier):
         def __init__(self) -> None:
@@ -168,7 +186,9 @@ def check_scripted_and_compiled_code_is_found_before_it_reads() -> None:
 
 def check_compiled_code_out_of_sight_is_noticed_when_it_is_called() -> None:
     class Listed(Classifier):
-        """The module reads the weight of its compiled function too, so that a read of the weight was seen."""
+        """The module reads the weight of its compiled function too, so that a read of the weight
+        was seen.
+        """
 
         def __init__(self) -> None:
             super().__init__()
@@ -232,7 +252,13 @@ def check_hooks_and_callbacks_see_whole_parameters() -> None:
     module = Reading()
     strategy = LateRing(shard_optimizer=True, bucket_cap_mb=CAP)
     reloaded: list[int] = []
-    run = trainer(strategy, callbacks=[Ends()], max_epochs=2, val_check_interval=2, reload_dataloaders_every_n_epochs=1)
+    run = trainer(
+        strategy,
+        callbacks=[Ends()],
+        max_epochs=2,
+        val_check_interval=2,
+        reload_dataloaders_every_n_epochs=1,
+    )
     run.fit(module, loader(24))
     assert reloaded
     assert strategy.algorithm.overlaps

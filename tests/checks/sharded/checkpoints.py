@@ -1,4 +1,6 @@
-"""Checkpoints, copies and failures under ``ring_sharded``: whole weights and ordinary optimizer states."""
+"""Checkpoints, copies and failures under ``ring_sharded``: whole weights and ordinary optimizer
+states.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,17 @@ from lightning_ring import RingStrategy
 from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
 from lightning_ring.integrations.lightning.stop_requests import Request
 from tests.checks.marks import by_world_size
-from tests.checks.models import RANK, SIZE, Classifier, data, fit, loader, parameters, relative_difference, trainer
+from tests.checks.models import (
+    RANK,
+    SIZE,
+    Classifier,
+    data,
+    fit,
+    loader,
+    parameters,
+    relative_difference,
+    trainer,
+)
 from tests.checks.sharded.late import Late, LateRing, LateWork, run_late
 from tests.checks.sharded.references import CAP, With, assert_same, make_sgd, sharded
 
@@ -43,7 +55,9 @@ def check_state_is_a_share_and_its_checkpoint_is_ordinary(tmp_path: Path) -> Non
         run.strategy.barrier()
     padding = 2 * 4 * 16  # two moments, four parameters, one cache line
     assert states[0] <= states[1] / SIZE + padding, states
-    mine, reference = (torch.load(tmp_path / f"{i}.ckpt", weights_only=True)["optimizer_states"][0] for i in (0, 1))
+    mine, reference = (
+        torch.load(tmp_path / f"{i}.ckpt", weights_only=True)["optimizer_states"][0] for i in (0, 1)
+    )
     assert mine["param_groups"] == reference["param_groups"]
     assert mine["state"].keys() == reference["state"].keys()
     for index, state in reference["state"].items():
@@ -101,10 +115,17 @@ def check_a_stop_of_all_ranks_saves_the_whole_state(tmp_path: Path) -> None:
 
     make = functools.partial(Stopping, lambda m: AdamW(m.parameters(), lr=0.01))
     with pytest.raises(SIGTERMException):
-        fit(sharded(), make(), callbacks=[OnExceptionCheckpoint(tmp_path, "stopped")], enable_checkpointing=True)
+        fit(
+            sharded(),
+            make(),
+            callbacks=[OnExceptionCheckpoint(tmp_path, "stopped")],
+            enable_checkpointing=True,
+        )
     MPI.COMM_WORLD.Barrier()
     state = torch.load(tmp_path / "stopped.ckpt", weights_only=True)["optimizer_states"][0]["state"]
-    assert [tuple(s["exp_avg"].shape) for s in state.values()] == [tuple(p.shape) for p in make().parameters()]
+    assert [tuple(s["exp_avg"].shape) for s in state.values()] == [
+        tuple(p.shape) for p in make().parameters()
+    ]
 
 
 def check_a_checkpoint_goes_on_in_one_process(tmp_path: Path) -> None:
@@ -165,7 +186,11 @@ def check_a_checkpoint_after_an_exception_holds_whole_weights_and_resumes(tmp_pa
     saved.load_state_dict(torch.load(tmp_path / "late.ckpt", weights_only=True)["state_dict"])
     assert_same(saved, expected)
     for strategy in (sharded(), RingStrategy(bucket_cap_mb=CAP)):
-        with pytest.warns(UserWarning, match="no state for some") if RANK == 0 else contextlib.nullcontext():
+        with (
+            pytest.warns(UserWarning, match="no state for some")
+            if RANK == 0
+            else contextlib.nullcontext()
+        ):
             trainer(strategy, max_epochs=2).fit(make(), loader(), ckpt_path=tmp_path / "late.ckpt")
 
 
@@ -194,7 +219,9 @@ def check_weights_that_do_not_arrive_after_an_exception_are_a_warning(tmp_path: 
 
     lost: list[bool] = []
     saves = OnExceptionCheckpoint(tmp_path, "torn")
-    warned = pytest.warns(UserWarning, match="weights.*mix") if RANK == 0 else contextlib.nullcontext()
+    warned = (
+        pytest.warns(UserWarning, match="weights.*mix") if RANK == 0 else contextlib.nullcontext()
+    )
     strategy = LosingRing(shard_optimizer=True, bucket_cap_mb=CAP)
     with warned, pytest.raises(OSError, match="corrupt photo"):
         fit(strategy, Raising(), callbacks=[saves], enable_checkpointing=True, max_epochs=1)
@@ -203,7 +230,9 @@ def check_weights_that_do_not_arrive_after_an_exception_are_a_warning(tmp_path: 
 def check_weights_loaded_after_training_stay(tmp_path: Path) -> None:
     module = Classifier()
     before = copy.deepcopy(module.state_dict())
-    run = trainer(LateRing(shard_optimizer=True, bucket_cap_mb=CAP), max_epochs=1, default_root_dir=tmp_path)
+    run = trainer(
+        LateRing(shard_optimizer=True, bucket_cap_mb=CAP), max_epochs=1, default_root_dir=tmp_path
+    )
     Tuner(run).lr_find(module, loader(), num_training=4)
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name]), name
@@ -220,7 +249,10 @@ class Copied(With):
             torch.save(self, file)
             file.seek(0)
             self.copies += [copy.deepcopy(self), torch.load(file, weights_only=False)]
-            self.copies += [copy.deepcopy(self.net), [p.detach().clone() for p in self.parameters()]]
+            self.copies += [
+                copy.deepcopy(self.net),
+                [p.detach().clone() for p in self.parameters()],
+            ]
 
 
 def check_modules_can_be_copied_and_saved_during_training() -> None:

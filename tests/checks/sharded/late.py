@@ -1,4 +1,6 @@
-"""Parameters that arrive late: a strategy whose all-gathers are over only when somebody waits for them."""
+"""Parameters that arrive late: a strategy whose all-gathers are over only when somebody waits
+for them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class LateWork:
 
 
 class Late:
-    """A communicator whose all-gathers arrive 100 ms late, and not before somebody waits for them."""
+    """A communicator whose all-gathers arrive 100 ms late, and not before somebody waits for
+    them.
+    """
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
@@ -68,8 +72,10 @@ class Tied(Classifier):
         self.lstm = nn.LSTM(8, 8)
 
     def loss(self, batch: Any) -> Tensor:
-        penalty = sum(p.square().sum() for p in reversed(list(self.parameters())))  # before any module was called
-        x = F.linear(batch[0], self.table.weight)  # the embedding is used before, and without, its forward
+        # before any module was called
+        penalty = sum(p.square().sum() for p in reversed(list(self.parameters())))
+        # the embedding is used before, and without, its forward
+        x = F.linear(batch[0], self.table.weight)
         x = self.head.forward(F.embedding(x.argmax(1), self.table.weight) * self.scale)
         x = self.lstm(F.linear(x, self.table.weight.t())[None])[0][0]
         return F.cross_entropy(self.net(x), batch[1]) + 0.01 * penalty
@@ -96,7 +102,9 @@ class Noting(Callback):
         self.sums += [p.detach().double().sum() for p in list(module.parameters())[-1:]]
 
 
-def run_late(module: Any, callbacks: list[Callback] | None = None, kind: Any = LateRing) -> LateRing:
+def run_late(
+    module: Any, callbacks: list[Callback] | None = None, kind: Any = LateRing
+) -> LateRing:
     strategy = kind(shard_optimizer=True, bucket_cap_mb=CAP)
     fit(strategy, module, loader(24), callbacks=callbacks, max_epochs=1)
     return strategy

@@ -36,7 +36,9 @@ OPTIMIZERS = [  # the others: tests/sharded
 def check_equals_whole_optimizers() -> None:
     for name, kwargs in OPTIMIZERS:
         kind = getattr(torch.optim, name)
-        make = functools.partial(With, lambda m, kind=kind, kwargs=kwargs: kind(m.parameters(), **kwargs))
+        make = functools.partial(
+            With, lambda m, kind=kind, kwargs=kwargs: kind(m.parameters(), **kwargs)
+        )
         assert_same(*both(make, max_epochs=1))
 
 
@@ -62,7 +64,9 @@ def check_groups_schedules_and_clipping_by_value_equal_whole_ones() -> None:
             {"params": [first.bias, last.weight], "lr": 0.001},
         ]
         optimizer = AdamW(groups)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7), "interval": "step"}
+        ]
 
     clipping = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     assert_same(*both(functools.partial(With, make), accumulate_grad_batches=2, **clipping))
@@ -119,7 +123,9 @@ def check_a_read_of_a_gradient_is_an_error() -> None:
         surgery,
     )
     for module in (*map(Manual, reads), Logging()):
-        with pytest.raises(RingError, match=r"was called with net.*\.grad.*clip_grad_norm_\(parameters, max_norm\)"):
+        with pytest.raises(
+            RingError, match=r"was called with net.*\.grad.*clip_grad_norm_\(parameters, max_norm\)"
+        ):
             fit(sharded(), module, max_epochs=1)
 
     def right(module: Any) -> None:
@@ -136,7 +142,11 @@ def check_loss_scaling_skips_the_same_steps() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
             # the last layer's bias alone overflows, which lies in one rank's shard
-            return loss + (self.net[-1].bias * 1e38).sum() * 1e10 if batch_idx == 1 and RANK == 0 else loss
+            return (
+                loss + (self.net[-1].bias * 1e38).sum() * 1e10
+                if batch_idx == 1 and RANK == 0
+                else loss
+            )
 
     def plugin() -> MixedPrecision:
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
@@ -171,16 +181,21 @@ def check_manual_optimization_of_a_gan_equals_whole_ones() -> None:
                 self.toggle_optimizer(optimizer)
                 fake = self.generator(batch[0])
                 optimizer.zero_grad(set_to_none=batch_idx % 2 == 0)
-                for part in (0.25, 0.75):  # two backwards before the step; the second one adds to averages
+                # two backwards before the step; the second one adds to averages
+                for part in (0.25, 0.75):
                     loss = self.critic(fake.detach()).mean() - self.critic(batch[0]).mean()
                     loss = part * (loss if which == 0 else -self.critic(fake).mean())
                     self.manual_backward(loss, retain_graph=True)
-                    self.clip_gradients(optimizer, gradient_clip_val=0.1)  # the average, before a backward adds to it
+                    # the average, before a backward adds to it
+                    self.clip_gradients(optimizer, gradient_clip_val=0.1)
                 optimizer.step()
                 self.untoggle_optimizer(optimizer)
 
         def configure_optimizers(self) -> Any:
-            return [AdamW(self.critic.parameters(), lr=0.01), SGD(self.generator.parameters(), lr=0.1, momentum=0.9)]
+            return [
+                AdamW(self.critic.parameters(), lr=0.01),
+                SGD(self.generator.parameters(), lr=0.1, momentum=0.9),
+            ]
 
     assert_same(*both(Gan, max_epochs=1), 1e-6)
 
@@ -194,7 +209,9 @@ class Thawing(Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
             module.net[0].requires_grad_(True)
-            trainer.optimizers[0].add_param_group({"params": list(module.net[0].parameters()), "lr": 0.02})
+            trainer.optimizers[0].add_param_group(
+                {"params": list(module.net[0].parameters()), "lr": 0.02}
+            )
         if batch_idx == 4:
             module.net[-1].requires_grad_(False)
 
@@ -206,7 +223,9 @@ def check_frozen_and_thawed_parameters_and_an_average_equal_whole_ones() -> None
         averages.append(EMAWeightAveraging(decay=0.5))
         return [Thawing(), averages[-1]]
 
-    make = functools.partial(With, lambda m: AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01))
+    make = functools.partial(
+        With, lambda m: AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01)
+    )
     assert_same(*both(make, max_epochs=1, callbacks=callbacks))
     assert_same(*(average._average_model for average in averages))
 
@@ -227,7 +246,9 @@ def check_sizes_chosen_later_and_a_short_wire_equal_whole_ones() -> None:
     def run(shard_optimizer: bool) -> Any:
         L.seed_everything(7, verbose=False)
         module = With(lambda m: LAMB(m.parameters(), lr=0.01))
-        strategy = RingStrategy(shard_optimizer=shard_optimizer, bucket_cap_mb="auto", compression="bf16")
+        strategy = RingStrategy(
+            shard_optimizer=shard_optimizer, bucket_cap_mb="auto", compression="bf16"
+        )
         run = fit(strategy, module)
         if shard_optimizer:
             assert strategy.algorithm._parameters.buckets  # parts were stepped in the end
@@ -259,7 +280,9 @@ def check_using_the_state_between_steps_is_an_error_and_changes_nothing() -> Non
                 lambda: list(optimizer.state.values()),
                 lambda: copy.deepcopy(optimizer),
             ):
-                with pytest.raises(ConfigurationError, match=r"AdamW.state was used.*optimizer_state"):
+                with pytest.raises(
+                    ConfigurationError, match=r"AdamW.state was used.*optimizer_state"
+                ):
                     read()
 
     make = functools.partial(Curious, lambda m: AdamW(m.parameters(), lr=0.01))
@@ -297,7 +320,10 @@ def check_gradients_given_by_the_user_are_put_into_their_own_place() -> None:
     class Scalars(Classifier):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(1.0))
+            self.first, self.second = (
+                nn.Parameter(torch.tensor(1.0)),
+                nn.Parameter(torch.tensor(1.0)),
+            )
 
         def loss(self, batch: Any) -> torch.Tensor:
             return super().loss(batch) * self.first - (batch[0] * self.second).sin().mean()
@@ -339,6 +365,11 @@ def check_tensors_in_the_same_memory_are_refused() -> None:
             else:
                 self.register_buffer("bias", self.net[0].bias.detach()[2:])
 
-    for kind, names in (("parameter", "net.0.weight and net.1.weight"), ("buffer", "net.0.bias and bias")):
-        with pytest.raises(ConfigurationError, match=f"{names} are two tensors in the same memory.*strategy='ring'"):
+    for kind, names in (
+        ("parameter", "net.0.weight and net.1.weight"),
+        ("buffer", "net.0.bias and bias"),
+    ):
+        with pytest.raises(
+            ConfigurationError, match=f"{names} are two tensors in the same memory.*strategy='ring'"
+        ):
             fit(sharded(), Alias(kind), max_epochs=1)

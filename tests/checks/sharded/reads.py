@@ -1,4 +1,6 @@
-"""Every way to read a parameter gives its new values, or is an error that says what to do: never old values."""
+"""Every way to read a parameter gives its new values, or is an error that says what to do: never
+old values.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,14 @@ from tests.checks.models import Classifier, fit, loader
 from tests.checks.sharded.late import LateRing
 from tests.checks.sharded.references import CAP, assert_same
 
-Read = Callable[[Any, Tensor], Any]  # from a module and images; what it gives is added to the logits
+# from a module and images; what it gives is added to the logits
+Read = Callable[[Any, Tensor], Any]
 
 
 class Reading(Classifier):
-    """Reads its parameters in another way at each step, before any module is called that would wait for them."""
+    """Reads its parameters in another way at each step, before any module is called that would
+    wait for them.
+    """
 
     def __init__(self, ways: dict[str, Read]) -> None:
         super().__init__()
@@ -46,8 +51,13 @@ class Reading(Classifier):
         if step:  # in the first step all are whole
             self.results[name] = float(torch.as_tensor(read).double().sum())
         logits = read + self.net(batch[0])
-        if step == 1 and KEPT.keys() & self.ways:  # from the first step on parameters are in buckets
-            self.kept = [p.detach() for p in self.parameters()] if "kept since the first step" in self.ways else []
+        # from the first step on parameters are in buckets
+        if step == 1 and KEPT.keys() & self.ways:
+            self.kept = (
+                [p.detach() for p in self.parameters()]
+                if "kept since the first step" in self.ways
+                else []
+            )
             self.arrays = [p.detach().numpy() for p in self.parameters()]
         return F.cross_entropy(logits, batch[1])
 
@@ -104,22 +114,36 @@ def _vector(module: Any) -> Any:
 def _higher_order(module: Any, x: Tensor) -> Any:
     params = list(module.params.values())
     with torch.enable_grad():
-        grads = torch.autograd.grad(F.linear(x, params[0]).square().mean(), params[:1], create_graph=True)
+        grads = torch.autograd.grad(
+            F.linear(x, params[0]).square().mean(), params[:1], create_graph=True
+        )
     return _sum([grad.square() for grad in grads])
 
 
 WAYS: dict[str, Read] = {  # the first one in the first step, in which `torch.func` is found
     "data": lambda m, x: _sum([p.data for p in m.parameters()]),
-    "func.grad of values": lambda m, x: _sum(torch.func.grad(m.pure)({k: v.detach() for k, v in m.params.items()}, x)),
-    "func.jvp": lambda m, x: _sum(
-        torch.func.jvp(lambda w: F.linear(x, w).sin().sum(), (m.net[0].weight,), (torch.ones(6, 8),))
+    "func.grad of values": lambda m, x: _sum(
+        torch.func.grad(m.pure)({k: v.detach() for k, v in m.params.items()}, x)
     ),
-    "func.jacfwd": lambda m, x: _sum(torch.func.jacfwd(lambda w: F.linear(x, w).sin().mean(0))(m.net[0].weight)),
-    "func.hessian": lambda m, x: _sum(torch.func.hessian(lambda w: F.linear(x, w).sin().mean())(m.net[0].weight)),
+    "func.jvp": lambda m, x: _sum(
+        torch.func.jvp(
+            lambda w: F.linear(x, w).sin().sum(), (m.net[0].weight,), (torch.ones(6, 8),)
+        )
+    ),
+    "func.jacfwd": lambda m, x: _sum(
+        torch.func.jacfwd(lambda w: F.linear(x, w).sin().mean(0))(m.net[0].weight)
+    ),
+    "func.hessian": lambda m, x: _sum(
+        torch.func.hessian(lambda w: F.linear(x, w).sin().mean())(m.net[0].weight)
+    ),
     "vmap of a module": lambda m, x: _sum(torch.vmap(m.net)(x)),
-    "functional_call": lambda m, x: functional_call(m.net, {k: 2 * v for k, v in m.params.items()}, (x,)),
+    "functional_call": lambda m, x: functional_call(
+        m.net, {k: 2 * v for k, v in m.params.items()}, (x,)
+    ),
     "autograd.functional": lambda m, x: _sum(
-        torch.autograd.functional.hvp(lambda w: F.linear(x, w).sin().sum(), m.net[0].weight, torch.ones(6, 8))
+        torch.autograd.functional.hvp(
+            lambda w: F.linear(x, w).sin().sum(), m.net[0].weight, torch.ones(6, 8)
+        )
     ),
     "forward AD": lambda m, x: _forward_ad(m.net[0].weight, x),
     "grad with create_graph": _higher_order,
@@ -142,10 +166,18 @@ WAYS: dict[str, Read] = {  # the first one in the first step, in which `torch.fu
 
 TRANSFORMS: dict[str, Read] = {  # wrap a parameter without a call of torch
     "func.grad": lambda m, x: _sum(torch.func.grad(m.pure)(m.params, x)),
-    "func.vjp": lambda m, x: _sum(torch.func.vjp(lambda p: m.pure(p, x), m.params)[1](torch.tensor(1.0))),
-    "func.jacrev": lambda m, x: _sum(torch.func.jacrev(lambda w: F.linear(x, w).sin().mean(0))(m.net[0].weight)),
-    "vmap over a parameter": lambda m, x: _sum(torch.vmap(lambda row: row.sin().sum())(m.net[0].weight)),
-    "vmap of gradients": lambda m, x: _sum(torch.vmap(torch.func.grad(m.pure), in_dims=(None, 0))(m.params, x)),
+    "func.vjp": lambda m, x: _sum(
+        torch.func.vjp(lambda p: m.pure(p, x), m.params)[1](torch.tensor(1.0))
+    ),
+    "func.jacrev": lambda m, x: _sum(
+        torch.func.jacrev(lambda w: F.linear(x, w).sin().mean(0))(m.net[0].weight)
+    ),
+    "vmap over a parameter": lambda m, x: _sum(
+        torch.vmap(lambda row: row.sin().sum())(m.net[0].weight)
+    ),
+    "vmap of gradients": lambda m, x: _sum(
+        torch.vmap(torch.func.grad(m.pure), in_dims=(None, 0))(m.params, x)
+    ),
 }
 
 
@@ -169,7 +201,9 @@ class InsideOptimizerStep(Reading):
         super().optimizer_step(*args, **kwargs)
 
 
-def _same_values(ways: dict[str, Read], kind: type[Reading] = Reading, *, trusted: bool = True) -> None:
+def _same_values(
+    ways: dict[str, Read], kind: type[Reading] = Reading, *, trusted: bool = True
+) -> None:
     """One step more than there are ways: the first one reads whole parameters."""
     results = []
     for late in (True, False):
@@ -194,7 +228,9 @@ def check_every_way_to_read_gives_new_values() -> None:
         _same_values({name: read}, trusted=False)
     for kept, read in KEPT.items():
         _same_values({"data": WAYS["data"], "numpy": WAYS["numpy"], kept: read})
-    _same_values({name: WAYS[name] for name in ("numpy", "foreach", "state_dict")}, InsideOptimizerStep)
+    _same_values(
+        {name: WAYS[name] for name in ("numpy", "foreach", "state_dict")}, InsideOptimizerStep
+    )
 
 
 def _in_a_thread(read: Callable[[], float]) -> float:
@@ -231,7 +267,8 @@ UNSEEN: dict[str, Read] = {
 def check_a_read_that_nobody_sees_is_an_error() -> None:
     message = r"net\..\.(weight|bias) was read before its new values.*wait_parameters"
     for read in (*UNSEEN.values(), *TRANSFORMS.values()):
-        late = Reading({"data": WAYS["data"], "unseen": read})  # not in the first step, which would show it
+        # not in the first step, which would show it
+        late = Reading({"data": WAYS["data"], "unseen": read})
         with pytest.raises(RuntimeError, match=message):
             fit(LateRing(shard_optimizer=True, bucket_cap_mb=CAP), late, loader(24), max_epochs=1)
     told = {

@@ -9,7 +9,14 @@ from torch import nn
 from torch.optim import SGD
 
 from lightning_ring import RingStrategy
-from tests.checks.models import SIZE, Classifier, assert_all_ranks_equal, fit, parameters, relative_difference
+from tests.checks.models import (
+    SIZE,
+    Classifier,
+    assert_all_ranks_equal,
+    fit,
+    parameters,
+    relative_difference,
+)
 
 CAP = 0.0005  # MiB: about one layer a bucket
 
@@ -24,14 +31,24 @@ def both(make: Any, train: Any = None, **kwargs: Any) -> tuple[Any, Any]:
     for shard_optimizer in (True, False):
         L.seed_everything(7, verbose=False)
         module = make()
-        arguments = {key: value() if key in ("plugins", "callbacks") else value for key, value in kwargs.items()}
-        fit(RingStrategy(shard_optimizer=shard_optimizer, bucket_cap_mb=CAP), module, train, **arguments)
+        arguments = {
+            key: value() if key in ("plugins", "callbacks") else value
+            for key, value in kwargs.items()
+        }
+        fit(
+            RingStrategy(shard_optimizer=shard_optimizer, bucket_cap_mb=CAP),
+            module,
+            train,
+            **arguments,
+        )
         modules.append(module)
     return modules[0], modules[1]
 
 
 def assert_same(mine: nn.Module, reference: nn.Module, tolerance: float = 0.0) -> None:
-    """``tolerance`` 0 means the same bits, on up to two ranks: with more, additions come in another order."""
+    """``tolerance`` 0 means the same bits, on up to two ranks: with more, additions come in
+    another order.
+    """
     assert_all_ranks_equal(parameters(mine))
     difference = relative_difference(parameters(mine), parameters(reference))
     limit = max(tolerance, 0.0 if SIZE <= 2 else 1e-5)

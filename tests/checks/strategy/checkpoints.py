@@ -14,12 +14,24 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_ring import RingStrategy
 from lightning_ring.gradients.compression import PowerSGD, TernGrad
 from tests.checks.marks import by_world_size
-from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, ddp, fit, loader, parameters, trainer
+from tests.checks.models import (
+    RANK,
+    SIZE,
+    Classifier,
+    assert_all_ranks_equal,
+    ddp,
+    fit,
+    loader,
+    parameters,
+    trainer,
+)
 from tests.checks.strategy.references import WORLD
 
 
 class _Drops(Classifier):
-    """Draws random numbers in training (dropout, and in Python and NumPy), so resuming needs every rank's state."""
+    """Draws random numbers in training (dropout, and in Python and NumPy), so resuming needs
+    every rank's state.
+    """
 
     def __init__(self) -> None:
         super().__init__(dropout=0.5)
@@ -29,7 +41,9 @@ class _Drops(Classifier):
 
         import numpy as np
 
-        return super().training_step(batch, batch_idx) * (1 + 0.1 * random.random() + 0.1 * np.random.rand())
+        return super().training_step(batch, batch_idx) * (
+            1 + 0.1 * random.random() + 0.1 * np.random.rand()
+        )
 
 
 @by_world_size
@@ -37,17 +51,23 @@ def check_resuming_equals_never_stopping(tmp_path: Path) -> None:
     def run(max_epochs: int, ckpt_path: str | None, folder: str, seed: int) -> Any:
         L.seed_everything(5, verbose=False)  # the sampler's order
         module = _Drops()
-        torch.manual_seed(seed + RANK)  # each rank draws numbers of its own; the resumed run begins with others
+        # each rank draws numbers of its own; the resumed run begins with others
+        torch.manual_seed(seed + RANK)
         checkpoint = ModelCheckpoint(tmp_path / folder, save_top_k=-1, filename="{epoch}")
         strategy = RingStrategy(compression=TernGrad(min_numel=0))  # it draws numbers too
-        job = trainer(strategy, max_epochs=max_epochs, callbacks=[checkpoint], enable_checkpointing=True)
+        job = trainer(
+            strategy, max_epochs=max_epochs, callbacks=[checkpoint], enable_checkpointing=True
+        )
         job.fit(module, loader(shuffle=True), ckpt_path=ckpt_path)
         return module
 
     whole = run(4, None, "whole", seed=1)
     run(2, None, "half", seed=1)
     resumed = run(4, str(tmp_path / "half" / "epoch=1.ckpt"), "rest", seed=99)
-    assert torch.equal(torch.stack(whole.seen["loss"][-len(resumed.seen["loss"]) :]), torch.stack(resumed.seen["loss"]))
+    assert torch.equal(
+        torch.stack(whole.seen["loss"][-len(resumed.seen["loss"]) :]),
+        torch.stack(resumed.seen["loss"]),
+    )
     assert torch.equal(parameters(whole), parameters(resumed))
     assert_all_ranks_equal(parameters(resumed))
 
@@ -77,7 +97,9 @@ def check_powersgd_resumes_where_it_stopped_and_says_where_it_cannot(tmp_path: P
         module = Classifier()
         checkpoint = ModelCheckpoint(tmp_path / folder, save_top_k=-1, filename="{epoch}")
         strategy = RingStrategy(compression=PowerSGD(rank=1, start_iter=start_iter))
-        job = trainer(strategy, max_epochs=max_epochs, callbacks=[checkpoint], enable_checkpointing=True)
+        job = trainer(
+            strategy, max_epochs=max_epochs, callbacks=[checkpoint], enable_checkpointing=True
+        )
         job.fit(module, loader(), ckpt_path=ckpt_path)
         return module
 
@@ -87,7 +109,8 @@ def check_powersgd_resumes_where_it_stopped_and_says_where_it_cannot(tmp_path: P
     assert torch.equal(parameters(run(4, half, "rest")), parameters(whole))
     if SIZE == 1:  # nothing travels
         return
-    assert not torch.equal(parameters(run(4, None, "exact", 1000)), parameters(whole))  # it did compress
+    # it did compress
+    assert not torch.equal(parameters(run(4, None, "exact", 1000)), parameters(whole))
     if RANK == 0:  # as another number of ranks would have left it
         checkpoint = torch.load(half, weights_only=True)
         checkpoint["lightning_ring_algorithm"]["state"]["errors"].append({})
@@ -96,7 +119,9 @@ def check_powersgd_resumes_where_it_stopped_and_says_where_it_cannot(tmp_path: P
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module = run(4, str(tmp_path / "other.ckpt"), "reset")
-    said = [str(warning.message) for warning in caught if "powersgd residuals" in str(warning.message)]
+    said = [
+        str(warning.message) for warning in caught if "powersgd residuals" in str(warning.message)
+    ]
     assert len(said) == (RANK == 0), said
     assert all(f"of {SIZE + 1} ranks" in text for text in said)
     assert_all_ranks_equal(parameters(module))

@@ -1,4 +1,6 @@
-"""Several training loaders at once: ranks may differ in each, not in how many batches the training takes."""
+"""Several training loaders at once: ranks may differ in each, not in how many batches the
+training takes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import ConfigurationError, UnevenBatchesError
-from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, data, fit, loader, parameters, trainer
+from tests.checks.models import (
+    RANK,
+    SIZE,
+    Classifier,
+    assert_all_ranks_equal,
+    data,
+    fit,
+    loader,
+    parameters,
+    trainer,
+)
 from tests.checks.strategy.references import assert_like_ddp, both
 
 LAST = RANK == SIZE - 1
@@ -56,7 +68,8 @@ def check_uneven_loaders_of_which_the_training_takes_equally_many_batches() -> N
     short, uneven = lambda: loader(16), lambda: loader(32 if LAST else 24)
     assert _ours(CombinedLoader([short(), uneven()], "min_size")) == 4
     assert _ours(CombinedLoader([uneven(), loader(48)], "max_size")) == 12
-    assert _ours({"a": [uneven(), loader(48)], "b": short()}) == 12  # a nested collection: max_size_cycle
+    # a nested collection: max_size_cycle
+    assert _ours({"a": [uneven(), loader(48)], "b": short()}) == 12
     assert _ours([short(), uneven()], limit_train_batches=5) == 5
     if SIZE > 1:
         arguments = {"use_distributed_sampler": False, "max_epochs": 2}
@@ -73,7 +86,12 @@ def check_uneven_combined_loaders_are_an_error_before_the_first_step() -> None:
         with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} has 4.*step 4"):
             _ours(CombinedLoader([other, uneven], mode))
     with pytest.raises(ConfigurationError, match="2 training loaders"):
-        fit(RingStrategy(uneven="join"), _Several(), [uneven, loader(8)], use_distributed_sampler=False)
+        fit(
+            RingStrategy(uneven="join"),
+            _Several(),
+            [uneven, loader(8)],
+            use_distributed_sampler=False,
+        )
 
 
 def check_combined_streams_agree_batch_by_batch_and_end_together() -> None:
@@ -85,7 +103,10 @@ def check_combined_streams_agree_batch_by_batch_and_end_together() -> None:
     assert _ours(CombinedLoader([stream(8 if LAST else 12), loader(24)], "max_size")) == 6
     assert _ours([stream(None), loader(24)], max_steps=7) == 7
     if SIZE > 1:
-        for loaders in ([stream(None), loader(16 if LAST else 24)], [loader(24), stream(16 if LAST else 24)]):
+        for loaders in (
+            [stream(None), loader(16 if LAST else 24)],
+            [loader(24), stream(16 if LAST else 24)],
+        ):
             with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} ran out .*step 4"):
                 _ours(CombinedLoader(loaders, "min_size"))
 

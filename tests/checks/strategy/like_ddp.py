@@ -91,7 +91,9 @@ def check_optimizer_that_is_no_torch_optimizer_equals_ddp() -> None:
         if SIZE == 1:
             fit("ring", _WithOwnSGD(automatic=automatic), max_epochs=1)
         else:
-            assert_like_ddp(*both(lambda automatic=automatic: _WithOwnSGD(automatic=automatic), max_epochs=1))
+            assert_like_ddp(
+                *both(lambda automatic=automatic: _WithOwnSGD(automatic=automatic), max_epochs=1)
+            )
 
 
 @by_world_size

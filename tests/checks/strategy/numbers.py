@@ -1,4 +1,6 @@
-"""`RingStrategy` on real ranks gives the numbers of Lightning's DDP and of one process on the whole batch."""
+"""`RingStrategy` on real ranks gives the numbers of Lightning's DDP and of one process on the
+whole batch.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ from tests.checks.models import (
     relative_difference,
     trainer,
 )
-from tests.checks.strategy.references import WORLD, assert_like_ddp, both, one_process, scaler_plugin
+from tests.checks.strategy.references import (
+    WORLD,
+    assert_like_ddp,
+    both,
+    one_process,
+    scaler_plugin,
+)
 
 
 class Convolutions(nn.Module):
@@ -38,7 +46,9 @@ class Convolutions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+        )
         self.branch = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
         self.head = nn.Linear(8, 10)
 
@@ -49,8 +59,9 @@ class Convolutions(nn.Module):
 
 @by_world_size
 def check_equals_ddp_in_convolutions_with_batch_norm() -> None:
-    """ResNet-18 on two ranks, whose bits are equal. (With more the order of additions differs, and BatchNorm over the
-    few values of its last layers makes a rounding error 1e5 times larger in six steps.) A small network on any."""
+    """ResNet-18 on two ranks, whose bits are equal. (With more the order of additions differs, and
+    BatchNorm over the few values of its last layers makes a rounding error 1e5 times larger in six
+    steps.) A small network on any."""
     from torchvision.models import resnet18
 
     class Image(Classifier):
@@ -62,7 +73,9 @@ def check_equals_ddp_in_convolutions_with_batch_norm() -> None:
         def loss(self, batch: Any) -> Tensor:
             return F.cross_entropy(self.net(batch[0]), batch[1])
 
-    networks = [(Convolutions, 20)] + [(functools.partial(resnet18, num_classes=10), 6)] * (SIZE == 2)
+    networks = [(Convolutions, 20)] + [(functools.partial(resnet18, num_classes=10), 6)] * (
+        SIZE == 2
+    )
     for network, steps in networks:
         num = steps * SIZE * 4
         generator = torch.Generator().manual_seed(3)
@@ -71,9 +84,12 @@ def check_equals_ddp_in_convolutions_with_batch_norm() -> None:
             torch.randint(0, 10, (num,), generator=generator),
             torch.arange(num),
         )
-        ring, reference = both(functools.partial(Image, network), DataLoader(images, batch_size=4), max_epochs=1)
+        ring, reference = both(
+            functools.partial(Image, network), DataLoader(images, batch_size=4), max_epochs=1
+        )
         assert len(ring.seen["loss"]) == steps
-        assert relative_difference(parameters(ring), ring.first) > 0.01  # it moved a thousand times what may differ
+        # it moved a thousand times what may differ
+        assert relative_difference(parameters(ring), ring.first) > 0.01
         assert_like_ddp(ring, reference)
 
 
@@ -87,7 +103,9 @@ def check_equals_one_process_on_the_whole_batch() -> None:
     sampler = [list(DistributedSampler(data(), SIZE, rank, shuffle=False)) for rank in range(SIZE)]
     seen = WORLD.allgather(module.seen["index"])
     rows = [[index for rank in range(SIZE) for index in seen[rank][step]] for step in range(steps)]
-    assert sorted(index for row in rows for index in row) == sorted(index for rank in sampler for index in rank)
+    assert sorted(index for row in rows for index in row) == sorted(
+        index for rank in sampler for index in rank
+    )
     xs, ys, _ = data().tensors
     one_process(whole, [[xs[row].double(), ys[row]] for row in rows], lr=0.1, momentum=0.9)
     assert relative_difference(parameters(module), parameters(whole)) < 1e-12
@@ -160,7 +178,9 @@ def check_manual_optimization_of_a_gan_equals_ddp() -> None:
                     self.untoggle_optimizer(optimizer)
 
         def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.generator, self.critic)]
+            return [
+                torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.generator, self.critic)
+            ]
 
     for toggle in (True, False):
         assert_like_ddp(*both(functools.partial(Gan, toggle), ddp=ddp(find_unused_parameters=True)))
@@ -217,7 +237,9 @@ def check_a_backward_that_raises_in_manual_optimization_is_dropped() -> None:
 
 
 def check_backwards_of_hooks_on_one_rank_stay_local() -> None:
-    """Saliency maps, adversarial examples: a backward of rank 0 in every hook, and another one inside the step."""
+    """Saliency maps, adversarial examples: a backward of rank 0 in every hook, and another one
+    inside the step.
+    """
 
     class Attacking(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -239,7 +261,12 @@ def check_backwards_of_hooks_on_one_rank_stay_local() -> None:
     def look(self: Any, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
         _look_closer(pl_module)
 
-    for name in ("on_train_start", "on_train_batch_start", "on_before_zero_grad", "on_train_batch_end"):
+    for name in (
+        "on_train_start",
+        "on_train_batch_start",
+        "on_before_zero_grad",
+        "on_train_batch_end",
+    ):
         setattr(Watching, name, look)
     for name in ("on_validation_epoch_end", "on_train_epoch_end", "on_train_end"):
         setattr(Watching, name, look)
@@ -249,7 +276,11 @@ def check_backwards_of_hooks_on_one_rank_stay_local() -> None:
         for one in (ring, ddp()):
             L.seed_everything(7, verbose=False)
             runs.append(Attacking())
-            arguments = {"callbacks": [Watching()], "accumulate_grad_batches": 2, "inference_mode": False}
+            arguments = {
+                "callbacks": [Watching()],
+                "accumulate_grad_batches": 2,
+                "inference_mode": False,
+            }
             fit(one, runs[-1], None, loader(16), **arguments)
         assert_like_ddp(*runs)
 
@@ -289,12 +320,16 @@ def check_compressed_training_comes_close_to_uncompressed() -> None:
     plain, others = Classifier(), {}
     start = copy.deepcopy(plain)
     fit("ring", plain, max_epochs=1)
-    for compression in ("fp16", "bf16", "powersgd"):  # PowerSGD's first 1,000 gradients travel whole
+    # PowerSGD's first 1,000 gradients travel whole
+    for compression in ("fp16", "bf16", "powersgd"):
         module = others[compression] = copy.deepcopy(start)
         fit(RingStrategy(compression=compression, bucket_cap_mb=0.0005), module, max_epochs=1)
         assert_all_ranks_equal(parameters(module))
         difference = relative_difference(parameters(module), parameters(plain))
-        assert difference < {"fp16": 1e-3, "bf16": 5e-3, "powersgd": 1e-6}[compression], (compression, difference)
+        assert difference < {"fp16": 1e-3, "bf16": 5e-3, "powersgd": 1e-6}[compression], (
+            compression,
+            difference,
+        )
         if SIZE > 1 and compression != "powersgd":
             assert difference > 0
 
@@ -348,7 +383,10 @@ def check_complex_parameters() -> None:
         def on_after_backward(self) -> None: ...
 
     ring, reference = both(Complex, ddp=ddp(find_unused_parameters=True))
-    ring, reference = (torch.view_as_real(module.mixing.detach()).double().flatten() for module in (ring, reference))
+    ring, reference = (
+        torch.view_as_real(module.mixing.detach()).double().flatten()
+        for module in (ring, reference)
+    )
     assert_all_ranks_equal(ring)
     assert relative_difference(ring, reference) < 1e-5
 

@@ -11,7 +11,15 @@ from mpi4py import MPI
 from torch import Tensor
 
 from lightning_ring import RingStrategy
-from tests.checks.models import SIZE, Classifier, assert_all_ranks_equal, ddp, fit, parameters, relative_difference
+from tests.checks.models import (
+    SIZE,
+    Classifier,
+    assert_all_ranks_equal,
+    ddp,
+    fit,
+    parameters,
+    relative_difference,
+)
 
 WORLD = MPI.COMM_WORLD
 
@@ -35,7 +43,9 @@ def assert_like_ddp(ring: Any, reference: Any, tolerance: float = 1e-5) -> None:
     assert difference == 0 if SIZE <= 2 else difference < tolerance, difference
 
 
-def one_process(module: Classifier, batches: list[list[Tensor]], *, lr: float, momentum: float) -> None:
+def one_process(
+    module: Classifier, batches: list[list[Tensor]], *, lr: float, momentum: float
+) -> None:
     """Train ``module`` on the concatenation of all ranks' batches, in a plain loop."""
     optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=momentum)
     for batch in batches:

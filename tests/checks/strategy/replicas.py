@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from lightning_ring import RingStrategy
 from lightning_ring.errors import ModelMismatchError
 from lightning_ring.integrations.lightning.buffers import BroadcastAfterSwap
-from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, loader, parameters
+from tests.checks.models import (
+    RANK,
+    SIZE,
+    Classifier,
+    assert_all_ranks_equal,
+    fit,
+    loader,
+    parameters,
+)
 from tests.checks.strategy.references import WORLD, assert_like_ddp, both
 
 
@@ -46,13 +54,16 @@ def check_averages_of_buffers_that_a_callback_puts_in_for_a_validation_follow_ra
 
 
 class Queue(Classifier):
-    """Keeps features of its own last batch in a buffer that enters the loss; ``new_tensor``: in a new one each step."""
+    """Keeps features of its own last batch in a buffer that enters the loss; ``new_tensor``: in
+    a new one each step.
+    """
 
     def __init__(self, *, new_tensor: bool) -> None:
         super().__init__()
         self.new_tensor = new_tensor
         self.register_buffer("queue", torch.zeros(4, 4))
-        self.register_buffer("number", torch.zeros((), dtype=torch.int64))  # changes alike on all ranks
+        # changes alike on all ranks
+        self.register_buffer("number", torch.zeros((), dtype=torch.int64))
 
     def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
         features = self.net(batch[0])
@@ -68,7 +79,11 @@ class Queue(Classifier):
 
 def check_buffers_that_enter_the_loss_follow_rank_0_at_every_step_as_under_ddp() -> None:
     for new_tensor in (False, True):
-        with pytest.warns(UserWarning, match=r"buffer\(s\) queue") if SIZE > 1 and RANK == 0 else nullcontext():
+        with (
+            pytest.warns(UserWarning, match=r"buffer\(s\) queue")
+            if SIZE > 1 and RANK == 0
+            else nullcontext()
+        ):
             ring, reference = both(lambda new_tensor=new_tensor: Queue(new_tensor=new_tensor))
         assert_like_ddp(ring, reference)
         assert torch.allclose(ring.queue, reference.queue, atol=1e-5)
@@ -93,21 +108,26 @@ def check_sampler_is_put_in_for_training_and_evaluation() -> None:
     per_epoch = len(train[0]) // 2
     for epoch in range(2):
         rows = [
-            index for rank in train for batch in rank[epoch * per_epoch : (epoch + 1) * per_epoch] for index in batch
+            index
+            for rank in train
+            for batch in rank[epoch * per_epoch : (epoch + 1) * per_epoch]
+            for index in batch
         ]
         assert sorted(rows) == list(range(48))
-    assert train[0][:per_epoch] != train[0][per_epoch:], "the second epoch is shuffled as the first: no set_epoch"
-    assert sorted(i for rank in WORLD.allgather(module.seen["eval"][-per_epoch:]) for b in rank for i in b) == list(
-        range(48)
+    assert train[0][:per_epoch] != train[0][per_epoch:], (
+        "the second epoch is shuffled as the first: no set_epoch"
     )
+    assert sorted(
+        i for rank in WORLD.allgather(module.seen["eval"][-per_epoch:]) for b in rank for i in b
+    ) == list(range(48))
     predictions = run.predict(module, loader())
     assert sorted(torch.cat(WORLD.allreduce(predictions)).tolist()) == list(range(48))
     module.seen["eval"].clear()
     run.test(module, loader(), verbose=False)
     run.validate(module, loader(), verbose=False)
-    assert sorted(i for rank in WORLD.allgather(module.seen["eval"]) for b in rank for i in b) == sorted(
-        2 * list(range(48))
-    )
+    assert sorted(
+        i for rank in WORLD.allgather(module.seen["eval"]) for b in rank for i in b
+    ) == sorted(2 * list(range(48)))
 
 
 def check_padding_is_said_once() -> None:
@@ -153,7 +173,8 @@ def check_parameters_added_in_training_begin_alike() -> None:
 
         def loss(self, batch: Any) -> Tensor:
             return F.cross_entropy(
-                self.head(self.net(batch[0])) if self.current_epoch else self.net(batch[0]), batch[1]
+                self.head(self.net(batch[0])) if self.current_epoch else self.net(batch[0]),
+                batch[1],
             )
 
     torch.manual_seed(RANK)  # the new layer begins elsewhere on each rank

@@ -1,4 +1,6 @@
-"""Slurm's warning before the end of a job's time, with a `scontrol` that is a stand-in: all ranks save and end."""
+"""Slurm's warning before the end of a job's time, with a `scontrol` that is a stand-in: all
+ranks save and end.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from mpi4py import MPI
 
 from lightning_ring import RingStrategy
-from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, loader, parameters
+from tests.checks.models import (
+    RANK,
+    SIZE,
+    Classifier,
+    assert_all_ranks_equal,
+    fit,
+    loader,
+    parameters,
+)
 
 SLURM_JOB = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
 
@@ -47,7 +57,13 @@ def fit_in_slurm(tmp_path: Path, module: Warned, answer: str, **options: Any) ->
         patch("lightning_ring.integrations.lightning.slurm_requeue.requeue", requeue),
     ):
         try:
-            fit(RingStrategy(**options), module, max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=True)
+            fit(
+                RingStrategy(**options),
+                module,
+                max_epochs=1,
+                default_root_dir=tmp_path,
+                enable_checkpointing=True,
+            )
         finally:
             MPI.COMM_WORLD.Barrier()
     return queued

@@ -1,4 +1,6 @@
-"""Embeddings with sparse gradients under a Trainer, against Lightning's DDP, which sends them sparse as well."""
+"""Embeddings with sparse gradients under a Trainer, against Lightning's DDP, which sends them
+sparse as well.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def check_sparse_adam_equals_ddp() -> None:
 def check_sparse_adam_under_ring_sharded_is_refused_with_advice_that_works() -> None:
     if SIZE == 1:
         return
-    with pytest.raises(ConfigurationError, match=r"SparseAdam cannot be sharded.*Use strategy='ring'"):
+    with pytest.raises(
+        ConfigurationError, match=r"SparseAdam cannot be sharded.*Use strategy='ring'"
+    ):
         fit("ring_sharded", _Words())
     before = (module := _Words()).net.weight.detach().clone()
     fit("ring", module, max_epochs=1)
@@ -72,5 +76,7 @@ def check_sparse_join_goes_on_while_a_rank_has_data() -> None:
 
     module = _Words()
     train = loader(num=16 if RANK == SIZE - 1 else 24)
-    run = fit(RingStrategy(uneven="join"), module, train, use_distributed_sampler=False, max_epochs=1)
+    run = fit(
+        RingStrategy(uneven="join"), module, train, use_distributed_sampler=False, max_epochs=1
+    )
     assert run.global_step == (4 if SIZE == 1 else 6)

@@ -1,4 +1,6 @@
-"""What a Trainer and its callbacks ask of the strategy: ranks, collectives, decisions of all ranks."""
+"""What a Trainer and its callbacks ask of the strategy: ranks, collectives, decisions of all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from torch import Tensor
 from lightning_ring import RingStrategy
 from lightning_ring.errors import CollectiveError, RingError
 from tests.checks.marks import by_world_size, on_one_rank
-from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, loader, parameters, trainer
+from tests.checks.models import (
+    RANK,
+    SIZE,
+    Classifier,
+    assert_all_ranks_equal,
+    fit,
+    loader,
+    parameters,
+    trainer,
+)
 from tests.checks.strategy.references import WORLD, assert_like_ddp, both
 
 
@@ -79,15 +90,24 @@ def check_stopping_on_one_rank_alone_is_an_error_on_every_rank() -> None:
 
 
 ON_ONE_RANK: dict[str, tuple[Callable[[L.Trainer, Path], object], str]] = {
-    "save_checkpoint": (lambda run, folder: run.save_checkpoint(folder / "one.ckpt"), "save_checkpoint"),
+    "save_checkpoint": (
+        lambda run, folder: run.save_checkpoint(folder / "one.ckpt"),
+        "save_checkpoint",
+    ),
     "broadcast": (lambda run, _: run.strategy.broadcast({"a": 1}), "strategy.broadcast"),
     "barrier": (lambda run, _: run.strategy.barrier("mine"), "mine"),
     "all_gather": (
         lambda run, _: run.lightning_module.all_gather(torch.ones(3)),
         r"all_gather of torch.float32 \(3,\)",
     ),
-    "sync_dist": (lambda run, _: run.lightning_module.log("x", 1.0, sync_dist=True, on_step=True), '"reduce"'),
-    "validate": (lambda run, _: run.validate(run.lightning_module, loader(), verbose=False), "trainer.validate"),
+    "sync_dist": (
+        lambda run, _: run.lightning_module.log("x", 1.0, sync_dist=True, on_step=True),
+        '"reduce"',
+    ),
+    "validate": (
+        lambda run, _: run.validate(run.lightning_module, loader(), verbose=False),
+        "trainer.validate",
+    ),
 }
 
 
@@ -107,21 +127,39 @@ def check_what_one_rank_calls_alone_is_an_error_on_every_rank(tmp_path: Path) ->
             fit("ring" if number % 3 else "ring_sharded", Calling(), max_epochs=1)
         assert re.search(expected, str(caught.value)), (name, str(caught.value))
         if isinstance(caught.value, CollectiveError):
-            assert re.search(rf"rank {alone}: [^;]*({expected})", str(caught.value)), str(caught.value)
+            assert re.search(rf"rank {alone}: [^;]*({expected})", str(caught.value)), str(
+                caught.value
+            )
 
 
 def check_early_stopping_decides_alike() -> None:
     class Noisy(Classifier):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("watched", float(self.current_epoch if RANK == 0 else -self.current_epoch), sync_dist=False)
+            self.log(
+                "watched",
+                float(self.current_epoch if RANK == 0 else -self.current_epoch),
+                sync_dist=False,
+            )
 
-    run = fit("ring", Noisy(), val=loader(), max_epochs=6, callbacks=[EarlyStopping("watched", patience=1)])
+    run = fit(
+        "ring",
+        Noisy(),
+        val=loader(),
+        max_epochs=6,
+        callbacks=[EarlyStopping("watched", patience=1)],
+    )
     assert len(set(WORLD.allgather(run.current_epoch))) == 1
 
 
 def check_learning_rate_finder() -> None:
     module = Classifier(lr=1e-3)
-    fit("ring", module, loader(num=960), callbacks=[LearningRateFinder(num_training_steps=50)], max_epochs=1)
+    fit(
+        "ring",
+        module,
+        loader(num=960),
+        callbacks=[LearningRateFinder(num_training_steps=50)],
+        max_epochs=1,
+    )
     assert module.lr != 1e-3
     assert len(set(WORLD.allgather(module.lr))) == 1
     assert_all_ranks_equal(parameters(module))
@@ -144,10 +182,13 @@ def check_one_rank_communicates_nothing() -> None:
 
     calls: list[str] = []
     originals = {
-        name: getattr(dist, name) for name in ("all_reduce", "broadcast", "barrier", "all_gather", "new_group")
+        name: getattr(dist, name)
+        for name in ("all_reduce", "broadcast", "barrier", "all_gather", "new_group")
     }
     for name, original in originals.items():
-        setattr(dist, name, lambda *a, _n=name, _o=original, **k: (calls.append(_n), _o(*a, **k))[1])
+        setattr(
+            dist, name, lambda *a, _n=name, _o=original, **k: (calls.append(_n), _o(*a, **k))[1]
+        )
     try:
         module = Classifier()
         fit("ring", module, val=loader())
@@ -155,7 +196,9 @@ def check_one_rank_communicates_nothing() -> None:
         for name, original in originals.items():
             setattr(dist, name, original)
     assert not calls, calls
-    assert not any(p._post_accumulate_grad_hooks for p in module.parameters() if p._post_accumulate_grad_hooks)
+    assert not any(
+        p._post_accumulate_grad_hooks for p in module.parameters() if p._post_accumulate_grad_hooks
+    )
     assert torch.equal(_trained_alone("ring"), _trained_alone("auto"))
 
 
@@ -168,7 +211,8 @@ def check_forced_communication_on_one_rank() -> None:
 def _trained_alone(strategy: Any) -> Tensor:
     L.seed_everything(7, verbose=False)
     module = Classifier()
-    # as with DDP, Lightning puts a sampler of one replica in; without it both see the data in one order
+    # as with DDP, Lightning puts a sampler of one replica in; without it both see the data in one
+    # order
     fit(strategy, module, use_distributed_sampler=False)
     return parameters(module)
 

@@ -41,8 +41,17 @@ def check_uneven_batches_are_an_error_on_every_rank() -> None:
     with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} has 4.*step 4"):
         fit("ring", Classifier(), _uneven_loader(), use_distributed_sampler=False)
     # training that ends before anybody runs out is nobody's error
-    fit("ring", Classifier(), _uneven_loader(), use_distributed_sampler=False, max_steps=4, max_epochs=1)
-    fit("ring", Classifier(), _uneven_loader(), use_distributed_sampler=False, limit_train_batches=3)
+    fit(
+        "ring",
+        Classifier(),
+        _uneven_loader(),
+        use_distributed_sampler=False,
+        max_steps=4,
+        max_epochs=1,
+    )
+    fit(
+        "ring", Classifier(), _uneven_loader(), use_distributed_sampler=False, limit_train_batches=3
+    )
 
 
 def check_uneven_batches_with_steps_of_the_users_own_are_an_error() -> None:
@@ -57,7 +66,14 @@ def check_uneven_batches_with_steps_of_the_users_own_are_an_error() -> None:
     module = Seldom()
     module.automatic_optimization = False
     with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} has 4"):
-        fit("ring", module, _uneven_loader(), use_distributed_sampler=False, max_steps=2, max_epochs=-1)
+        fit(
+            "ring",
+            module,
+            _uneven_loader(),
+            use_distributed_sampler=False,
+            max_steps=2,
+            max_epochs=-1,
+        )
 
 
 class _Stream(IterableDataset):
@@ -81,12 +97,20 @@ def check_uneven_streams_are_an_error_at_the_step() -> None:
 def check_join_goes_on_with_the_ranks_that_have_data() -> None:
     if SIZE == 1:
         return
-    for train in (_uneven_loader(), DataLoader(_Stream(16 if RANK == SIZE - 1 else 24), batch_size=4)):
+    for train in (
+        _uneven_loader(),
+        DataLoader(_Stream(16 if RANK == SIZE - 1 else 24), batch_size=4),
+    ):
         L.seed_everything(3, verbose=False)
         module = Classifier().double()
         whole = copy.deepcopy(module)
         run = fit(
-            RingStrategy(uneven="join"), module, train, use_distributed_sampler=False, max_epochs=1, precision="64-true"
+            RingStrategy(uneven="join"),
+            module,
+            train,
+            use_distributed_sampler=False,
+            max_epochs=1,
+            precision="64-true",
         )
         assert run.global_step == 6
         rows = WORLD.allgather(module.seen["index"])
@@ -98,8 +122,12 @@ def check_join_goes_on_with_the_ranks_that_have_data() -> None:
         assert relative_difference(parameters(module), parameters(whole)) < 1e-12
         assert_all_ranks_equal(parameters(module))
         losses = WORLD.allgather(module.seen["loss"])
-        counted = [loss for rank, own in enumerate(losses) for loss in own[: 6 if rank < SIZE - 1 else 4]]
-        torch.testing.assert_close(run.callback_metrics["loss_epoch"].double(), torch.stack(counted).mean())
+        counted = [
+            loss for rank, own in enumerate(losses) for loss in own[: 6 if rank < SIZE - 1 else 4]
+        ]
+        torch.testing.assert_close(
+            run.callback_metrics["loss_epoch"].double(), torch.stack(counted).mean()
+        )
 
 
 @by_world_size
@@ -114,14 +142,23 @@ def check_join_ends_with_the_loader_that_needed_it() -> None:
     L.seed_everything(3, verbose=False)
     module = Reloading().double()
     whole = copy.deepcopy(module)
-    arguments = {"use_distributed_sampler": False, "precision": "64-true", "reload_dataloaders_every_n_epochs": 1}
+    arguments = {
+        "use_distributed_sampler": False,
+        "precision": "64-true",
+        "reload_dataloaders_every_n_epochs": 1,
+    }
     run = trainer(RingStrategy(uneven="join"), **arguments)
     run.fit(module)
     assert run.global_step == 12
     rows = WORLD.allgather(module.seen["index"])
     xs, ys, _ = data().tensors
     steps = [
-        [i for rank in range(SIZE) if step not in (4, 5) or rank < SIZE - 1 for i in rows[rank][step]]
+        [
+            i
+            for rank in range(SIZE)
+            if step not in (4, 5) or rank < SIZE - 1
+            for i in rows[rank][step]
+        ]
         for step in range(12)
     ]
     one_process(whole, [[xs[row].double(), ys[row]] for row in steps], lr=0.1, momentum=0.9)
@@ -147,7 +184,13 @@ def check_join_counts_no_metric_twice_and_allows_inner_gradients() -> None:
     if SIZE == 1:
         return
     module = Penalised()
-    run = fit(RingStrategy(uneven="join"), module, _uneven_loader(), use_distributed_sampler=False, max_epochs=1)
+    run = fit(
+        RingStrategy(uneven="join"),
+        module,
+        _uneven_loader(),
+        use_distributed_sampler=False,
+        max_epochs=1,
+    )
     assert run.callback_metrics["batches"] == 6 * SIZE - 2
     assert_all_ranks_equal(parameters(module))
 
@@ -184,7 +227,9 @@ def check_streams_in_a_combined_loader_and_behind_an_iterator() -> None:
             return self.loss(batch)
 
     for mode in ("max_size_cycle", "min_size", "max_size"):
-        streams = {name: DataLoader(_Stream(num), batch_size=4) for name, num in (("a", 24), ("b", 8))}
+        streams = {
+            name: DataLoader(_Stream(num), batch_size=4) for name, num in (("a", 24), ("b", 8))
+        }
         module = Both()
         run = fit("ring", module, CombinedLoader(streams, mode))
         assert run.global_step == 2 * (2 if mode == "min_size" else 6)
@@ -194,9 +239,16 @@ def check_streams_in_a_combined_loader_and_behind_an_iterator() -> None:
     assert run.current_epoch == 2
     assert_all_ranks_equal(parameters(module))
     if SIZE > 1:
-        assert not run.strategy._job.watch._reported, "the end of the data was reported as a failure"
+        assert not run.strategy._job.watch._reported, (
+            "the end of the data was reported as a failure"
+        )
         with pytest.raises(ConfigurationError, match="dataloader_iter"):
-            fit(RingStrategy(uneven="join"), Fetching(), _uneven_loader(), use_distributed_sampler=False)
+            fit(
+                RingStrategy(uneven="join"),
+                Fetching(),
+                _uneven_loader(),
+                use_distributed_sampler=False,
+            )
 
 
 class _Promising(_Stream):
@@ -208,7 +260,11 @@ def check_streams_that_end_before_their_length_are_an_error_at_the_step() -> Non
     if SIZE == 1:
         return
     with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} ran out .*step 4"):
-        fit("ring", Classifier(), DataLoader(_Promising(16 if RANK == SIZE - 1 else 24), batch_size=4))
+        fit(
+            "ring",
+            Classifier(),
+            DataLoader(_Promising(16 if RANK == SIZE - 1 else 24), batch_size=4),
+        )
 
 
 def check_join_refuses_manual_optimization() -> None:

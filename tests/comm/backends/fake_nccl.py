@@ -1,4 +1,6 @@
-"""NCCL without a GPU: CPU tensors of thread-ranks, NCCL's arithmetic, and a record of what torch was asked for."""
+"""NCCL without a GPU: CPU tensors of thread-ranks, NCCL's arithmetic, and a record of what torch
+was asked for.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,15 @@ class FakeGroup:
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return self.registered is not None
 
-    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    def allocate_tensor(
+        self, size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor | None:
         return self.registered
 
     def reduce(self, tensor: Tensor, op: Any) -> Tensor:
-        """NCCL's sums are in the tensor's type, rank by rank. So is the factor that AVG multiplies with first."""
+        """NCCL's sums are in the tensor's type, rank by rank. So is the factor that AVG
+        multiplies with first.
+        """
         rows = self.comm.all_gather(tensor)
         if op == dist.ReduceOp.AVG:
             factor = torch.tensor(1 / self.comm.world_size).to(tensor.dtype)
@@ -70,12 +76,16 @@ class FakeDistributed:
         tensor.copy_(group.reduce(tensor, op))
         return FakeWork(group.late)
 
-    def reduce_scatter_tensor(self, output: Tensor, sent: Tensor, *, op: Any, group: Any, async_op: bool) -> FakeWork:
+    def reduce_scatter_tensor(
+        self, output: Tensor, sent: Tensor, *, op: Any, group: Any, async_op: bool
+    ) -> FakeWork:
         group.calls.append(("reduce_scatter", op))
         output.copy_(shard(group.reduce(sent, op), group.comm.world_size, group.comm.rank))
         return FakeWork(group.late)
 
-    def all_gather_into_tensor(self, output: Tensor, sent: Tensor, *, group: FakeGroup, async_op: bool) -> FakeWork:
+    def all_gather_into_tensor(
+        self, output: Tensor, sent: Tensor, *, group: FakeGroup, async_op: bool
+    ) -> FakeWork:
         group.calls.append(("all_gather", None))
         output.copy_(torch.cat(group.comm.all_gather(sent)))
         return FakeWork(group.late)
@@ -110,7 +120,13 @@ class CPUTensorsOverNCCL(NCCLCommunicator):
 
 
 def over_fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Callable[..., NCCLCommunicator]:
-    """Have the NCCL backend call fakes; returns what makes a thread-rank's communicator of such a group."""
+    """Have the NCCL backend call fakes; returns what makes a thread-rank's communicator of such
+    a group.
+    """
     monkeypatch.setattr(nccl, "dist", FakeDistributed())
-    monkeypatch.setattr(nccl, "_abort_process_group", lambda group: group.calls.append(("abort", None)))
-    return lambda host, **options: CPUTensorsOverNCCL(FakeGroup(host), host, host._policy, **options)  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        nccl, "_abort_process_group", lambda group: group.calls.append(("abort", None))
+    )
+    return lambda host, **options: CPUTensorsOverNCCL(
+        FakeGroup(host), host, host._policy, **options
+    )  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""What happens to the others when a rank dies, over Gloo without any launcher; and NCCL, where there is a GPU."""
+"""What happens to the others when a rank dies, over Gloo without any launcher; and NCCL, where
+there is a GPU.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ except RingError as error:
 
 
 def run_ranks_of(code: str, world_size: int, argument: str, **env: str) -> list[tuple[int, str]]:
-    """Exit code and output of ``world_size`` plain processes that run ``code`` with rank, port and ``argument``."""
+    """Exit code and output of ``world_size`` plain processes that run ``code`` with rank, port
+    and ``argument``.
+    """
     reserved, python = reserve_port(), forked.python()
     port = str(reserved.getsockname()[1])
     processes = [
@@ -58,13 +62,18 @@ def run_ranks_of(code: str, world_size: int, argument: str, **env: str) -> list[
     ]
     try:
         until = time.monotonic() + 150
-        outputs = [process.communicate(timeout=max(1.0, until - time.monotonic()))[0] for process in processes]
+        outputs = [
+            process.communicate(timeout=max(1.0, until - time.monotonic()))[0]
+            for process in processes
+        ]
     finally:
         for process in processes:
             end_session(process)
             process.wait(60)
         reserved.close()
-    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+    return [
+        (process.returncode, output) for process, output in zip(processes, outputs, strict=True)
+    ]
 
 
 @pytest.mark.ranks
@@ -145,7 +154,9 @@ def test_every_collective_over_nccl(alone):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_a_gpu():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         with pytest.raises(ConfigurationError, match="backend='nccl' needs CUDA GPUs"):
             open_torch_communicator("nccl")

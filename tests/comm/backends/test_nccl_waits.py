@@ -1,4 +1,6 @@
-"""The host waits for a GPU with the patience of the CPU's transports: failed and late ranks end a read."""
+"""The host waits for a GPU with the patience of the CPU's transports: failed and late ranks end
+a read.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def test_a_late_collective_is_reported_and_ends_by_name(monkeypatch, late, caplo
         ours._group.late = late
         ours.all_reduce_(torch.ones(8), name="bucket 3")
         comm._policy.timeout = timedelta(seconds=0.5)
-        with pytest.raises(CollectiveError, match=r'all_reduce "bucket 3".* did not finish within 0.5 s'):
+        with pytest.raises(
+            CollectiveError, match=r'all_reduce "bucket 3".* did not finish within 0.5 s'
+        ):
             ours.read(torch.ones(1))
 
     with caplog.at_level(logging.WARNING, "lightning_ring"):

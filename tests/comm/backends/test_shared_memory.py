@@ -82,4 +82,7 @@ def test_a_rank_that_never_comes_is_named():
     results = run_ranks_of(RANK, 3, "absent")
     for code, output in (results[0], results[2]):
         assert code == 7, output
-        assert "opening shared memory (3 ranks) did not finish within 1 s: still waiting for rank 1." in output
+        assert (
+            "opening shared memory (3 ranks) did not finish within 1 s: still waiting for rank 1."
+            in output
+        )

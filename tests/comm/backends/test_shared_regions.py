@@ -26,7 +26,9 @@ def test_what_lies_at_the_address_of_a_forgotten_region_is_in_none():
     assert regions.location(view) != 0
     del view
     others = [torch.frombuffer(mmap.mmap(-1, NUM_BYTES), dtype=torch.float32) for _ in range(8)]
-    assert address in [other.data_ptr() for other in others], "else this shows nothing: look for the address elsewhere"
+    assert address in [other.data_ptr() for other in others], (
+        "else this shows nothing: look for the address elsewhere"
+    )
     assert [regions.location(other) for other in others] == [0] * 8
 
 
@@ -36,7 +38,9 @@ def test_a_region_at_the_address_of_a_forgotten_one_is_another():
     address, location = tensor.data_ptr(), regions.location(tensor)
     del tensor
     again = [added(regions) for _ in range(8)]
-    assert address in [other.data_ptr() for other in again], "else this shows nothing: look for the address elsewhere"
+    assert address in [other.data_ptr() for other in again], (
+        "else this shows nothing: look for the address elsewhere"
+    )
     assert len({location, *map(regions.location, again)}) == 9
     regions._forget(again[0].data_ptr(), 1)  # the end of one that was there before, noticed late
     assert regions.location(again[0]) != 0

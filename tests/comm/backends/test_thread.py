@@ -1,4 +1,6 @@
-"""Thread-ranks: the whole communicator, and what happens when a rank fails, diverges or stays away."""
+"""Thread-ranks: the whole communicator, and what happens when a rank fails, diverges or stays
+away.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,22 @@ def test_every_collective(world_size):
         comm.all_to_all(sent, received).wait()
         comm.barrier()
         objects = comm.all_gather_object({"rank": comm.rank, "long": "x" * comm.rank * 1000})
-        return tensor, gathered, received, objects, comm.broadcast_object(f"from {comm.rank}", src=world_size - 1)
+        return (
+            tensor,
+            gathered,
+            received,
+            objects,
+            comm.broadcast_object(f"from {comm.rank}", src=world_size - 1),
+        )
 
-    for index, (tensor, gathered, received, objects, text) in enumerate(run_ranks(world_size, rank)):
+    for index, (tensor, gathered, received, objects, text) in enumerate(
+        run_ranks(world_size, rank)
+    ):
         assert torch.equal(tensor, torch.full((2, 3), world_size - 1.0))
         assert [int(value) for value in gathered] == list(range(world_size))
-        assert [value.tolist() for value in received] == [[peer] * (index + peer) for peer in range(world_size)]
+        assert [value.tolist() for value in received] == [
+            [peer] * (index + peer) for peer in range(world_size)
+        ]
         assert objects == [{"rank": peer, "long": "x" * peer * 1000} for peer in range(world_size)]
         assert text == f"from {world_size - 1}"
 
@@ -38,7 +50,9 @@ def test_every_collective(world_size):
 def test_many_collectives_in_flight_end_in_order():
     def rank(comm):
         tensors = [torch.full((5000,), float(index + comm.rank)) for index in range(40)]
-        works = [comm.all_reduce_(tensor, name=f"bucket {index}") for index, tensor in enumerate(tensors)]
+        works = [
+            comm.all_reduce_(tensor, name=f"bucket {index}") for index, tensor in enumerate(tensors)
+        ]
         works[-1].wait()
         assert all(work.done() for work in works)
         return [tensor[0].item() for tensor in tensors]
@@ -127,7 +141,9 @@ def test_all_to_all_of_other_sizes_than_expected_is_an_error_on_every_rank():
 
     errors = both_raise(diverge)
     assert {str(error) for error in errors} == {str(errors[0])}
-    assert "rank 1 sends 12 bytes of float32 to rank 2, which expects 8 bytes of float32" in str(errors[0])
+    assert "rank 1 sends 12 bytes of float32 to rank 2, which expects 8 bytes of float32" in str(
+        errors[0]
+    )
 
 
 def test_past_the_timeout_the_collective_and_the_missing_ranks_are_named():
@@ -187,7 +203,9 @@ def test_check_ends_a_wait_with_its_own_error():
 
 def test_an_object_that_cannot_be_pickled_is_an_error_on_every_rank():
     def rank(comm):
-        with pytest.raises(CollectiveError, match="rank 0 tried to send an object that cannot be pickled"):
+        with pytest.raises(
+            CollectiveError, match="rank 0 tried to send an object that cannot be pickled"
+        ):
             comm.broadcast_object(lambda: None if comm.rank == 0 else 1)
         return comm.broadcast_object(comm.rank + 5)  # not broken: the ranks still agree
 
@@ -196,7 +214,11 @@ def test_an_object_that_cannot_be_pickled_is_an_error_on_every_rank():
 
 @pytest.mark.parametrize(
     ("dtype", "op"),
-    [(torch.bool, ReduceOp.SUM), (torch.complex64, ReduceOp.MAX), (torch.float8_e4m3fn, ReduceOp.SUM)],
+    [
+        (torch.bool, ReduceOp.SUM),
+        (torch.complex64, ReduceOp.MAX),
+        (torch.float8_e4m3fn, ReduceOp.SUM),
+    ],
 )
 def test_what_cannot_be_reduced_is_refused(dtype, op):
     def rank(comm):
@@ -261,10 +283,16 @@ def test_the_others_are_told_of_a_call_while_earlier_ones_are_under_way():
 def test_all_to_all_of_two_dtypes_of_one_size_is_an_error() -> None:
     def rank(comm) -> None:
         dtype = torch.float32 if comm.rank == 0 else torch.int32
-        comm.all_to_all([torch.empty(0, dtype=dtype)] * 2, [torch.empty(0)] * 2).wait()  # nothing to take for another
-        comm.all_to_all([torch.ones(4, dtype=dtype)] * 2, [torch.ones(4, dtype=dtype) for _ in range(2)]).wait()
+        # nothing to take for another
+        comm.all_to_all([torch.empty(0, dtype=dtype)] * 2, [torch.empty(0)] * 2).wait()
+        comm.all_to_all(
+            [torch.ones(4, dtype=dtype)] * 2, [torch.ones(4, dtype=dtype) for _ in range(2)]
+        ).wait()
 
-    with pytest.raises(CollectiveError, match=r"0 sends 16 bytes of float32 to rank 1, which expects 16 bytes of int"):
+    with pytest.raises(
+        CollectiveError,
+        match=r"0 sends 16 bytes of float32 to rank 1, which expects 16 bytes of int",
+    ):
         run_ranks(2, rank)
 
 
@@ -281,7 +309,10 @@ def test_views_that_hold_other_numbers_than_they_show_are_refused() -> None:
 def test_of_two_threads_that_call_the_first_to_announce_sends_first() -> None:
     def rank(comm) -> list[float]:
         tensors = [torch.full((50_000,), float(value)) for value in (1, 10)]
-        calls = [threading.Thread(target=lambda tensor=tensor: comm.all_reduce_(tensor).wait()) for tensor in tensors]
+        calls = [
+            threading.Thread(target=lambda tensor=tensor: comm.all_reduce_(tensor).wait())
+            for tensor in tensors
+        ]
         announce, announced = comm._announce, threading.Event()
 
         def announce_slowly(what: str):

@@ -11,10 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_ring.data import ImageFolder, Loader, RandomResizedCrop, ShuffledSampler, image_loader
+from lightning_ring.data import (
+    ImageFolder,
+    Loader,
+    RandomResizedCrop,
+    ShuffledSampler,
+    image_loader,
+)
 
 
-def make(folder: ImageFolder, rank: int = 0, world_size: int = 1, batch_size: int = 4, **options: Any) -> Loader:
+def make(
+    folder: ImageFolder, rank: int = 0, world_size: int = 1, batch_size: int = 4, **options: Any
+) -> Loader:
     sampler = ShuffledSampler(len(folder), seed=3, rank=rank, world_size=world_size)
     options = {"crop": RandomResizedCrop(32), "transform": None, "num_threads": 2, **options}
     return image_loader(folder, sampler, batch_size, **options)
@@ -28,4 +36,8 @@ def images(loader: Loader) -> Tensor:
 def generators_untouched() -> Iterator[None]:
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
     yield
-    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[index]
+    assert before == (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    )  # type: ignore[index]

@@ -36,7 +36,9 @@ def test_torchvisions_mixing_by_the_seed_of_the_batch(folder: ImageFolder, mixin
     assert mixed >= 4
 
 
-def test_mixing_goes_on_after_a_resume_and_differs_between_ranks_and_epochs(folder: ImageFolder) -> None:
+def test_mixing_goes_on_after_a_resume_and_differs_between_ranks_and_epochs(
+    folder: ImageFolder,
+) -> None:
     seen: list[float] = []
 
     def note(pictures: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +59,9 @@ def test_mixing_goes_on_after_a_resume_and_differs_between_ranks_and_epochs(fold
     next(iterator)
     for rank in range(3):
         assert drawn(rank, 3, 0, begun.state_dict()) == drawn(rank, 3, 0)[1:]
-    everything = [number for rank in range(3) for epoch in range(2) for number in drawn(rank, 3, epoch)]
+    everything = [
+        number for rank in range(3) for epoch in range(2) for number in drawn(rank, 3, epoch)
+    ]
     assert len(set(everything)) == len(everything)
     del iterator
 
@@ -80,7 +84,10 @@ def test_kornia_on_the_batch(folder: ImageFolder) -> None:
     mixing = kornia.RandomMixUpV2(data_keys=["input", "class"])
     changed = kornia.AugmentationSequential(kornia.RandomResizedCrop((16, 16)), data_keys=["input"])
     for transform in (mixing, lambda pictures, labels: (changed(pictures), labels)):
-        first, again = (list(make(folder, transform=DeviceTransform(), batch_transform=transform)) for _ in range(2))
+        first, again = (
+            list(make(folder, transform=DeviceTransform(), batch_transform=transform))
+            for _ in range(2)
+        )
         for (pictures, labels), (others, other_labels) in zip(first, again, strict=True):
             assert torch.equal(pictures, others)
             assert torch.equal(labels, other_labels)
@@ -88,10 +95,22 @@ def test_kornia_on_the_batch(folder: ImageFolder) -> None:
 
 @pytest.mark.parametrize("transform", [None, DeviceTransform(brightness=0.5)])
 def test_several_crops_make_views_of_each_image(folder: ImageFolder, transform: Any) -> None:
-    crops = [RandomResizedCrop(32), RandomResizedCrop(32), RandomResizedCrop((12, 20), scale=(0.05, 0.3))]
-    loader = make(folder, crop=crops, transform=transform, sample_transform=v2.RandomInvert(), with_indices=True)
+    crops = [
+        RandomResizedCrop(32),
+        RandomResizedCrop(32),
+        RandomResizedCrop((12, 20), scale=(0.05, 0.3)),
+    ]
+    loader = make(
+        folder,
+        crop=crops,
+        transform=transform,
+        sample_transform=v2.RandomInvert(),
+        with_indices=True,
+    )
     held = list(loader)
-    alone = list(make(folder, transform=transform, sample_transform=v2.RandomInvert(), with_indices=True))
+    alone = list(
+        make(folder, transform=transform, sample_transform=v2.RandomInvert(), with_indices=True)
+    )
     for (views, labels, indices), (pictures, *numbers) in zip(held, alone, strict=True):
         assert [tuple(view.shape[1:]) for view in views] == [(3, 32, 32), (3, 32, 32), (3, 12, 20)]
         assert torch.equal(views[0], pictures)  # further views change nothing for the first one
@@ -101,13 +120,19 @@ def test_several_crops_make_views_of_each_image(folder: ImageFolder, transform: 
     assert len(next(iter(make(folder, crop=crops[:1])))[0]) == 1  # a tuple of one
     pieces = [batch[0][2] for batch in loader]  # a view holds the memory of the others
     list(loader)
-    assert all(torch.equal(piece, views[2]) for piece, (views, *_) in zip(pieces, held, strict=True))
+    assert all(
+        torch.equal(piece, views[2]) for piece, (views, *_) in zip(pieces, held, strict=True)
+    )
 
 
 def test_views_that_would_have_labels_of_their_own_are_an_error(folder: ImageFolder) -> None:
     crops = [RandomResizedCrop(32)] * 2
-    loader = make(folder, crop=crops, transform=DeviceTransform(), batch_transform=v2.MixUp(num_classes=3))
-    with pytest.raises(ConfigurationError, match="MixUp changed the labels of a batch with 2 views"):
+    loader = make(
+        folder, crop=crops, transform=DeviceTransform(), batch_transform=v2.MixUp(num_classes=3)
+    )
+    with pytest.raises(
+        ConfigurationError, match="MixUp changed the labels of a batch with 2 views"
+    ):
         list(loader)
     flipped = list(make(folder, crop=crops, batch_transform=v2.RandomHorizontalFlip(1.0)))
     for (views, _), (plain, _) in zip(flipped, make(folder, crop=crops), strict=True):
@@ -118,7 +143,12 @@ def test_views_that_would_have_labels_of_their_own_are_an_error(folder: ImageFol
 
 def test_height_and_width_may_differ(folder: ImageFolder) -> None:
     for crop in (RandomResizedCrop((24, 40)), CenterCrop((24, 40), 48)):
-        loader = make(folder, crop=crop, transform=DeviceTransform(contrast=0.2), sample_transform=v2.RandAugment())
+        loader = make(
+            folder,
+            crop=crop,
+            transform=DeviceTransform(contrast=0.2),
+            sample_transform=v2.RandAugment(),
+        )
         assert images(loader).shape == (21, 3, 24, 40)
     with pytest.raises(ConfigurationError, match=r"cannot cut \(24, 50\) pixels"):
         CenterCrop((24, 50), 48)

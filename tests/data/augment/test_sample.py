@@ -1,4 +1,6 @@
-"""Transforms of samples: the same pictures in any threads, processes and ranks; random states stay as they are."""
+"""Transforms of samples: the same pictures in any threads, processes and ranks; random states
+stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ TRANSFORMS = {
             v2.RandomErasing(0.5),
         ]
     ),
-    "a function": lambda image: (image + torch.randn_like(image.float()) * 9).clamp(0, 255).to(torch.uint8),
+    "a function": lambda image: (
+        (image + torch.randn_like(image.float()) * 9).clamp(0, 255).to(torch.uint8)
+    ),
 }
 
 
@@ -45,7 +49,9 @@ def of_albumentations() -> Any:
         [
             albumentations.HorizontalFlip(),
             albumentations.RandomBrightnessContrast(),
-            albumentations.OneOf([albumentations.GaussNoise(p=1), albumentations.CoarseDropout(p=1)]),
+            albumentations.OneOf(
+                [albumentations.GaussNoise(p=1), albumentations.CoarseDropout(p=1)]
+            ),
             albumentations.ToTensorV2(),
         ]
     )
@@ -53,7 +59,9 @@ def of_albumentations() -> Any:
 
 def of_kornia() -> Any:
     kornia = pytest.importorskip("kornia.augmentation")
-    sequence = kornia.ImageSequential(kornia.ColorJiggle(0.4, 0.4, 0.4, 0.1), kornia.RandomAffine(20.0))
+    sequence = kornia.ImageSequential(
+        kornia.ColorJiggle(0.4, 0.4, 0.4, 0.1), kornia.RandomAffine(20.0)
+    )
     return lambda image: (sequence(image[None].float() / 255)[0] * 255).round().to(torch.uint8)
 
 
@@ -68,7 +76,9 @@ def test_pictures_depend_on_the_position_alone(folder: ImageFolder, transform: A
     with generators_untouched():
         whole = images(make(folder, sample_transform=transform, num_threads=1))
         assert (whole != images(make(folder))).flatten(1).any(1).float().mean() > 0.5
-        assert torch.equal(images(make(folder, sample_transform=transform, num_threads=3, batch_size=20)), whole)
+        assert torch.equal(
+            images(make(folder, sample_transform=transform, num_threads=3, batch_size=20)), whole
+        )
         parts = [images(make(folder, rank, 3, 2, sample_transform=transform)) for rank in range(3)]
         assert torch.equal(torch.stack(parts, 1).flatten(0, 1), whole)
         begun = make(folder, sample_transform=transform)
@@ -94,7 +104,8 @@ def test_every_function_of_torch_that_takes_a_generator_is_given_one() -> None:
     takers = {
         schema.name.removeprefix("aten::")
         for schema in torch._C._jit_get_all_schemas()
-        if schema.name.startswith("aten::") and any(argument.name == "generator" for argument in schema.arguments)
+        if schema.name.startswith("aten::")
+        and any(argument.name == "generator" for argument in schema.arguments)
     }
     takers -= {"_fused_dropout", "rrelu", "rrelu_", "random"}  # Python can give these none
     known = {function.__name__ for function in _DRAWING}
@@ -106,7 +117,11 @@ def test_every_function_of_torch_that_takes_a_generator_is_given_one() -> None:
             with own:
                 beta = torch.distributions.Beta(torch.tensor(0.3), torch.tensor(0.4)).sample()
                 like = torch.rand_like(torch.empty(2))
-                seen.append(torch.stack([beta, *like, torch.empty(()).normal_(), torch.multinomial(like, 1)[0]]))
+                seen.append(
+                    torch.stack(
+                        [beta, *like, torch.empty(()).normal_(), torch.multinomial(like, 1)[0]]
+                    )
+                )
     assert torch.equal(seen[0], seen[1])
 
 
@@ -137,12 +152,21 @@ def test_a_view_of_the_image_itself_is_no_trouble(folder: ImageFolder) -> None:
 
 @pytest.mark.parametrize(
     ("transform", "shared"),
-    [(uses_random, "Python's random"), (uses_numpy, "numpy.random"), (drops_out, "torch's own generator")],
+    [
+        (uses_random, "Python's random"),
+        (uses_numpy, "numpy.random"),
+        (drops_out, "torch's own generator"),
+    ],
 )
-def test_generators_that_threads_share_are_an_error(folder: ImageFolder, transform: Any, shared: str) -> None:
+def test_generators_that_threads_share_are_an_error(
+    folder: ImageFolder, transform: Any, shared: str
+) -> None:
     with (
         generators_untouched(),
-        pytest.raises(ConfigurationError, match=f"draws from {shared}, which all threads share.*in_processes=True"),
+        pytest.raises(
+            ConfigurationError,
+            match=f"draws from {shared}, which all threads share.*in_processes=True",
+        ),
     ):
         images(make(folder, sample_transform=transform))
 
@@ -153,9 +177,13 @@ def test_generators_that_threads_share_are_an_error(folder: ImageFolder, transfo
         (fails, r"\.jpg: sample_transform fails raised KeyError\('no such colour'\)"),
         (
             v2.Resize(8),
-            r"Resize made 3 x 8 x 8 of uint8, expected 3 x 32 x 32 of uint8 as it got. `crop` sets the size",
+            r"Resize made 3 x 8 x 8 of uint8, expected 3 x 32 x 32 of uint8 as it got. `crop` "
+            r"sets the size",
         ),
-        (v2.ToDtype(torch.float32), "ToDtype made 3 x 32 x 32 of float32, expected .* `transform`, which runs after"),
+        (
+            v2.ToDtype(torch.float32),
+            "ToDtype made 3 x 32 x 32 of float32, expected .* `transform`, which runs after",
+        ),
         (lambda image: None, r"it gave a NoneType, expected a tensor"),
     ],
 )
@@ -178,7 +206,9 @@ def test_what_cannot_be_copied_is_an_error(folder: ImageFolder) -> None:
 
 
 @pytest.mark.ranks
-def test_processes_give_the_pictures_of_threads_and_end_with_the_loader(folder: ImageFolder, tmp_path: Path) -> None:
+def test_processes_give_the_pictures_of_threads_and_end_with_the_loader(
+    folder: ImageFolder, tmp_path: Path
+) -> None:
     before = set(os.listdir("/dev/shm"))
     for transform in TRANSFORMS.values():
         with generators_untouched():
@@ -193,24 +223,37 @@ def test_processes_give_the_pictures_of_threads_and_end_with_the_loader(folder: 
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "torch" in name}
 
 
-def test_what_cannot_be_sent_to_a_process_is_an_error(folder: ImageFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_sent_to_a_process_is_an_error(
+    folder: ImageFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spawn = multiprocessing.get_context("spawn")
     monkeypatch.setattr(multiprocessing, "get_context", lambda: spawn)
     loader = make(folder, sample_transform=lambda image: image, in_processes=True, num_threads=1)
     with pytest.raises(
-        ConfigurationError, match=r"cannot be sent to a process: .*Define it at the top level of a module"
+        ConfigurationError,
+        match=r"cannot be sent to a process: .*Define it at the top level of a module",
     ):
         images(loader)
 
 
 @pytest.mark.ranks
-def test_processes_have_generators_of_their_own_and_their_errors_arrive(folder: ImageFolder) -> None:
+def test_processes_have_generators_of_their_own_and_their_errors_arrive(
+    folder: ImageFolder,
+) -> None:
     crops = [CenterCrop((16, 24), 32), CenterCrop(32, 32)]  # the larger one last
     for transform in (uses_random, uses_numpy, drops_out):
         first, again = (
             [
                 torch.cat([batch[0][view].clone() for batch in loader])
-                for loader in [make(folder, crop=crops, sample_transform=transform, in_processes=True, num_threads=num)]
+                for loader in [
+                    make(
+                        folder,
+                        crop=crops,
+                        sample_transform=transform,
+                        in_processes=True,
+                        num_threads=num,
+                    )
+                ]
                 for view in (0, 1)
             ]
             for num in (1, 3)
@@ -222,7 +265,8 @@ def test_processes_have_generators_of_their_own_and_their_errors_arrive(folder: 
     iterator = iter(loader)
     next(iterator)
     processes = [process.process for process in loader.maker.sample_transforms.processes]  # type: ignore[attr-defined]
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # Slurm sends them to every process of a job
+    # Slurm sends them to every process of a job
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         os.kill(processes[0].pid, signum)
     next(iterator)
     for process in processes:

@@ -14,9 +14,20 @@ class Stop(Exception):
     pass
 
 
-def pack(source, target, settings=SETTINGS, workers=2, progress=lambda done, total, left_out: None, append=False):
+def pack(
+    source,
+    target,
+    settings=SETTINGS,
+    workers=2,
+    progress=lambda done, total, left_out: None,
+    append=False,
+):
     return run.pack(Path(source), Path(target), settings, workers, progress, append=append)
 
 
 def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }

@@ -31,7 +31,9 @@ from tests.processes import clean_env
 from tests.thread_ranks import run_ranks
 
 FIRST = {f"{kind}/{i}.jpg": 10 * i + len(kind) for kind in ("bird", "cat") for i in range(6)}
-SECOND = {f"{kind}/{i}.jpg": 1000 + 10 * i + len(kind) for kind in ("ant", "bird") for i in range(6, 10)}
+SECOND = {
+    f"{kind}/{i}.jpg": 1000 + 10 * i + len(kind) for kind in ("ant", "bird") for i in range(6, 10)
+}
 
 
 def draw(folder, names):
@@ -50,7 +52,10 @@ def append(source, target, **options):
 def images_of(root, **options):
     """Class and bytes of every image, by name."""
     dataset = ShardDataset(root, decode=False, **options)
-    return {dataset.name(i): (dataset.classes[dataset.labels[i]], dataset.read(i)) for i in range(len(dataset))}
+    return {
+        dataset.name(i): (dataset.classes[dataset.labels[i]], dataset.read(i))
+        for i in range(len(dataset))
+    }
 
 
 def stop_at(number):
@@ -76,11 +81,15 @@ def test_an_append_adds_what_is_new_and_changes_no_file_that_was_there(source, t
     old, before, files = ShardDataset(target, decode=False), images_of(target), contents(target)
     manifest = append(draw(source, SECOND), target)
     assert (manifest.generation, manifest.counts["added"], manifest.counts["there"]) == (1, 8, 12)
-    expected = {name: (name.split("/")[0], (source / name).read_bytes()) for name in {**FIRST, **SECOND}}
+    expected = {
+        name: (name.split("/")[0], (source / name).read_bytes()) for name in {**FIRST, **SECOND}
+    }
     assert images_of(target) == expected
     assert images_of(target, generation=0) == before
     assert manifest.classes == ["bird", "cat", "ant"]  # numbers stay; new ones follow
-    assert [old.read(i) for i in range(len(old))] == [before[old.name(i)][1] for i in range(len(old))]
+    assert [old.read(i) for i in range(len(old))] == [
+        before[old.name(i)][1] for i in range(len(old))
+    ]
     now = contents(target)
     del files["manifest.json"]
     assert {name: now[name] for name in files} == files
@@ -107,7 +116,9 @@ def test_nothing_new_makes_no_generation(source, target):
 def test_a_name_of_the_set_with_another_class_or_file_is_an_error(source, target):
     before = contents(target)
     (source / "cat" / "1.jpg").write_bytes(encode(photo(99, 50, 40)))
-    with pytest.raises(ConfigurationError, match=r"1 image with another length or time \(cat/1.jpg\)\. Nothing was"):
+    with pytest.raises(
+        ConfigurationError, match=r"1 image with another length or time \(cat/1.jpg\)\. Nothing was"
+    ):
         append(source, target)
     draw(source, {"Cat/x.jpg": 1})
     with pytest.raises(ConfigurationError, match="two classes of one name"):
@@ -116,7 +127,9 @@ def test_a_name_of_the_set_with_another_class_or_file_is_an_error(source, target
     listed.write_text(f"path,label\n{source / 'cat/2.jpg'},bird\n")
     append(listed, target)  # the path is another name
     listed.write_text(f"path,label\n{source / 'cat/2.jpg'},cat\n")
-    with pytest.raises(ConfigurationError, match=r"1 image in another class \(.*cat/2.jpg: 'bird', now 'cat'\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"1 image in another class \(.*cat/2.jpg: 'bird', now 'cat'\)"
+    ):
         append(listed, target)
     now = contents(target)
     assert {name: now[name] for name in before if name != "manifest.json"}.items() <= before.items()
@@ -130,7 +143,9 @@ def test_a_half_finished_append_goes_on_or_is_given_up(source, target):
         append(source, target, progress=stop_at(8))
     assert images_of(target) == before
     draw(source, {"ant/new.jpg": 5})
-    with pytest.raises(ConfigurationError, match=r"1 image added \(ant/new.jpg\).*remove .*dst/\.packing"):
+    with pytest.raises(
+        ConfigurationError, match=r"1 image added \(ant/new.jpg\).*remove .*dst/\.packing"
+    ):
         append(source, target)
     (source / "ant/new.jpg").unlink()
     done = []
@@ -141,7 +156,10 @@ def test_a_half_finished_append_goes_on_or_is_given_up(source, target):
     with pytest.raises(Stop):
         append(source, target, progress=stop_at(8))
     other = draw(source.parent / "other", {"cat/7.jpg": 7})
-    with pytest.raises(ConfigurationError, match=r"half packed with another command: source .*remove .*dst/\.packing"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"half packed with another command: source .*remove .*dst/\.packing",
+    ):
         append(other, target)
     for path in (target / ".packing").iterdir():
         path.unlink()
@@ -149,7 +167,9 @@ def test_a_half_finished_append_goes_on_or_is_given_up(source, target):
     assert images_of(target).keys() == {*FIRST, *SECOND, "cat/7.jpg"}
 
 
-def test_a_generation_that_was_never_finished_is_not_read_and_made_anew(source, target, monkeypatch):
+def test_a_generation_that_was_never_finished_is_not_read_and_made_anew(
+    source, target, monkeypatch
+):
     draw(source, SECOND)
     append(source, target)
     whole = contents(target)
@@ -175,7 +195,11 @@ def test_killed_at_any_time_it_goes_on_to_the_same_bytes(source, target, tmp_pat
     command = [sys.executable, "-c", code, "--append", str(source), str(target)]
     process = subprocess.Popen(command, env=clean_env(), stderr=subprocess.DEVNULL)
     deadline, had = time.monotonic() + 60, len(list(target.glob("*.tar")))
-    while len(list(target.glob("*.tar"))) < had + 3 and time.monotonic() < deadline and process.poll() is None:
+    while (
+        len(list(target.glob("*.tar"))) < had + 3
+        and time.monotonic() < deadline
+        and process.poll() is None
+    ):
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     assert process.wait(60) == -signal.SIGKILL, "it ended before it could be killed"
@@ -183,7 +207,8 @@ def test_killed_at_any_time_it_goes_on_to_the_same_bytes(source, target, tmp_pat
     append(source, target)
     assert verify(target, 2, lambda *numbers: None) == []
     assert images_of(target) == {
-        str(path.relative_to(source)): (path.parent.name, path.read_bytes()) for path in source.rglob("*.jpg")
+        str(path.relative_to(source)): (path.parent.name, path.read_bytes())
+        for path in source.rglob("*.jpg")
     }
 
 
@@ -235,7 +260,10 @@ def test_nobody_gets_the_lock_while_what_was_packed_by_is_removed(tmp_path, monk
         real(*arguments, **options)
         if not probing:
             probing = True
-            with suppress(ConfigurationError), only_one(tmp_path / "dst/.packing", tmp_path / "dst"):
+            with (
+                suppress(ConfigurationError),
+                only_one(tmp_path / "dst/.packing", tmp_path / "dst"),
+            ):
                 entered.append(os.listdir(tmp_path / "dst/.packing"))
             probing = False
 
@@ -264,7 +292,9 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, caplog):
         assert not caplog.messages
     monkeypatch.setattr(file_lock, "fcntl", None)
     with only_one(tmp_path / "b", tmp_path):
-        assert caplog.messages == [f"lightning_ring: {tmp_path} has no locks. See to it that one process alone packs."]
+        assert caplog.messages == [
+            f"lightning_ring: {tmp_path} has no locks. See to it that one process alone packs."
+        ]
 
 
 # -- trainings that go on
@@ -272,7 +302,15 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, caplog):
 
 def loader(photos: Any, **options: Any) -> Any:
     sampler = ShuffledSampler(len(photos), rank=0, world_size=1)
-    return image_loader(photos, sampler, 4, crop=CenterCrop(8, resize=8), transform=None, with_indices=True, **options)
+    return image_loader(
+        photos,
+        sampler,
+        4,
+        crop=CenterCrop(8, resize=8),
+        transform=None,
+        with_indices=True,
+        **options,
+    )
 
 
 def test_a_data_set_travels_with_its_generation(source, target):
@@ -281,7 +319,11 @@ def test_a_data_set_travels_with_its_generation(source, target):
     append(draw(source, SECOND), target)
     copy = pickle.loads(data)
     assert (copy.generation, len(copy), copy[3]) == (0, 12, old[3])
-    assert ShardDataset(target).fingerprint != copy.fingerprint == ShardDataset(target, generation=0).fingerprint
+    assert (
+        ShardDataset(target).fingerprint
+        != copy.fingerprint
+        == ShardDataset(target, generation=0).fingerprint
+    )
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -297,10 +339,13 @@ def test_a_training_goes_on_over_its_images_and_no_others(source, target, mixed)
     state = began.state_dict()
     iterator.close()
     append(draw(source, SECOND), target)
-    with pytest.raises(ConfigurationError, match=r"saved over the images '.*ShardDataset\(\.\.\., generation=N"):
+    with pytest.raises(
+        ConfigurationError, match=r"saved over the images '.*ShardDataset\(\.\.\., generation=N"
+    ):
         loader(opened()).load_state_dict(state)
     resumed = loader(opened(generation=0))
-    resumed.load_state_dict({"sampler": state["sampler"], "batches": 1})  # as elastic jobs hand it on: the images stay
+    # as elastic jobs hand it on: the images stay
+    resumed.load_state_dict({"sampler": state["sampler"], "batches": 1})
     resumed.load_state_dict(state)
     assert head + [batch[2].tolist() for batch in resumed] == whole
 
@@ -349,7 +394,9 @@ class Remembers(L.LightningModule):
 def test_lightning_resumes_over_the_generation_that_it_trained_on(source, target, tmp_path):
     def fit(photos: ShardDataset, stop: bool = False, ckpt_path: Any = None) -> list[int]:
         model = Remembers(photos, tmp_path, stop)
-        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False)
+        quiet = dict.fromkeys(
+            ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False
+        )
         trainer = L.Trainer(max_epochs=2, accelerator="cpu", devices=1, **quiet)
         trainer.fit(model, ckpt_path=ckpt_path, weights_only=False)
         return model.seen

@@ -12,7 +12,10 @@ from tests.data.packing.packed import contents
 
 def test_the_command_packs_verifies_and_explains(source, packed, tmp_path, capsys):
     target = str(tmp_path / "dst")
-    assert main([str(source), target, "--size", "40", "--shard-mb", str(16 / 1024), "--workers", "3"]) == 0
+    assert (
+        main([str(source), target, "--size", "40", "--shard-mb", str(16 / 1024), "--workers", "3"])
+        == 0
+    )
     assert contents(tmp_path / "dst") == contents(packed)
     output = capsys.readouterr().out
     assert "38 images of 4 classes" in output

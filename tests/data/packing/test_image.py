@@ -18,7 +18,11 @@ PALETTE = photo().convert("P")
 def distance(a: Image.Image, b: Image.Image) -> float:
     """Mean difference of two images, in levels of 255."""
     assert a.size == b.size
-    return float(np.abs(np.asarray(a.convert("RGB"), np.float32) - np.asarray(b.convert("RGB"), np.float32)).mean())
+    return float(
+        np.abs(
+            np.asarray(a.convert("RGB"), np.float32) - np.asarray(b.convert("RGB"), np.float32)
+        ).mean()
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,11 +40,17 @@ def distance(a: Image.Image, b: Image.Image) -> float:
 @pytest.mark.parametrize("size", [80, 100, 0])
 def test_small_images_are_copied_byte_for_byte(data, extension, size):
     packed = prepare_image(data, PackSettings(size, quality=90))
-    assert (packed.data, packed.extension, packed.how, packed.note) == (data, extension, "copied", "")
+    assert (packed.data, packed.extension, packed.how, packed.note) == (
+        data,
+        extension,
+        "copied",
+        "",
+    )
 
 
 @pytest.mark.parametrize(
-    ("width", "height", "expected"), [(120, 80, (60, 40)), (81, 197, (40, 97)), (400, 41, (390, 40))]
+    ("width", "height", "expected"),
+    [(120, 80, (60, 40)), (81, 197, (40, 97)), (400, 41, (390, 40))],
 )
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_the_shorter_side_is_shrunk(width, height, expected, mode):
@@ -79,14 +89,21 @@ def test_orientation_is_applied(orientation, size):
     ],
 )
 def test_conversions_are_named_and_keep_the_picture(data, note):
-    expected = Image.fromarray((np.asarray(SIXTEEN_BITS) >> 8).astype(np.uint8)) if "16-bit" in note else photo()
+    expected = (
+        Image.fromarray((np.asarray(SIXTEEN_BITS) >> 8).astype(np.uint8))
+        if "16-bit" in note
+        else photo()
+    )
     packed = prepare_image(data, PackSettings(0, quality=95))
     assert (packed.how, packed.note) == ("converted", note)
     assert distance(decode(packed.data), expected) < 3
 
 
 def test_shrinking_names_what_it_drops():
-    assert prepare_image(encode(photo().convert("RGBA"), "PNG"), PackSettings(20, quality=90)).note == "RGBA to RGB"
+    assert (
+        prepare_image(encode(photo().convert("RGBA"), "PNG"), PackSettings(20, quality=90)).note
+        == "RGBA to RGB"
+    )
     assert prepare_image(encode(PALETTE, "PNG"), PackSettings(20, quality=90)).note == "P to RGB"
 
 
@@ -118,7 +135,8 @@ def test_unusable_images_say_why(data, reason, size):
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"), [("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "L"), ("PNG", "P")]
+    ("kind", "mode"),
+    [("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "L"), ("PNG", "P")],
 )
 def test_decoding_gives_pillows_pixels(kind, mode):
     data = encode(photo(5).convert(mode), kind)

@@ -33,7 +33,9 @@ def test_an_interrupted_packing_goes_on_to_the_same_bytes(source, packed, tmp_pa
 
     with pytest.raises(Stop):
         pack(source, tmp_path / "dst", progress=stop)
-    with pytest.raises(ShardError, match=r"has not finished: run the same `lightning-ring pack` again"):
+    with pytest.raises(
+        ShardError, match=r"has not finished: run the same `lightning-ring pack` again"
+    ):
         ShardDataset(tmp_path / "dst")
     whole = {shard.name: shard.bytes for shard in read_manifest(packed).shards}
     for path in (tmp_path / "dst").glob("*.tar"):
@@ -45,7 +47,9 @@ def test_an_interrupted_packing_goes_on_to_the_same_bytes(source, packed, tmp_pa
 
 
 @pytest.mark.parametrize("step", ["write_record", "write_generation"])
-def test_ended_between_two_files_it_goes_on_to_the_same_bytes(source, packed, tmp_path, step, monkeypatch):
+def test_ended_between_two_files_it_goes_on_to_the_same_bytes(
+    source, packed, tmp_path, step, monkeypatch
+):
     def stop(*arguments):
         raise Stop
 
@@ -61,15 +65,26 @@ def test_ended_between_two_files_it_goes_on_to_the_same_bytes(source, packed, tm
 def test_killed_in_the_middle_it_goes_on_to_the_same_bytes(tmp_path):
     source = image_folder(tmp_path / "src", classes=2, images=300)
     arguments = [str(source), str(tmp_path / "dst"), "--size", "10", "--shard-mb", "0.05"]
-    process = subprocess.Popen([sys.executable, "-c", COMMAND, *arguments], env=clean_env(), stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *arguments], env=clean_env(), stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 60
-    while len(list((tmp_path / "dst").glob("*.tar"))) < 2 and time.monotonic() < deadline and process.poll() is None:
+    while (
+        len(list((tmp_path / "dst").glob("*.tar"))) < 2
+        and time.monotonic() < deadline
+        and process.poll() is None
+    ):
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     assert process.wait(60) == -signal.SIGKILL, "it ended before it could be killed"
     settings = PackSettings(size=10, shard_mb=0.05)
     starts = []
-    pack(source, tmp_path / "dst", settings, progress=lambda done, total, left_out: starts.append(done))
+    pack(
+        source,
+        tmp_path / "dst",
+        settings,
+        progress=lambda done, total, left_out: starts.append(done),
+    )
     assert 1 < starts[0] < 600
     pack(source, tmp_path / "whole", settings)
     assert contents(tmp_path / "dst") == contents(tmp_path / "whole")
@@ -92,7 +107,9 @@ def test_a_source_that_vanishes_stops_the_packing(tmp_path):
         if done == 8:
             source.rename(tmp_path / "moved")
 
-    with pytest.raises(ShardError, match=r"src is gone\. Bring it back and run the same command again"):
+    with pytest.raises(
+        ShardError, match=r"src is gone\. Bring it back and run the same command again"
+    ):
         pack(source, tmp_path / "dst", workers=1, progress=unmount)
     (tmp_path / "moved").rename(source)
     assert pack(source, tmp_path / "dst").samples == 40
@@ -118,20 +135,31 @@ def small_disk(tmp_path):
     """A real disk of 1 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]).returncode
+    ):
         pytest.skip("mounting a small disk needs root")
     yield disk
     subprocess.run(["umount", disk], check=True)
 
 
-def test_a_disk_that_fills_keeps_what_is_whole_and_goes_on_when_there_is_room(source, packed, small_disk):
+def test_a_disk_that_fills_keeps_what_is_whole_and_goes_on_when_there_is_room(
+    source, packed, small_disk
+):
     ballast = small_disk / "ballast"
-    ballast.write_bytes(bytes(2**20 - 2**17))  # 128 KiB are left: the index and some of the shards do not fit
+    # 128 KiB are left: the index and some of the shards do not fit
+    ballast.write_bytes(bytes(2**20 - 2**17))
     target = small_disk / "dst"
     settings = PackSettings(size=40, shard_mb=SETTINGS.shard_mb)
-    with pytest.raises(ShardError, match=r"No space left on device \(\d+ MiB are free\)\. Make room\. Finished shards"):
+    with pytest.raises(
+        ShardError,
+        match=r"No space left on device \(\d+ MiB are free\)\. Make room\. Finished shards",
+    ):
         pack(source, target, settings)
-    whole = {shard.name: (packed / shard.name).read_bytes() for shard in read_manifest(packed).shards}
+    whole = {
+        shard.name: (packed / shard.name).read_bytes() for shard in read_manifest(packed).shards
+    }
     found = {path.name: path.read_bytes() for path in target.glob("*.tar")}
     assert len(found) > 0
     assert found.items() <= whole.items()
@@ -141,7 +169,9 @@ def test_a_disk_that_fills_keeps_what_is_whole_and_goes_on_when_there_is_room(so
     assert contents(target) == contents(packed)
 
 
-@pytest.mark.parametrize("file", ["shard.part", "sources.json.part", "labels.npy.part", "manifest.json.part"])
+@pytest.mark.parametrize(
+    "file", ["shard.part", "sources.json.part", "labels.npy.part", "manifest.json.part"]
+)
 def test_a_disk_that_fills_at_any_file_is_an_error_that_can_be_gone_on_from(
     source, packed, tmp_path, file, monkeypatch
 ):

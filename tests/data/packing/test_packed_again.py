@@ -1,4 +1,6 @@
-"""A set that is packed again: by the same command, by another one, from a source that has changed."""
+"""A set that is packed again: by the same command, by another one, from a source that has
+changed.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,18 @@ def test_packing_again_does_nothing(source, packed):
 
 
 def test_another_command_for_the_same_folder_is_an_error(source, packed, tmp_path):
-    with pytest.raises(ConfigurationError, match=r"packed already with another command: size 40, now 50\."):
+    with pytest.raises(
+        ConfigurationError, match=r"packed already with another command: size 40, now 50\."
+    ):
         pack(source, packed, PackSettings(size=50, shard_mb=SETTINGS.shard_mb))
     with pytest.raises(Stop):
         pack(source, tmp_path / "dst", progress=lambda *numbers: (_ for _ in ()).throw(Stop))
-    with pytest.raises(ConfigurationError, match="half packed with another command: quality 90, now 80"):
-        pack(source, tmp_path / "dst", PackSettings(size=40, shard_mb=SETTINGS.shard_mb, quality=80))
+    with pytest.raises(
+        ConfigurationError, match="half packed with another command: quality 90, now 80"
+    ):
+        pack(
+            source, tmp_path / "dst", PackSettings(size=40, shard_mb=SETTINGS.shard_mb, quality=80)
+        )
 
 
 def csv_of(folder, labels):
@@ -31,7 +39,9 @@ def csv_of(folder, labels):
     for i in range(len(labels)):
         if not (folder / f"{i}.jpg").exists():
             (folder / f"{i}.jpg").write_bytes(encode(photo(i, 60, 40)))
-    (folder / "train.csv").write_text("path,label\n" + "".join(f"{i}.jpg,{label}\n" for i, label in enumerate(labels)))
+    (folder / "train.csv").write_text(
+        "path,label\n" + "".join(f"{i}.jpg,{label}\n" for i, label in enumerate(labels))
+    )
     return folder / "train.csv"
 
 
@@ -53,12 +63,17 @@ def test_a_source_that_has_changed_is_an_error_that_says_what_has(tmp_path, half
     state = "half packed" if half else "packed already"
 
     def refused(message):
-        with pytest.raises(ConfigurationError, match=f"(?s)is {state}, and .* has changed since: {message}"):
+        with pytest.raises(
+            ConfigurationError, match=f"(?s)is {state}, and .* has changed since: {message}"
+        ):
             pack(file, tmp_path / "dst")
         assert contents(tmp_path / "dst") == before
 
     csv_of(tmp_path, "baba" * 5)
-    refused(r"20 images in another class \(0.jpg: 'a', now 'b', 1.jpg: 'b', now 'a', and 18 more\)\. Nothing")
+    refused(
+        r"20 images in another class \(0.jpg: 'a', now 'b', 1.jpg: 'b', now 'a', and 18 more\)\. "
+        r"Nothing"
+    )
     csv_of(tmp_path, "abab" * 4 + "abac")
     refused(r"1 image in another class \(19.jpg: 'b', now 'c'\); 2 classes, now 3: new c\.")
     csv_of(tmp_path, "abab" * 5 + "a")

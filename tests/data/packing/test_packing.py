@@ -24,10 +24,16 @@ def test_images_and_labels_are_those_of_image_folder(source, tmp_path):
     pack(source, tmp_path / "dst", PackSettings(size=0, group_by_class=True))
     dataset = ShardDataset(tmp_path / "dst", decode=False)
     expected = ImageFolder(str(source), allow_empty=True)
-    usable = [(path, label) for path, label in expected.samples if Path(path).name not in ("broken.jpg", "text.jpg")]
+    usable = [
+        (path, label)
+        for path, label in expected.samples
+        if Path(path).name not in ("broken.jpg", "text.jpg")
+    ]
     assert dataset.classes == expected.classes
     assert dataset.labels.tolist() == [label for _, label in usable]
-    assert [dataset.name(i) for i in range(len(dataset))] == [os.path.relpath(path, source) for path, _ in usable]
+    assert [dataset.name(i) for i in range(len(dataset))] == [
+        os.path.relpath(path, source) for path, _ in usable
+    ]
     for i, (path, label) in enumerate(usable):
         if not path.endswith("cmyk.jpg"):
             assert dataset[i] == (Path(path).read_bytes(), label)
@@ -49,7 +55,10 @@ def test_everything_is_counted_and_named(source, packed):
 def test_shards_are_no_larger_than_asked_for(packed):
     manifest = read_manifest(packed)
     assert len(manifest.shards) > 3
-    assert all((packed / shard.name).stat().st_size == shard.bytes <= 16 * 1024 for shard in manifest.shards)
+    assert all(
+        (packed / shard.name).stat().st_size == shard.bytes <= 16 * 1024
+        for shard in manifest.shards
+    )
     assert not (packed / ".packing").exists()
 
 
@@ -68,11 +77,18 @@ def test_the_number_of_workers_changes_no_byte(source, packed, tmp_path, workers
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("nowhere", "dst"), "nowhere is not there. Expected a folder with a folder for each class"),
+        (
+            ("nowhere", "dst"),
+            "nowhere is not there. Expected a folder with a folder for each class",
+        ),
         (("src", "src/shards"), "is inside"),
         (("src", "other"), "other is not empty: it holds 'thesis.tex' and no packing"),
         (("bare", "dst"), "bare lists no image"),
-        (("broken", "dst"), "none of 1 images can be packed. The first of them:\nleft out,a/x.jpg,cannot be decoded"),
+        (
+            ("broken", "dst"),
+            "none of 1 images can be packed. The first of them:\nleft "
+            "out,a/x.jpg,cannot be decoded",
+        ),
     ],
 )
 def test_what_cannot_be_packed_says_why_and_leaves_nothing(tmp_path, names, message):
@@ -92,7 +108,11 @@ def test_a_csv_names_the_files_that_are_not_there(tmp_path):
     (tmp_path / "train.csv").write_text("path,label\na.gif,x\nmissing.jpg,x\n.,y\npipe.jpg,x\n")
     os.mkfifo(tmp_path / "pipe.jpg")
     manifest = pack(tmp_path / "train.csv", tmp_path / "dst")
-    assert (manifest.samples, manifest.counts["left out"], manifest.counts["empty classes"]) == (1, 3, 1)
+    assert (manifest.samples, manifest.counts["left out"], manifest.counts["empty classes"]) == (
+        1,
+        3,
+        1,
+    )
     report = (tmp_path / "dst" / "report.csv").read_text()
     assert "left out,missing.jpg,cannot be read: No such file or directory\n" in report
     assert "left out,.,cannot be read: not a regular file\n" in report

@@ -36,7 +36,10 @@ def test_a_folder_is_listed_as_image_folder_lists_it(tmp_path):
 def test_by_default_classes_are_mixed_always_the_same_way(tmp_path):
     root = image_folder(tmp_path / "src")
     (tmp_path / "again").mkdir()
-    mixed, again = (pairs(listed(root, folder, group_by_class=False)) for folder in (tmp_path, tmp_path / "again"))
+    mixed, again = (
+        pairs(listed(root, folder, group_by_class=False))
+        for folder in (tmp_path, tmp_path / "again")
+    )
     assert mixed == again
     assert sorted(mixed) == sorted(ImageFolder(str(root)).samples)
     assert len({label for _, label in mixed[:8]}) == 3
@@ -61,7 +64,9 @@ def test_everything_else_in_a_folder_is_reported(tmp_path):
 def test_a_csv_lists_paths_from_its_folder(tmp_path):
     (tmp_path / "x").mkdir()
     file = tmp_path / "x" / "train.csv"
-    file.write_text('\ufeffid,Label,path\n1,dog,"a, b.jpg"\n2,cat,/there/c.gif\n\n', encoding="utf-8")
+    file.write_text(
+        '\ufeffid,Label,path\n1,dog,"a, b.jpg"\n2,cat,/there/c.gif\n\n', encoding="utf-8"
+    )
     sources = listed(file, tmp_path)
     assert sources.classes == ["cat", "dog"]
     assert pairs(sources) == [("/there/c.gif", 0), (str(tmp_path / "x" / "a, b.jpg"), 1)]
@@ -77,7 +82,10 @@ def test_rows_without_label_and_repeated_rows_are_reported_by_line(tmp_path):
     file = tmp_path / "train.csv"
     file.write_text("path,label\na.jpg,x\nb.jpg,\nc.jpg\n,x\na.jpg,x\nd.jpg,y\n")
     sources = listed(file, tmp_path)
-    assert [path for path, _ in pairs(sources)] == [str(tmp_path / "a.jpg"), str(tmp_path / "d.jpg")]
+    assert [path for path, _ in pairs(sources)] == [
+        str(tmp_path / "a.jpg"),
+        str(tmp_path / "d.jpg"),
+    ]
     assert sources.report.decode().splitlines() == [
         "left out,b.jpg,line 3 of train.csv has no label",
         "left out,c.jpg,line 4 of train.csv has no label",
@@ -88,9 +96,16 @@ def test_rows_without_label_and_repeated_rows_are_reported_by_line(tmp_path):
 
 def test_two_spellings_of_a_path_are_one_image(tmp_path):
     file = tmp_path / "train.csv"
-    file.write_text("path,label\n./a.jpg,x\na.jpg,x\nd/./b.jpg,y\nd//b.jpg,y\nd/../b.jpg,y\n/a.jpg,y\n")
+    file.write_text(
+        "path,label\n./a.jpg,x\na.jpg,x\nd/./b.jpg,y\nd//b.jpg,y\nd/../b.jpg,y\n/a.jpg,y\n"
+    )
     sources = listed(file, tmp_path)
-    assert [sources.name(i) for i in range(len(sources))] == [b"a.jpg", b"d/b.jpg", b"d/../b.jpg", b"/a.jpg"]
+    assert [sources.name(i) for i in range(len(sources))] == [
+        b"a.jpg",
+        b"d/b.jpg",
+        b"d/../b.jpg",
+        b"/a.jpg",
+    ]
     assert sources.report.decode().splitlines() == [
         "left out,a.jpg,line 3 of train.csv repeats line 2",
         "left out,d/b.jpg,line 5 of train.csv repeats line 4",
@@ -103,8 +118,14 @@ def test_two_spellings_of_a_path_are_one_image(tmp_path):
         ("", r"starts with the columns \[\], expected path and label"),
         ("a.jpg,cat\n", r"starts with the columns \['a.jpg', 'cat'\], expected path and label"),
         ("path,label\n", "lists no image"),
-        ("path,label\na.jpg,\n", r"lists no image.\n  left out,a.jpg,line 2 of train.csv has no label"),
-        ("path,label\na.jpg,x\nb.jpg,x\na.jpg,y\n", "'a.jpg' two labels: 'x' in line 2, 'y' in line 4"),
+        (
+            "path,label\na.jpg,\n",
+            r"lists no image.\n  left out,a.jpg,line 2 of train.csv has no label",
+        ),
+        (
+            "path,label\na.jpg,x\nb.jpg,x\na.jpg,y\n",
+            "'a.jpg' two labels: 'x' in line 2, 'y' in line 4",
+        ),
         ("path,label\n./a.jpg,x\na.jpg,y\n", "'a.jpg' two labels: 'x' in line 2, 'y' in line 3"),
         ("path,label\na.jpg,Cat\nb.jpg,cat\n", "two classes of one name, 'Cat' and 'cat'"),
         ("path,label\na.jpg,1\nb.jpg,01\n", "two classes of one name, '1' and '01'"),

@@ -1,4 +1,6 @@
-"""``Fabric(strategy="ring")``: loops on two ranks, arguments, and the recipe under plain ``python``."""
+"""``Fabric(strategy="ring")``: loops on two ranks, arguments, and the recipe under plain
+``python``.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,16 @@ def test_on_two_ranks(battery: Any, check: str) -> None:
 
 @pytest.mark.ranks
 def test_the_recipe_starts_its_own_ranks_and_learns(tmp_path: Path) -> None:
-    command = [*forked.python(), RECIPE, "--devices", "2", "--strategy", "ring_sharded", "--epochs", "3"]
+    command = [
+        *forked.python(),
+        RECIPE,
+        "--devices",
+        "2",
+        "--strategy",
+        "ring_sharded",
+        "--epochs",
+        "3",
+    ]
     done = run([*command, "--logs", str(tmp_path)], CUDA_VISIBLE_DEVICES="", **forked.ranks())
     assert done.returncode == 0, done.stdout
     accuracy = float(done.stdout.partition("test accuracy ")[2].split()[0])
@@ -57,7 +68,15 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
         "    optimizer.step()\n"
         "print('the end')\n"
     )
-    command = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", "2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_ring.cli.ringrun",
+        "--no-mpi",
+        "-n",
+        "2",
+        str(script),
+    ]
     done = run(command, **forked.ranks())
     assert done.returncode == 137, done.stdout
     assert "rank 0 ends: rank 1 (host" in done.stdout
@@ -97,7 +116,10 @@ def test_both_names_are_registered_and_take_the_algorithm() -> None:
     [
         ({"backend": "smoke"}, "RingFabricStrategy got backend='smoke', expected one of 'auto'"),
         ({"timeout": timedelta(0)}, "RingFabricStrategy got timeout"),
-        ({"broadcast_buffers": "epoch"}, "RingFabricStrategy got broadcast_buffers='epoch', expected True or False"),
+        (
+            {"broadcast_buffers": "epoch"},
+            "RingFabricStrategy got broadcast_buffers='epoch', expected True or False",
+        ),
     ],
 )
 def test_bad_arguments_get_one_clear_error(arguments: dict[str, Any], expected: str) -> None:
@@ -107,5 +129,7 @@ def test_bad_arguments_get_one_clear_error(arguments: dict[str, Any], expected: 
 
 
 def test_the_monitor_wants_a_number_of_steps() -> None:
-    with pytest.raises(ConfigurationError, match="LoopMonitor got log_every_n_steps=0, expected a number of steps"):
+    with pytest.raises(
+        ConfigurationError, match="LoopMonitor got log_every_n_steps=0, expected a number of steps"
+    ):
         LoopMonitor(log_every_n_steps=0)

@@ -1,7 +1,8 @@
-"""One rank alone trains a small network in every way, all collectives running, and compares with a plain device.
+"""One rank alone trains a small network in every way, all collectives running, and compares with a
+plain device.
 
-``python -m tests.integrations.lightning.device_script cuda``; ``cpu`` walks the same way without a GPU and a
-loss scaler.
+``python -m tests.integrations.lightning.device_script cuda``; ``cpu`` walks the same way without a
+GPU and a loss scaler.
 """
 
 from __future__ import annotations
@@ -28,13 +29,19 @@ STEPS = 12
 
 
 class Net(L.LightningModule):
-    """Channels-last convolution, BatchNorm and linear layers. (A bias before BatchNorm has rounding for a gradient.)"""
+    """Channels-last convolution, BatchNorm and linear layers. (A bias before BatchNorm has
+    rounding for a gradient.)
+    """
 
     def __init__(self, lamb: bool) -> None:
         super().__init__()
         self.lamb = lamb
         self.body = nn.Sequential(
-            nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 40)
+            nn.Conv2d(3, 8, 3, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(288, 40),
         )
         self.head = nn.Linear(40, 4)
         self.body.to(memory_format=torch.channels_last)
@@ -72,7 +79,9 @@ def train(strategy: Any, device: str, lamb: bool = False, **kwargs: Any) -> Tens
 
 
 def forced(**kwargs: Any) -> RingStrategy:
-    return RingStrategy(force_communication=True, bucket_cap_mb=kwargs.pop("bucket_cap_mb", 0.01), **kwargs)
+    return RingStrategy(
+        force_communication=True, bucket_cap_mb=kwargs.pop("bucket_cap_mb", 0.01), **kwargs
+    )
 
 
 def main(device: str) -> None:

@@ -1,4 +1,6 @@
-"""A Hydra application that starts two ranks of itself, as the launcher does, without Lightning's seconds of import."""
+"""A Hydra application that starts two ranks of itself, as the launcher does, without Lightning's
+seconds of import.
+"""
 
 import os
 from pathlib import Path
@@ -19,7 +21,9 @@ def main(config: DictConfig) -> None:
             assert plain_job(2, command, os.environ).run() == 0
         Path(config.folder, f"parent.{config.lr}").write_text(output)
         return
-    Path(config.folder, f"{config.lr}.{os.environ['RING_RANK']}").write_text(f"{output} {config.begun} {os.getcwd()}")
+    Path(config.folder, f"{config.lr}.{os.environ['RING_RANK']}").write_text(
+        f"{output} {config.begun} {os.getcwd()}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A user's script with several fits in one process. ``session_script.py FOLDER PHASE ...``, say init, ddp or ring."""
+"""A user's script with several fits in one process. ``session_script.py FOLDER PHASE ...``, say
+init, ddp or ring.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,12 @@ def main() -> None:
         else:
             sums.append(fit(phase))
         if phase.startswith("ring"):
-            left.append({key: [str(value) for value in pair] for key, pair in changed(before, process_state()).items()})
+            left.append(
+                {
+                    key: [str(value) for value in pair]
+                    for key, pair in changed(before, process_state()).items()
+                }
+            )
     if group is not None:
         assert torch.distributed.group.WORLD is group, "the script's own process group was replaced"
     total = torch.ones(1)

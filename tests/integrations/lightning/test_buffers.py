@@ -1,4 +1,6 @@
-"""Buffers that enter the loss are found where ranks change them differently; statistics of BatchNorm are left alone."""
+"""Buffers that enter the loss are found where ranks change them differently; statistics of
+BatchNorm are left alone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class Module(nn.Module):
 
 
 def train(comm: Any, when: Any, changes_from: int) -> tuple[list[list[float]], list[str]]:
-    """Eight batches on each rank; the queue takes other values on each from batch ``changes_from`` on."""
+    """Eight batches on each rank; the queue takes other values on each from batch
+    ``changes_from`` on.
+    """
     module, warnings = Module(), []
     buffers = BufferBroadcast(when, warnings.append)
     seen = []
@@ -36,7 +40,9 @@ def train(comm: Any, when: Any, changes_from: int) -> tuple[list[list[float]], l
 
 def test_a_buffer_that_differs_follows_rank_0_from_the_next_check_on():
     for changes_from, found in ((0, 1), (2, 4), (4, None)):
-        for rank, (seen, warnings) in enumerate(run_ranks(2, lambda comm, c=changes_from: train(comm, "epoch", c))):
+        for rank, (seen, warnings) in enumerate(
+            run_ranks(2, lambda comm, c=changes_from: train(comm, "epoch", c))
+        ):
             queue = [values[0] for values in seen]
             followed = 8 if found is None else found
             assert queue[followed:] == [float(batch - changes_from) for batch in range(followed, 8)]

@@ -33,11 +33,15 @@ def environment_of(local_size):
     def refuse(num_devices, num_nodes):
         raise RankDiscoveryError(f"devices={num_devices}, num_nodes={num_nodes}")
 
-    return SimpleNamespace(local_size=lambda: local_size, num_nodes=lambda: 2, validate_settings=refuse)
+    return SimpleNamespace(
+        local_size=lambda: local_size, num_nodes=lambda: 2, validate_settings=refuse
+    )
 
 
 def test_the_one_visible_gpu_is_every_local_rank_s():
-    """``srun --gpus-per-task=1``: four ranks on the node, each of which sees its own GPU as number 0."""
+    """``srun --gpus-per-task=1``: four ranks on the node, each of which sees its own GPU as
+    number 0.
+    """
     assert devices_for(FakeGPUs(), [torch.device("cuda", 0)], 4) == [torch.device("cuda", 0)] * 4
 
 
@@ -47,8 +51,12 @@ def test_ranks_share_gpus_where_the_user_wants_it(monkeypatch):
 
 
 def test_all_gpus_visible():
-    assert devices_for(EightFakeGPUs(), None, 4) == [torch.device("cuda", index) for index in range(4)]
-    with pytest.raises(RankDiscoveryError, match="started 9 ranks on this node, which has 8 EightFakeGPUs"):
+    assert devices_for(EightFakeGPUs(), None, 4) == [
+        torch.device("cuda", index) for index in range(4)
+    ]
+    with pytest.raises(
+        RankDiscoveryError, match="started 9 ranks on this node, which has 8 EightFakeGPUs"
+    ):
         devices_for(EightFakeGPUs(), None, 9)
 
 
@@ -61,7 +69,9 @@ def test_one_device_may_be_written_where_each_rank_sees_one():
 
 
 def test_a_partition_is_a_gpu_of_its_own(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="whole card"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="whole card")
+    )
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     assert gpu_uuid(first, "MIG-1f, MIG-2f") == "MIG-1f"
     assert gpu_uuid(second, "MIG-1f, MIG-2f") == "MIG-2f"

@@ -10,7 +10,11 @@ from types import SimpleNamespace
 
 import lightning as L
 import pytest
-from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments import (
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_ring import RingFabricStrategy, RingStrategy
@@ -57,7 +61,8 @@ def test_nothing_started_us(launched):
     assert not environment.creates_processes_externally
     assert not RingEnvironment.detect()
     assert ("mpi4py.MPI" in sys.modules) == before, "a laptop without MPI must not import it"
-    environment.validate_settings(num_devices=4, num_nodes=1)  # not started yet: whatever is asked for
+    # not started yet: whatever is asked for
+    environment.validate_settings(num_devices=4, num_nodes=1)
 
 
 def test_a_launcher_started_us(launched):
@@ -65,7 +70,12 @@ def test_a_launcher_started_us(launched):
     environment = RingEnvironment()
     assert environment.creates_processes_externally
     assert RingEnvironment.detect()
-    numbers = environment.global_rank(), environment.world_size(), environment.local_rank(), environment.local_size()
+    numbers = (
+        environment.global_rank(),
+        environment.world_size(),
+        environment.local_rank(),
+        environment.local_size(),
+    )
     assert numbers == (3, 4, 1, 2)
     assert (environment.node_rank(), environment.num_nodes()) == (1, 2)
     assert rank_zero_only.rank == 3
@@ -90,11 +100,18 @@ def test_lightning_numbers_the_processes_it_forks(launched, monkeypatch):
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", port))  # until rank 0 listens, no other program is given it
     listen("127.0.0.1", port).close()
-    monkeypatch.setenv("LOCAL_RANK", "1")  # in the child, Lightning's launcher sets it and then computes the rest
+    # in the child, Lightning's launcher sets it and then computes the rest
+    monkeypatch.setenv("LOCAL_RANK", "1")
     environment.set_global_rank(1)
     environment.set_world_size(2)
     info = environment.discover()
-    assert (info.rank, info.world_size, info.local_rank, info.local_size, info.source) == (1, 2, 1, 2, "spawn")
+    assert (info.rank, info.world_size, info.local_rank, info.local_size, info.source) == (
+        1,
+        2,
+        1,
+        2,
+        "spawn",
+    )
     assert environment.local_rank() == 1
     assert rank_zero_only.rank == 1
 
@@ -106,7 +123,9 @@ def test_a_stray_local_rank_is_not_a_single_process_s(launched):
 
 @pytest.mark.parametrize("name", ["ring", "ring_sharded"])
 def test_a_trainer_with_the_strategy_by_name_does_not_ask_lightning_s_slurm(launched, name):
-    launched(SLURM_JOB_ID="7", SLURM_NTASKS="2", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0")
+    launched(
+        SLURM_JOB_ID="7", SLURM_NTASKS="2", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0"
+    )
     trainer = L.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False)
     assert type(trainer._accelerator_connector.cluster_environment) is RingEnvironment
     with pytest.raises(RuntimeError, match="ntasks"):  # others' strategies are as they were
@@ -153,7 +172,11 @@ def doors(*plugins):
 
 
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"}
-SRUN |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NTASKS_PER_NODE": "2"}
+SRUN |= {
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_NTASKS_PER_NODE": "2",
+}
 SRUN |= {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_JOB_NAME": "train"}
 TORCHRUN = TWO_NODES | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "7"}
 
@@ -166,7 +189,10 @@ TORCHRUN = TWO_NODES | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "TORCHELASTI
         (TORCHRUN, TorchElasticEnvironment),
         (SRUN, SLURMEnvironment),
         ({}, LightningEnvironment),
-        ({"RING_LAUNCHER_PID": "1", "RING_RANK": "1", "RING_WORLD_SIZE": "2"}, LightningEnvironment),
+        (
+            {"RING_LAUNCHER_PID": "1", "RING_RANK": "1", "RING_WORLD_SIZE": "2"},
+            LightningEnvironment,
+        ),
     ],
 )
 def test_a_cluster_environment_that_agrees_is_taken(launched, variables, environment):
@@ -175,22 +201,40 @@ def test_a_cluster_environment_that_agrees_is_taken(launched, variables, environ
         strategy = build().strategy
         assert type(strategy.cluster_environment) is RingEnvironment
         ranks_and_size = (strategy.global_rank, strategy.world_size, strategy.local_rank)
-        assert ranks_and_size == ((3, 4, 1) if len(variables) > 3 else (1, 2, 1) if variables else (0, 1, 0))
+        assert ranks_and_size == (
+            (3, 4, 1) if len(variables) > 3 else (1, 2, 1) if variables else (0, 1, 0)
+        )
 
 
 @pytest.mark.parametrize(
     ("variables", "environment", "expected"),
     [
-        (TORCHRUN, lambda: OfACluster(3, 8, 1, 1), ["OfACluster says rank 3 of 8", "torchrun", "rank 3 of 4"]),
-        (TORCHRUN, lambda: OfACluster(3, 4, 0, 1), ["local rank 0 on node 1", "local rank 1 on node 1"]),
+        (
+            TORCHRUN,
+            lambda: OfACluster(3, 8, 1, 1),
+            ["OfACluster says rank 3 of 8", "torchrun", "rank 3 of 4"],
+        ),
+        (
+            TORCHRUN,
+            lambda: OfACluster(3, 4, 0, 1),
+            ["local rank 0 on node 1", "local rank 1 on node 1"],
+        ),
         (TWO_NODES, LightningEnvironment, ["local rank 1 on node 0", "local rank 1 on node 1"]),
-        ({}, lambda: OfACluster(3, 4, 1, 1), ["OfACluster says rank 3 of 4", "finds no launcher", "export RANK"]),
+        (
+            {},
+            lambda: OfACluster(3, 4, 1, 1),
+            ["OfACluster says rank 3 of 4", "finds no launcher", "export RANK"],
+        ),
         (
             {},
             TorchElasticEnvironment,
             ["TorchElasticEnvironment cannot tell the rank", "KeyError", "finds no launcher"],
         ),
-        (SRUN, LightningEnvironment, ["LightningEnvironment leaves it to the", "srun started 4 ranks"]),
+        (
+            SRUN,
+            LightningEnvironment,
+            ["LightningEnvironment leaves it to the", "srun started 4 ranks"],
+        ),
     ],
 )
 def test_a_cluster_environment_that_differs_is_refused(launched, variables, environment, expected):
@@ -208,7 +252,9 @@ def test_what_a_slurm_environment_says_of_requeueing_is_the_strategy_s(launched)
         ("ring", SLURMEnvironment(auto_requeue=False)),
         (RingStrategy(requeue_signal=None), SLURMEnvironment()),
     ):
-        with pytest.raises(ConfigurationError, match=r"SLURMEnvironment.*RingStrategy\(requeue_signal="):
+        with pytest.raises(
+            ConfigurationError, match=r"SLURMEnvironment.*RingStrategy\(requeue_signal="
+        ):
             L.Trainer(strategy=strategy, accelerator="cpu", plugins=[plugin], logger=False)
     L.Trainer(
         strategy=RingStrategy(requeue_signal=None),
@@ -227,7 +273,11 @@ def test_mpi_variables_answer_without_starting_mpi(launched):
         OMPI_COMM_WORLD_LOCAL_SIZE="2",
     )
     environment = RingEnvironment()
-    assert (environment.global_rank(), environment.world_size(), environment.local_rank()) == (1, 2, 1)
+    assert (environment.global_rank(), environment.world_size(), environment.local_rank()) == (
+        1,
+        2,
+        1,
+    )
     assert (environment.node_rank(), environment.num_nodes(), environment.local_size()) == (0, 1, 2)
     assert environment.creates_processes_externally
     assert ("mpi4py.MPI" in sys.modules) == before
@@ -238,7 +288,12 @@ def test_a_trainer_that_disagrees_is_told_both(launched, devices, nodes):
     launched(**TWO_NODES)
     with pytest.raises(RankDiscoveryError) as error:
         RingEnvironment().validate_settings(num_devices=devices, num_nodes=nodes)
-    for words in (f"devices={devices}", f"num_nodes={nodes}", "started 4", "devices=2, num_nodes=2"):
+    for words in (
+        f"devices={devices}",
+        f"num_nodes={nodes}",
+        "started 4",
+        "devices=2, num_nodes=2",
+    ):
         assert words in str(error.value)
     RingEnvironment().validate_settings(num_devices=2, num_nodes=2)
 
@@ -269,10 +324,19 @@ def test_under_srun_with_pmix_nodes_are_slurm_s(monkeypatch):
     alone = SimpleNamespace(
         rank=0, size=1, bcast=lambda rank: rank, Free=lambda: None
     )  # what Open MPI 5 was seen to say
-    world = SimpleNamespace(rank=1, size=2, Split_type=lambda *args, **kwargs: alone, allgather=lambda rank: [0, 1])
-    monkeypatch.setattr(ranks, "import_mpi", lambda launcher: SimpleNamespace(COMM_WORLD=world, COMM_TYPE_SHARED=1))
+    world = SimpleNamespace(
+        rank=1, size=2, Split_type=lambda *args, **kwargs: alone, allgather=lambda rank: [0, 1]
+    )
+    monkeypatch.setattr(
+        ranks, "import_mpi", lambda launcher: SimpleNamespace(COMM_WORLD=world, COMM_TYPE_SHARED=1)
+    )
     slurm = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
-    slurm |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    slurm |= {
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+    }
     info = discover_ranks(slurm | {"PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.7.0"})
     assert (info.source, info.local_rank, info.local_size, info.num_nodes) == ("mpi", 1, 2, 1)
 
@@ -280,15 +344,23 @@ def test_under_srun_with_pmix_nodes_are_slurm_s(monkeypatch):
 @pytest.mark.ranks
 @pytest.mark.skipif(not mpi_family(), reason="no mpirun beside this Python")
 def test_a_launcher_of_another_mpi_is_an_error_before_mpi_starts():
-    """MPICH, started by Open MPI's mpirun, ends the process in C with `internal_Init_thread failed`."""
+    """MPICH, started by Open MPI's mpirun, ends the process in C with `internal_Init_thread
+    failed`.
+    """
     hydra = mpi_family() != "openmpi"
     family = "OMPI_COMM_WORLD" if hydra else "PMI"
-    program = f"try: {DISCOVER}\nexcept Exception as error: print(error)\n{DISCOVER}"  # the same, asked again
+    # the same, asked again
+    program = f"try: {DISCOVER}\nexcept Exception as error: print(error)\n{DISCOVER}"
     variables = {f"{family}_RANK": "0", f"{family}_SIZE": "2"}
     result = run([sys.executable, "-c", program], **variables, **NO_SHARED_MEMORY)
     assert result.returncode == 1, result.stdout
     other = "Open MPI" if hydra else "MPICH or Intel MPI"
-    assert result.stdout.count(f"but the mpirun of {other} started this process. Use the mpirun beside") == 2
+    assert (
+        result.stdout.count(
+            f"but the mpirun of {other} started this process. Use the mpirun beside"
+        )
+        == 2
+    )
 
 
 @pytest.mark.ranks
@@ -297,7 +369,9 @@ def test_mpi_variables_without_mpi4py():
         "import sys; sys.modules['mpi4py'] = None\n"
         "from lightning_ring.job.ranks import discover_ranks; discover_ranks()"
     )
-    result = run([sys.executable, "-c", program], OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")
+    result = run(
+        [sys.executable, "-c", program], OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2"
+    )
     assert result.returncode != 0
     assert "Open MPI started this process, but mpi4py cannot be used" in result.stdout
     assert "pip install lightning-ring[openmpi]" in result.stdout
@@ -307,7 +381,14 @@ def test_mpi_variables_without_mpi4py():
 def test_a_cluster_that_offers_pmi_to_everything_is_still_slurm():
     program = "from lightning_ring.job.ranks import discover_ranks; print(discover_ranks())"
     slurm = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
-    slurm |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    result = run([sys.executable, "-c", program], PMI_RANK="1", PMI_SIZE="2", **slurm, **NO_SHARED_MEMORY)
+    slurm |= {
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+    }
+    result = run(
+        [sys.executable, "-c", program], PMI_RANK="1", PMI_SIZE="2", **slurm, **NO_SHARED_MEMORY
+    )
     assert "rank=1, world_size=2" in result.stdout
     assert "source='slurm'" in result.stdout

@@ -15,7 +15,15 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from tests.processes import ROOT, assert_gone, clean_env, default_signals, end_session, mpirun_command, run
+from tests.processes import (
+    ROOT,
+    assert_gone,
+    clean_env,
+    default_signals,
+    end_session,
+    mpirun_command,
+    run,
+)
 
 SCRIPT = str(ROOT / "tests" / "integrations" / "lightning" / "trainer_script.py")
 WAYS = {
@@ -108,19 +116,30 @@ def test_a_rank_that_stalls_is_shown_and_ends_the_job_after_the_timeout(tmp_path
     assert "bucket 0 (layer." in output
     assert "waiting for rank 1" in output, output
     report = re.search(
-        r"^all_reduce \"backward 4 \(step 3\): bucket 0 .* has waited [1-7] s; it fails after 8 s\.\n((?:  .*\n)+)",
+        r"^all_reduce \"backward 4 \(step 3\): bucket 0 .* has waited [1-7] s; it fails after 8 "
+        r"s\.\n((?:  .*\n)+)",
         output,
         re.M,
     )
     assert report, output
     for lines in (report[1], output[output.index("CollectiveError: ") :]):
-        assert re.search(r"^  rank 1 \(host \S+, pid \d+\) is not in it, epoch 0, after optimizer step 3 ", lines, re.M)
-        assert re.search(r"^      \S*trainer_script\.py:\d+ _go_wrong: time\.sleep\(600\)$", lines, re.M), lines
+        assert re.search(
+            r"^  rank 1 \(host \S+, pid \d+\) is not in it, epoch 0, after optimizer step 3 ",
+            lines,
+            re.M,
+        )
+        assert re.search(
+            r"^      \S*trainer_script\.py:\d+ _go_wrong: time\.sleep\(600\)$", lines, re.M
+        ), lines
         assert "\n  rank 0 waits in it, epoch 0, after optimizer step 3 and backward 3.\n" in lines
 
 
-@pytest.mark.parametrize(("way", "signum"), [("python", signal.SIGTERM), ("ringrun", signal.SIGINT)])
-def test_a_signal_stops_all_ranks_with_a_checkpoint(way: str, signum: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "signum"), [("python", signal.SIGTERM), ("ringrun", signal.SIGINT)]
+)
+def test_a_signal_stops_all_ranks_with_a_checkpoint(
+    way: str, signum: signal.Signals, tmp_path: Path
+) -> None:
     with job(way, "slow", tmp_path) as process:
         pids = ranks_in_step_3(process, tmp_path)
         process.send_signal(signum)
@@ -140,7 +159,13 @@ def test_ranks_end_when_mpirun_is_killed(tmp_path: Path) -> None:
 
 
 def test_mpirun_inside_a_slurm_batch_job_is_taken_for_mpirun(tmp_path: Path) -> None:
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "x"}
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_JOB_NAME": "x",
+    }
     result = run([*WAYS["mpirun"], "plain", str(tmp_path)], **slurm)
     assert result.returncode == 0, result.stdout
     assert [(tmp_path / f"done.{rank}").read_text()[:2] for rank in range(2)] == ["2 ", "2 "]

@@ -1,4 +1,6 @@
-"""Plain ``python script.py``: the launcher makes ranks of it. (Through a Trainer: with the strategy's tests.)"""
+"""Plain ``python script.py``: the launcher makes ranks of it. (Through a Trainer: with the
+strategy's tests.)
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,27 @@ HERE = ROOT / "tests" / "integrations" / "lightning"
 def test_ranks_run_the_script_and_the_parent_returns_their_code(tmp_path):
     if mpirun_path() is None:
         pytest.skip("no mpirun beside this Python")
-    result = run([*forked.python(), str(HERE / "launched_script.py"), str(tmp_path)], **forked.ranks())
+    result = run(
+        [*forked.python(), str(HERE / "launched_script.py"), str(tmp_path)], **forked.ranks()
+    )
     assert result.returncode == 7, result.stdout  # rank 1's
     for rank in range(2):
         assert (tmp_path / f"rank.{rank}").read_text() == "2 mpi"
-    assert len(list(tmp_path.glob("after.*"))) == 2, "what follows the launch runs in the ranks, not in the parent"
+    assert len(list(tmp_path.glob("after.*"))) == 2, (
+        "what follows the launch runs in the ranks, not in the parent"
+    )
 
 
 @pytest.mark.ranks
-def test_a_slurm_job_of_one_task_starts_its_ranks_without_mpirun_which_would_find_one_slot(tmp_path):
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
+def test_a_slurm_job_of_one_task_starts_its_ranks_without_mpirun_which_would_find_one_slot(
+    tmp_path,
+):
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": "1",
+        "SLURM_TASKS_PER_NODE": "1",
+        "SLURM_PROCID": "0",
+    }
     command = [*forked.python(), str(HERE / "launched_script.py"), str(tmp_path)]
     result = run(command, **forked.ranks(), **slurm)
     assert result.returncode == 7, result.stdout
@@ -77,7 +90,10 @@ def test_a_rank_whose_variables_are_gone_does_not_start_ranks_again(monkeypatch)
 
 @pytest.mark.ranks
 def test_no_script_no_ranks():
-    program = "from lightning_ring.launch.rerun import own_command\nwith own_command() as command: print(command)"
+    program = (
+        "from lightning_ring.launch.rerun import own_command\nwith own_command() as command: "
+        "print(command)"
+    )
     result = run([sys.executable, "-c", program])
     assert result.returncode == 1
     assert "Write a script, use RingStrategy(start_method='fork')" in result.stdout
@@ -101,4 +117,5 @@ print("ranks", trainer.world_size)
     result = run([sys.executable, "-c", program])
     assert result.returncode == 0, result.stdout
     assert "`max_steps=2` reached" in result.stdout
-    assert result.stdout.count("ranks 2\n") == 1, result.stdout  # the rest of the notebook runs once
+    # the rest of the notebook runs once
+    assert result.stdout.count("ranks 2\n") == 1, result.stdout

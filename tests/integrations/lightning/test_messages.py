@@ -1,4 +1,6 @@
-"""What Lightning prints at a job's start: once, and no deprecation warning of one library to another."""
+"""What Lightning prints at a job's start: once, and no deprecation warning of one library to
+another.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +41,8 @@ def test_messages_come_once_and_an_error_ends_in_its_cause(tmp_path):
     assert "from a library" not in result.stdout
     assert "from the user" in result.stdout
     last = result.stdout.splitlines()[-1]
-    assert last in {f"lightning_ring: rank {rank} failed: ValueError: after the fit" for rank in range(2)}
+    assert last in {
+        f"lightning_ring: rank {rank} failed: ValueError: after the fit" for rank in range(2)
+    }
     shown = run([*forked.python(), "-W", "default::FutureWarning", str(script)], **forked.ranks())
     assert "from a library" in shown.stdout

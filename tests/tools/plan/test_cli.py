@@ -21,7 +21,15 @@ from lightning_ring.comm.cost import CostModel
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.tools.bench import session
 from lightning_ring.tools.plan.networks import NETWORKS, parse_link, read_bench
-from lightning_ring.tools.plan.profile import Model, Phases, Run, fingerprint, json_text, read_profile, write_profile
+from lightning_ring.tools.plan.profile import (
+    Model,
+    Phases,
+    Run,
+    fingerprint,
+    json_text,
+    read_profile,
+    write_profile,
+)
 from tests.processes import clean_env
 from tests.tools.plan.profiles import gradient, profile, several
 
@@ -41,7 +49,9 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["p.json"]
 
 
-def test_a_profile_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_profile(profile(*several()), tmp_path / "p.json")
     before = (tmp_path / "p.json").read_bytes()
 
@@ -59,14 +69,29 @@ def test_a_profile_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, mon
 
 def test_table_json_and_plot(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
-    asked = ["--network", "10gbit", "--node", "nvlink4", "--ranks-per-node", "8", "--bucket-cap-mb", "5"]
+    asked = [
+        "--network",
+        "10gbit",
+        "--node",
+        "nvlink4",
+        "--ranks-per-node",
+        "8",
+        "--bucket-cap-mb",
+        "5",
+    ]
     assert dispatcher.main(["plan", path, *asked, *files]) == 0
     lines = capsys.readouterr().out.splitlines()
-    ranks = [int(line.split()[0].replace(",", "")) for line in lines if line.strip() and line.split()[-1].endswith("%")]
+    ranks = [
+        int(line.split()[0].replace(",", ""))
+        for line in lines
+        if line.strip() and line.split()[-1].endswith("%")
+    ]
     assert ranks == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 10_000]
     assert any(line.startswith("what to change first: on 64 ranks") for line in lines)
     assert any(line.startswith("assumed: every rank as fast") for line in lines)
-    assert any(line.startswith("predictions lean low: on CPUs they were 30% to 1% below") for line in lines)
+    assert any(
+        line.startswith("predictions lean low: on CPUs they were 30% to 1% below") for line in lines
+    )
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["error_range"] == [-0.30, -0.01]
     assert {
@@ -95,7 +120,10 @@ def test_advice_and_table_are_for_the_topology_that_the_strategy_takes(
     assert row[0] in nested
     assert "topology='auto' saves most" in planned("--node", "nvlink4", "--topology", "flat")
     slow = planned("--node", "5000,0.1")
-    assert "topology='auto' takes the hierarchical one, which is slower here on 64 ranks: set topology='flat'" in slow
+    assert (
+        "topology='auto' takes the hierarchical one, which is slower here on 64 ranks: set "
+        "topology='flat'" in slow
+    )
     assert "topology='flat' saves most" in slow
 
 
@@ -110,9 +138,14 @@ def strictly(path: Path) -> Any:
 
 def test_a_bandwidth_without_limit_is_null(tmp_path: Path) -> None:
     costs = COSTS | {"all_gather": CostModel(1e-4, math.inf)}
-    recorded = replace(profile(*several(), run=Run(2, 2, "cpu", 16, 10)), link_level="network", link=costs)
+    recorded = replace(
+        profile(*several(), run=Run(2, 2, "cpu", 16, 10)), link_level="network", link=costs
+    )
     write_profile(recorded, tmp_path / "p.json")
-    assert strictly(tmp_path / "p.json")["link"]["all_gather"] == {"alpha_seconds": 1e-4, "bandwidth": None}
+    assert strictly(tmp_path / "p.json")["link"]["all_gather"] == {
+        "alpha_seconds": 1e-4,
+        "bandwidth": None,
+    }
     assert read_profile(tmp_path / "p.json") == recorded
     assert plan.main([str(tmp_path / "p.json"), "--json", str(tmp_path / "out.json")]) == 0
     network = strictly(tmp_path / "out.json")["network"]
@@ -120,16 +153,29 @@ def test_a_bandwidth_without_limit_is_null(tmp_path: Path) -> None:
     assert network["all_reduce"]["bandwidth"] == 1e8
 
 
-def test_a_recorded_link_needs_no_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorded = replace(profile(*several(), run=Run(2, 2, "cpu", 16, 10)), link_level="network", link=COSTS)
+def test_a_recorded_link_needs_no_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = replace(
+        profile(*several(), run=Run(2, 2, "cpu", 16, 10)), link_level="network", link=COSTS
+    )
     write_profile(recorded, tmp_path / "p.json")
     assert plan.main([str(tmp_path / "p.json")]) == 0
-    assert "between ranks: measured by p.json: 100 µs a message, 0.1 GB/s" in capsys.readouterr().out
+    assert (
+        "between ranks: measured by p.json: 100 µs a message, 0.1 GB/s" in capsys.readouterr().out
+    )
 
 
-def test_a_run_is_compared_with_its_prediction(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_compared_with_its_prediction(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     took = Phases(0, 0, 0.05, 0.1, 0.01, 0, 0.04, total=0.4)
-    run = replace(profile(*several(), run=Run(2, 2, "cpu", 16, 10)), phases=took, link_level="network", link=COSTS)
+    run = replace(
+        profile(*several(), run=Run(2, 2, "cpu", 16, 10)),
+        phases=took,
+        link_level="network",
+        link=COSTS,
+    )
     write_profile(run, tmp_path / "two.json")
     out = tmp_path / "out.json"
     words = [path, "--check", str(tmp_path / "two.json"), "--json", str(out)]
@@ -173,7 +219,10 @@ def test_the_fingerprint_sees_names_shapes_and_dtypes() -> None:
     ("words", "said"),
     [
         ([], "Say which one to plan for"),
-        (["--network", "carrier-pigeon"], "--network carrier-pigeon: is no network. Write one of 1gbit"),
+        (
+            ["--network", "carrier-pigeon"],
+            "--network carrier-pigeon: is no network. Write one of 1gbit",
+        ),
         (["--network", "0xib-hdr"], "is no network"),
         (["--network", "5,-1"], "a speed more than 0"),
         (["--network", "nowhere.json"], "nowhere.json: No such file"),
@@ -184,10 +233,16 @@ def test_the_fingerprint_sees_names_shapes_and_dtypes() -> None:
         (["--network", "1gbit", "--at", "-3"], "--at -3: must be"),
         (["--network", "1gbit", "--ranks-per-node", "0"], "--ranks-per-node 0: must be"),
         (["--network", "1gbit", "--ranks-per-node", "8"], "8 ranks a node, and"),
-        (["--network", "1gbit", "--node", "nvlink4", "--ranks-per-node", "8", "--ranks", "12"], "such as 8"),
+        (
+            ["--network", "1gbit", "--node", "nvlink4", "--ranks-per-node", "8", "--ranks", "12"],
+            "such as 8",
+        ),
         (["--network", "1gbit", "--bucket-cap-mb", "0"], "--bucket-cap-mb 0"),
         (["--network", "1gbit", "--bucket-cap-mb", "nan"], "--bucket-cap-mb nan"),
-        (["--network", "1gbit", "--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json: cannot be written"),
+        (
+            ["--network", "1gbit", "--json", "/nowhere/at/all.json"],
+            "--json /nowhere/at/all.json: cannot be written",
+        ),
         (["--network", "1gbit", "--plot", "plan.txt"], ".png"),
         (["--network", "1gbit", "--check", "nowhere.json"], "nowhere.json: No such file"),
     ],
@@ -213,7 +268,9 @@ def without(key: str) -> Any:
         (lambda content: content["phases"].pop("other"), "TypeError"),
     ],
 )
-def test_a_damaged_profile_is_one_line(path: str, damage: Any, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_profile_is_one_line(
+    path: str, damage: Any, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     content = json.loads(Path(path).read_text())
     damage(content)
     Path(path).write_text(json.dumps(content))
@@ -230,10 +287,16 @@ def test_what_is_no_profile_is_one_line(path: str, content: str) -> None:
         plan.main([path, "--network", "1gbit"])
 
 
-def test_a_profile_of_powersgd_without_shapes_wants_another_compression_named(tmp_path: Path) -> None:
+def test_a_profile_of_powersgd_without_shapes_wants_another_compression_named(
+    tmp_path: Path,
+) -> None:
     run = Run(1, 1, "cpu", 16, 10, compression="powersgd")
-    write_profile(profile(*(replace(each, shape=None) for each in several()), run=run), tmp_path / "p.json")
-    with pytest.raises(ConfigurationError, match="'powersgd' sends follows from the gradients' shapes"):
+    write_profile(
+        profile(*(replace(each, shape=None) for each in several()), run=run), tmp_path / "p.json"
+    )
+    with pytest.raises(
+        ConfigurationError, match="'powersgd' sends follows from the gradients' shapes"
+    ):
         plan.main([str(tmp_path / "p.json"), "--network", "1gbit"])
     assert plan.main([str(tmp_path / "p.json"), "--network", "1gbit", "--compression", "none"]) == 0
 
@@ -241,11 +304,18 @@ def test_a_profile_of_powersgd_without_shapes_wants_another_compression_named(tm
 def test_links_by_name_number_and_measurement(tmp_path: Path) -> None:
     one, eight = parse_link("ib-hdr", "--network"), parse_link("8xib-hdr", "--network")
     assert (
-        eight.costs["all_reduce"].bandwidth == 8 * one.costs["all_reduce"].bandwidth == 8 * NETWORKS["ib-hdr"].bandwidth
+        eight.costs["all_reduce"].bandwidth
+        == 8 * one.costs["all_reduce"].bandwidth
+        == 8 * NETWORKS["ib-hdr"].bandwidth
     )
     assert parse_link("30,10", "--network").costs["all_gather"] == CostModel(30 * 1e-6, 1.25e9)
     models = [
-        {"collective": name, "backend": backend, "alpha_seconds": 1e-5 * (index + 1), "bandwidth": bandwidth}
+        {
+            "collective": name,
+            "backend": backend,
+            "alpha_seconds": 1e-5 * (index + 1),
+            "bandwidth": bandwidth,
+        }
         for backend, bandwidth in (("gloo", 1e8), ("auto", 2e8))
         for index, name in enumerate(("all_reduce", "reduce_scatter", "all_gather"))
     ]
@@ -262,7 +332,9 @@ def test_links_by_name_number_and_measurement(tmp_path: Path) -> None:
         parse_link(str(tmp_path / "bench.json"), "--network")
 
 
-def test_a_plot_without_matplotlib_says_what_to_install(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plot_without_matplotlib_says_what_to_install(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match="pip install matplotlib"):
         plan.main([path, "--network", "1gbit", "--plot", "plan.png"])
@@ -274,7 +346,9 @@ def test_planning_imports_no_torch(path: str) -> None:
         f"code = main(['plan', {path!r}, '--network', '1gbit', '--ranks', '1,2'])\n"
         "print(code, sorted(sys.modules.keys() & {'torch', 'lightning', 'mpi4py'}))"
     )
-    result = subprocess.run([sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=240)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=240
+    )
     assert result.stdout.splitlines()[-1] == "0 []", result.stderr
 
 

@@ -1,4 +1,6 @@
-"""The model of a step: closed forms where there are any, and a simulation that sends each message of each ring."""
+"""The model of a step: closed forms where there are any, and a simulation that sends each
+message of each ring.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from lightning_ring.comm.cost import CostModel, num_nested_pieces
 from lightning_ring.gradients.bucket import plan_buckets
 from lightning_ring.gradients.compression.registry import COMPRESSORS
 from lightning_ring.tools.plan.advice import advise, in_words
-from lightning_ring.tools.plan.model import Cluster, Link, Settings, cut_buckets, predict, world_sizes
+from lightning_ring.tools.plan.model import (
+    Cluster,
+    Link,
+    Settings,
+    cut_buckets,
+    predict,
+    world_sizes,
+)
 from lightning_ring.tools.plan.networks import NETWORKS
 from lightning_ring.tools.plan.probing import measure_call, measure_copying, measure_questions
 from lightning_ring.tools.plan.profile import Profile, Run
@@ -27,7 +36,9 @@ def flat(world_size: int, network: Link | None = None) -> Cluster:
     return Cluster(world_size, 1, network, network)
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings(shard_optimizer=True), Settings("hierarchical")])
+@pytest.mark.parametrize(
+    "settings", [Settings(), Settings(shard_optimizer=True), Settings("hierarchical")]
+)
 def test_one_rank_takes_what_was_recorded(settings: Settings) -> None:
     step = predict(ONE, flat(1), settings)
     assert step.seconds == pytest.approx(0.17)
@@ -42,9 +53,15 @@ def test_a_link_that_costs_nothing_hides_everything() -> None:
     assert sharded.seconds == pytest.approx(0.16 + 0.01 / 64)  # the optimizer steps 1/64
 
 
-@pytest.mark.parametrize(("device", "world_size", "cap"), [("cpu", 16, 4), ("cpu", 17, 25), ("cuda", 2, 25)])
-def test_buckets_have_their_default_size_at_each_number_of_ranks(device: str, world_size: int, cap: float) -> None:
-    found = profile(*(gradient(str(number), 3, 0.1) for number in range(12)), run=Run(1, 1, device, 16, 10))
+@pytest.mark.parametrize(
+    ("device", "world_size", "cap"), [("cpu", 16, 4), ("cpu", 17, 25), ("cuda", 2, 25)]
+)
+def test_buckets_have_their_default_size_at_each_number_of_ranks(
+    device: str, world_size: int, cap: float
+) -> None:
+    found = profile(
+        *(gradient(str(number), 3, 0.1) for number in range(12)), run=Run(1, 1, device, 16, 10)
+    )
     for other in (4, 25):
         same = predict(found, flat(world_size), Settings()) == predict(
             found, flat(world_size), Settings(bucket_cap_mb=other)
@@ -83,13 +100,19 @@ def test_sharded_halves_are_exposed_around_backward_and_forward() -> None:
     assert step.seconds == pytest.approx(0.17 - 0.01 * 3 / 4 + step.exposed)
 
 
-def test_forward_waits_for_the_parameter_that_it_needs_first_and_computes_while_others_arrive() -> None:
-    gradients = [gradient("last", 4, 0.05), gradient("first", 4, 0.1)]  # in forward `first` is needed at 0
+def test_forward_waits_for_the_parameter_that_it_needs_first_and_computes_while_others_arrive() -> (
+    None
+):
+    # in forward `first` is needed at 0
+    gradients = [gradient("last", 4, 0.05), gradient("first", 4, 0.1)]
     slow = link(0, 0.2)
     gather = 1 / 2 * 4 * MIB / 0.2e9  # 10.5 ms for each of two buckets
-    step = predict(profile(*gradients), flat(2, slow), Settings(shard_optimizer=True, bucket_cap_mb=4))
+    step = predict(
+        profile(*gradients), flat(2, slow), Settings(shard_optimizer=True, bucket_cap_mb=4)
+    )
     scattered = max(0.05 + gather, 0.1) + gather + 2 * 8 / (2 * 0.2e9)
-    # `first` delays forward by its arrival; by the time `last` is needed (half of forward later) it is there
+    # `first` delays forward by its arrival; by the time `last` is needed (half of forward later) it
+    # is there
     assert 2 * gather < gather + 0.025
     assert step.exposed == pytest.approx(scattered - 0.1 + gather)
 
@@ -106,10 +129,13 @@ def test_nested_rings_of_one_piece_take_the_sum_of_their_stages() -> None:
     assert count > 1
     step = predict(large, Cluster(8, 2, network, node), Settings("hierarchical"))
     inside, across = 2e-6 + 40 * MIB / count / 2 / 10e9, 6 * (50e-6 + 40 * MIB / count / 4 / 1e9)
-    assert step.exposed == pytest.approx(inside + count * across + inside)  # pieces follow each other
+    # pieces follow each other
+    assert step.exposed == pytest.approx(inside + count * across + inside)
 
 
-@pytest.mark.parametrize(("compression", "share"), [("int8", 1.015625 / 4), ("onebit", 0.140625 / 4), ("dgc", 0.004)])
+@pytest.mark.parametrize(
+    ("compression", "share"), [("int8", 1.015625 / 4), ("onebit", 0.140625 / 4), ("dgc", 0.004)]
+)
 def test_some_compress_between_nodes_only(compression: str, share: float) -> None:
     network, node = link(50, 1), link(2, 10)
     settings = Settings("hierarchical", compression=compression)
@@ -124,14 +150,23 @@ def test_every_predictable_compression_is_predicted_everywhere(compression: str)
     for size in (2, 4, 16):
         for cluster in (flat(size), Cluster(size, 2, link(50, 1), link(2, 10))):
             found = predict(ONE, cluster, Settings(compression=compression))
-            assert ONE.phases.alone < found.seconds <= predict(ONE, cluster, Settings()).seconds * 1.001, cluster
+            assert (
+                ONE.phases.alone
+                < found.seconds
+                <= predict(ONE, cluster, Settings()).seconds * 1.001
+            ), cluster
 
 
 @pytest.mark.parametrize("world_size", [32, 64, 128, 512])
-def test_large_buckets_in_nested_rings_are_not_cut_into_pieces_that_cost_more_than_they_hide(world_size: int) -> None:
+def test_large_buckets_in_nested_rings_are_not_cut_into_pieces_that_cost_more_than_they_hide(
+    world_size: int,
+) -> None:
     found = profile(*several(), backward=0.1)
     cluster = Cluster(world_size, 4, Link.of("10gbit", NETWORKS["10gbit"]), link(10, 7))
-    steps = {way: predict(found, cluster, Settings(way, bucket_cap_mb=25)) for way in ("flat", "hierarchical")}
+    steps = {
+        way: predict(found, cluster, Settings(way, bucket_cap_mb=25))
+        for way in ("flat", "hierarchical")
+    }
     assert steps["hierarchical"].seconds < steps["flat"].seconds
 
 
@@ -143,7 +178,9 @@ def test_pieces_are_fewer_with_more_nodes_and_never_below_4_mib() -> None:
     assert num_nested_pieces(4 * MIB, 8, 2) == 1
 
 
-def test_a_flat_ring_over_nodes_pays_each_hop_on_its_own_link_and_on_cpu_all_on_the_network() -> None:
+def test_a_flat_ring_over_nodes_pays_each_hop_on_its_own_link_and_on_cpu_all_on_the_network() -> (
+    None
+):
     network, node = link(50, 1), link(2, 10)
     for device, latency in (("cuda", 3 * 50e-6 + 4 * 2e-6), ("cpu", 7 * 50e-6)):
         found = replace(ONE, run=replace(ONE.run, device=device))
@@ -157,7 +194,10 @@ def test_more_ranks_never_take_less_and_a_better_link_never_more() -> None:
     uneven = profile(*several())
     for settings in (Settings(), Settings("hierarchical"), Settings(shard_optimizer=True)):
         without_optimizer = replace(uneven, phases=replace(uneven.phases, optimizer=0.0))
-        steps = [predict(without_optimizer, Cluster(n, 4, link(), link(5, 10)), settings) for n in world_sizes(4)]
+        steps = [
+            predict(without_optimizer, Cluster(n, 4, link(), link(5, 10)), settings)
+            for n in world_sizes(4)
+        ]
         seconds = [step.seconds for step in steps]
         assert seconds == sorted(seconds)
         assert seconds[-1] > 2 * seconds[0]
@@ -168,18 +208,24 @@ def test_more_ranks_never_take_less_and_a_better_link_never_more() -> None:
 
 
 def simulated(found: Profile, cluster: Cluster, settings: Settings) -> float:
-    """When the last bucket has arrived. Each rank sends its chunk to the next one, step by step of each ring; a step of
-    a rank begins when it has sent the one before and received what it sends now."""
+    """When the last bucket has arrived. Each rank sends its chunk to the next one, step by step of
+    each ring; a step of a rank begins when it has sent the one before and received what it sends
+    now."""
     ranks = range(cluster.world_size)
     cost = cluster.network.costs["all_reduce"]
     free = [0.0] * cluster.world_size  # when each rank's outgoing link has sent
     ended = 0.0
-    for bucket in cut_buckets(found.gradients, settings.bucket_cap_mb, settings.compression, cluster.world_size):
+    for bucket in cut_buckets(
+        found.gradients, settings.bucket_cap_mb, settings.compression, cluster.world_size
+    ):
         begin = max(bucket.ready, ended)
         received = [begin] * cluster.world_size
         for _ in range(2 * (cluster.world_size - 1)):
             sent = [max(free[rank], received[rank]) for rank in ranks]
-            sent = [at + cost.alpha_seconds + bucket.wire_bytes / len(ranks) / cost.bandwidth for at in sent]
+            sent = [
+                at + cost.alpha_seconds + bucket.wire_bytes / len(ranks) / cost.bandwidth
+                for at in sent
+            ]
             free = sent
             received = [sent[rank - 1] for rank in ranks]
         ended = max(received)
@@ -192,17 +238,26 @@ def simulated(found: Profile, cluster: Cluster, settings: Settings) -> float:
 def test_flat_rings_end_when_a_simulation_of_every_message_ends(
     world_size: int, cap: float, compression: str | None
 ) -> None:
-    uneven, settings = profile(*several(), backward=0.1), Settings(compression=compression, bucket_cap_mb=cap)
+    uneven, settings = (
+        profile(*several(), backward=0.1),
+        Settings(compression=compression, bucket_cap_mb=cap),
+    )
     step = predict(uneven, flat(world_size), settings)
-    assert step.exposed == pytest.approx(max(0.0, simulated(uneven, flat(world_size), settings) - 0.1))
+    assert step.exposed == pytest.approx(
+        max(0.0, simulated(uneven, flat(world_size), settings) - 0.1)
+    )
 
 
 def pipelined(found: Profile, cluster: Cluster, settings: Settings) -> float:
-    """The same for nested rings, by time steps: what is ready moves on wherever its next stage is idle."""
+    """The same for nested rings, by time steps: what is ready moves on wherever its next stage
+    is idle.
+    """
     local, nodes = cluster.local_size, cluster.num_nodes
     node, network = cluster.node.costs["all_reduce"], cluster.network.costs["all_reduce"]
     waiting: list[tuple[float, float]] = []
-    for bucket in cut_buckets(found.gradients, settings.bucket_cap_mb, settings.compression, cluster.world_size):
+    for bucket in cut_buckets(
+        found.gradients, settings.bucket_cap_mb, settings.compression, cluster.world_size
+    ):
         count = num_nested_pieces(bucket.wire_bytes, local, nodes)
         waiting += [(bucket.ready, bucket.wire_bytes / count)] * count
     durations = [
@@ -242,15 +297,28 @@ def test_buckets_are_those_of_the_reducer(cap: float) -> None:
     gradients.sort(key=lambda one: one.ready)
     import torch
 
-    params = [(g.name, nn.Parameter(torch.empty(g.numel, dtype=getattr(torch, g.dtype)))) for g in gradients]
+    params = [
+        (g.name, nn.Parameter(torch.empty(g.numel, dtype=getattr(torch, g.dtype))))
+        for g in gradients
+    ]
     expected = [bucket.names for bucket in plan_buckets(params, cap)]
     assert len(expected) > 2
-    assert [[member.name for member in bucket.members] for bucket in cut_buckets(gradients, cap, None, 2)] == expected
+    assert [
+        [member.name for member in bucket.members]
+        for bucket in cut_buckets(gradients, cap, None, 2)
+    ] == expected
 
 
 def test_compression_halves_float32_and_nothing_else() -> None:
-    gradients = [gradient("w", 1, 0.1), gradient("h", 1, 0.1, "bfloat16"), gradient("d", 1, 0.1, "float64")]
-    found = {bucket.members[0].name: bucket.wire_bytes for bucket in cut_buckets(gradients, 25, "bf16", 2)}
+    gradients = [
+        gradient("w", 1, 0.1),
+        gradient("h", 1, 0.1, "bfloat16"),
+        gradient("d", 1, 0.1, "float64"),
+    ]
+    found = {
+        bucket.members[0].name: bucket.wire_bytes
+        for bucket in cut_buckets(gradients, 25, "bf16", 2)
+    }
     assert found == {"w": MIB / 2, "h": MIB, "d": MIB}
 
 
@@ -264,11 +332,21 @@ def test_advice_names_what_saves_most_and_says_what_is_left() -> None:
     wide = profile(*several(), data=0.001)
     found = advise(wide, Cluster(64, 8, link(50, 0.2), link(2, 20)), Settings())
     best = found.changes[0]
-    for words, settings in (("compression='bf16'", Settings(compression="bf16")), ("", Settings("hierarchical"))):
-        saved = found.now.seconds - predict(wide, Cluster(64, 8, link(50, 0.2), link(2, 20)), settings).seconds
+    for words, settings in (
+        ("compression='bf16'", Settings(compression="bf16")),
+        ("", Settings("hierarchical")),
+    ):
+        saved = (
+            found.now.seconds
+            - predict(wide, Cluster(64, 8, link(50, 0.2), link(2, 20)), settings).seconds
+        )
         assert best.saves >= saved / found.now.seconds - 1e-9, words
-    assert found.then.seconds == pytest.approx(found.now.seconds * (1 - sum(change.saves for change in found.changes)))
-    assert in_words(found).startswith(f"on 64 ranks {found.now.exposed / found.now.seconds:.0%} of a step waits")
+    assert found.then.seconds == pytest.approx(
+        found.now.seconds * (1 - sum(change.saves for change in found.changes))
+    )
+    assert in_words(found).startswith(
+        f"on 64 ranks {found.now.exposed / found.now.seconds:.0%} of a step waits"
+    )
     assert f"{best.argument} saves most" in in_words(found)
     assert "A network twice as fast" in in_words(found)
 

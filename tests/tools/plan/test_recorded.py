@@ -1,4 +1,6 @@
-"""`RingProfile` on one rank and on two, read by `lightning-ring plan`; and the check between hosts, run once."""
+"""`RingProfile` on one rank and on two, read by `lightning-ring plan`; and the check between
+hosts, run once.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def fit(module: L.LightningModule, count: int, *callbacks: Any, **arguments: Any
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False
     )
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=list(callbacks), **quiet, **arguments)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, callbacks=list(callbacks), **quiet, **arguments
+    )
     trainer.fit(module, batches(count))
     return weights(module)
 
@@ -56,8 +60,15 @@ def test_one_rank_is_enough_to_plan_for_many(
     assert found.model.name == "Slow"
     assert found.model.num_parameters == 4 * (32 * 32 + 32)
     assert {gradient.name.split(".")[1] for gradient in found.gradients} == {"1", "2", "3"}
-    assert [gradient.ready >= 0.01 * (1 + index // 2) for index, gradient in enumerate(found.gradients)] == [True] * 6
-    assert (found.run.world_size, found.run.batch_size, found.link_level, found.link) == (1, 4, None, None)
+    assert [
+        gradient.ready >= 0.01 * (1 + index // 2) for index, gradient in enumerate(found.gradients)
+    ] == [True] * 6
+    assert (found.run.world_size, found.run.batch_size, found.link_level, found.link) == (
+        1,
+        4,
+        None,
+        None,
+    )
     assert found.phases.exposed == 0
     assert found.phases.forward >= 4 * 0.004
     assert plan.main(shlex.split(hint)) == 0
@@ -72,7 +83,12 @@ def test_the_ring_on_one_rank_is_recorded_too(tmp_path: Path) -> None:
     strategy = RingStrategy(force_communication=True, bucket_cap_mb=7, compression="bf16")
     fit(slow(forward=0, backward=0), 4, RingProfile(path, steps=2, warmup=1), strategy=strategy)
     run = read_profile(path).run
-    assert (run.bucket_cap_mb, run.compression, run.topology, run.sharded) == (7, "bf16", "flat", False)
+    assert (run.bucket_cap_mb, run.compression, run.topology, run.sharded) == (
+        7,
+        "bf16",
+        "flat",
+        False,
+    )
 
 
 def test_a_training_that_is_too_short_writes_nothing_and_leaves_no_hook(tmp_path: Path) -> None:
@@ -115,14 +131,39 @@ def test_on_two_ranks(battery: Battery, check: str) -> None:
 @pytest.mark.netns
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_prediction_and_run_between_two_hosts_are_put_side_by_side(tmp_path: Path) -> None:
-    """That the check runs. Whether it agrees, `python -m benchmarks.plan` tells on a quiet machine."""
+    """That the check runs. Whether it agrees, `python -m benchmarks.plan` tells on a quiet
+    machine.
+    """
     small = profile(*several(6, 0.03), forward=0.01, backward=0.03, optimizer=0.002)
     write_profile(small, tmp_path / "profile.json")
-    words = ["--profile", str(tmp_path / "profile.json"), "--rates", "10gbit", "--hosts", "2", "--layouts", "flat"]
-    words += ["--steps", "2", "--bench-seconds", "0.05", "--tolerance", "inf", "--json", str(tmp_path / "out.json")]
+    words = [
+        "--profile",
+        str(tmp_path / "profile.json"),
+        "--rates",
+        "10gbit",
+        "--hosts",
+        "2",
+        "--layouts",
+        "flat",
+    ]
+    words += [
+        "--steps",
+        "2",
+        "--bench-seconds",
+        "0.05",
+        "--tolerance",
+        "inf",
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
     result = run([sys.executable, "-m", "benchmarks.plan", *words])
     assert result.returncode == 0, result.stdout
     rows = json.loads((tmp_path / "out.json").read_text())
-    assert [(row["num_hosts"], row["way"]) for row in rows] == [(2, "ring, flat"), (2, "ring_sharded, flat")]
-    assert all(row["measured"] >= small.phases.alone - 0.002 for row in rows), "it sleeps as long as it computed"
+    assert [(row["num_hosts"], row["way"]) for row in rows] == [
+        (2, "ring, flat"),
+        (2, "ring_sharded, flat"),
+    ]
+    assert all(row["measured"] >= small.phases.alone - 0.002 for row in rows), (
+        "it sleeps as long as it computed"
+    )
     assert "largest error" in result.stdout

@@ -28,5 +28,7 @@ def write_run(
     if config:
         (folder / ".hydra").mkdir()
         (folder / ".hydra" / "config.yaml").write_text(config)
-        (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {word}\n" for word in overrides) or "[]")
+        (folder / ".hydra" / "overrides.yaml").write_text(
+            "".join(f"- {word}\n" for word in overrides) or "[]"
+        )
     return folder

@@ -1,4 +1,6 @@
-"""Line charts: long lines keep extremes, values that are not finite count nowhere else, lines follow their runs."""
+"""Line charts: long lines keep extremes, values that are not finite count nowhere else, lines
+follow their runs.
+"""
 
 from __future__ import annotations
 

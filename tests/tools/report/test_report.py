@@ -78,8 +78,16 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, losses in (("2", [3.0, float("nan"), float("inf"), 2.0]), ("10", [3.0, 0.5, 1.0])):
         write_run(
             folder / name,
-            {"train/loss": losses, "val/loss": losses, "lr-SGD": [0.1, 0.2], "ring/forward_ms": [2.0, 4.0]}
-            | {"ring/slowest_rank_behind_ms/rank_1": [7.0, 5.0, 9.0], "ring/slowest_rank_behind_ms/rank_0": [1.0]}
+            {
+                "train/loss": losses,
+                "val/loss": losses,
+                "lr-SGD": [0.1, 0.2],
+                "ring/forward_ms": [2.0, 4.0],
+            }
+            | {
+                "ring/slowest_rank_behind_ms/rank_1": [7.0, 5.0, 9.0],
+                "ring/slowest_rank_behind_ms/rank_0": [1.0],
+            }
             | {"best/val/loss": [0.5]},
             overrides=[f"optimizer.lr={name}", "seed=1"],
             config=f"optimizer: {{lr: {name}}}\ncallbacks: {{checkpoint: {{monitor: val/loss}}}}\n",
@@ -105,7 +113,9 @@ class Balanced(HTMLParser):
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        self.loaded += [
+            value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")
+        ]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -117,10 +127,19 @@ def test_a_trained_run_has_every_section_and_asks_for_nothing_else(trained: Path
     page = page_of(trained)
     parsed = Balanced(page)
     assert parsed.open == []
-    assert [link for link in parsed.loaded if not link.startswith(("#", "data:image/png;base64,"))] == []
+    assert [
+        link for link in parsed.loaded if not link.startswith(("#", "data:image/png;base64,"))
+    ] == []
     assert not re.search(r"https?:|url\((?!#)|@import|<script", page)
     text = words(page)
-    for shown in ("best val_loss", "train_loss", "steps 5", "finished", "lightning_logs", torch.__version__):
+    for shown in (
+        "best val_loss",
+        "train_loss",
+        "steps 5",
+        "finished",
+        "lightning_logs",
+        torch.__version__,
+    ):
         assert shown in text
     assert "fails_at" in text, "hparams.yaml"
     assert "ring/buckets of a step, lightning_logs/version_0, step 5" in text
@@ -149,7 +168,9 @@ def test_the_slowest_ranks_are_named(sweep: Path) -> None:
 
 
 def test_another_metric_can_be_asked_for(sweep: Path) -> None:
-    assert "Sorted by the best train/loss (lower is better)" in words(page_of(sweep, metric="train/loss"))
+    assert "Sorted by the best train/loss (lower is better)" in words(
+        page_of(sweep, metric="train/loss")
+    )
 
 
 def test_values_that_are_not_finite_are_counted_and_break_no_chart(sweep: Path) -> None:
@@ -160,7 +181,9 @@ def test_values_that_are_not_finite_are_counted_and_break_no_chart(sweep: Path) 
 
 def test_colours_do_not_depend_on_the_metric(sweep: Path) -> None:
     for metric in ("val/loss", "lr-SGD"):
-        assert re.search(r'show-0" checked>.*?var\(--c0\).*?<span>2 ', page_of(sweep, metric=metric), re.DOTALL)
+        assert re.search(
+            r'show-0" checked>.*?var\(--c0\).*?<span>2 ', page_of(sweep, metric=metric), re.DOTALL
+        )
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
@@ -171,7 +194,9 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     assert Balanced(page).open == []
 
 
-@pytest.mark.parametrize("scalars", [{}, {"a": [1.0]}, {"val/x": [float("nan")]}, {"val/loss": [0.0, 1e38, -1e38]}])
+@pytest.mark.parametrize(
+    "scalars", [{}, {"a": [1.0]}, {"val/x": [float("nan")]}, {"val/loss": [0.0, 1e38, -1e38]}]
+)
 def test_little_or_extreme_data(tmp_path: Path, scalars: dict[str, list[float]]) -> None:
     write_run(tmp_path / "run", scalars)
     text = words(page_of(tmp_path))
@@ -180,7 +205,9 @@ def test_little_or_extreme_data(tmp_path: Path, scalars: dict[str, list[float]])
     assert "No images were logged." in text
 
 
-def test_the_last_picture_of_each_tag_while_there_is_room(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_picture_of_each_tag_while_there_is_room(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = page_of(sweep)
     assert page.count("data:image/png") == 2
     assert words(page).count(", step 2") == 2
@@ -191,19 +218,26 @@ def test_the_last_picture_of_each_tag_while_there_is_room(sweep: Path, monkeypat
     assert "MB of pictures: 1." in page
 
 
-def test_a_run_that_went_on_shows_each_fit_and_the_later_value_of_a_step(trained: Path, tmp_path: Path) -> None:
+def test_a_run_that_went_on_shows_each_fit_and_the_later_value_of_a_step(
+    trained: Path, tmp_path: Path
+) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     for ranks, value, end in ((4, 1.0, "PeerFailedError: rank 3"), (3, 2.0, None)):
         with SummaryWriter(str(tmp_path)) as writer:
-            writer.add_text("ring/environment", f"| of this fit | |\n|---|---|\n| ranks | {ranks} |", 0)
+            writer.add_text(
+                "ring/environment", f"| of this fit | |\n|---|---|\n| ranks | {ranks} |", 0
+            )
             writer.add_scalar("ring/world_size", ranks, ranks)
             writer.add_scalar("val/loss", value, 5)
             if end is not None:
                 writer.add_text("ring/end", end, 5)
                 time.sleep(1.1)  # files are named after the second
     (run,) = read_runs([tmp_path])
-    assert [(fit.environment["ranks"], fit.end) for fit in run.fits] == [("4", "PeerFailedError: rank 3"), ("3", "")]
+    assert [(fit.environment["ranks"], fit.end) for fit in run.fits] == [
+        ("4", "PeerFailedError: rank 3"),
+        ("3", ""),
+    ]
     assert run.end == "not recorded: killed, or still running"
     assert [point.value for point in run.scalars["val/loss"]] == [2.0]
     assert "ring/world_size" in words(write_page([run])), "it changed"
@@ -213,18 +247,30 @@ def test_a_damaged_folder_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     write_run(tmp_path, {"val/loss": [1.0] * 50}, config="a: [1")
     (events,) = tmp_path.glob("*.tfevents.*")
     events.write_bytes(events.read_bytes()[:-300])
-    (tmp_path / "hparams.yaml").write_text("c: !!python/object/apply:os.system ['false']\nd: !x {e: 1}\n")
+    (tmp_path / "hparams.yaml").write_text(
+        "c: !!python/object/apply:os.system ['false']\nd: !x {e: 1}\n"
+    )
     (tmp_path / "result.json").write_text("{")
     (run,) = read_runs([tmp_path])
     assert 30 < len(run.scalars["val/loss"]) < 50
-    assert run.config == {"config.yaml": "cannot be read: ParserError", "c": '["false"]', "d.e": "1"}
+    assert run.config == {
+        "config.yaml": "cannot be read: ParserError",
+        "c": '["false"]',
+        "d.e": "1",
+    }
     assert run.result == {}
 
 
 def test_a_moved_run_differs_in_no_path(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write_run(tmp_path / name, {"val/loss": [1.0]}, config="dirpath: ${hydra:runtime.output_dir}/checkpoints")
-        (tmp_path / name / ".hydra" / "hydra.yaml").write_text(f"hydra: {{runtime: {{output_dir: /old/{name}}}}}")
+        write_run(
+            tmp_path / name,
+            {"val/loss": [1.0]},
+            config="dirpath: ${hydra:runtime.output_dir}/checkpoints",
+        )
+        (tmp_path / name / ".hydra" / "hydra.yaml").write_text(
+            f"hydra: {{runtime: {{output_dir: /old/{name}}}}}"
+        )
         (tmp_path / name / "hparams.yaml").write_text(f"dirpath: /old/{name}/checkpoints")
     assert [run.config for run in read_runs([tmp_path])] == [{"dirpath": "RUN/checkpoints"}] * 2
 
@@ -249,7 +295,9 @@ def test_more_runs_than_can_be_told_apart(tmp_path: Path) -> None:
 @pytest.fixture
 def without_jinja(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jinja2" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "jinja2" else find(name)
+    )
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -259,15 +307,21 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return error
 
 
-def test_bad_input_is_one_line(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = ["-o", str(tmp_path / "report.html")]
     (tmp_path / "empty").mkdir()
-    assert "no such folder. Name the folder of a run" in refused(capsys, str(tmp_path / "missing"), *output)
+    assert "no such folder. Name the folder of a run" in refused(
+        capsys, str(tmp_path / "missing"), *output
+    )
     assert "holds no TensorBoard event files" in refused(capsys, str(tmp_path / "empty"), *output)
     assert "no run logged it. Logged were: train/loss, val/loss, lr-SGD, best/val/loss." in refused(
         capsys, str(sweep), "--metric", "beauty", *output
     )
-    assert "cannot be written" in refused(capsys, str(sweep), "-o", str(tmp_path / "missing" / "x.html"))
+    assert "cannot be written" in refused(
+        capsys, str(sweep), "-o", str(tmp_path / "missing" / "x.html")
+    )
     assert not Path(output[1]).exists()
 
 
@@ -276,9 +330,16 @@ def test_missing_packages_name_the_extra(sweep: Path, capsys: pytest.CaptureFixt
     assert "pip install 'lightning-ring[monitor]'" in refused(capsys, str(sweep))
 
 
-def test_the_command_writes_the_page(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_page(
+    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "page.html"
-    assert dispatcher.main(["report", str(sweep / "2"), str(sweep / "10"), str(sweep), "-o", str(output)]) == 0
+    assert (
+        dispatcher.main(
+            ["report", str(sweep / "2"), str(sweep / "10"), str(sweep), "-o", str(output)]
+        )
+        == 0
+    )
     assert capsys.readouterr().out == f"{output}: 2 runs, {output.stat().st_size / 1e6:.1f} MB\n"
 
 
@@ -289,7 +350,12 @@ def test_it_fits_a_phone_and_runs_can_be_hidden(sweep: Path, trained: Path, tmp_
     page.write_text(page_of(sweep, trained))
     with open_page(360, 800) as browser:
         browser.goto(page.as_uri())
-        assert browser.evaluate("document.scrollingElement.scrollWidth - document.scrollingElement.clientWidth") == 0
+        assert (
+            browser.evaluate(
+                "document.scrollingElement.scrollWidth - document.scrollingElement.clientWidth"
+            )
+            == 0
+        )
         line = browser.locator(".charts .run-0").first
         expect(line).to_be_visible()
         browser.locator("#show-0").click()

@@ -1,9 +1,10 @@
-"""The collectives among ranks that share memory, as steps of a `CollectiveQueue`: each ``yield`` waits for a round.
+"""The collectives among ranks that share memory, as steps of a `CollectiveQueue`: each ``yield``
+waits for a round.
 
-Tensors that all ranks can see are reduced where they are: every rank sums its shard of all of them, a piece that fits
-the cache at a time, and writes the result to all. Others are copied through the slots of the rounds. Either way the
-operations are made in the order of the ranks, so that all ranks, and with real numbers both ways, end with the same
-bits.
+Tensors that all ranks can see are reduced where they are: every rank sums its shard of all of them,
+a piece that fits the cache at a time, and writes the result to all. Others are copied through the
+slots of the rounds. Either way the operations are made in the order of the ranks, so that all
+ranks, and with real numbers both ways, end with the same bits.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from lightning_ring.comm.ring import COMBINE, finish_
 from lightning_ring.comm.wide_sum import sum_into_, wants_wide_sum
 
 PIECE_BYTES = 256 * 1024  # summed and written to all ranks before it leaves the cache
-WHOLE_BYTES = 512 * 1024  # a shard up to this is one piece: of two ranks' it fits second-level caches of 1 MiB
+# a shard up to this is one piece: of two ranks' it fits second-level caches of 1 MiB
+WHOLE_BYTES = 512 * 1024
 
 
 def reduce_rows(rows: Sequence[Tensor], out: Tensor, op: ReduceOp) -> None:
-    """Reduce the ranks' ``rows`` into ``out``, which may be one of the first two. 16-bit sums are rounded once."""
-    if out.itemsize == 2 and wants_wide_sum(out.dtype, op):  # the second costs a short collective a hundredth
+    """Reduce the ranks' ``rows`` into ``out``, which may be one of the first two. 16-bit sums
+    are rounded once.
+    """
+    # the second costs a short collective a hundredth
+    if out.itemsize == 2 and wants_wide_sum(out.dtype, op):
         sum_into_(out, rows, op)
         return
     combine = COMBINE[op]
@@ -39,10 +44,15 @@ def reduce_rows(rows: Sequence[Tensor], out: Tensor, op: ReduceOp) -> None:
         finish_(out, op, len(rows))
 
 
-def all_reduce_in_place(flat: Tensor, location: int, regions: Regions, rounds: Rounds, op: ReduceOp) -> Steps:
-    """Reduce all ranks' tensors in the ``location`` of 1-D ``flat`` into all of them. Begins after a round."""
+def all_reduce_in_place(
+    flat: Tensor, location: int, regions: Regions, rounds: Rounds, op: ReduceOp
+) -> Steps:
+    """Reduce all ranks' tensors in the ``location`` of 1-D ``flat`` into all of them. Begins
+    after a round.
+    """
     shards = regions.all_ranks(flat, location, rounds.rank)
-    if len(shards) == 2 and shards[0].nbytes <= WHOLE_BYTES:  # the loop below, without what surrounds it
+    # the loop below, without what surrounds it
+    if len(shards) == 2 and shards[0].nbytes <= WHOLE_BYTES:
         own = shards[rounds.rank]
         reduce_rows(shards, own, op)
         shards[1 - rounds.rank].copy_(own)
@@ -54,7 +64,9 @@ def all_reduce_in_place(flat: Tensor, location: int, regions: Regions, rounds: R
     yield rounds.arrive()
 
 
-def reduce_scatter_in_place(flat: Tensor, location: int, regions: Regions, rounds: Rounds, op: ReduceOp) -> Steps:
+def reduce_scatter_in_place(
+    flat: Tensor, location: int, regions: Regions, rounds: Rounds, op: ReduceOp
+) -> Steps:
     """Reduce this rank's shard of all ranks' tensors into that of its own. Begins after a round."""
     shards = regions.all_ranks(flat, location, rounds.rank)
     for pieces, result in _reduced_pieces(shards, rounds.rank, op):
@@ -63,7 +75,9 @@ def reduce_scatter_in_place(flat: Tensor, location: int, regions: Regions, round
     yield rounds.arrive()
 
 
-def all_gather_in_place(flat: Tensor, location: int, regions: Regions, rounds: Rounds, _: object = None) -> Steps:
+def all_gather_in_place(
+    flat: Tensor, location: int, regions: Regions, rounds: Rounds, _: object = None
+) -> Steps:
     """Fill this rank's tensor from the others' shards of theirs. Begins after a round."""
     for peer in range(rounds.world_size):
         if peer != rounds.rank:
@@ -72,7 +86,9 @@ def all_gather_in_place(flat: Tensor, location: int, regions: Regions, rounds: R
     yield rounds.arrive()
 
 
-def broadcast_in_place(flat: Tensor, location: int, regions: Regions, rounds: Rounds, src: int) -> Steps:
+def broadcast_in_place(
+    flat: Tensor, location: int, regions: Regions, rounds: Rounds, src: int
+) -> Steps:
     """Copy rank ``src``'s tensor into this rank's. Begins after a round."""
     if rounds.rank != src:
         flat.copy_(regions.all_ranks(flat, location)[src])
@@ -80,8 +96,11 @@ def broadcast_in_place(flat: Tensor, location: int, regions: Regions, rounds: Ro
 
 
 def all_reduce_through_slots(flat: Tensor, rounds: Rounds, op: ReduceOp) -> Steps:
-    """Reduce 1-D ``flat`` in place: of two ranks, or where it fits a slot, each reads all from all."""
-    if rounds.world_size > 2 and flat.nbytes > SLOT_BYTES:  # so that not every byte is read by every rank
+    """Reduce 1-D ``flat`` in place: of two ranks, or where it fits a slot, each reads all from
+    all.
+    """
+    # so that not every byte is read by every rank
+    if rounds.world_size > 2 and flat.nbytes > SLOT_BYTES:
         yield from reduce_scatter_through_slots(flat, rounds, op)
         yield from all_gather_through_slots(flat, rounds)
         return
@@ -90,7 +109,8 @@ def all_reduce_through_slots(flat: Tensor, rounds: Rounds, op: ReduceOp) -> Step
         slots[rounds.rank].copy_(piece)
         yield rounds.arrive()
         if op is ReduceOp.SUM and rounds.world_size == 2:
-            piece.add_(slots[1 - rounds.rank])  # the same bits in either order, in two thirds of the time
+            # the same bits in either order, in two thirds of the time
+            piece.add_(slots[1 - rounds.rank])
         else:
             reduce_rows(slots, piece, op)
 
@@ -140,7 +160,9 @@ def broadcast_through_slots(flat: Tensor, rounds: Rounds, src: int) -> Steps:
 
 
 def exchange_rows(rows: Tensor, rounds: Rounds) -> Steps:
-    """Fill ``rows`` (world size × k, at most a slot each): this rank's row goes to all others, theirs come here."""
+    """Fill ``rows`` (world size × k, at most a slot each): this rank's row goes to all others,
+    theirs come here.
+    """
     slots = rounds.next_slots(rows.dtype, rows.shape[1])
     slots[rounds.rank].copy_(rows[rounds.rank])
     yield rounds.arrive()
@@ -151,7 +173,9 @@ def exchange_rows(rows: Tensor, rounds: Rounds) -> Steps:
 def all_to_all_through_slots(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], rounds: Rounds, longest: int
 ) -> Steps:
-    """Rank r gets ``inputs[r]``, ``outputs[r]`` becomes what it has for this rank: uint8, ``longest`` bytes at most."""
+    """Rank r gets ``inputs[r]``, ``outputs[r]`` becomes what it has for this rank: uint8,
+    ``longest`` bytes at most.
+    """
     part = SLOT_BYTES // rounds.world_size
     for start in range(0, longest, part):
         slots = rounds.slots[(rounds.number + 1) & 1]
@@ -168,11 +192,19 @@ def _slotfuls(flat: Tensor) -> Sequence[Tensor]:
     return (flat,) if flat.nbytes <= SLOT_BYTES else flat.split(SLOT_BYTES // flat.element_size())
 
 
-def _reduced_pieces(shards: Sequence[Tensor], rank: int, op: ReduceOp) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """Every piece of ``shards`` (one a rank), reduced: between two ranks in this rank's own, else beside them."""
+def _reduced_pieces(
+    shards: Sequence[Tensor], rank: int, op: ReduceOp
+) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """Every piece of ``shards`` (one a rank), reduced: between two ranks in this rank's own,
+    else beside them.
+    """
     numel = PIECE_BYTES // shards[0].element_size()
     scratch = shards[0].new_empty(min(numel, shards[0].numel())) if len(shards) > 2 else None
-    cut = [shards] if shards[0].numel() <= numel else zip(*(flat.split(numel) for flat in shards), strict=True)
+    cut = (
+        [shards]
+        if shards[0].numel() <= numel
+        else zip(*(flat.split(numel) for flat in shards), strict=True)
+    )
     for pieces in cut:
         result = pieces[rank] if scratch is None else scratch[: pieces[0].numel()]
         reduce_rows(pieces, result, op)

@@ -1,4 +1,6 @@
-"""Collectives of the ranks of one node in shared memory: without sockets, and for buckets without copies."""
+"""Collectives of the ranks of one node in shared memory: without sockets, and for buckets
+without copies.
+"""
 
 from __future__ import annotations
 
@@ -42,19 +44,27 @@ SHORT_BYTES = 16 * 1024  # a tensor up to this goes through the slots in one rou
 
 
 class SharedCollective(NamedTuple):
-    """The two implementations of a collective: for any tensors, and for tensors that all ranks see."""
+    """The two implementations of a collective: for any tensors, and for tensors that all ranks
+    see.
+    """
 
     name: str
     through_slots: Callable[[Tensor, Rounds, Any], Steps]
     in_place: Callable[[Tensor, int, Regions, Rounds, Any], Steps]
 
 
-_ALL_REDUCE = SharedCollective("all_reduce", shared.all_reduce_through_slots, shared.all_reduce_in_place)
+_ALL_REDUCE = SharedCollective(
+    "all_reduce", shared.all_reduce_through_slots, shared.all_reduce_in_place
+)
 _REDUCE_SCATTER = SharedCollective(
     "reduce_scatter", shared.reduce_scatter_through_slots, shared.reduce_scatter_in_place
 )
-_ALL_GATHER = SharedCollective("all_gather", shared.all_gather_through_slots, shared.all_gather_in_place)
-_BROADCAST = SharedCollective("broadcast", shared.broadcast_through_slots, shared.broadcast_in_place)
+_ALL_GATHER = SharedCollective(
+    "all_gather", shared.all_gather_through_slots, shared.all_gather_in_place
+)
+_BROADCAST = SharedCollective(
+    "broadcast", shared.broadcast_through_slots, shared.broadcast_in_place
+)
 
 _log = logging.getLogger("lightning_ring")
 
@@ -67,20 +77,28 @@ def open_shared_memory(
     beside: SharedMemoryCommunicator | None = None,
     kept: KeptMemory | None = None,
 ) -> SharedMemoryCommunicator | None:
-    """A communicator among the ranks of ``bootstrap``, which share a node; `None`, after one warning, if they cannot.
+    """A communicator among the ranks of ``bootstrap``, which share a node; `None`, after one
+    warning, if they cannot.
 
-    Collective. ``bootstrap`` is used here only: any communicator over just these ranks, or a `StoreBootstrap`.
-    ``members`` are the ranks' numbers in the job, for errors. With a communicator ``beside`` it, over the same ranks,
-    both see tensors from the `empty` of either. ``kept`` lends the memory of `empty`, and outlives the communicator.
+    Collective. ``bootstrap`` is used here only: any communicator over just these ranks, or a
+    `StoreBootstrap`. ``members`` are the ranks' numbers in the job, for errors. With a communicator
+    ``beside`` it, over the same ranks, both see tensors from the `empty` of either. ``kept`` lends
+    the memory of `empty`, and outlives the communicator.
     """
     try:
         maps = share(bootstrap, SEGMENT_BYTES)
     except NoSharedMemory as error:
         if bootstrap.rank == 0:
-            _log.warning("The ranks of this node cannot share memory: %s. Tensors travel by messages instead.", error)
+            _log.warning(
+                "The ranks of this node cannot share memory: %s. Tensors travel by "
+                "messages instead.",
+                error,
+            )
         return None
     regions = beside.regions if beside is not None else Regions(bootstrap.rank)
-    comm = SharedMemoryCommunicator(bootstrap.rank, maps, policy or WaitPolicy(), regions, members, kept)
+    comm = SharedMemoryCommunicator(
+        bootstrap.rank, maps, policy or WaitPolicy(), regions, members, kept
+    )
     comm.fit_waiting()
     return comm
 
@@ -88,9 +106,10 @@ def open_shared_memory(
 class SharedMemoryCommunicator(Communicator):
     """CPU tensors among ranks that see ``maps``, one segment of each rank (`share`).
 
-    Tensors from `empty` are reduced in place; any other is copied through the segments. Before each collective the
-    ranks compare a digest of what they call, so that diverged calls are an error on every rank. After an error the
-    communicator is broken: what is under way and every later call raise that same error.
+    Tensors from `empty` are reduced in place; any other is copied through the segments. Before each
+    collective the ranks compare a digest of what they call, so that diverged calls are an error on
+    every rank. After an error the communicator is broken: what is under way and every later call
+    raise that same error.
     """
 
     def __init__(
@@ -114,20 +133,27 @@ class SharedMemoryCommunicator(Communicator):
         self._warned = False
 
     def fit_waiting(self) -> None:
-        """Spin only if every rank has a core: elsewhere it would keep a peer from the one they share. Collective."""
+        """Spin only if every rank has a core: elsewhere it would keep a peer from the one they
+        share. Collective.
+        """
         cores = set().union(*self.all_gather_object(bound_cores()))
         self._queue.spin_seconds = SPIN_SECONDS if len(cores) >= self.world_size else 0.0
         self._queue.spare_cores = len(cores) > self.world_size
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory that the other ranks see too; after one warning ordinary memory, if there is not enough. Blocks."""
+        """Memory that the other ranks see too; after one warning ordinary memory, if there is
+        not enough. Blocks.
+        """
         if device.type != "cpu" or numel * dtype.itemsize <= SHORT_BYTES:
             return torch.empty(numel, dtype=dtype, device=device)
         try:
             maps = self._share(self, numel * dtype.itemsize)
         except NoSharedMemory as error:
             if self.rank == 0 and not self._warned:
-                _log.warning("No shared memory for a buffer, which is copied at every use instead: %s.", error)
+                _log.warning(
+                    "No shared memory for a buffer, which is copied at every use instead: %s.",
+                    error,
+                )
             self._warned = True
             return torch.empty(numel, dtype=dtype)
         return self.regions.add(maps, dtype)
@@ -141,7 +167,9 @@ class SharedMemoryCommunicator(Communicator):
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
         return self._submit(_ALL_GATHER, flat, None, name)
 
-    def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
+    def all_to_all(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = ""
+    ) -> Work:
         what = describe("all_to_all", name=name)
         check_all_to_all(inputs, outputs, self.world_size, what)
         sources = [as_bytes(contiguous_flat(tensor, "all_to_all")) for tensor in inputs]
@@ -172,7 +200,13 @@ class SharedMemoryCommunicator(Communicator):
     def close(self) -> None:
         self._queue.close()
 
-    def _submit(self, collective: SharedCollective, tensor: Tensor, operand: ReduceOp | int | None, name: str) -> Work:
+    def _submit(
+        self,
+        collective: SharedCollective,
+        tensor: Tensor,
+        operand: ReduceOp | int | None,
+        name: str,
+    ) -> Work:
         """``operand`` is the reduction, or the rank that broadcasts."""
         if (
             tensor.dim() == 1
@@ -180,7 +214,8 @@ class SharedMemoryCommunicator(Communicator):
             and tensor.is_cpu
             and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
         ):
-            flat = tensor  # what `contiguous_flat` would give; it takes a third of a short collective's time
+            # what `contiguous_flat` would give; it takes a third of a short collective's time
+            flat = tensor
         else:
             flat = contiguous_flat(tensor, collective.name + "_")
         what, digest = _described(collective.name, flat.dtype, flat.numel(), operand, name)
@@ -199,7 +234,8 @@ class SharedMemoryCommunicator(Communicator):
         return self._queue.submit(what, steps, background=not short)
 
     def _agreed(self, what: str, digest: int, body: Steps, location: int = 0) -> Steps:
-        """``body``, whose first round tells the others what is called, and ends it if they call something else.
+        """``body``, whose first round tells the others what is called, and ends it if they call
+        something else.
 
         It also tells them the tensor's ``location``.
         """
@@ -217,7 +253,9 @@ class SharedMemoryCommunicator(Communicator):
         yield from shared.exchange_rows(headers, self._rounds)
         check_agreement(headers, call)
 
-    def _in_place_if_all_can(self, collective: SharedCollective, flat: Tensor, location: int, operand: Any) -> Steps:
+    def _in_place_if_all_can(
+        self, collective: SharedCollective, flat: Tensor, location: int, operand: Any
+    ) -> Steps:
         """A body of `_agreed` whose first round tells where the tensors are."""
         yield self._rounds.arrive()
         if location == 0 or not self._rounds.same_location():
@@ -230,7 +268,9 @@ class SharedMemoryCommunicator(Communicator):
 
 
 @functools.lru_cache(maxsize=4096)
-def _described(kind: str, dtype: torch.dtype, numel: int, operand: ReduceOp | int | None, name: str) -> tuple[str, int]:
+def _described(
+    kind: str, dtype: torch.dtype, numel: int, operand: ReduceOp | int | None, name: str
+) -> tuple[str, int]:
     """Text and digest of a collective, made once: they take longer than a short collective."""
     details = [dtype, f"{numel} elements"]
     if isinstance(operand, ReduceOp):
@@ -248,4 +288,6 @@ def _halved_first(flat: Tensor, body: Steps) -> Steps:
 
 
 def digest_of(what: str) -> int:
-    return int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(what.encode(), digest_size=8).digest(), "little", signed=True
+    )

@@ -1,7 +1,7 @@
 """Shared memory that outlives a communicator, for ranks that go on when another one dies.
 
-Reserving and mapping 256 MiB anew takes 180 ms to 1.3 s. The survivors therefore keep what they share, and drop only
-the maps of ranks that are gone.
+Reserving and mapping 256 MiB anew takes 180 ms to 1.3 s. The survivors therefore keep what they
+share, and drop only the maps of ranks that are gone.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ class _Block:
 
 
 class KeptMemory:
-    """Memory of the members of a job, which keep their numbers when their ranks change. `regroup` comes first."""
+    """Memory of the members of a job, which keep their numbers when their ranks change.
+    `regroup` comes first.
+    """
 
     def __init__(self) -> None:
         self._members: tuple[int, ...] = ()
         self._blocks: dict[str, _Block] = {}  # by the name that all members know
 
     def regroup(self, members: Sequence[int]) -> None:
-        """Begin a generation of ``members``, by rank: drop others' maps, and memory that the last one did not use.
+        """Begin a generation of ``members``, by rank: drop others' maps, and memory that the last
+        one did not use.
 
         Memory that a newcomer lacks is dropped as well.
         """
@@ -48,9 +51,15 @@ class KeptMemory:
             block.wanted = block.lent
 
     def share(self, bootstrap: Bootstrap, num_bytes: int) -> list[mmap.mmap | memoryview]:
-        """As `segment.share`: memory that is not lent on any rank if there is some, else new memory. Collective."""
+        """As `segment.share`: memory that is not lent on any rank if there is some, else new
+        memory. Collective.
+        """
         free = {name: block.num_bytes for name, block in self._blocks.items() if not block.lent}
-        fitting = {name: size for name, size in free.items() if num_bytes <= size <= 2 * (num_bytes + _GRAIN)}
+        fitting = {
+            name: size
+            for name, size in free.items()
+            if num_bytes <= size <= 2 * (num_bytes + _GRAIN)
+        }
         offers: list[list[str]] = bootstrap.all_gather_object(sorted(fitting))
         common = set(offers[0]).intersection(*offers[1:])
         if common:
@@ -66,4 +75,6 @@ class KeptMemory:
         block.lent = block.wanted = True
         own = memoryview(block.maps[self._members[rank]])[:num_bytes]
         weakref.finalize(own, block.give_back).atexit = False
-        return [own if member == self._members[rank] else block.maps[member] for member in self._members]
+        return [
+            own if member == self._members[rank] else block.maps[member] for member in self._members
+        ]

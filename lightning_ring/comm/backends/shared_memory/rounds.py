@@ -1,7 +1,8 @@
 """Rounds through shared memory: each rank writes, announces it, and reads the others.
 
-A round ends where the next one begins, so two places to write to are enough: what a rank wrote for round k stands until
-it writes for round k+2, which it does after all arrived at k+1, which they do after reading what was written for k.
+A round ends where the next one begins, so two places to write to are enough: what a rank wrote for
+round k stands until it writes for round k+2, which it does after all arrived at k+1, which they do
+after reading what was written for k.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ SLOT_BYTES = 512 * 1024
 BOARD_BYTES = 4096
 SEGMENT_BYTES = BOARD_BYTES + 2 * SLOT_BYTES
 
-# A board's words of 8 bytes, in one cache line: the round its rank arrived at; nothing; then for even and
-# for odd rounds a digest of the collective; then for both where in shared memory the rank's tensor is.
+# A board's words of 8 bytes, in one cache line: the round its rank arrived at; nothing; then for
+# even and for odd rounds a digest of the collective; then for both where in shared memory the
+# rank's tensor is.
 _WORDS = 8
 _MAX_VIEWS = 1024
 
 
 class Rounds:
-    """One rank's side. ``maps`` are the segments of all ranks, of `SEGMENT_BYTES` each, zero at the start.
+    """One rank's side. ``maps`` are the segments of all ranks, of `SEGMENT_BYTES` each, zero at the
+    start.
 
-    Words are written and read by single aligned instructions. On x86-64 other processors see a rank's writes in the
-    order of the program, so that whoever sees its arrival sees what it wrote before.
+    Words are written and read by single aligned instructions. On x86-64 other processors see a
+    rank's writes in the order of the program, so that whoever sees its arrival sees what it wrote
+    before.
     """
 
     def __init__(self, rank: int, maps: Sequence[mmap.mmap]) -> None:
@@ -39,7 +43,10 @@ class Rounds:
         self._boards = boards
         self._others = [board for peer, board in enumerate(boards) if peer != rank]
         self.slots = [
-            [torch.frombuffer(segment, dtype=torch.uint8, offset=start, count=SLOT_BYTES) for segment in maps]
+            [
+                torch.frombuffer(segment, dtype=torch.uint8, offset=start, count=SLOT_BYTES)
+                for segment in maps
+            ]
             for start in (BOARD_BYTES, BOARD_BYTES + SLOT_BYTES)
         ]
         """``slots[parity of the round][rank]``"""
@@ -61,7 +68,9 @@ class Rounds:
         self._digest, self._location = digest, location
 
     def arrive(self) -> int:
-        """Say that this rank has written all it wants to in the next round; returns the round's number."""
+        """Say that this rank has written all it wants to in the next round; returns the round's
+        number.
+        """
         number = self.number + 1
         words = self._mine
         words[2 + (number & 1)] = self._digest

@@ -1,4 +1,6 @@
-"""What trainer, module, data module and callbacks keep outside of their states, for processes that join."""
+"""What trainer, module, data module and callbacks keep outside of their states, for processes
+that join.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,16 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 
 from lightning_ring.comm.communicator import Communicator
 
-_OF_ONE_HOST = ("_last_time_checked",)  # of ModelCheckpoint: the monotonic clock's time, by which rank 0 decides
+# of ModelCheckpoint: the monotonic clock's time, by which rank 0 decides
+_OF_ONE_HOST = ("_last_time_checked",)
 
 
 def plain_attributes(trainer: pl.Trainer) -> list[dict[str, Any]]:
-    """Copies of the numbers and texts, and of lists and dicts of them, in the attributes of each part of the fit.
+    """Copies of the numbers and texts, and of lists and dicts of them, in the attributes of each
+    part of the fit.
 
-    Of trainer, module and data module these are the public attributes: their private ones are Lightning's.
+    Of trainer, module and data module these are the public attributes: their private ones are
+    Lightning's.
     """
     return [
         {
@@ -31,10 +36,11 @@ def plain_attributes(trainer: pl.Trainer) -> list[dict[str, Any]]:
 def changed_on_all(
     first: list[dict[str, Any]], trainer: pl.Trainer, comm: Communicator, *, receives: bool
 ) -> list[dict[str, Any]]:
-    """The attributes that training has changed, to the same value on all ranks that do not ``receive``. Collective.
+    """The attributes that training has changed, to the same value on all ranks that do not
+    ``receive``. Collective.
 
-    ``first`` are those with which it began. What differs between ranks, such as what only rank 0 writes, is each
-    rank's own.
+    ``first`` are those with which it began. What differs between ranks, such as what only rank 0
+    writes, is each rank's own.
     """
     now = plain_attributes(trainer)
     changed = [
@@ -42,10 +48,16 @@ def changed_on_all(
         for part, before in zip(now, first, strict=True)
     ]
     texts = [{name: repr(value) for name, value in part.items()} for part in changed]
-    gathered: list[list[dict[str, str]] | None] = comm.all_gather_object(None if receives else texts)
+    gathered: list[list[dict[str, str]] | None] = comm.all_gather_object(
+        None if receives else texts
+    )
     of_all = [of_rank for of_rank in gathered if of_rank is not None]
     return [
-        {name: value for name, value in part.items() if all(of_rank[at].get(name) == repr(value) for of_rank in of_all)}
+        {
+            name: value
+            for name, value in part.items()
+            if all(of_rank[at].get(name) == repr(value) for of_rank in of_all)
+        }
         for at, part in enumerate(changed)
     ]
 
@@ -57,16 +69,24 @@ def take_attributes(trainer: pl.Trainer, parts: list[dict[str, Any]]) -> None:
 
 
 def user_callbacks(trainer: pl.Trainer) -> list[Callback]:
-    """Without those of this package, which get what they need in other ways, and some of them where ranks connect."""
+    """Without those of this package, which get what they need in other ways, and some of them
+    where ranks connect.
+    """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [callback for callback in callbacks if not type(callback).__module__.startswith("lightning_ring.")]
+    return [
+        callback
+        for callback in callbacks
+        if not type(callback).__module__.startswith("lightning_ring.")
+    ]
 
 
 def _parts(trainer: pl.Trainer) -> list[tuple[Any, bool]]:
     """Each with whether its private attributes are among them."""
     data = getattr(trainer, "datamodule", None)
     public = [trainer, trainer.lightning_module, *([data] if data is not None else [])]
-    private = [callback for callback in user_callbacks(trainer) if not isinstance(callback, ProgressBar)]
+    private = [
+        callback for callback in user_callbacks(trainer) if not isinstance(callback, ProgressBar)
+    ]
     return [*((part, False) for part in public), *((part, True) for part in private)]
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
 ATTEMPTS = 3  # with another rank each, where one dies
-ATTEMPTS_OF_ALL = 10  # where each rank sends its part, which is another one as soon as ranks die or come
+# where each rank sends its part, which is another one as soon as ranks die or come
+ATTEMPTS_OF_ALL = 10
 _LOOK_SECONDS = 0.02
 
 _log = logging.getLogger("lightning_ring")
@@ -56,20 +57,28 @@ class CatchingUp:
         return self._stream is not None and self._stream.step >= 0
 
     def run(self, member: Member) -> None:
-        """Come as far as the ranks that train, or as far as is possible. From then on this process follows them.
+        """Come as far as the ranks that train, or as far as is possible. From then on this process
+        follows them.
 
         Raises:
             JobEnded: The training is over.
         """
         if self.refusal:
-            _log.info("lightning_ring: this process gets its state while all others wait: %s", self.refusal)
+            _log.info(
+                "lightning_ring: this process gets its state while all others wait: %s",
+                self.refusal,
+            )
             return
         of_all = self._recovery.parted
         for attempt in range(ATTEMPTS_OF_ALL if of_all else ATTEMPTS):
             try:
-                stream = self._stream = Stream(member.address, self._strategy.fit_model, self._strategy.optimizers)
+                stream = self._stream = Stream(
+                    member.address, self._strategy.fit_model, self._strategy.optimizers
+                )
             except OSError as error:
-                _log.warning("lightning_ring: this process gets its state while all others wait: %s", error)
+                _log.warning(
+                    "lightning_ring: this process gets its state while all others wait: %s", error
+                )
                 return
             stream.start()
             member.ask_for_state(stream.port, stream.token, attempt, of_all=of_all)
@@ -90,7 +99,9 @@ class CatchingUp:
             self._close_stream()
 
     def ranks_change(self) -> None:
-        """Before this rank goes on with other ones: where they divide the state, its part will be another one."""
+        """Before this rank goes on with other ones: where they divide the state, its part will
+        be another one.
+        """
         if self._recovery.parted:
             self.source.finish_feeds()
 
@@ -99,11 +110,17 @@ class CatchingUp:
         self._close_stream()
 
     def _take_memory(self, stream: Stream) -> None:
-        """Have the memory that the join will need: all others would wait while the system gives it, page by page."""
+        """Have the memory that the join will need: all others would wait while the system gives
+        it, page by page.
+        """
         strategy = self._strategy
         if strategy.keeps_freed_memory:
             sizes = stream.count_bytes(LARGEST_KEPT)
-            take_memory(strategy.options.new_algorithm().memory_to_join(*sizes, ranks=stream.num_senders + 1))
+            take_memory(
+                strategy.options.new_algorithm().memory_to_join(
+                    *sizes, ranks=stream.num_senders + 1
+                )
+            )
 
     def _close_stream(self) -> None:
         if self._stream is not None:
@@ -113,4 +130,8 @@ class CatchingUp:
     def _holdings(self) -> Holdings | None:
         strategy, view = self._strategy, self._recovery.view
         held = strategy.algorithm.holdings(strategy.fit_model, strategy.optimizers)
-        return replace(held, generation=view.generation) if held is not None and view is not None else None
+        return (
+            replace(held, generation=view.generation)
+            if held is not None and view is not None
+            else None
+        )

@@ -6,7 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
 from torch.optim import LBFGS
 
 from lightning_ring.errors import ConfigurationError
@@ -14,35 +18,41 @@ from lightning_ring.monitor.profile import RingProfile
 
 _REFUSED = (
     RingProfile,  # it communicates by itself
-    *(LearningRateFinder, BatchSizeFinder),  # they train before the fit: a new process would do so alone
+    # they train before the fit: a new process would do so alone
+    *(LearningRateFinder, BatchSizeFinder),
 )
 
 
 def check_fit(trainer: pl.Trainer) -> None:
-    """Raise a ConfigurationError that names everything that ``trainer`` has and an elastic fit cannot do yet."""
+    """Raise a ConfigurationError that names everything that ``trainer`` has and an elastic fit
+    cannot do yet.
+    """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     found = [type(callback).__name__ for callback in callbacks if isinstance(callback, _REFUSED)]
     found += [name for name, is_there in _REASONS.items() if is_there(trainer)]
     if found:
         raise ConfigurationError(
-            f"An elastic fit (strategy='ring_elastic') does not work with {', '.join(found)} yet. Leave it out, or use "
-            "strategy='ring', whose job ends when a rank dies."
+            f"An elastic fit (strategy='ring_elastic') does not work with {', '.join(found)} yet. "
+            "Leave it out, or use strategy='ring', whose job ends when a rank dies."
         )
 
 
 def keeps_newcomers_out(trainer: pl.Trainer, num_fits: int) -> str:
-    """Why processes cannot join this fit, which is number ``num_fits`` of its script; ``""`` where they can."""
+    """Why processes cannot join this fit, which is number ``num_fits`` of its script; ``""``
+    where they can.
+    """
     if num_fits > 1:
         return (
-            f"this is fit number {num_fits} of the script, and it would have to do the earlier ones again. It ends "
-            "with the job. Give each fit a script of its own where dead ranks are to be replaced in it."
+            f"this is fit number {num_fits} of the script, and it would have to do the earlier "
+            "ones again. It ends with the job. Give each fit a script of its own where dead ranks "
+            "are to be replaced in it."
         )
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
         return (
-            "StochasticWeightAveraging begins at the start of an epoch, with a schedule and a count of its own, which "
-            "the process would not get. It ends with the job. Use WeightAveraging or EMAWeightAveraging where dead "
-            "ranks are to be replaced."
+            "StochasticWeightAveraging begins at the start of an epoch, with a schedule and a "
+            "count of its own, which the process would not get. It ends with the job. Use "
+            "WeightAveraging or EMAWeightAveraging where dead ranks are to be replaced."
         )
     return ""
 
@@ -58,11 +68,15 @@ _REASONS: dict[str, Callable[[Any], bool]] = {
     "manual optimization and a gradient scaler (precision='16-mixed') together": lambda trainer: (
         not trainer.lightning_module.automatic_optimization and _has_scaler(trainer)
     ),
-    "torch.optim.LBFGS": lambda trainer: any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers),
+    "torch.optim.LBFGS": lambda trainer: any(
+        isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers
+    ),
     "a gradient scaler (precision='16-mixed') and shard_optimizer=True together": lambda trainer: (
         _has_scaler(trainer) and trainer.strategy.algorithm.sharded
     ),
-    "reload_dataloaders_every_n_epochs": lambda trainer: bool(trainer.reload_dataloaders_every_n_epochs),
+    "reload_dataloaders_every_n_epochs": lambda trainer: bool(
+        trainer.reload_dataloaders_every_n_epochs
+    ),
     "overfit_batches": lambda trainer: trainer.overfit_batches > 0,
     "training_step(dataloader_iter)": lambda trainer: (
         "dataloader_iter" in type(trainer.lightning_module).training_step.__code__.co_varnames

@@ -78,7 +78,9 @@ class ElasticFit:
             self.recovery.start()
 
     def save_at_the_end(self) -> None:
-        """Save what this rank has finished, where the job ends because it had too few ranks for too long."""
+        """Save what this rank has finished, where the job ends because it had too few ranks for
+        too long.
+        """
         if self.recovery.step is not None:  # else it has not joined yet
             save_at_the_end(self._strategy, self.process, take_back=self.step.forget)
 
@@ -99,7 +101,8 @@ class ElasticFit:
 
     def _stand_alone(self) -> None:
         number = self.process.member.number
-        # as many ranks as the others had in their set-up: scripts compute batches from it, and schedules their length
+        # as many ranks as the others had in their set-up: scripts compute batches from it, and
+        # schedules their length
         size = self.process.member.first_ranks or 1
         rank = size - 1
         # not local rank 0, which prepares data: that of the others has done so
@@ -115,7 +118,9 @@ class ElasticFit:
     def welcomes_newcomers(self) -> bool:
         if self._keeps_out and not self._said_that_they_wait:
             self._said_that_they_wait = True
-            rank_zero_warn(f"lightning_ring: a process waits to join, and cannot: {self._keeps_out}")
+            rank_zero_warn(
+                f"lightning_ring: a process waits to join, and cannot: {self._keeps_out}"
+            )
         return self._has_room_for(self._strategy.world_size + 1)
 
     def admits(self, ranks: int) -> bool:
@@ -136,8 +141,8 @@ class ElasticFit:
         joins = self.waits_to_join
         if joins and self.process.member.number not in view.newcomers:
             raise ConfigurationError(
-                f"Process {self.process.member.number} took the place of one that died before the training began, and "
-                "cannot join it now. Start the job again."
+                f"Process {self.process.member.number} took the place of one that died before the "
+                "training began, and cannot join it now. Start the job again."
             )
         self.catching_up.ranks_change()
         if joins:
@@ -146,7 +151,8 @@ class ElasticFit:
         self._adopt(self._job)
         strategy.timeline.follow(comm)
         if view.newcomers:
-            check_newcomers(strategy, self, comm, joins=joins)  # before buckets, which are those of equal models
+            # before buckets, which are those of equal models
+            check_newcomers(strategy, self, comm, joins=joins)
         if joins:
             strategy.attach_newcomer(comm)
         elif strategy.in_fit:
@@ -166,7 +172,8 @@ class ElasticFit:
         if view.generation == 0:
             return
         self.step.changed = True
-        trainer.fit_loop.epoch_loop.val_loop._combined_loader = None  # its sampler has the ranks before
+        # its sampler has the ranks before
+        trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
         if strategy.is_global_zero and not was_rank_zero:
             take_over(trainer)
         changes = strategy.rank_changes
@@ -184,6 +191,9 @@ class ElasticFit:
         adopt(job)
         strategy = self._strategy
         strategy._job = job
-        # Lightning takes the one at the local rank, which is 1 of 1 in a newcomer of a job that began with one rank
-        strategy.parallel_devices = [self.process.connecting.device] * max(job.info.local_size, job.info.local_rank + 1)
+        # Lightning takes the one at the local rank, which is 1 of 1 in a newcomer of a job that
+        # began with one rank
+        strategy.parallel_devices = [self.process.connecting.device] * max(
+            job.info.local_size, job.info.local_rank + 1
+        )
         strategy.set_world_ranks()

@@ -25,10 +25,17 @@ from lightning_ring.comm.replicate import (
     check_same_optimizer,
 )
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.integrations.lightning.elastic.attributes import changed_on_all, take_attributes, user_callbacks
+from lightning_ring.integrations.lightning.elastic.attributes import (
+    changed_on_all,
+    take_attributes,
+    user_callbacks,
+)
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
 from lightning_ring.integrations.lightning.elastic.resize import stay_at_the_end
-from lightning_ring.integrations.lightning.elastic.watchers import log_as_the_others, log_every_n_steps
+from lightning_ring.integrations.lightning.elastic.watchers import (
+    log_as_the_others,
+    log_every_n_steps,
+)
 
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
@@ -37,12 +44,15 @@ if TYPE_CHECKING:
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
-def hand_over_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator, *, receives: bool) -> None:
-    """Give ranks that ``receive`` all that a checkpoint of rank 0 would hold, and where it writes. Collective.
+def hand_over_fit(
+    strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator, *, receives: bool
+) -> None:
+    """Give ranks that ``receive`` all that a checkpoint of rank 0 would hold, and where it writes.
+    Collective.
 
-    The other ranks stay as they are. Where processes have caught up, parameters and optimizer state are sent that
-    differ. Sharded state comes from the rank that steps it. What a module keeps outside parameters, buffers and
-    `on_save_checkpoint` is not sent.
+    The other ranks stay as they are. Where processes have caught up, parameters and optimizer state
+    are sent that differ. Sharded state comes from the rank that steps it. What a module keeps
+    outside parameters, buffers and `on_save_checkpoint` is not sent.
 
     `check_newcomers` comes first.
     """
@@ -57,7 +67,13 @@ def hand_over_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator
     broadcast_tensors(buffers if receives else [buffer.clone() for buffer in buffers], comm)
     send = _Sending(comm, by_digest=compares, receives=receives)
     counted = strategy.algorithm.let_in(fit.catching_up.parts, receives=receives, compares=compares)
-    send([param.detach() for param in model.parameters() if counted is None or not param.requires_grad])
+    send(
+        [
+            param.detach()
+            for param in model.parameters()
+            if counted is None or not param.requires_grad
+        ]
+    )
     for optimizer in strategy.optimizers:
         if counted is not None:
             broadcast_groups(optimizer, comm)
@@ -75,36 +91,55 @@ def hand_over_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator
     strategy.timeline.let_in(comm, joins=receives)
 
 
-def check_newcomers(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator, *, joins: bool) -> None:
-    """Compare all that newcomers have to have in common with the others, and do not get from them. Collective.
+def check_newcomers(
+    strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator, *, joins: bool
+) -> None:
+    """Compare all that newcomers have to have in common with the others, and do not get from them.
+    Collective.
 
     Raises:
         ModelMismatchError: The ranks' models or optimizers differ.
-        ConfigurationError: The fit is not the script's first one, or batches, limits or callbacks differ.
+        ConfigurationError: The fit is not the script's first one, or batches, limits or callbacks
+            differ.
     """
     trainer, position = strategy.fit_trainer, fit.step.position
     assert position is not None
     callbacks = [type(callback).__name__ for callback in user_callbacks(trainer)]
-    limits = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps, "order": position.order}
-    own = (fit.process.member.number, joins, fit.process.num_fits, position.batch_size, limits, callbacks)
-    numbers, new, num_fits, batch_sizes, all_limits, all_callbacks = zip(*comm.all_gather_object(own), strict=True)
+    limits = {
+        "max_epochs": trainer.max_epochs,
+        "max_steps": trainer.max_steps,
+        "order": position.order,
+    }
+    own = (
+        fit.process.member.number,
+        joins,
+        fit.process.num_fits,
+        position.batch_size,
+        limits,
+        callbacks,
+    )
+    numbers, new, num_fits, batch_sizes, all_limits, all_callbacks = zip(
+        *comm.all_gather_object(own), strict=True
+    )
     if max(num_fits) != 1:
         raise ConfigurationError(
-            f"A process came to a job that is in fit number {max(num_fits)} of its script, and cannot do the earlier "
-            "ones again. Use one fit in an elastic script."
+            f"A process came to a job that is in fit number {max(num_fits)} of its script, and "
+            "cannot do the earlier ones again. Use one fit in an elastic script."
         )
     check_batches(dict(zip(numbers, batch_sizes, strict=True)))
     old_callbacks = [names for names, is_new in zip(all_callbacks, new, strict=True) if not is_new]
     for number, limit, names in zip(numbers, all_limits, all_callbacks, strict=True):
         if limit != all_limits[0]:
             raise ConfigurationError(
-                f"Process {number} would train on other data, or to another end, than process {numbers[0]}: {limit} "
-                f"and {all_limits[0]}. Keep the data set as it is while the job runs, and change no limit."
+                f"Process {number} would train on other data, or to another end, than process "
+                f"{numbers[0]}: {limit} and {all_limits[0]}. Keep the data set as it is while the "
+                "job runs, and change no limit."
             )
         if names not in old_callbacks:
             raise ConfigurationError(
-                f"Process {number} has other callbacks than the ranks that train: {names} and {old_callbacks[0]}. Give "
-                "the Trainer of each process the same ones, and add none while it trains."
+                f"Process {number} has other callbacks than the ranks that train: {names} and "
+                f"{old_callbacks[0]}. Give the Trainer of each process the same ones, and add none "
+                "while it trains."
             )
     check_same_model(strategy.fit_model, comm)
     for optimizer in strategy.optimizers:
@@ -112,18 +147,23 @@ def check_newcomers(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicat
 
 
 def check_batches(sizes: Mapping[int, int]) -> None:
-    """Raise a ConfigurationError unless all processes, by number, have batches of one size: a step counts on it."""
+    """Raise a ConfigurationError unless all processes, by number, have batches of one size: a
+    step counts on it.
+    """
     if len(set(sizes.values())) > 1:
         shown = ", ".join(f"process {number} has {size}" for number, size in sorted(sizes.items()))
         raise ConfigurationError(
-            f"A process joins whose training batches have another size than those of the others ({shown}). Each rank "
-            "keeps its batch size, however many there are. Give DataLoader a number, or compute it from "
-            "trainer.world_size, which in the set-up of every process is the number with which the job began."
+            "A process joins whose training batches have another size than those of the others "
+            f"({shown}). Each rank keeps its batch size, however many there are. Give DataLoader a "
+            "number, or compute it from trainer.world_size, which in the set-up of every process "
+            "is the number with which the job began."
         )
 
 
 class _Sending:
-    """Sends rank 0's tensors to those that receive, ``by_digest`` only what differs, and counts them."""
+    """Sends rank 0's tensors to those that receive, ``by_digest`` only what differs, and counts
+    them.
+    """
 
     def __init__(self, comm: Communicator, *, by_digest: bool, receives: bool) -> None:
         self._comm, self._by_digest, self._receives = comm, by_digest, receives
@@ -141,14 +181,15 @@ class _Sending:
     def tell(self, further_sent: int, further_of: int) -> None:
         sent, of = (self._sent + further_sent) / 2**20, (self._of + further_of) / 2**20
         rank_zero_info(
-            f"lightning_ring: while the ranks waited, {sent:.1f} of {of:.1f} MiB of parameters and optimizer state "
-            "were sent to new ones."
+            f"lightning_ring: while the ranks waited, {sent:.1f} of {of:.1f} MiB of parameters and "
+            "optimizer state were sent to new ones."
         )
 
 
 def _state(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit) -> dict[str, Any]:
     with strategy.without_optimizer_states():
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # on all ranks: it calls hooks
+        # on all ranks: it calls hooks
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     del checkpoint["optimizer_states"]
     return {
         "step": fit.recovery.step,
@@ -164,7 +205,9 @@ def _state(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit) -> d
     }
 
 
-def _restore(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit, state: dict[str, Any]) -> None:
+def _restore(
+    trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit, state: dict[str, Any]
+) -> None:
     for callback, folder in zip(_model_checkpoints(trainer), state["folders"], strict=True):
         callback.dirpath = folder
     take_names(trainer.loggers, state["logger_names"])
@@ -199,17 +242,24 @@ def _restore(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit, st
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """In the place of a parameter or buffer of the model in a checkpoint: the ranks have got it already."""
+    """In the place of a parameter or buffer of the model in a checkpoint: the ranks have got it
+    already.
+    """
 
     name: str
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    return {
+        name: tensor.detach()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
 
 
 def _without_own_tensors(checkpoint: dict[str, Any], model: nn.Module) -> Any:
-    """Callbacks may have put others in the place of the model's tensors, under their names, and these elsewhere."""
+    """Callbacks may have put others in the place of the model's tensors, under their names, and
+    these elsewhere.
+    """
     names = {_place(tensor): name for name, tensor in _tensors_of(model).items() if tensor.numel()}
 
     def name_of(tensor: Tensor) -> Any:
@@ -220,7 +270,12 @@ def _without_own_tensors(checkpoint: dict[str, Any], model: nn.Module) -> Any:
 
 
 def _place(tensor: Tensor) -> Any:
-    return tensor.device, tensor.dtype, tensor.shape, tensor.data_ptr() if tensor.layout == torch.strided else -1
+    return (
+        tensor.device,
+        tensor.dtype,
+        tensor.shape,
+        tensor.data_ptr() if tensor.layout == torch.strided else -1,
+    )
 
 
 def _go_on_without_restart(loop: _Loop) -> None:

@@ -1,4 +1,6 @@
-"""Collectives outside optimizer steps: made again in place when a rank dies in them, alone or as a section of code."""
+"""Collectives outside optimizer steps: made again in place when a rank dies in them, alone or as
+a section of code.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,12 @@ T = TypeVar("T")
 
 
 class HostCalls:
-    """Counts the calls of this rank, so that one that has missed the end of a call gets its result from another.
+    """Counts the calls of this rank, so that one that has missed the end of a call gets its result
+    from another.
 
-    No rank may return from a call before all have come to it. After a death some may therefore have finished a call in
-    which the others still are, and none is further. ``recover(error)`` brings this rank into the next view, in which
-    `compare` is called, or raises.
+    No rank may return from a call before all have come to it. After a death some may therefore have
+    finished a call in which the others still are, and none is further. ``recover(error)`` brings
+    this rank into the next view, in which `compare` is called, or raises.
     """
 
     def __init__(self, recover: Callable[[Exception], None]) -> None:
@@ -28,7 +31,13 @@ class HostCalls:
         self._inside = False
         self._missed: tuple[Any] | None = None
 
-    def call(self, run: Callable[[], T], again: Callable[[], None] = lambda: None, *, counted: bool = True) -> T:
+    def call(
+        self,
+        run: Callable[[], T],
+        again: Callable[[], None] = lambda: None,
+        *,
+        counted: bool = True,
+    ) -> T:
         """``run()``, and once more for each rank that dies in it, after ``again()``.
 
         Not ``counted`` is one from which a rank may return before all have come to it.
@@ -66,9 +75,13 @@ class HostCalls:
 
         A rank that ``joins`` counts from where the others are.
         """
-        calls: list[tuple[int, Any]] = comm.all_gather_object((-1 if joins else self._count, self._last))
+        calls: list[tuple[int, Any]] = comm.all_gather_object(
+            (-1 if joins else self._count, self._last)
+        )
         most, last = max(calls, key=lambda call: call[0])
-        assert joins or most <= self._count + 1, f"a rank is {most - self._count} calls ahead: it waited for nobody"
+        assert joins or most <= self._count + 1, (
+            f"a rank is {most - self._count} calls ahead: it waited for nobody"
+        )
         self._missed = (last,) if most > self._count and not joins else None
         if joins:
             self._count, self._last = most, last

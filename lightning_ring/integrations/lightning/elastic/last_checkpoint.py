@@ -1,4 +1,6 @@
-"""The checkpoint of a job that ends with too few ranks, and that with which a job goes on that has lost its state."""
+"""The checkpoint of a job that ends with too few ranks, and that with which a job goes on that
+has lost its state.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ if TYPE_CHECKING:
 
 
 def save_last_checkpoint(strategy: ElasticStrategy, number: int) -> Path:
-    """Save the fit beside its other checkpoints, as whichever rank calls it. All ranks that are left hold the same."""
+    """Save the fit beside its other checkpoints, as whichever rank calls it. All ranks that are
+    left hold the same.
+    """
     trainer = strategy.fit_trainer
     callback = trainer.checkpoint_callback
     folder = callback.dirpath if isinstance(callback, ModelCheckpoint) else None
-    path = Path(folder or trainer.default_root_dir) / f"too-few-ranks-step={trainer.global_step}.ckpt"
+    path = (
+        Path(folder or trainer.default_root_dir) / f"too-few-ranks-step={trainer.global_step}.ckpt"
+    )
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     count_trained_batches(checkpoint, trainer)
     own = path.with_name(f"{path.name}.{number}")
@@ -35,8 +41,11 @@ def save_last_checkpoint(strategy: ElasticStrategy, number: int) -> Path:
     return path
 
 
-def save_at_the_end(strategy: ElasticStrategy, process: ElasticProcess, take_back: Callable[[], None]) -> None:
-    """Save what this rank has finished, where the job ends because it had too few ranks for too long.
+def save_at_the_end(
+    strategy: ElasticStrategy, process: ElasticProcess, take_back: Callable[[], None]
+) -> None:
+    """Save what this rank has finished, where the job ends because it had too few ranks for too
+    long.
 
     ``take_back`` undoes the step under way.
     """
@@ -53,7 +62,8 @@ def save_at_the_end(strategy: ElasticStrategy, process: ElasticProcess, take_bac
 
 
 def lose_state(trainer: pl.Trainer, process: ElasticProcess, error: StateLostError) -> NoReturn:
-    """End this rank, which cannot go on. The job begins again from the newest checkpoint, where there is one.
+    """End this rank, which cannot go on. The job begins again from the newest checkpoint, where
+    there is one.
 
     Raises:
         JobEnded: With the reason, and what follows.
@@ -61,17 +71,28 @@ def lose_state(trainer: pl.Trainer, process: ElasticProcess, error: StateLostErr
     """
     view, hint = process.recovery.view, where_to_go_on(trainer)
     if view is not None and view.last:
-        raise JobEnded(f"The job ends: {view.last}. No checkpoint could be saved: {error} {hint}") from error
+        raise JobEnded(
+            f"The job ends: {view.last}. No checkpoint could be saved: {error} {hint}"
+        ) from error
     checkpoint = newest_checkpoint(trainer)
-    if checkpoint is None or process.num_fits > 1:  # the fits before would get the checkpoint of this one
+    # the fits before would get the checkpoint of this one
+    if checkpoint is None or process.num_fits > 1:
         raise StateLostError(f"{error} {hint}") from None
-    process.member.lose_state(str(error), os.path.abspath(checkpoint), os.stat(checkpoint).st_mtime_ns)
+    process.member.lose_state(
+        str(error), os.path.abspath(checkpoint), os.stat(checkpoint).st_mtime_ns
+    )
     raise JobEnded(f"The job begins again from {checkpoint}: {error}") from error
 
 
 def newest_checkpoint(trainer: pl.Trainer) -> str | None:
-    """The newest file that the fit has saved and can go on from; else the one that it began with, if any."""
-    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    """The newest file that the fit has saved and can go on from; else the one that it began
+    with, if any.
+    """
+    callbacks = [
+        callback
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint)
+    ]
     whole = [callback for callback in callbacks if not callback.save_weights_only]
     saved = [path for one in whole for path in (one.last_model_path, *one.best_k_models) if path]
     there = [path for path in saved if os.path.isfile(path)]
@@ -86,11 +107,15 @@ def where_to_go_on(trainer: pl.Trainer) -> str:
     newest = newest_checkpoint(trainer)
     if newest is None:
         return "The fit has saved no checkpoint: start the job again."
-    return f"Start the job again from its newest checkpoint: trainer.fit(..., ckpt_path={newest!r})."
+    return (
+        f"Start the job again from its newest checkpoint: trainer.fit(..., ckpt_path={newest!r})."
+    )
 
 
 def go_on_from(trainer: pl.Trainer, path: str) -> Callable[[], None]:
-    """Let the fit that begins load the checkpoint at ``path``, whatever the script names. Returns what ends that."""
+    """Let the fit that begins load the checkpoint at ``path``, whatever the script names.
+    Returns what ends that.
+    """
     connector = trainer._checkpoint_connector
     plain = connector.resume_start
 

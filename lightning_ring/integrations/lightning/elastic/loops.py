@@ -7,7 +7,10 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lightning_ring.integrations.lightning.elastic.samplers import warn_of_fixed_samplers
-from lightning_ring.integrations.lightning.elastic.step_undo import remember_callbacks, remember_metrics
+from lightning_ring.integrations.lightning.elastic.step_undo import (
+    remember_callbacks,
+    remember_metrics,
+)
 from lightning_ring.integrations.lightning.elastic.weights import remember_exchanged_weights
 
 if TYPE_CHECKING:
@@ -16,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def change_loops(strategy: ElasticStrategy, fit: ElasticFit, in_fit: ExitStack) -> None:
-    """Let batches, validations and the optimizer's closure of ``strategy``'s Trainer outlive deaths.
+    """Let batches, validations and the optimizer's closure of ``strategy``'s Trainer outlive
+    deaths.
 
     ``in_fit`` takes back what is changed.
     """
@@ -37,7 +41,8 @@ def change_loops(strategy: ElasticStrategy, fit: ElasticFit, in_fit: ExitStack) 
             fit.step.averages_are_complete()
         fit.step.before_update()
 
-    if fit.recovery.parted:  # ranks gather optimizer state before the strategy saves; a newcomer has no shards yet
+    # ranks gather optimizer state before the strategy saves; a newcomer has no shards yet
+    if fit.recovery.parted:
         save = trainer.save_checkpoint
         in_fit.callback(vars(trainer).pop, "save_checkpoint", None)
         trainer.save_checkpoint = (  # type: ignore[method-assign]
@@ -52,7 +57,9 @@ def change_loops(strategy: ElasticStrategy, fit: ElasticFit, in_fit: ExitStack) 
 
 
 def _meet(strategy: ElasticStrategy, fit: ElasticFit) -> None:
-    """Before a batch is fetched: newcomers come in, and the loader learns that the number of ranks has changed."""
+    """Before a batch is fetched: newcomers come in, and the loader learns that the number of
+    ranks has changed.
+    """
     if fit.waits_to_join:
         fit.join()
     elif fit.recovery.newcomers_wait:
@@ -76,12 +83,19 @@ def _validate(strategy: ElasticStrategy, fit: ElasticFit, run: Callable[[], Any]
         restore_callbacks()
         restore_weights()
         trainer.should_stop = should_stop
-        for part, training in modes:  # else the second run finds it in eval mode, and leaves it there
+        # else the second run finds it in eval mode, and leaves it there
+        for part, training in modes:
             part.training = training
         loop._restarting, loop._combined_loader = False, None
         trainer.validating = True
 
     result = fit.calls.call(lambda: strategy.and_barrier(run), take_back)
-    if loop._combined_loader is not None and fit.recovery.view is not None and fit.recovery.view.generation > 0:
-        warn_of_fixed_samplers(loop._combined_loader.flattened, strategy.global_rank, strategy.world_size)
+    if (
+        loop._combined_loader is not None
+        and fit.recovery.view is not None
+        and fit.recovery.view.generation > 0
+    ):
+        warn_of_fixed_samplers(
+            loop._combined_loader.flattened, strategy.global_rank, strategy.world_size
+        )
     return result

@@ -1,4 +1,6 @@
-"""The loss scaler of a fit whose steps may be done again, or be finished without another backward."""
+"""The loss scaler of a fit whose steps may be done again, or be finished without another
+backward.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ def forget_unscaling(precision: Any) -> None:
 
 @contextmanager
 def already_unscaled(precision: Any) -> Iterator[None]:
-    """Around the optimizer's step of averages that were divided, and looked through for infinities, before."""
+    """Around the optimizer's step of averages that were divided, and looked through for
+    infinities, before.
+    """
     if (scaler := getattr(precision, "scaler", None)) is None:
         yield
         return

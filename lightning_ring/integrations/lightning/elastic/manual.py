@@ -1,4 +1,6 @@
-"""Manual optimization in an elastic fit: a training_step, with all that it steps, is one step that is done again."""
+"""Manual optimization in an elastic fit: a training_step, with all that it steps, is one step
+that is done again.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def remember_weights(strategy: ElasticStrategy) -> Callable[[], None]:
-    """Keep parameters, optimizers and schedulers; the returned function restores them. A copy of all their tensors."""
+    """Keep parameters, optimizers and schedulers; the returned function restores them. A copy of
+    all their tensors.
+    """
     module = strategy.fit_model
     params = [(param, param.detach().clone(), param.requires_grad) for param in module.parameters()]
     optimizers = [(optimizer, *_state_of(optimizer)) for optimizer in strategy.optimizers]
@@ -30,7 +34,8 @@ def remember_weights(strategy: ElasticStrategy) -> Callable[[], None]:
     def restore() -> None:
         for param, kept, requires_grad in params:
             param.copy_(kept)
-            param.requires_grad_(requires_grad)  # toggle_model() leaves it changed where an exception ends its block
+            # toggle_model() leaves it changed where an exception ends its block
+            param.requires_grad_(requires_grad)
         vars(module).get("_param_requires_grad_state", {}).clear()
         for optimizer, state, groups in optimizers:
             optimizer.state.clear()
@@ -45,8 +50,14 @@ def remember_weights(strategy: ElasticStrategy) -> Callable[[], None]:
 
 def _state_of(optimizer: Optimizer) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
     """Copies of the state of each parameter, and of the settings of each group."""
-    state = {key: {name: _copied(value) for name, value in of_one.items()} for key, of_one in optimizer.state.items()}
-    settings = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
+    state = {
+        key: {name: _copied(value) for name, value in of_one.items()}
+        for key, of_one in optimizer.state.items()
+    }
+    settings = [
+        {name: group[name] for name in group if name != "params"}
+        for group in optimizer.param_groups
+    ]
     return state, [{name: _copied(value) for name, value in group.items()} for group in settings]
 
 
@@ -67,14 +78,24 @@ class OwnGradients:
         self._left = {
             optimizer
             for optimizer in optimizers
-            if any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
+            if any(
+                param.grad is not None
+                for group in optimizer.param_groups
+                for param in group["params"]
+            )
         }
 
     @contextmanager
     def followed(self, optimizers: Sequence[LightningOptimizer]) -> Iterator[None]:
-        """While the fit trains: notice ``zero_grad``, also of the optimizers inside, and look at each step."""
+        """While the fit trains: notice ``zero_grad``, also of the optimizers inside, and look at
+        each step.
+        """
         handles = [wrapped.optimizer.register_step_pre_hook(self._check) for wrapped in optimizers]
-        callers = [(caller, wrapped.optimizer) for wrapped in optimizers for caller in (wrapped, wrapped.optimizer)]
+        callers = [
+            (caller, wrapped.optimizer)
+            for wrapped in optimizers
+            for caller in (wrapped, wrapped.optimizer)
+        ]
         for caller, optimizer in callers:
             self._notice_zero_grad(caller, optimizer)
         try:
@@ -97,8 +118,9 @@ class OwnGradients:
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer in self._left:
             raise ConfigurationError(
-                f"{type(optimizer).__name__} is about to step with gradients of an earlier training_step: with manual "
-                "optimization an elastic fit does a whole training_step again when a rank dies, and cannot bring those "
-                "back. Call its zero_grad() in each training_step that steps it, and accumulate within one "
+                f"{type(optimizer).__name__} is about to step with gradients of an earlier "
+                "training_step: with manual optimization an elastic fit does a whole "
+                "training_step again when a rank dies, and cannot bring those back. Call its "
+                "zero_grad() in each training_step that steps it, and accumulate within one "
                 "training_step, or use automatic optimization with accumulate_grad_batches."
             )

@@ -1,4 +1,6 @@
-"""Metric objects, which gather their states through torch's default group, as calls that a death does not end."""
+"""Metric objects, which gather their states through torch's default group, as calls that a death
+does not end.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
 
 @contextmanager
 def gathering_through(calls: HostCalls, module: nn.Module) -> Iterator[None]:
-    """Gather the states of each metric of ``module`` in one of ``calls``: of the ranks that are there, or of all."""
+    """Gather the states of each metric of ``module`` in one of ``calls``: of the ranks that are
+    there, or of all.
+    """
     metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
     for metric in metrics:
         vars(metric)["_sync_dist"] = _Gathering(metric, calls)
@@ -39,5 +43,6 @@ class _Gathering:
             type(metric)._sync_dist(metric, *args, **kwargs)
             return {name: getattr(metric, name) for name in metric._defaults}
 
-        for name, state in self._calls.call(run).items():  # another rank's, if this one has missed the end
+        # another rank's, if this one has missed the end
+        for name, state in self._calls.call(run).items():
             setattr(metric, name, state)

@@ -1,4 +1,6 @@
-"""Where a fit stands in its training data, and how its loader goes on from there with other ranks."""
+"""Where a fit stands in its training data, and how its loader goes on from there with other
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from lightning_ring.integrations.lightning.uneven import written_sampler
 
 
 class TrainingPosition:
-    """The position in the order of an `OrderedSampler`, in samples of all ranks, before and after the current step.
+    """The position in the order of an `OrderedSampler`, in samples of all ranks, before and after
+    the current step.
 
     Attributes:
         batch_size: Samples of a batch of one rank.
@@ -35,9 +38,14 @@ class TrainingPosition:
         batch_size = getattr(loaders[0], "batch_size", None)
         if not isinstance(sampler, OrderedSampler) or not isinstance(batch_size, int):
             raise ConfigurationError(
-                "An elastic fit needs one training loader whose order does not depend on the number of ranks: a "
-                "DataLoader with batch_size=..., and no sampler of its own or one of lightning_ring.data. "
-                + (_as_written(loaders[0]) if len(loaders) == 1 else f"This fit has {len(loaders)} training loaders.")
+                "An elastic fit needs one training loader whose order does not depend on the "
+                "number of ranks: a DataLoader with batch_size=..., and no sampler of its own or "
+                "one of lightning_ring.data. "
+                + (
+                    _as_written(loaders[0])
+                    if len(loaders) == 1
+                    else f"This fit has {len(loaders)} training loaders."
+                )
             )
         self._sampler = sampler
         self.batch_size = batch_size
@@ -57,8 +65,8 @@ class TrainingPosition:
     def begin_step(self, *, ranks_changed: bool = False) -> None:
         """Keep the position before the current batch, which is the first of a step.
 
-        Where ``ranks_changed`` since the loader was told, this is where the last step ended: the loader would count its
-        batches for the ranks that there are now.
+        Where ``ranks_changed`` since the loader was told, this is where the last step ended: the
+        loader would count its batches for the ranks that there are now.
         """
         new_epoch = self._epoch != self._trainer.current_epoch
         if new_epoch:
@@ -82,7 +90,8 @@ class TrainingPosition:
         return self._sampler.placed(min(self._sampler.rank, num - 1), num)
 
     def go_back(self) -> Any:
-        """Let the loader go back to the first batch of the current step, with the ranks that there are now; returns it.
+        """Let the loader go back to the first batch of the current step, with the ranks that there
+        are now; returns it.
 
         The step takes `num_batches` again, of which `fetch` returns the others.
         """
@@ -98,7 +107,9 @@ class TrainingPosition:
             self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = self._fetcher.done
 
     def read_again(self) -> Any:
-        """The batch that replaces the current one, which was read before the ranks changed; its step has not begun."""
+        """The batch that replaces the current one, which was read before the ranks changed; its
+        step has not begun.
+        """
         if self._epoch != self._trainer.current_epoch:
             self.begin_epoch()
         else:
@@ -130,13 +141,17 @@ class TrainingPosition:
         return f"{self._sampler.kind} of {self._sampler.fingerprint}, seed {self._sampler.seed}"
 
     def has_batches_for(self, ranks: int) -> bool:
-        """Whether each of ``ranks`` has a batch left after the current step, of this epoch or of one that begins."""
+        """Whether each of ``ranks`` has a batch left after the current step, of this epoch or of
+        one that begins.
+        """
         begins_epoch = self._epoch != self._trainer.current_epoch
         position, done = (0, 0) if begins_epoch else (self._after["position"], self._batch_idx + 1)
         try:
             with self._sampler.placed(ranks - 1, ranks):
                 total = done + self._sampler.num_left(position) // self.batch_size
-            limited = _parse_num_batches(RunningStage.TRAINING, total, self._trainer.limit_train_batches)
+            limited = _parse_num_batches(
+                RunningStage.TRAINING, total, self._trainer.limit_train_batches
+            )
         except (ConfigurationError, MisconfigurationException):
             return False  # too few classes for a step, or no batch within the limit
         return bool(limited > done)
@@ -193,7 +208,9 @@ class TrainingPosition:
 
 
 def _as_written(loader: Any) -> str:
-    """What of ``loader`` an elastic fit cannot have, in the words of the script: torch and Lightning add samplers."""
+    """What of ``loader`` an elastic fit cannot have, in the words of the script: torch and
+    Lightning add samplers.
+    """
     if not isinstance(loader, DataLoader):
         return f"This one is a {type(loader).__name__}."
     if isinstance(loader.dataset, IterableDataset):
@@ -205,5 +222,8 @@ def _as_written(loader: Any) -> str:
     sampler = written_sampler(loader.sampler)
     name = type(sampler).__name__
     if sampler is loader.sampler and isinstance(sampler, (RandomSampler, SequentialSampler)):
-        return f"This one has the {name} of torch, as Trainer(use_distributed_sampler=False) leaves it."
+        return (
+            f"This one has the {name} of torch, as Trainer(use_distributed_sampler=False) leaves "
+            "it."
+        )
     return f"This one has sampler={name}(...)."

@@ -1,4 +1,6 @@
-"""This process in an elastic job: its place, its connections and its count of steps, which outlive a fit."""
+"""This process in an elastic job: its place, its connections and its count of steps, which
+outlive a fit.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,13 @@ class Connecting:
 
 
 class ElasticProcess:
-    """Opened once, by the first fit. An uncaught exception in this process ends the job from then on.
+    """Opened once, by the first fit. An uncaught exception in this process ends the job from then
+    on.
 
     Attributes:
         is_newcomer: Whether the training had begun when this process connected.
-        fitting: Whether a fit is under way, so that the end of this process is no end of its training.
+        fitting: Whether a fit is under way, so that the end of this process is no end of its
+            training.
         was_stopped: Whether all ranks left a fit together, as a signal asked them to.
         num_fits: Fits that this process has begun.
     """
@@ -52,7 +56,9 @@ class ElasticProcess:
 
     def _say_at_exit(self) -> None:
         if self.was_stopped:
-            self.member.fail("its ranks were asked to stop (SIGTERM), and did so at the same step", 143)
+            self.member.fail(
+                "its ranks were asked to stop (SIGTERM), and did so at the same step", 143
+            )
         elif not self.fitting:
             self.member.finish()
 
@@ -71,9 +77,10 @@ def elastic_process(connecting: Connecting, training: Training) -> ElasticProces
         _process = ElasticProcess(connecting, training)
     elif _process.connecting != connecting:
         raise ConfigurationError(
-            f"The ranks of this process are connected with {_process.connecting}, and the strategy of another fit asks "
-            f"for {connecting}. An elastic job connects once: give all strategies of the script the same backend, "
-            "device, timeout, stall_warning and topology."
+            f"The ranks of this process are connected with {_process.connecting}, and the strategy "
+            f"of another fit asks for {connecting}. An elastic job connects once: give all "
+            "strategies of the script the same backend, device, timeout, stall_warning and "
+            "topology."
         )
     _process.recovery.training = training
     return _process

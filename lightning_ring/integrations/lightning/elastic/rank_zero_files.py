@@ -34,7 +34,8 @@ def take_over(trainer: pl.Trainer) -> None:
             go_on_with_csv(logger)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ProgressBar):
-            callback.setup(trainer, trainer.lightning_module, "fit")  # it was told that another rank has it
+            # it was told that another rank has it
+            callback.setup(trainer, trainer.lightning_module, "fit")
             callback.enable()
             callback.on_train_start(trainer, trainer.lightning_module)
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
@@ -44,7 +45,8 @@ def go_on_with_csv(logger: CSVLogger) -> None:
     """Open the files of ``logger``, which keep what they hold."""
     folder = Path(logger.log_dir)
     path, hyperparameters = folder / "metrics.csv", folder / "hparams.yaml"
-    aside = folder / ".metrics.csv"  # the logger deletes what is there; a rank that dies now leaves it for the next one
+    # the logger deletes what is there; a rank that dies now leaves it for the next one
+    aside = folder / ".metrics.csv"
     if path.exists():
         path.replace(aside)
     with warnings.catch_warnings():
@@ -56,4 +58,5 @@ def go_on_with_csv(logger: CSVLogger) -> None:
         aside.replace(path)
         writer.metrics_keys = next(csv.reader(io.StringIO(kept[:end].decode())))
     if hyperparameters.exists():
-        writer.hparams = load_hparams_from_yaml(str(hyperparameters))  # else it writes its own, which are none
+        # else it writes its own, which are none
+        writer.hparams = load_hparams_from_yaml(str(hyperparameters))

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
 REMEMBERED = 8  # views: a rank may miss as many in a row, less one
-_RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # also what torch's schedulers keep in groups
+# also what torch's schedulers keep in groups
+_RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 _RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "_last_lr")
 _RULES: dict[str, Callable[[int, int], float]] = {
     "keep": lambda old, new: 1.0,
@@ -40,15 +41,19 @@ class Resize:
         self._views: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
 
     def begin(self, world_size: int, generation: int = 0) -> None:
-        """The learning rates are those for ``world_size`` ranks, from the view ``generation`` on."""
+        """The learning rates are those for ``world_size`` ranks, from the view ``generation``
+        on.
+        """
         self._views.clear()
         self._views.append((generation, world_size))
 
     def missed(self, comm: Communicator) -> list[tuple[int, int]]:
-        """The views for which others have scaled their rates and this rank has not, in turn. Collective.
+        """The views for which others have scaled their rates and this rank has not, in turn.
+        Collective.
 
-        A rank that dies while the others enter a view keeps some of them from it. If these then scaled their rates by
-        one factor, and the others by two, the products could differ in the last bit.
+        A rank that dies while the others enter a view keeps some of them from it. If these then
+        scaled their rates by one factor, and the others by two, the products could differ in the
+        last bit.
 
         Returns:
             Generation and number of ranks of each.
@@ -58,9 +63,14 @@ class Resize:
         return sorted({view for views in of_all for view in views if view > last})
 
     def apply(
-        self, strategy: ElasticStrategy, position: TrainingPosition | None, view: tuple[int, int], step: int
+        self,
+        strategy: ElasticStrategy,
+        position: TrainingPosition | None,
+        view: tuple[int, int],
+        step: int,
     ) -> None:
-        """Scale the learning rates for a ``view``, a generation and its number of ranks, and say so on rank 0.
+        """Scale the learning rates for a ``view``, a generation and its number of ranks, and say so
+        on rank 0.
 
         Raises:
             ConfigurationError: The user's function returned no positive number.
@@ -76,23 +86,34 @@ class Resize:
         factor = self._factor(old, world_size)
         if not isinstance(factor, int | float) or not (math.isfinite(factor) and factor > 0):
             raise ConfigurationError(
-                f"resize_lr={self._name} returned {factor!r} for {old} and {world_size} ranks, expected the positive "
-                "number by which learning rates are multiplied."
+                f"resize_lr={self._name} returned {factor!r} for {old} and {world_size} ranks, "
+                "expected the positive number by which learning rates are multiplied."
             )
         before = _shown(strategy.optimizers)
         if factor != 1.0:
             scale_learning_rates(strategy.optimizers, schedulers, factor)
         trainer = strategy.fit_trainer
-        of_a_rank = (position.batch_size if position is not None else 0) * trainer.accumulate_grad_batches
-        batch = f"a step takes {of_a_rank * world_size} samples instead of {of_a_rank * old}, " if of_a_rank else ""
+        of_a_rank = (
+            position.batch_size if position is not None else 0
+        ) * trainer.accumulate_grad_batches
+        batch = (
+            f"a step takes {of_a_rank * world_size} samples instead of {of_a_rank * old}, "
+            if of_a_rank
+            else ""
+        )
         rank_zero_info(
-            f"lightning_ring: {world_size} ranks instead of {old} after step {step}: {batch}learning rate {before} -> "
-            f"{_shown(strategy.optimizers)} (resize_lr={self._name!r})."
+            f"lightning_ring: {world_size} ranks instead of {old} after step {step}: "
+            f"{batch}learning rate {before} -> {_shown(strategy.optimizers)} "
+            f"(resize_lr={self._name!r})."
         )
 
 
-def scale_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any], factor: float) -> None:
-    """Multiply all learning rates that ``optimizers`` have and that ``schedulers`` start from, in place."""
+def scale_learning_rates(
+    optimizers: Sequence[Optimizer], schedulers: Sequence[Any], factor: float
+) -> None:
+    """Multiply all learning rates that ``optimizers`` have and that ``schedulers`` start from,
+    in place.
+    """
     scaled: set[int] = set()  # groups share the tensor with which their optimizer was made
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -124,7 +145,9 @@ class _Staying(OneCycleLR):
 
 
 def stay_at_the_end(schedulers: Sequence[Any]) -> None:
-    """Let each `OneCycleLR` keep its last rates: fewer ranks take more steps than it was made for. In place."""
+    """Let each `OneCycleLR` keep its last rates: fewer ranks take more steps than it was made
+    for. In place.
+    """
     for scheduler in schedulers:
         if type(scheduler) is OneCycleLR:
             scheduler.__class__ = _Staying  # an attribute would be saved with its state
@@ -132,5 +155,7 @@ def stay_at_the_end(schedulers: Sequence[Any]) -> None:
 
 
 def _shown(optimizers: Sequence[Optimizer]) -> str:
-    rates = dict.fromkeys(f"{float(group['lr']):g}" for optimizer in optimizers for group in optimizer.param_groups)
+    rates = dict.fromkeys(
+        f"{float(group['lr']):g}" for optimizer in optimizers for group in optimizer.param_groups
+    )
     return ", ".join(rates)

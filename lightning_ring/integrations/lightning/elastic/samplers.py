@@ -15,22 +15,29 @@ from lightning_ring.data.sampling.sampler import ShuffledSampler
 
 
 def warn_of_fixed_samplers(loaders: Iterable[Any], rank: int, world_size: int) -> None:
-    """Name the validation loaders that were cut for other ranks than there are now, and so miss or repeat samples."""
+    """Name the validation loaders that were cut for other ranks than there are now, and so miss
+    or repeat samples.
+    """
     for number, loader in enumerate(loaders):
         sampler = getattr(loader, "sampler", None)
-        if not isinstance(sampler, DistributedSampler) or (sampler.rank, sampler.num_replicas) == (rank, world_size):
+        if not isinstance(sampler, DistributedSampler) or (sampler.rank, sampler.num_replicas) == (
+            rank,
+            world_size,
+        ):
             continue
         warnings.warn(
-            f"lightning_ring: ranks have changed, and validation loader {number} of rank {rank} of {world_size} goes "
-            f"on with its DistributedSampler of rank {sampler.rank} of {sampler.num_replicas}: validations leave "
-            "samples out or count them twice. Give the loader no DistributedSampler (Lightning puts one in, for the "
-            "ranks that there are), or make it in val_dataloader(), which is called again.",
+            f"lightning_ring: ranks have changed, and validation loader {number} of rank {rank} "
+            f"of {world_size} goes on with its DistributedSampler of rank {sampler.rank} of "
+            f"{sampler.num_replicas}: validations leave samples out or count them twice. Give the "
+            "loader no DistributedSampler (Lightning puts one in, for the ranks that there are), "
+            "or make it in val_dataloader(), which is called again.",
             stacklevel=2,
         )
 
 
 def with_ordered_sampler(loader: Any) -> Any:
-    """``loader``, with a `ShuffledSampler` in place of torch's `DistributedSampler`, which Lightning puts in.
+    """``loader``, with a `ShuffledSampler` in place of torch's `DistributedSampler`, which
+    Lightning puts in.
 
     torch's sampler cuts an epoch for a fixed number of ranks.
     """
@@ -44,7 +51,7 @@ def with_ordered_sampler(loader: Any) -> Any:
         seed=sampler.seed,
     )
     rank_zero_info(
-        "lightning_ring: the training loader's DistributedSampler is replaced by lightning_ring.data.ShuffledSampler, "
-        "whose order does not depend on the number of ranks."
+        "lightning_ring: the training loader's DistributedSampler is replaced by "
+        "lightning_ring.data.ShuffledSampler, whose order does not depend on the number of ranks."
     )
     return _update_dataloader(loader, own, mode=RunningStage.TRAINING)

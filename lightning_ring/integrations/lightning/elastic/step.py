@@ -10,7 +10,10 @@ from lightning_ring.elastic.catch_up.source import Source
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.elastic.step_under_way import StepUnderWay
 from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
-from lightning_ring.integrations.lightning.elastic.loss_scaler import already_unscaled, forget_unscaling
+from lightning_ring.integrations.lightning.elastic.loss_scaler import (
+    already_unscaled,
+    forget_unscaling,
+)
 from lightning_ring.integrations.lightning.elastic.manual import OwnGradients, remember_weights
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.elastic.step_undo import remember_progress, remember_step
@@ -22,19 +25,26 @@ if TYPE_CHECKING:
 
 
 class ElasticStep:
-    """The current step of ``strategy``'s fit. It is done again from the first batch whose gradients it accumulates.
+    """The current step of ``strategy``'s fit. It is done again from the first batch whose gradients
+    it accumulates.
 
-    ``source`` sends the state of this rank to newcomers: it learns when that stands still, and when it changes.
+    ``source`` sends the state of this rank to newcomers: it learns when that stands still, and when
+    it changes.
 
     Attributes:
         position: In the training data; `None` outside of the training.
-        substitute: The batch that a step reads which is done again; `None` for the batch that Lightning has fetched.
-        changed: Whether ranks have changed since the loader was told, or this rank does its batches again with others.
-        committing: Whether a step is being finished whose averages were complete when its ranks changed.
+        substitute: The batch that a step reads which is done again; `None` for the batch that
+            Lightning has fetched.
+        changed: Whether ranks have changed since the loader was told, or this rank does its batches
+            again with others.
+        committing: Whether a step is being finished whose averages were complete when its ranks
+            changed.
         own_gradients: Of manual optimization.
     """
 
-    def __init__(self, strategy: ElasticStrategy, recovery: Recovery, calls: HostCalls, source: Source) -> None:
+    def __init__(
+        self, strategy: ElasticStrategy, recovery: Recovery, calls: HostCalls, source: Source
+    ) -> None:
         self._strategy = strategy
         self._recovery = recovery
         self._calls = calls
@@ -45,12 +55,15 @@ class ElasticStep:
         self.own_gradients = OwnGradients()
         self.committing = False
         self._stepping = False
-        # For how many ranks the next step is planned: its first batch is fetched, or about to be. 0: not yet
+        # For how many ranks the next step is planned: its first batch is fetched, or about to be.
+        # 0: not yet
         self._planned_for = 0
-        # And for how many the loader counts since the first batch of those whose gradients it accumulates
+        # And for how many the loader counts since the first batch of those whose gradients it
+        # accumulates
         self._begun_for = 0
         self._ends: int | None = None  # the number of steps after the one that is taken
-        # Where others were further than this rank when ranks changed: past the step that it takes, or in the next one
+        # Where others were further than this rank when ranks changed: past the step that it takes,
+        # or in the next one
         self._others_went_on = False
         self._others_count_for = self._others_planned_for = self._others_begun_for = 0
         self._under_way = StepUnderWay()
@@ -63,9 +76,9 @@ class ElasticStep:
     def compare(self, comm: Communicator, *, some_have_finished: bool) -> None:
         """Learn where the others were when ranks changed. Collective.
 
-        A rank that is behind plans for as many ranks as those ahead did, until it is where they were: for those that
-        there are now it would plan another number of batches. ``some_have_finished``: ranks have finished the training,
-        and are not in ``comm``.
+        A rank that is behind plans for as many ranks as those ahead did, until it is where they
+        were: for those that there are now it would plan another number of batches.
+        ``some_have_finished``: ranks have finished the training, and are not in ``comm``.
         """
         takes_it = self._ends is not None and self._ends == self._recovery.step
         counts_for = self.position.num_ranks if self.position is not None else 0
@@ -73,11 +86,14 @@ class ElasticStep:
         taking, planned, begun, _ = zip(*where, strict=True)
         self._others_went_on = takes_it and (some_have_finished or not all(taking))
         self._others_count_for = next((ranks for takes, _, _, ranks in where if not takes), 0)
-        self._others_planned_for = max(planned) if not self._planned_for else 0  # those that have planned agree
+        # those that have planned agree
+        self._others_planned_for = max(planned) if not self._planned_for else 0
         self._others_begun_for = max(begun) if not self._begun_for else 0
 
     def plan(self) -> None:
-        """Before a batch is fetched: the loader learns that the number of ranks has changed, if a step begins."""
+        """Before a batch is fetched: the loader learns that the number of ranks has changed, if
+        a step begins.
+        """
         assert self.position is not None
         if self._begun_for:
             return
@@ -102,7 +118,9 @@ class ElasticStep:
         return self.substitute
 
     def take_batch(self, train: Callable[[Any], Any], batch: Any) -> Any:
-        """``train(batch)``, a training_step that steps optimizers itself, as one step: done again as a whole."""
+        """``train(batch)``, a training_step that steps optimizers itself, as one step: done
+        again as a whole.
+        """
 
         def step(compute: Callable[[], Any]) -> Any:
             output = compute()
@@ -113,7 +131,9 @@ class ElasticStep:
         return self.take(step, lambda: train(batch if self.substitute is None else self.substitute))
 
     def take(self, step: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]) -> Any:
-        """``step(closure)``, which computes averages in ``closure`` and then steps the optimizer, once."""
+        """``step(closure)``, which computes averages in ``closure`` and then steps the
+        optimizer, once.
+        """
         recovery, trainer = self._recovery, self._strategy.fit_trainer
         assert self.position is not None
         assert recovery.step is not None
@@ -154,16 +174,21 @@ class ElasticStep:
             self._planned_for = self._begun_for = 0
             self._ends = None
             if again and trainer.accumulate_grad_batches > 1:
-                self._strategy.drop_gradients()  # Lightning does so at multiples of that number of batches
+                # Lightning does so at multiples of that number of batches
+                self._strategy.drop_gradients()
 
     def averages_are_complete(self) -> None:
-        """After the hooks that may change averages: from here on the step needs no other rank. Collective."""
+        """After the hooks that may change averages: from here on the step needs no other rank.
+        Collective.
+        """
         self._strategy.algorithm.before_commit()
         self._recovery.complete = True
         self._recovery.agree()
 
     def before_update(self) -> None:
-        """Gradients are final, and the optimizer takes its step with them, whatever becomes of other ranks."""
+        """Gradients are final, and the optimizer takes its step with them, whatever becomes of
+        other ranks.
+        """
         self._changed_in_steps.end_step()
         assert self._recovery.step is not None
         self._source.update(self._recovery.step + 1, self._view.members)
@@ -176,7 +201,8 @@ class ElasticStep:
             ranks = self._others_begun_for or len(self._view.members)
             with self.position.for_ranks(ranks):
                 self.substitute = self.position.read_again()
-        # they do its batches again in its last one: this rank has to call the collectives that they call
+        # they do its batches again in its last one: this rank has to call the collectives that they
+        # call
         self.changed = self._others_begun_for > 0
         self._begun_for, self._others_begun_for = ranks, 0
         self.position.begin_step(ranks_changed=self.changed)
@@ -211,8 +237,8 @@ class ElasticStep:
         return restore_all
 
     def _accumulate_again(self, closure: Callable[[], Any]) -> None:
-        """The batches of this step, from its first one, with the ranks that there are now; all but the last batch's
-        gradients."""
+        """The batches of this step, from its first one, with the ranks that there are now; all but
+        the last batch's gradients."""
         assert self.position is not None
         self.changed = False
         self._strategy.drop_gradients()
@@ -262,11 +288,13 @@ class ElasticStep:
             self.committing = False
             self._planned_for = self._begun_for = 0
         self._under_way.finish()
-        self._restore_progress = lambda: None  # should another rank die before this one is connected again
+        # should another rank die before this one is connected again
+        self._restore_progress = lambda: None
 
     def take_back(self) -> None:
         """Undo what the step under way has changed: it is done again."""
-        if self._stepping:  # else the step finds out that ranks have changed, and does its batches again
+        # else the step finds out that ranks have changed, and does its batches again
+        if self._stepping:
             self._under_way.take_back()
             self._restore_progress()
             forget_unscaling(self._strategy.precision_plugin)

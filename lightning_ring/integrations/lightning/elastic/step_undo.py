@@ -1,4 +1,6 @@
-"""Takes back what Lightning and the module have changed in a training step, before it is done again."""
+"""Takes back what Lightning and the module have changed in a training step, before it is done
+again.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,20 @@ from torchmetrics import Metric
 from lightning_ring.elastic.undo import remember
 from lightning_ring.integrations.lightning.elastic.watchers import remember_announced_steps
 
-_LOGGED = ("value", "cumulated_batch_size", "_forward_cache", "_computed", "_update_count", "has_reset")
+_LOGGED = (
+    "value",
+    "cumulated_batch_size",
+    "_forward_cache",
+    "_computed",
+    "_update_count",
+    "has_reset",
+)
 
 
 def remember_step(trainer: pl.Trainer, module: nn.Module) -> Callable[[], None]:
-    """Keep buffers, random generators, metrics and logged results; the returned function restores them."""
+    """Keep buffers, random generators, metrics and logged results; the returned function
+    restores them.
+    """
     restore_module = remember(module)
     restore_metrics = remember_metrics(module)
     restore_announced = remember_announced_steps(trainer)
@@ -47,7 +58,9 @@ def remember_progress(trainer: pl.Trainer) -> Callable[[], None]:
     loop = trainer.fit_loop.epoch_loop
     automatic = trainer.lightning_module.automatic_optimization
     progress: Any = (
-        loop.automatic_optimization.optim_progress if automatic else loop.manual_optimization.optim_step_progress
+        loop.automatic_optimization.optim_progress
+        if automatic
+        else loop.manual_optimization.optim_step_progress
     )
     kept = copy.deepcopy(progress.state_dict())
 
@@ -63,7 +76,9 @@ def remember_progress(trainer: pl.Trainer) -> Callable[[], None]:
 
 def remember_metrics(module: nn.Module) -> Callable[[], None]:
     """Keep what the metrics of ``module`` have counted; the returned function restores it."""
-    metrics = [(metric, _state(metric)) for metric in module.modules() if isinstance(metric, Metric)]
+    metrics = [
+        (metric, _state(metric)) for metric in module.modules() if isinstance(metric, Metric)
+    ]
 
     def restore() -> None:
         for metric, state in metrics:
@@ -74,10 +89,14 @@ def remember_metrics(module: nn.Module) -> Callable[[], None]:
 
 
 def remember_callbacks(trainer: pl.Trainer) -> Callable[[], None]:
-    """Keep what callbacks know that save or stop, since all ranks have to decide alike; the function restores it."""
+    """Keep what callbacks know that save or stop, since all ranks have to decide alike; the
+    function restores it.
+    """
     every = getattr(trainer, "callbacks", [])
     callbacks = [callback for callback in every if isinstance(callback, Checkpoint | EarlyStopping)]
-    states = [{name: copy.copy(value) for name, value in vars(callback).items()} for callback in callbacks]
+    states = [
+        {name: copy.copy(value) for name, value in vars(callback).items()} for callback in callbacks
+    ]
 
     def restore() -> None:
         for callback, state in zip(callbacks, states, strict=True):

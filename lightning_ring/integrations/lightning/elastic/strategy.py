@@ -31,7 +31,10 @@ from lightning_ring.integrations.lightning.elastic.metric_sync import gathering_
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
 from lightning_ring.integrations.lightning.elastic.samplers import with_ordered_sampler
-from lightning_ring.integrations.lightning.stop_requests import Request, leave_sigterm_to_the_buckets
+from lightning_ring.integrations.lightning.stop_requests import (
+    Request,
+    leave_sigterm_to_the_buckets,
+)
 from lightning_ring.integrations.lightning.strategy import RingStrategy, _inform, _warn
 from lightning_ring.job.launchers.elastic import started_by_steward
 from lightning_ring.job.members import nodes_of
@@ -45,16 +48,19 @@ T = TypeVar("T")
 
 
 class ElasticStrategy(RingStrategy):
-    """Ranks that a steward started train on when one of them dies, and take in new ones. ``Trainer("ring_elastic")``.
+    """Ranks that a steward started train on when one of them dies, and take in new ones.
+    ``Trainer("ring_elastic")``.
 
-    A death is survived from the first training step to the end of the fit: in a step, in collectives that Lightning
-    calls between steps, in validation and in saving. In set-up, test and predict, and in collectives that code calls by
-    itself between steps, it ends the job, as with `RingStrategy`.
+    A death is survived from the first training step to the end of the fit: in a step, in
+    collectives that Lightning calls between steps, in validation and in saving. In set-up, test and
+    predict, and in collectives that code calls by itself between steps, it ends the job, as with
+    `RingStrategy`.
 
     ``rank_changes`` counts deaths and joins.
 
     Raises:
-        ConfigurationError: The fit needs something that a death would destroy, or that is not written yet.
+        ConfigurationError: The fit needs something that a death would destroy, or that is not
+            written yet.
     """
 
     strategy_name = "ring_elastic"
@@ -64,8 +70,9 @@ class ElasticStrategy(RingStrategy):
         self.rank_changes = RankChanges()
         if self.timeline.settings.switch is not None:
             raise ConfigurationError(
-                f"{SWITCH_VARIABLE} does not work with elastic=True: ranks look at the switch together, and a death "
-                "would part them. Record the whole fit (RING_TIMELINE, timeline=), or use strategy='ring'."
+                f"{SWITCH_VARIABLE} does not work with elastic=True: ranks look at the switch "
+                "together, and a death would part them. Record the whole fit (RING_TIMELINE, "
+                "timeline=), or use strategy='ring'."
             )
         self._fit: ElasticFit | None = None
         self._in_fit = ExitStack()  # what the fit has changed in Trainer and module
@@ -87,7 +94,11 @@ class ElasticStrategy(RingStrategy):
             timeline.number, timeline.waits = process.member.number, self._fit.waits_to_join
             timeline.call_together = self._call
             checkpoint = os.environ.get(RESUME_FROM)
-            begins = trainer is not None and trainer.state.fn == TrainerFn.FITTING and process.num_fits == 1
+            begins = (
+                trainer is not None
+                and trainer.state.fn == TrainerFn.FITTING
+                and process.num_fits == 1
+            )
             if trainer is not None and begins and checkpoint and not timeline.waits:
                 self._in_fit.callback(go_on_from(trainer, checkpoint))
         self._process_group_backend = dist.get_backend()
@@ -108,8 +119,13 @@ class ElasticStrategy(RingStrategy):
         if trainer is not None and trainer.state.stage == RunningStage.TRAINING:
             dataloader = with_ordered_sampler(dataloader)
             sampler = getattr(dataloader, "sampler", None)
-            if isinstance(sampler, OrderedSampler) and self._fit is not None and self._fit.waits_to_join:
-                sampler.presumed = self.global_rank, self.world_size  # an epoch has as many steps as for the others
+            if (
+                isinstance(sampler, OrderedSampler)
+                and self._fit is not None
+                and self._fit.waits_to_join
+            ):
+                # an epoch has as many steps as for the others
+                sampler.presumed = self.global_rank, self.world_size
         return super().process_dataloader(dataloader)
 
     def set_world_ranks(self) -> None:
@@ -144,7 +160,9 @@ class ElasticStrategy(RingStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """As for every strategy; also for gradients of the ranks that there are after a death inside."""
+        """As for every strategy; also for gradients of the ranks that there are after a death
+        inside.
+        """
         with ExitStack() as blocked:
             self._blocked = blocked
             blocked.callback(setattr, self, "_blocked", None)
@@ -152,7 +170,9 @@ class ElasticStrategy(RingStrategy):
             yield
 
     def attach_newcomer(self, comm: Communicator) -> None:
-        """What `setup` does with a communicator, in a process that was set up without one. Collective."""
+        """What `setup` does with a communicator, in a process that was set up without one.
+        Collective.
+        """
         if self.in_fit:
             self.attach_anew(comm)
             return
@@ -177,7 +197,9 @@ class ElasticStrategy(RingStrategy):
         """On another host, where there are several."""
         assert self._job is not None
         nodes = nodes_of(self._job.members)
-        self.algorithm.mirror_order = [rank for ranks in zip_longest(*nodes) for rank in ranks if rank is not None]
+        self.algorithm.mirror_order = [
+            rank for ranks in zip_longest(*nodes) for rank in ranks if rank is not None
+        ]
 
     def _attach(self, trainer: pl.Trainer, comm: Communicator) -> None:
         self._place_mirrors()
@@ -213,7 +235,9 @@ class ElasticStrategy(RingStrategy):
 
     @contextmanager
     def without_optimizer_states(self) -> Iterator[None]:
-        """Around a checkpoint that is made while only some ranks are in it: gathering shards takes all of them."""
+        """Around a checkpoint that is made while only some ranks are in it: gathering shards
+        takes all of them.
+        """
         self._leaves_states_out = True
         try:
             yield
@@ -222,7 +246,9 @@ class ElasticStrategy(RingStrategy):
 
     @contextmanager
     def whole_optimizer_states(self) -> Iterator[None]:
-        """Around a checkpoint of a rank that holds the whole of them, as after the shards were put together."""
+        """Around a checkpoint of a rank that holds the whole of them, as after the shards were
+        put together.
+        """
         self._holds_whole_states = True
         try:
             yield
@@ -245,9 +271,12 @@ class ElasticStrategy(RingStrategy):
         fit.step.position = TrainingPosition(trainer)
         fit.first_attributes = plain_attributes(trainer)
         if not fit.waits_to_join:
-            plain = super().broadcast  # rank 0 is asked when it is called: it may be another one the second time
+            # rank 0 is asked when it is called: it may be another one the second time
+            plain = super().broadcast
             names = self._call(
-                lambda: self.and_barrier(lambda: plain(names_of(trainer.loggers) if self.is_global_zero else [], 0))
+                lambda: self.and_barrier(
+                    lambda: plain(names_of(trainer.loggers) if self.is_global_zero else [], 0)
+                )
             )
             take_names(trainer.loggers, names)
         self._in_fit.enter_context(gathering_through(fit.calls, trainer.lightning_module))
@@ -255,14 +284,19 @@ class ElasticStrategy(RingStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if isinstance(exception, TooFewRanks) and self._fit is not None and self._fit.step.position is not None:
+        if (
+            isinstance(exception, TooFewRanks)
+            and self._fit is not None
+            and self._fit.step.position is not None
+        ):
             self._fit.save_at_the_end()
 
     def teardown(self) -> None:
         fit, trainer = self._fit, self._trainer
         interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
         if self.is_survivable and not interrupted:
-            # who dies before all have come here is replaced as in a step: rank 0 may be another one. Nobody is later
+            # who dies before all have come here is replaced as in a step: rank 0 may be another
+            # one. Nobody is later
             self.barrier()
         self._in_fit.close()
         if fit is not None:
@@ -282,7 +316,8 @@ class ElasticStrategy(RingStrategy):
             before = self.buffers_state
 
             def take_back() -> None:
-                # else this rank counts the batch twice, and sends before other batches than the rest
+                # else this rank counts the batch twice, and sends before other batches than the
+                # rest
                 self.buffers_state = before
 
             self._call(lambda: self.and_barrier(start), take_back)
@@ -299,19 +334,25 @@ class ElasticStrategy(RingStrategy):
             args = (batch, *args[1:])
         return plain(*args, **kwargs)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
         plain = super().optimizer_step
-        if self._fit is None or not self.in_fit or not self.is_automatic:  # `take_batch` is around a manual step
+        # `take_batch` is around a manual step
+        if self._fit is None or not self.in_fit or not self.is_automatic:
             return plain(optimizer, closure, model, **kwargs)
-        return self._fit.step.take(lambda compute: plain(optimizer, compute, model, **kwargs), closure)
+        return self._fit.step.take(
+            lambda compute: plain(optimizer, compute, model, **kwargs), closure
+        )
 
     # -- collectives of Lightning between steps
 
     def call_together(self, run: Callable[[], T]) -> T:
-        """``run()``, which calls collectives that all ranks call between two steps; again where a rank dies in it.
+        """``run()``, which calls collectives that all ranks call between two steps; again where a
+        rank dies in it.
 
-        Its last collective returns on no rank before all have come to it. Every rank gets a result, which may be
-        another rank's: it has to be the same on all of them.
+        Its last collective returns on no rank before all have come to it. Every rank gets a result,
+        which may be another rank's: it has to be the same on all of them.
         """
         return self._call(run)
 
@@ -320,7 +361,9 @@ class ElasticStrategy(RingStrategy):
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         # the rank whose object it is would not wait for the others
-        return self._call(lambda: self.and_barrier(lambda: super(ElasticStrategy, self).broadcast(obj, src)))
+        return self._call(
+            lambda: self.and_barrier(lambda: super(ElasticStrategy, self).broadcast(obj, src))
+        )
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor):
@@ -336,12 +379,19 @@ class ElasticStrategy(RingStrategy):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if group is dist.group.WORLD or group not in dist.distributed_c10d._world.pg_map:
-            group = None  # the default group is another one after a death; the module names it before that
-        return self._call(lambda: super(ElasticStrategy, self).all_gather(tensor, group, sync_grads))
+            # the default group is another one after a death; the module names it before that
+            group = None
+        return self._call(
+            lambda: super(ElasticStrategy, self).all_gather(tensor, group, sync_grads)
+        )
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
         save = super().save_checkpoint
-        self._call(lambda: self.and_barrier(lambda: save(dict(checkpoint), filepath, storage_options)))
+        self._call(
+            lambda: self.and_barrier(lambda: save(dict(checkpoint), filepath, storage_options))
+        )
 
     @property
     def is_automatic(self) -> bool:
@@ -354,7 +404,13 @@ class ElasticStrategy(RingStrategy):
         """Whether a death here is survived: a fit trains."""
         return self._fit is not None and self._fit.step.position is not None and not self._alone
 
-    def _call(self, run: Callable[[], T], again: Callable[[], None] = lambda: None, *, counted: bool = True) -> T:
+    def _call(
+        self,
+        run: Callable[[], T],
+        again: Callable[[], None] = lambda: None,
+        *,
+        counted: bool = True,
+    ) -> T:
         if self._fit is None or not self.is_survivable:
             return run()
         return self._fit.calls.call(run, again, counted=counted)

@@ -29,8 +29,14 @@ def log_as_the_others(trainer: pl.Trainer, every: int | None) -> None:
 
 
 def remember_announced_steps(trainer: pl.Trainer) -> Callable[[], None]:
-    """Keep how many steps hooks have announced; the returned function restores it: a step is announced again."""
-    counts = [(counted, counted.announced) for monitor in _monitors(trainer) if (counted := monitor.skipped)]
+    """Keep how many steps hooks have announced; the returned function restores it: a step is
+    announced again.
+    """
+    counts = [
+        (counted, counted.announced)
+        for monitor in _monitors(trainer)
+        if (counted := monitor.skipped)
+    ]
 
     def restore() -> None:
         for counted, announced in counts:

@@ -1,8 +1,9 @@
 """Fits of a plain script, which ``python ending_rank.py FOLDER FITS [EVENT]`` starts as 3 ranks.
 
-EVENT is NUMBER:STEP:SIGNAL[:PLACE[:FIT]]: process NUMBER sends itself the signal when STEP steps of fit FIT (0) are
-finished; PLACE is ``step``, the training step, ``hook``, ``on_before_optimizer_step``, where ranks communicate,
-``train_end``, or ``after``: the code after the fit, at any step. ``exit3`` for SIGNAL: it ends with exit code 3.
+EVENT is NUMBER:STEP:SIGNAL[:PLACE[:FIT]]: process NUMBER sends itself the signal when STEP steps of
+fit FIT (0) are finished; PLACE is ``step``, the training step, ``hook``,
+``on_before_optimizer_step``, where ranks communicate, ``train_end``, or ``after``: the code after
+the fit, at any step. ``exit3`` for SIGNAL: it ends with exit code 3.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Module(pl.LightningModule):
         for number, step, signum, *where in (event.split(":") for event in EVENT):
             here = os.environ["RING_MEMBER"] == number and step in ("-", str(self.global_step))
             if here and [*where, *["step", "0"][len(where) :]] == [place, str(self.fit)]:
-                time.sleep(0.5)  # behind a hook: the others have its sum too, and wait for the step to be agreed on
+                # behind a hook: the others have its sum too, and wait for the step to be agreed on
+                time.sleep(0.5)
                 if signum == "exit3":
                     os._exit(3)
                 os.kill(os.getpid(), int(signum))
@@ -77,6 +79,9 @@ for fit in range(FITS):
     )
     module = Module(fit)
     trainer.fit(module, DataLoader(TensorDataset(SAMPLES), batch_size=4))
-    told = f"{trainer.world_size} ranks, {trainer.global_step} steps, {strategy.rank_changes.deaths} deaths"
+    told = (
+        f"{trainer.world_size} ranks, {trainer.global_step} steps, {strategy.rank_changes.deaths} "
+        "deaths"
+    )
     print(f"fit {fit}: {told}, rank {trainer.global_rank}\n", end="", flush=True)
     module.happen("after")

@@ -1,26 +1,28 @@
 """A fit whose ranks may die: ``fitting_rank.py FOLDER BACKEND [DEATH ...]``.
 
-A DEATH is NUMBER:STEP:PLACE, with STEP the number of finished optimizer steps. PLACE is ``forward``, ``backward``,
-``step``, ``batch_end``, ``validation``, ``save``, ``epoch_end``; ``forward2`` and ``backward2`` are those of the second
-batch of a step; ``start`` is before the process connects, and the others then wait for its replacement. ``between`` is
-between the steps of the two optimizers of FIT_MANUAL. ``:late`` behind a place is half a second after it.
-``sigterm`` is no death: at the end of a batch the process is asked to stop; with ``join`` for STEP, when it is about to
-join.
+A DEATH is NUMBER:STEP:PLACE, with STEP the number of finished optimizer steps. PLACE is
+``forward``, ``backward``, ``step``, ``batch_end``, ``validation``, ``save``, ``epoch_end``;
+``forward2`` and ``backward2`` are those of the second batch of a step; ``start`` is before the
+process connects, and the others then wait for its replacement. ``between`` is between the steps of
+the two optimizers of FIT_MANUAL. ``:late`` behind a place is half a second after it. ``sigterm`` is
+no death: at the end of a batch the process is asked to stop; with ``join`` for STEP, when it is
+about to join.
 
-Each process appends epoch, step, samples and the number of earlier attempts at this step, of each batch that it reads,
-to ``FOLDER/NUMBER.log``; step and digest of weights and optimizer state after each batch to
-``FOLDER/NUMBER.steps``; and writes its end to ``FOLDER/NUMBER.json``.
+Each process appends epoch, step, samples and the number of earlier attempts at this step, of each
+batch that it reads, to ``FOLDER/NUMBER.log``; step and digest of weights and optimizer state after
+each batch to ``FOLDER/NUMBER.steps``; and writes its end to ``FOLDER/NUMBER.json``.
 
-Environment: FIT_SAMPLES: 144 if it is not set. FIT_LOADER: the training loader is this package's. FIT_NODES: so many
-nodes, which processes take by turns. FIT_TRAINER and FIT_STRATEGY are JSON of arguments. FIT_CALLBACKS: further
-callbacks, as expressions: of Lightning, and those below. FIT_DROPOUT. FIT_MANUAL: manual optimization, two
-optimizers. FIT_MOMENTUM:
-each training_step lets an encoder follow the first layer. FIT_SCALER: the first scale of a loss scaler. FIT_RESUME: a
-checkpoint. FIT_LATE: NUMBER:STEP of a process that has yet to learn that all agree to this step when a ``late`` death
-comes. FIT_BARRIER: NUMBER:STEP, behind which all ranks call a barrier, and this process has yet to learn that all came
-to it. FIT_ENTERS_LATE: NUMBER of a process that has yet to come out of the first change of ranks. FIT_WAIT: in the
-step of that number all wait until a newcomer is ready to join, which is process FIT_NEWCOMER. FIT_NO_CATCH_UP: it gets
-nothing before it joins.
+Environment: FIT_SAMPLES: 144 if it is not set. FIT_LOADER: the training loader is this package's.
+    FIT_NODES: so many
+nodes, which processes take by turns. FIT_TRAINER and FIT_STRATEGY are JSON of arguments.
+FIT_CALLBACKS: further callbacks, as expressions: of Lightning, and those below. FIT_DROPOUT.
+FIT_MANUAL: manual optimization, two optimizers. FIT_MOMENTUM: each training_step lets an encoder
+follow the first layer. FIT_SCALER: the first scale of a loss scaler. FIT_RESUME: a checkpoint.
+FIT_LATE: NUMBER:STEP of a process that has yet to learn that all agree to this step when a ``late``
+death comes. FIT_BARRIER: NUMBER:STEP, behind which all ranks call a barrier, and this process has
+yet to learn that all came to it. FIT_ENTERS_LATE: NUMBER of a process that has yet to come out of
+the first change of ranks. FIT_WAIT: in the step of that number all wait until a newcomer is ready
+to join, which is process FIT_NEWCOMER. FIT_NO_CATCH_UP: it gets nothing before it joins.
 """
 
 from __future__ import annotations
@@ -145,7 +147,9 @@ def barrier(strategy: RingStrategy, step: int) -> None:
 
 
 def begin() -> None:
-    """With the replacements of those that die before they connect, so that the first view has them."""
+    """With the replacements of those that die before they connect, so that the first view has
+    them.
+    """
     (FOLDER / f"started{NUMBER}").touch()
     die(0, "start")
     replaced = sum(death.endswith(":start") for death in DEATHS)
@@ -159,12 +163,16 @@ class Module(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters({"lr": 0.01})
         dropout = nn.Dropout(float(os.environ.get("FIT_DROPOUT", "0.1")))
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), dropout, nn.Linear(32, 1))
+        self.net = nn.Sequential(
+            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), dropout, nn.Linear(32, 1)
+        )
         self.seen = MeanMetric()
         if "FIT_MOMENTUM" in os.environ:
             self.follower = nn.Linear(8, 32).requires_grad_(False)
         self.digest = ""
-        self.net[0].weight.register_post_accumulate_grad_hook(lambda _: self.die("backward", batch=True))
+        self.net[0].weight.register_post_accumulate_grad_hook(
+            lambda _: self.die("backward", batch=True)
+        )
 
     def die(self, place: str, batch: bool = False) -> None:
         accumulate = self.trainer.accumulate_grad_batches
@@ -183,7 +191,9 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         if "FIT_MOMENTUM" in os.environ:
-            for follower, param in zip(self.follower.parameters(), self.net[0].parameters(), strict=True):
+            for follower, param in zip(
+                self.follower.parameters(), self.net[0].parameters(), strict=True
+            ):
                 follower.data.lerp_(param.data, 0.1)
         self.begin(batch)
         return self.loss(batch)
@@ -192,7 +202,9 @@ class Module(pl.LightningModule):
         samples = batch[2]
         with (FOLDER / f"{NUMBER}.log").open("a") as log:
             attempt = ATTEMPTS[self.global_step]
-            log.write(json.dumps([self.current_epoch, self.global_step, samples.tolist(), attempt]) + "\n")
+            log.write(
+                json.dumps([self.current_epoch, self.global_step, samples.tolist(), attempt]) + "\n"
+            )
         self.wait_for_newcomer()
         self.die("forward", batch=True)
 
@@ -230,19 +242,29 @@ class Module(pl.LightningModule):
         assert self.digest == digest(self), "a validation that ran again has changed the weights"
         self.die("epoch_end")
         gathered = self.all_gather({"two": torch.ones(2), "one": torch.ones(())})
-        assert [part.sum() for part in gathered.values()] == [2 * self.trainer.world_size, self.trainer.world_size]
+        assert [part.sum() for part in gathered.values()] == [
+            2 * self.trainer.world_size,
+            self.trainer.world_size,
+        ]
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
         if "FIT_NEWCOMER" in os.environ:  # a function, which is in no state that a newcomer gets
             total = int(self.trainer.estimated_stepping_batches)
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (2 * total))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+            scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: 1 - step / (2 * total)
+            )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class Counting(of_lightning.Callback):
-    """Communicates every fourth batch, by a count that is in no state; logs metrics of single epochs."""
+    """Communicates every fourth batch, by a count that is in no state; logs metrics of single
+    epochs.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -289,7 +311,9 @@ class ManualModule(Module):
         for number, optimizer in enumerate(self.optimizers()):
             with optimizer.toggle_model():
                 optimizer.zero_grad()
-                self.manual_backward(self.loss(batch) if number else self.net(batch[0]).square().mean())
+                self.manual_backward(
+                    self.loss(batch) if number else self.net(batch[0]).square().mean()
+                )
                 optimizer.step()
             self.die("between")
         self.lr_schedulers().step()
@@ -330,12 +354,16 @@ def main() -> None:
     if "FIT_NO_CATCH_UP" in os.environ:
         wait_for_everything()
     trainer = pl.Trainer(
-        strategy=RingStrategy(elastic=True, backend=BACKEND, **json.loads(os.environ.get("FIT_STRATEGY", "{}"))),
+        strategy=RingStrategy(
+            elastic=True, backend=BACKEND, **json.loads(os.environ.get("FIT_STRATEGY", "{}"))
+        ),
         accelerator="cpu",
         logger=CSVLogger(FOLDER, name="csv", flush_logs_every_n_steps=1),
         log_every_n_steps=1,
         callbacks=[
-            ModelCheckpoint(FOLDER / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True),
+            ModelCheckpoint(
+                FOLDER / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True
+            ),
             *(
                 eval(one, vars(of_lightning) | globals())
                 for one in os.environ.get("FIT_CALLBACKS", "").split(";")
@@ -348,10 +376,13 @@ def main() -> None:
         **({"max_epochs": EPOCHS} | json.loads(os.environ.get("FIT_TRAINER", "{}"))),
     )
     order = ShuffledSampler(SAMPLES, remainder="drop", seed=3)
-    # without drop_last another number of ranks may leave a last batch of one sample, which BatchNorm refuses
+    # without drop_last another number of ranks may leave a last batch of one sample, which
+    # BatchNorm refuses
     make_loader = item_loader if "FIT_LOADER" in os.environ else DataLoader
     loader = make_loader(data, batch_size=BATCH, sampler=order, drop_last=True)
-    trainer.fit(module, loader, DataLoader(data, batch_size=BATCH), ckpt_path=os.environ.get("FIT_RESUME"))
+    trainer.fit(
+        module, loader, DataLoader(data, batch_size=BATCH), ckpt_path=os.environ.get("FIT_RESUME")
+    )
     result = {
         "number": NUMBER,
         "rank": trainer.global_rank,

@@ -2,7 +2,8 @@
 
     python -m tests.integrations.lightning.elastic.joining [CASE ...]
 
-Prints a line of JSON for each: what went wrong, where faults were carried out, how many processes joined.
+Prints a line of JSON for each: what went wrong, where faults were carried out, how many processes
+joined.
 """
 
 from __future__ import annotations
@@ -34,10 +35,17 @@ CASES = {
 
 def main() -> None:
     for case in sys.argv[1:] or CASES:
-        plan = Plan(0, 3, backend="gloo", respawns=2, faults=CASES[case], pace=0.2, sharded=case in SHARDED)
+        plan = Plan(
+            0, 3, backend="gloo", respawns=2, faults=CASES[case], pace=0.2, sharded=case in SHARDED
+        )
         result = run_job(plan, mounts=False)
         faults = [fault[2:] for fault in result.faults]
-        print(json.dumps({"case": case, "wrong": result.wrong, "faults": faults, "joined": result.joined}), flush=True)
+        print(
+            json.dumps(
+                {"case": case, "wrong": result.wrong, "faults": faults, "joined": result.joined}
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

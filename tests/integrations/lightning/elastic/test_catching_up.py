@@ -34,7 +34,11 @@ class Stream:
 
 @pytest.mark.parametrize(
     ("algorithm", "keeps", "taken"),
-    [(Sharded, True, [2 * 1000 + (3 * 1000 + 2 * 2000) // 4]), (Averaging, True, [1000]), (Sharded, False, [])],
+    [
+        (Sharded, True, [2 * 1000 + (3 * 1000 + 2 * 2000) // 4]),
+        (Averaging, True, [1000]),
+        (Sharded, False, []),
+    ],
 )
 def test_memory_is_taken_before_the_join(
     algorithm: type, keeps: bool, taken: list[int], monkeypatch: pytest.MonkeyPatch
@@ -43,9 +47,14 @@ def test_memory_is_taken_before_the_join(
     monkeypatch.setattr(catching_up, "Stream", Stream)
     monkeypatch.setattr(catching_up, "take_memory", found.append)
     strategy: Any = SimpleNamespace(
-        fit_model=None, optimizers=[], keeps_freed_memory=keeps, options=SimpleNamespace(new_algorithm=algorithm)
+        fit_model=None,
+        optimizers=[],
+        keeps_freed_memory=keeps,
+        options=SimpleNamespace(new_algorithm=algorithm),
     )
     recovery: Any = SimpleNamespace(parted=algorithm.sharded)
-    member: Any = SimpleNamespace(address="", is_needed=False, check=lambda: None, ask_for_state=lambda *_, **__: None)
+    member: Any = SimpleNamespace(
+        address="", is_needed=False, check=lambda: None, ask_for_state=lambda *_, **__: None
+    )
     CatchingUp(strategy, recovery, "").run(member)
     assert found == taken

@@ -1,4 +1,6 @@
-"""Arguments of an elastic strategy, what it refuses by name, and learning rates for other numbers of ranks."""
+"""Arguments of an elastic strategy, what it refuses by name, and learning rates for other
+numbers of ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ from lightning_ring.integrations.lightning.elastic.checks import check_fit
 from lightning_ring.integrations.lightning.elastic.handover import _restore, check_batches
 from lightning_ring.integrations.lightning.elastic.loops import change_loops
 from lightning_ring.integrations.lightning.elastic.resize import Resize, scale_learning_rates
-from lightning_ring.integrations.lightning.elastic.samplers import warn_of_fixed_samplers, with_ordered_sampler
+from lightning_ring.integrations.lightning.elastic.samplers import (
+    warn_of_fixed_samplers,
+    with_ordered_sampler,
+)
 from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 from lightning_ring.monitor import RingMonitor, RingProfile
 from tests.thread_ranks import run_ranks
@@ -49,9 +54,15 @@ def test_elastic_chooses_the_class_and_nothing_else_changes() -> None:
         ({"elastic": True, "resize_lr": "square"}, "resize_lr='square'"),
         ({"elastic": True, "wait_for_ranks": 5}, "wait_for_ranks=5"),
         ({"min_ranks": 2, "resize_lr": "linear"}, "min_ranks, resize_lr without elastic=True"),
-        ({"elastic": True, "shard_optimizer": True, "bucket_cap_mb": "auto"}, "in the middle of the training"),
+        (
+            {"elastic": True, "shard_optimizer": True, "bucket_cap_mb": "auto"},
+            "in the middle of the training",
+        ),
         ({"elastic": True, "compression": "powersgd"}, "rounding errors"),
-        ({"elastic": True, "uneven": "join", "force_communication": True}, "uneven='join', force_communication=True"),
+        (
+            {"elastic": True, "uneven": "join", "force_communication": True},
+            "uneven='join', force_communication=True",
+        ),
         ({"elastic": True, "start_method": "fork"}, "start_method='fork'"),
     ],
 )
@@ -60,8 +71,16 @@ def test_what_cannot_work_is_named(arguments: dict[str, Any], named: str) -> Non
         RingStrategy(**arguments)
 
 
-def test_launchers_that_end_all_ranks_are_refused_before_anything_opens(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}.items():
+def test_launchers_that_end_all_ranks_are_refused_before_anything_opens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {
+        "RANK": 0,
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 2,
+        "GROUP_RANK": 0,
+    }.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -75,7 +94,12 @@ def test_a_fit_that_cannot_be_elastic_is_refused_with_all_reasons() -> None:
     module.automatic_optimization = False
     optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])
     trainer = SimpleNamespace(
-        callbacks=[RingMonitor(), RingProfile("profile.json"), LearningRateFinder(), BatchSizeFinder()],
+        callbacks=[
+            RingMonitor(),
+            RingProfile("profile.json"),
+            LearningRateFinder(),
+            BatchSizeFinder(),
+        ],
         lightning_module=module,
         optimizers=[optimizer],
         precision_plugin=SimpleNamespace(scaler=None),
@@ -101,7 +125,9 @@ def test_a_fit_that_cannot_be_elastic_is_refused_with_all_reasons() -> None:
 
 def test_batches_of_a_newcomer_that_differ_are_an_error_of_every_rank() -> None:
     check_batches({0: 16, 2: 16, 4: 16})
-    with pytest.raises(ConfigurationError, match="process 0 has 16, process 2 has 16, process 4 has 12"):
+    with pytest.raises(
+        ConfigurationError, match="process 0 has 16, process 2 has 16, process 4 has 12"
+    ):
         check_batches({4: 12, 0: 16, 2: 16})
 
 
@@ -110,7 +136,12 @@ def test_lightnings_sampler_is_replaced_with_the_same_settings() -> None:
     theirs = DistributedSampler(data, num_replicas=2, rank=1, shuffle=False, seed=7, drop_last=True)
     loader = with_ordered_sampler(DataLoader(data, batch_size=3, sampler=theirs, drop_last=True))
     assert isinstance(loader.sampler, ShuffledSampler)
-    settings = (loader.sampler.shuffle, loader.sampler.seed, loader.sampler.remainder, loader.batch_size)
+    settings = (
+        loader.sampler.shuffle,
+        loader.sampler.seed,
+        loader.sampler.remainder,
+        loader.batch_size,
+    )
     assert settings == (False, 7, "drop", 3)
     own = DataLoader(data, sampler=SequentialSampler(data))
     assert with_ordered_sampler(own) is own
@@ -118,22 +149,32 @@ def test_lightnings_sampler_is_replaced_with_the_same_settings() -> None:
 
 def test_validation_loaders_that_are_cut_for_other_ranks_are_named() -> None:
     data = TensorDataset(torch.arange(12))
-    fixed = DataLoader(data, sampler=DistributedSampler(data, num_replicas=3, rank=2, shuffle=False))
+    fixed = DataLoader(
+        data, sampler=DistributedSampler(data, num_replicas=3, rank=2, shuffle=False)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_fixed_samplers([DataLoader(data), fixed], 2, 3)
     for rank, world_size in ((1, 2), (1, 3)):
-        with pytest.warns(UserWarning, match=rf"loader 1 of rank {rank} of {world_size} .* of rank 2 of 3"):
+        with pytest.warns(
+            UserWarning, match=rf"loader 1 of rank {rank} of {world_size} .* of rank 2 of 3"
+        ):
             warn_of_fixed_samplers([DataLoader(data), fixed], rank, world_size)
 
 
 @pytest.mark.parametrize("generation", [0, 1])
 def test_a_validation_names_such_loaders_once_ranks_have_changed(generation: int) -> None:
     data = TensorDataset(torch.arange(12))
-    fixed = DataLoader(data, sampler=DistributedSampler(data, num_replicas=3, rank=2, shuffle=False))
-    validation = SimpleNamespace(run=lambda: "metrics", _combined_loader=SimpleNamespace(flattened=[fixed]))
+    fixed = DataLoader(
+        data, sampler=DistributedSampler(data, num_replicas=3, rank=2, shuffle=False)
+    )
+    validation = SimpleNamespace(
+        run=lambda: "metrics", _combined_loader=SimpleNamespace(flattened=[fixed])
+    )
     batches = SimpleNamespace(advance=None, val_loop=validation)
-    trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=batches), callbacks=[], should_stop=False)
+    trainer = SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_loop=batches), callbacks=[], should_stop=False
+    )
     strategy: Any = SimpleNamespace(
         fit_trainer=trainer,
         lightning_module=pl.LightningModule(),
@@ -145,7 +186,9 @@ def test_a_validation_names_such_loaders_once_ranks_have_changed(generation: int
         world_size=2,
     )
     recovery = SimpleNamespace(parted=False, view=SimpleNamespace(generation=generation))
-    fit: Any = SimpleNamespace(recovery=recovery, calls=SimpleNamespace(call=lambda run, take_back: run()))
+    fit: Any = SimpleNamespace(
+        recovery=recovery, calls=SimpleNamespace(call=lambda run, take_back: run())
+    )
     with ExitStack() as in_fit, warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         change_loops(strategy, fit, in_fit)
@@ -161,7 +204,10 @@ def schedules(optimizer: torch.optim.Optimizer) -> list[Any]:
         lr_scheduler.OneCycleLR(optimizer, 0.4, total_steps=20),
         lr_scheduler.SequentialLR(
             optimizer,
-            [lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 3), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+            [
+                lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 3),
+                lr_scheduler.ExponentialLR(optimizer, 0.9),
+            ],
             [3],
         ),
     ]
@@ -191,12 +237,16 @@ def test_one_cycle_stays_at_its_end_where_fewer_ranks_take_more_steps(within: bo
     rates = []
     for steps in (19, 30):
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2, momentum=0.9)
-        scheduler: Any = lr_scheduler.OneCycleLR(optimizer, 0.4, total_steps=20, anneal_strategy="linear")
+        scheduler: Any = lr_scheduler.OneCycleLR(
+            optimizer, 0.4, total_steps=20, anneal_strategy="linear"
+        )
         if within:
             scheduler = lr_scheduler.ChainedScheduler([scheduler])
         configs = [SimpleNamespace(scheduler=scheduler)]
         trainer = SimpleNamespace(accumulate_grad_batches=1)
-        strategy: Any = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=configs, fit_trainer=trainer)
+        strategy: Any = SimpleNamespace(
+            optimizers=[optimizer], lr_scheduler_configs=configs, fit_trainer=trainer
+        )
         resize = Resize("keep")
         resize.begin(4)
         resize.apply(strategy, None, (1, 3), 0)
@@ -242,14 +292,17 @@ def test_rates_of_stochastic_weight_averaging_are_scaled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "expected"), [("keep", 0.2), ("linear", 0.15), ("sqrt", 0.2 * 0.75**0.5), (lambda old, new: 0.5, 0.1)]
+    ("rule", "expected"),
+    [("keep", 0.2), ("linear", 0.15), ("sqrt", 0.2 * 0.75**0.5), (lambda old, new: 0.5, 0.1)],
 )
 def test_rates_follow_the_number_of_ranks_and_the_change_is_said(
     rule: Any, expected: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2)
     trainer = SimpleNamespace(accumulate_grad_batches=2)
-    strategy: Any = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[], fit_trainer=trainer)
+    strategy: Any = SimpleNamespace(
+        optimizers=[optimizer], lr_scheduler_configs=[], fit_trainer=trainer
+    )
     resize = Resize(rule)
     resize.begin(4)
     resize.apply(strategy, SimpleNamespace(batch_size=8), (1, 4), 1)  # type: ignore[arg-type]
@@ -261,7 +314,9 @@ def test_rates_follow_the_number_of_ranks_and_the_change_is_said(
 
 
 def test_whoever_missed_a_view_scales_its_rates_by_the_factors_of_the_others_in_turn() -> None:
-    """Thread-ranks: the first two entered views 1 and 2, the third none of them, and the last one joins."""
+    """Thread-ranks: the first two entered views 1 and 2, the third none of them, and the last
+    one joins.
+    """
     rates = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(4)]
 
     def enter(comm: Communicator) -> float:

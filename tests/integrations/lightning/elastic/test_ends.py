@@ -1,4 +1,6 @@
-"""How jobs of plain ``python train.py`` end: after two fits, after a death, with too few ranks, by SIGTERM."""
+"""How jobs of plain ``python train.py`` end: after two fits, after a death, with too few ranks,
+by SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,13 @@ def test_a_second_fit_of_a_script_goes_on_with_the_same_ranks(tmp_path: Path) ->
     assert output.count(" steps, 1 deaths") == 2
 
 
-def test_a_step_that_is_finished_after_a_death_runs_its_hooks_no_second_time(tmp_path: Path) -> None:
+def test_a_step_that_is_finished_after_a_death_runs_its_hooks_no_second_time(
+    tmp_path: Path,
+) -> None:
     code, output = job(tmp_path, "1", "1:3:9:hook")
     assert code == 0, output
-    assert "2 ranks, after 4 steps" in output  # the survivors held the averages, and a hook would find no communicator
+    # the survivors held the averages, and a hook would find no communicator
+    assert "2 ranks, after 4 steps" in output
     assert output.count("fit 0: 2 ranks, ") == 2
 
 
@@ -43,25 +48,31 @@ def test_a_step_that_is_finished_after_a_death_runs_its_hooks_no_second_time(tmp
             "0:-:9:after",
             "1",
             137,
-            r"process 0 \(pid \d+\) was killed by signal 9 \(SIGKILL\), after the training had ended",
+            r"process 0 \(pid \d+\) was killed by signal 9 \(SIGKILL\), after the training had "
+            r"ended",
         ),
         (
             "1:-:9:after",
             "2",
             137,
-            r"process 1 \(pid \d+\) was killed by signal 9 \(SIGKILL\), after the training had ended",
+            r"process 1 \(pid \d+\) was killed by signal 9 \(SIGKILL\), after the training had "
+            r"ended",
         ),
         ("0:-:exit3:after", "1", 3, r"process 0 \(pid \d+\) ended with exit code 3"),
     ],
     ids=["before the export", "between two fits", "by an exit code"],
 )
-def test_a_death_after_the_fit_fails_the_job(event: str, fits: str, expected: int, told: str, tmp_path: Path) -> None:
+def test_a_death_after_the_fit_fails_the_job(
+    event: str, fits: str, expected: int, told: str, tmp_path: Path
+) -> None:
     code, output = job(tmp_path, fits, event)
     assert code == expected, output
     assert re.search(told, output.splitlines()[-1]), output
 
 
-def test_a_rank_that_dies_at_the_end_of_the_fit_is_followed_by_another_rank_0(tmp_path: Path) -> None:
+def test_a_rank_that_dies_at_the_end_of_the_fit_is_followed_by_another_rank_0(
+    tmp_path: Path,
+) -> None:
     code, output = job(tmp_path, "1", "0:8:9:train_end")
     assert code == 0, output
     assert sorted(re.findall(r"fit 0: 2 ranks.*rank (\d)", output)) == ["0", "1"]
@@ -89,7 +100,8 @@ def test_too_few_ranks_save_a_checkpoint_and_say_who_died(tmp_path: Path) -> Non
 
 
 def test_too_few_ranks_that_have_lost_a_shard_save_no_checkpoint(tmp_path: Path) -> None:
-    code, output = job(tmp_path, "1", "1:3:9", "2:3:9", MIN="3", SHARD="1")  # a rank, and that with its mirror
+    # a rank, and that with its mirror
+    code, output = job(tmp_path, "1", "1:3:9", "2:3:9", MIN="3", SHARD="1")
     assert code == 1
     assert "No checkpoint could be saved" in output
     assert "process 0 ends: The job ends: 1 of its ranks are left" in output

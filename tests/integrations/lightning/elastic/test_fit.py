@@ -1,4 +1,6 @@
-"""`Trainer.fit` goes on when ranks are killed: in a step, in validation, in saving, at an epoch's end; rank 0 too."""
+"""`Trainer.fit` goes on when ranks are killed: in a step, in validation, in saving, at an
+epoch's end; rank 0 too.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,18 @@ pytestmark = pytest.mark.ranks
 
 
 def fit(
-    folder: Path, backend: str, *deaths: str, ranks: int = 4, respawn: bool = False, agent: bool = False, **env: str
+    folder: Path,
+    backend: str,
+    *deaths: str,
+    ranks: int = 4,
+    respawn: bool = False,
+    agent: bool = False,
+    **env: str,
 ) -> list[dict[str, Any]]:
     """The ends of those that live to the end, of 4 ranks."""
-    command = elastic_command(ranks, RANK, str(folder), backend, *deaths, respawn=respawn, agent=agent)
+    command = elastic_command(
+        ranks, RANK, str(folder), backend, *deaths, respawn=respawn, agent=agent
+    )
     done = run(command, **env)
     assert done.returncode == 0, done.stdout[-6000:]
     (folder / "output").write_text(done.stdout)
@@ -41,12 +51,16 @@ def fit(
 def trained_samples(folder: Path) -> dict[int, list[int]]:
     """By epoch, the samples of the steps that count: those of the last time that a step was done.
 
-    A process that was killed may have read the batch of a step that the others had yet to begin. It counts where that
-    process ended the step.
+    A process that was killed may have read the batch of a step that the others had yet to begin. It
+    counts where that process ended the step.
     """
     reads: dict[int, dict[int, list[tuple[int, list[int]]]]] = {}  # step, attempt
     for log in folder.glob("*.log"):
-        ends = log.with_suffix(".steps").read_text().splitlines() if log.with_suffix(".steps").exists() else []
+        ends = (
+            log.with_suffix(".steps").read_text().splitlines()
+            if log.with_suffix(".steps").exists()
+            else []
+        )
         ended = max((json.loads(line)[0] for line in ends), default=0)
         for epoch, step, samples, attempt in map(json.loads, log.read_text().splitlines()):
             if step >= ended and not log.with_suffix(".json").exists():
@@ -75,7 +89,8 @@ def check(folder: Path, ends: list[dict[str, Any]], world_size: int) -> None:
             assert end[name] == ends[0][name], name
         for name in ("val_loss", "loss_epoch", "seen"):
             assert end["metrics"][name] == pytest.approx(ends[0]["metrics"][name]), name
-    assert ends[0]["batches"] == len(trained_batches(folder, ends[0]["number"]))  # none that was taken back
+    # none that was taken back
+    assert ends[0]["batches"] == len(trained_batches(folder, ends[0]["number"]))
     for samples in trained_samples(folder).values():
         assert len(set(samples)) == len(samples)  # none twice
         assert SAMPLES - len(samples) < 6 * BATCH  # none left out but for a remainder
@@ -86,15 +101,20 @@ def check(folder: Path, ends: list[dict[str, Any]], world_size: int) -> None:
     with (folder / "csv" / "version_0" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     sizes = [float(row["ring/world_size"]) for row in rows if row["ring/world_size"]]
-    died, joined = (max(float(row.get(f"ring/{name}") or 0) for row in rows) for name in ("deaths", "joins"))
+    died, joined = (
+        max(float(row.get(f"ring/{name}") or 0) for row in rows) for name in ("deaths", "joins")
+    )
     assert sizes[-1] == world_size == sizes[0] - died + joined
     assert died + joined > 0 or len(set(sizes)) == 1
-    norms = [name for name in rows[0] if name.startswith("ring/gradient_norm")]  # one for each optimizer
+    # one for each optimizer
+    norms = [name for name in rows[0] if name.startswith("ring/gradient_norm")]
     assert norms
-    assert all(row["ring/step_ms"] for row in rows if any(row[name] for name in norms))  # RingMonitor goes on
+    # RingMonitor goes on
+    assert all(row["ring/step_ms"] for row in rows if any(row[name] for name in norms))
     steps = [int(row["step"]) for row in rows if row["loss_step"]]
     assert steps == sorted(set(steps)), steps
-    assert len(set(range(ends[0]["step"])) - set(steps)) <= 1  # the line that a rank 0 had yet to write when it died
+    # the line that a rank 0 had yet to write when it died
+    assert len(set(range(ends[0]["step"])) - set(steps)) <= 1
     assert len(list((folder / "csv").iterdir())) == 1
     assert (folder / "checkpoints" / "last.ckpt").exists()
 
@@ -115,12 +135,17 @@ def test_a_fit_outlives_ranks(backend: str, deaths: list[str], tmp_path: Path) -
     check(tmp_path, ends, 4 - len(deaths))
 
 
-def test_a_rank_that_others_wait_for_in_the_next_step_does_that_again_with_them(tmp_path: Path) -> None:
-    # a step of several batches. The others are in the first one, in the average of the loss that they log
+def test_a_rank_that_others_wait_for_in_the_next_step_does_that_again_with_them(
+    tmp_path: Path,
+) -> None:
+    # a step of several batches. The others are in the first one, in the average of the loss that
+    # they log
     check_late(tmp_path, 3, accumulate=2)
 
 
-def test_a_rank_that_others_wait_for_in_an_epochs_last_step_plans_it_as_they_do(tmp_path: Path) -> None:
+def test_a_rank_that_others_wait_for_in_an_epochs_last_step_plans_it_as_they_do(
+    tmp_path: Path,
+) -> None:
     # of one batch. With three ranks there are two batches left
     check_late(tmp_path, 4, accumulate=2, samples=SAMPLES + 3 * BATCH)
 
@@ -131,8 +156,8 @@ def test_a_rank_that_others_wait_for_at_an_epochs_end_ends_it_with_them(tmp_path
 
 
 def check_late(folder: Path, step: int, accumulate: int, samples: int = SAMPLES) -> None:
-    """Process 3 dies behind ``step``; process 0 has yet to learn that all agreed to it. The others go on until they
-    wait for these two."""
+    """Process 3 dies behind ``step``; process 0 has yet to learn that all agreed to it. The others
+    go on until they wait for these two."""
     options = {
         "FIT_TRAINER": json.dumps({"accumulate_grad_batches": accumulate}),
         "FIT_STRATEGY": json.dumps({"monitor": False}),
@@ -152,9 +177,12 @@ def check_behind(folder: Path, ends: list[dict[str, Any]], samples: int) -> None
         assert samples - len(trained) < 6 * BATCH
 
 
-def test_a_rank_that_is_behind_at_two_deaths_plans_its_step_for_the_ranks_between_them(tmp_path: Path) -> None:
-    """Behind step 3 process 4 dies. All go on without it but process 0, which has yet to return from a barrier when
-    process 3 dies too: in the next step, planned for four ranks with two batches. For five there was one left."""
+def test_a_rank_that_is_behind_at_two_deaths_plans_its_step_for_the_ranks_between_them(
+    tmp_path: Path,
+) -> None:
+    """Behind step 3 process 4 dies. All go on without it but process 0, which has yet to return
+    from a barrier when process 3 dies too: in the next step, planned for four ranks with two
+    batches. For five there was one left."""
     samples = 3 * 5 * 2 * BATCH + 32
     options = {
         "FIT_TRAINER": json.dumps({"accumulate_grad_batches": 2}),
@@ -167,9 +195,11 @@ def test_a_rank_that_is_behind_at_two_deaths_plans_its_step_for_the_ranks_betwee
     check_behind(tmp_path, ends, samples)
 
 
-def test_a_rank_that_is_still_at_the_first_death_at_the_second_ends_its_epoch_with_the_others(tmp_path: Path) -> None:
-    """Process 4 dies in the last step of an epoch of five ranks. For four there is one batch more, and the others have
-    come to it when process 3 dies."""
+def test_a_rank_that_is_still_at_the_first_death_at_the_second_ends_its_epoch_with_the_others(
+    tmp_path: Path,
+) -> None:
+    """Process 4 dies in the last step of an epoch of five ranks. For four there is one batch more,
+    and the others have come to it when process 3 dies."""
     samples = 7 * 5 * BATCH + 4 * BATCH
     options = {
         "FIT_STRATEGY": json.dumps({"monitor": False, "resize_lr": "linear"}),
@@ -183,14 +213,16 @@ def test_a_rank_that_is_still_at_the_first_death_at_the_second_ends_its_epoch_wi
 
 
 def test_a_step_of_several_batches_is_done_again_from_its_first_one(tmp_path: Path) -> None:
-    # in the second batch, noticed in a later collective; and in the middle of the averages, by rank 0
+    # in the second batch, noticed in a later collective; and in the middle of the averages, by rank
+    # 0
     trainer = json.dumps({"accumulate_grad_batches": 3})
     ends = fit(tmp_path, "gloo", "1:1:forward2", "0:3:backward2", FIT_TRAINER=trainer)
     check(tmp_path, ends, 2)
 
 
 def test_a_loss_scaler_outlives_ranks(tmp_path: Path) -> None:
-    first = 2.0**20  # float16 overflows: the first steps are skipped, and the scale is halved each time
+    # float16 overflows: the first steps are skipped, and the scale is halved each time
+    first = 2.0**20
     ends = fit(tmp_path, "gloo", "1:2:step", "2:9:backward", FIT_SCALER=str(first))
     check(tmp_path, ends, 2)
     (scale,) = {end["scale"] for end in ends}
@@ -201,20 +233,27 @@ def test_a_loss_scaler_outlives_ranks(tmp_path: Path) -> None:
 
 
 def test_a_newcomer_trains_on_as_the_others_do(tmp_path: Path) -> None:
-    deaths = ("2:0:start", "1:3:backward", "0:8:forward")  # the first one is replaced before the training begins
+    # the first one is replaced before the training begins
+    deaths = ("2:0:start", "1:3:backward", "0:8:forward")
     strategy = json.dumps({"timeline": str(tmp_path / "trace" / "trace.json")})
     env = {"FIT_WAIT": "6", "FIT_NEWCOMER": "4", "FIT_STRATEGY": strategy}
     ends = fit(tmp_path, "auto", *deaths, respawn=True, ranks=3, **env)
     check(tmp_path, [end for end in ends if end], len(ends))
     assert len(ends) >= 2
-    assert {path.read_text() for path in tmp_path.glob("*.world_size")} == {"3"}  # also where they set up alone
+    # also where they set up alone
+    assert {path.read_text() for path in tmp_path.glob("*.world_size")} == {"3"}
     assert json.loads((tmp_path / "3.log").read_text().splitlines()[0])[:2] == [0, 0]
-    assert next(end for end in ends if end["number"] == 4)["caught_up"]  # it took the place of process 1
+    # it took the place of process 1
+    assert next(end for end in ends if end["number"] == 4)["caught_up"]
     assert "while the ranks waited, 0.0 of 0.0 MiB" in (tmp_path / "output").read_text()
     events = read_trace(tmp_path / "trace" / "trace.json")
     of_newcomer = [slice["name"] for slice in slices(events, "ranks", 4)]
     assert of_newcomer[0].startswith("process 4 joined: 3 ranks after step")
-    told = [slice["name"] for slice in slices(events, "ranks", ends[0]["number"]) if "died" in slice["name"]]
+    told = [
+        slice["name"]
+        for slice in slices(events, "ranks", ends[0]["number"])
+        if "died" in slice["name"]
+    ]
     assert told == ["process 1 died: 2 ranks after step 3", "process 0 died: 2 ranks after step 8"]
     assert len(slices(events, "steps", 4)) > 5
     text = (tmp_path / "csv" / "version_0" / "hparams.yaml").read_text()
@@ -222,7 +261,9 @@ def test_a_newcomer_trains_on_as_the_others_do(tmp_path: Path) -> None:
 
 
 def test_a_newcomer_steps_several_optimizers_as_the_others_do(tmp_path: Path) -> None:
-    """With manual optimization, where it gets its state while they wait. A rank steps twice in a batch."""
+    """With manual optimization, where it gets its state while they wait. A rank steps twice in a
+    batch.
+    """
     env = {"FIT_MANUAL": "1", "FIT_WAIT": "12", "FIT_NEWCOMER": "2"}
     ends = fit(tmp_path, "gloo", "1:8:between", respawn=True, ranks=2, **env)
     check(tmp_path, ends, 2)
@@ -232,17 +273,23 @@ def test_a_newcomer_steps_several_optimizers_as_the_others_do(tmp_path: Path) ->
 
 
 def test_a_newcomer_gets_what_callbacks_keep_outside_their_states(tmp_path: Path) -> None:
-    """Which checkpoint came last, that one is due, how many batches to accumulate, and a count of a callback."""
+    """Which checkpoint came last, that one is due, how many batches to accumulate, and a count
+    of a callback.
+    """
     callbacks = (
         f"ModelCheckpoint('{tmp_path}/last', monitor='rising', save_last=True)",
         f"ModelCheckpoint('{tmp_path}/link', monitor='higher', save_last='link')",
-        f"ModelCheckpoint('{tmp_path}/late', monitor='late', every_n_train_steps=23, save_on_train_epoch_end=False)",
+        f"ModelCheckpoint('{tmp_path}/late', monitor='late', every_n_train_steps=23, "
+        "save_on_train_epoch_end=False)",
         "GradientAccumulationScheduler({0: 1, 1: 2})",
         "Counting()",
     )
     env = {"FIT_CALLBACKS": ";".join(callbacks), "FIT_WAIT": "22", "FIT_NEWCOMER": "2"}
     ends = fit(tmp_path, "gloo", "1:20:forward", respawn=True, ranks=2, **env)
-    assert [(end["number"], end["rank"], end["caught_up"]) for end in ends] == [(0, 0, False), (2, 1, True)]
+    assert [(end["number"], end["rank"], end["caught_up"]) for end in ends] == [
+        (0, 0, False),
+        (2, 1, True),
+    ]
     assert ends[0]["digest"] == ends[1]["digest"]
     assert len(list((tmp_path / "late").glob("*.ckpt"))) == 1
 
@@ -253,24 +300,34 @@ def test_a_newcomer_that_does_not_fit_is_turned_away_and_not_replaced(tmp_path: 
     (end,) = fit(tmp_path, "gloo", "1:20:forward", respawn=True, ranks=2, **env)
     assert (end["number"], end["world_size"], end["epoch"]) == (0, 1, EPOCHS)
     output = (tmp_path / "output").read_text()
-    told = "Process 2 cannot join, and the job goes on without, and starts no other in its place. ModelMismatchError: "
+    told = (
+        "Process 2 cannot join, and the job goes on without, and starts no other in its place. "
+        "ModelMismatchError: "
+    )
     assert output.count(told) == 1
-    assert "parameter net.1.bias: rank 0: float32 (32,) on cpu, frozen; rank 1: float32 (32,) on cpu. " in output
+    assert (
+        "parameter net.1.bias: rank 0: float32 (32,) on cpu, frozen; rank 1: float32 (32,) on cpu. "
+        in output
+    )
     assert "process 2 ends: " in output
     assert not (tmp_path / "started3").exists()
 
 
 @pytest.mark.parametrize(
-    ("where", "awaited"), [("setup", "3"), ("on_load_checkpoint", "2"), ("on_train_batch_start", "2")]
+    ("where", "awaited"),
+    [("setup", "3"), ("on_load_checkpoint", "2"), ("on_train_batch_start", "2")],
 )
-def test_a_newcomer_that_fails_before_its_first_step_is_a_death(where: str, awaited: str, tmp_path: Path) -> None:
+def test_a_newcomer_that_fails_before_its_first_step_is_a_death(
+    where: str, awaited: str, tmp_path: Path
+) -> None:
     """Process 2 fails; process 3 takes its place, if it comes before the end."""
     env = {"FIT_CALLBACKS": f"Failing(2, '{where}')", "FIT_WAIT": "8", "FIT_NEWCOMER": awaited}
     ends = fit(tmp_path, "gloo", "1:3:forward", respawn=True, ranks=2, **env)
     check(tmp_path, ends, len(ends))
     assert [end["number"] for end in ends] in ([0], [0, 3])
     assert re.search(
-        r"process 2 \(pid \d+\) ended with exit code 1 \(process 2 .*only this", (tmp_path / "output").read_text()
+        r"process 2 \(pid \d+\) ended with exit code 1 \(process 2 .*only this",
+        (tmp_path / "output").read_text(),
     )
 
 
@@ -279,10 +336,27 @@ def test_a_newcomer_that_fails_before_its_first_step_is_a_death(where: str, awai
     [(), ("0:8:sigterm",), ("1:join:sigterm",)],
     ids=["to the end", "until it is asked to stop", "until the newcomer is asked to stop"],
 )
-def test_a_rank_that_began_alone_trains_on_with_a_newcomer(asked: tuple[str, ...], tmp_path: Path) -> None:
-    slots = f"sh -c 'echo localhost:$((1 + $(ls {tmp_path} | grep -c ^0.log)))'"  # a second one once process 0 trains
-    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "1", "--discover", slots, "--max-ranks", "2"]
-    done = run([*ringrun, *forked.python(), RANK, str(tmp_path), "gloo", *asked], FIT_WAIT="3", FIT_NEWCOMER="1")
+def test_a_rank_that_began_alone_trains_on_with_a_newcomer(
+    asked: tuple[str, ...], tmp_path: Path
+) -> None:
+    # a second one once process 0 trains
+    slots = f"sh -c 'echo localhost:$((1 + $(ls {tmp_path} | grep -c ^0.log)))'"
+    ringrun = [
+        sys.executable,
+        "-m",
+        "lightning_ring.cli.ringrun",
+        "-n",
+        "1",
+        "--discover",
+        slots,
+        "--max-ranks",
+        "2",
+    ]
+    done = run(
+        [*ringrun, *forked.python(), RANK, str(tmp_path), "gloo", *asked],
+        FIT_WAIT="3",
+        FIT_NEWCOMER="1",
+    )
     assert "generation 0: 1 ranks, after 0 steps" in done.stdout
     assert "2 ranks, 1 of them new" in done.stdout
     if asked:
@@ -290,31 +364,58 @@ def test_a_rank_that_began_alone_trains_on_with_a_newcomer(asked: tuple[str, ...
         assert "asked to stop (SIGTERM), and did so at the same step" in done.stdout
     else:
         assert done.returncode == 0, done.stdout[-6000:]
-        check(tmp_path, [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))], 2)
+        check(
+            tmp_path, [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))], 2
+        )
 
 
-@pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="this Lightning has no EMAWeightAveraging")
+@pytest.mark.skipif(
+    not hasattr(callbacks, "EMAWeightAveraging"), reason="this Lightning has no EMAWeightAveraging"
+)
 def test_averaged_weights_are_exchanged_once_and_reach_newcomers(tmp_path: Path) -> None:
-    """They are in the model during validation, and at the end. A rank dies there, and its replacement joins."""
-    env = {"FIT_CALLBACKS": "EMAWeightAveraging(use_buffers=False, decay=0.9)", "FIT_WAIT": "14", "FIT_NEWCOMER": "3"}
+    """They are in the model during validation, and at the end. A rank dies there, and its
+    replacement joins.
+    """
+    env = {
+        "FIT_CALLBACKS": "EMAWeightAveraging(use_buffers=False, decay=0.9)",
+        "FIT_WAIT": "14",
+        "FIT_NEWCOMER": "3",
+    }
     ends = fit(tmp_path, "gloo", "1:12:validation", respawn=True, ranks=3, **env)
     check(tmp_path, ends, 3)
     assert [end["number"] for end in ends if end["caught_up"]] == [3]
 
 
-def test_a_process_waits_where_stochastic_weight_averaging_cannot_take_it_in(tmp_path: Path) -> None:
+def test_a_process_waits_where_stochastic_weight_averaging_cannot_take_it_in(
+    tmp_path: Path,
+) -> None:
     """It would train with another schedule."""
-    env = {"FIT_CALLBACKS": "StochasticWeightAveraging(0.01, swa_epoch_start=1)", "FIT_WAIT": "6", "FIT_NEWCOMER": "3"}
+    env = {
+        "FIT_CALLBACKS": "StochasticWeightAveraging(0.01, swa_epoch_start=1)",
+        "FIT_WAIT": "6",
+        "FIT_NEWCOMER": "3",
+    }
     ends = fit(tmp_path, "gloo", "1:2:backward", respawn=True, ranks=3, **env)
-    assert [(end["number"], end["rank"], end["world_size"]) for end in ends] == [(0, 0, 2), (2, 1, 2)]
+    assert [(end["number"], end["rank"], end["world_size"]) for end in ends] == [
+        (0, 0, 2),
+        (2, 1, 2),
+    ]
     assert len({end["digest"] for end in ends}) == 1
-    assert "waits to join, and cannot: StochasticWeightAveraging" in (tmp_path / "output").read_text()
+    assert (
+        "waits to join, and cannot: StochasticWeightAveraging" in (tmp_path / "output").read_text()
+    )
 
 
 @pytest.mark.parametrize(("backend", "ranks"), [("gloo", 3), ("auto", 4)])
 def test_a_newcomer_catches_up_with_sharded_ranks(backend: str, ranks: int, tmp_path: Path) -> None:
-    """Each rank sends its own shard. All end with the bits of a job whose newcomer gets everything when it joins."""
-    env = {"FIT_STRATEGY": json.dumps({"shard_optimizer": True}), "FIT_WAIT": "6", "FIT_NEWCOMER": str(ranks)}
+    """Each rank sends its own shard. All end with the bits of a job whose newcomer gets
+    everything when it joins.
+    """
+    env = {
+        "FIT_STRATEGY": json.dumps({"shard_optimizer": True}),
+        "FIT_WAIT": "6",
+        "FIT_NEWCOMER": str(ranks),
+    }
     digests = set()
     for name, more in (("caught up", {}), ("waiting", {"FIT_NO_CATCH_UP": "1"})):
         (folder := tmp_path / name).mkdir()
@@ -323,7 +424,9 @@ def test_a_newcomer_catches_up_with_sharded_ranks(backend: str, ranks: int, tmp_
         digests |= {end["digest"] for end in ends}
         (joined,) = (end for end in ends if end["number"] == ranks)
         assert joined["caught_up"] == (not more)
-        sent = re.findall(r"([0-9.]+) of [0-9.]+ MiB of parameters", (folder / "output").read_text())
+        sent = re.findall(
+            r"([0-9.]+) of [0-9.]+ MiB of parameters", (folder / "output").read_text()
+        )
         assert len(sent) == 1
     assert len(digests) == 1
 
@@ -333,7 +436,13 @@ def test_a_newcomer_catches_up_with_sharded_ranks(backend: str, ranks: int, tmp_
     [
         ("gloo", {}, 4, {}, ["1:9:forward"]),
         # one rank less on each node
-        ("auto", {"FIT_NODES": "2"}, 6, {"topology": "hierarchical"}, ["1:6:forward", "0:6:backward"]),
+        (
+            "auto",
+            {"FIT_NODES": "2"},
+            6,
+            {"topology": "hierarchical"},
+            ["1:6:forward", "0:6:backward"],
+        ),
         ("auto", {}, 4, {"shard_optimizer": True}, ["1:9:step"]),
         # parameters that follow others in training_step have done so when the rank dies
         ("gloo", {"FIT_MOMENTUM": "1"}, 4, {}, ["1:9:forward"]),
@@ -358,7 +467,9 @@ def test_survivors_compute_what_fewer_ranks_compute_from_that_state(
     check(first, ends, left := ranks - len(deaths))
     (checkpoint,) = (first / "checkpoints").glob("epoch=0-*.ckpt")
     saved = torch.load(checkpoint, weights_only=False)
-    groups = [group for optimizer in saved["optimizer_states"] for group in optimizer["param_groups"]]
+    groups = [
+        group for optimizer in saved["optimizer_states"] for group in optimizer["param_groups"]
+    ]
     for group in (*groups, *saved["lr_schedulers"]):
         for name in {"lr", "initial_lr"} & set(group):
             group[name] *= left / ranks
@@ -369,7 +480,9 @@ def test_survivors_compute_what_fewer_ranks_compute_from_that_state(
     assert {end["digest"] for end in ends} == {end["digest"] for end in again}
 
 
-def test_a_fit_that_goes_on_within_an_epoch_trains_once_on_what_is_left_of_it(tmp_path: Path) -> None:
+def test_a_fit_that_goes_on_within_an_epoch_trains_once_on_what_is_left_of_it(
+    tmp_path: Path,
+) -> None:
     """With fewer ranks than the checkpoint's, of which one dies in that epoch."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
@@ -385,28 +498,47 @@ def test_a_fit_that_goes_on_within_an_epoch_trains_once_on_what_is_left_of_it(tm
     assert set(trained_samples(second)[0]) <= set(order[before:])
 
 
-@pytest.mark.skipif(not reachable_candidates({}), reason="this host has no address but its own loopback")
-def test_a_job_that_has_lost_a_shard_goes_on_from_its_last_checkpoint_by_itself(tmp_path: Path) -> None:
-    """Rank 3, on another host, is the mirror of rank 1. Two new processes, one of them there, end with the bits of a
-    fresh job from that checkpoint."""
+@pytest.mark.skipif(
+    not reachable_candidates({}), reason="this host has no address but its own loopback"
+)
+def test_a_job_that_has_lost_a_shard_goes_on_from_its_last_checkpoint_by_itself(
+    tmp_path: Path,
+) -> None:
+    """Rank 3, on another host, is the mirror of rank 1. Two new processes, one of them there, end
+    with the bits of a fresh job from that checkpoint."""
     first, fresh = tmp_path / "first", tmp_path / "fresh"
     first.mkdir()
     fresh.mkdir()
     env = {"FIT_DROPOUT": "0", "FIT_STRATEGY": json.dumps({"shard_optimizer": True})}
     ends = fit(first, "auto", "1:10:forward", "3:10:forward", agent=True, **env)
-    assert [(end["number"], end["rank"], end["world_size"]) for end in ends] == [(4, 0, 2), (5, 1, 2)]
+    assert [(end["number"], end["rank"], end["world_size"]) for end in ends] == [
+        (4, 0, 2),
+        (5, 1, 2),
+    ]
     (checkpoint,) = (first / "checkpoints").glob("epoch=0-*.ckpt")
     again = fit(fresh, "auto", ranks=2, FIT_RESUME=str(checkpoint), **env)
     assert {end["digest"] for end in ends} == {end["digest"] for end in again}
     assert {end["step"] for end in ends} == {end["step"] for end in again} == {9 + 18}
 
 
-@pytest.mark.skipif("RING_TORTURE" not in os.environ, reason="minutes of random kills: RING_TORTURE=1")
+@pytest.mark.skipif(
+    "RING_TORTURE" not in os.environ, reason="minutes of random kills: RING_TORTURE=1"
+)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_fit_outlives_random_kills(seed: int, tmp_path: Path) -> None:
     rank = [RANK, str(tmp_path), ["auto", "gloo"][seed]]
-    command = [sys.executable, TORTURE, "--no-respawn", "--kills", "2", str(seed), str(tmp_path), *rank]
+    command = [
+        sys.executable,
+        TORTURE,
+        "--no-respawn",
+        "--kills",
+        "2",
+        str(seed),
+        str(tmp_path),
+        *rank,
+    ]
     done = run(command, timeout=250)
     assert done.returncode == 0, done.stdout[-6000:]
     ends = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
-    check(tmp_path, ends, 4 - done.stdout.count("was killed by signal 9"))  # the fit may be over before the second kill
+    # the fit may be over before the second kill
+    check(tmp_path, ends, 4 - done.stdout.count("was killed by signal 9"))

@@ -1,4 +1,6 @@
-"""Collectives between steps that are made again: results, sections, and a rank that missed the end of one."""
+"""Collectives between steps that are made again: results, sections, and a rank that missed the
+end of one.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_calls_within_a_section_are_not_made_again_by_themselves() -> None:
 
 
 def test_a_call_that_is_not_counted_is_made_again_and_takes_nobodys_result() -> None:
-    """Others that are in it, or past it, are no call ahead, and a rank that has yet to leave the call before is."""
+    """Others that are in it, or past it, are no call ahead, and a rank that has yet to leave the
+    call before is.
+    """
     calls, again = calls_beside(1, "theirs"), []
     calls.call(dying(0, "the first"))
     assert calls.call(dying(1, "own"), lambda: again.append(1), counted=False) == "own"
@@ -96,12 +100,16 @@ def test_what_no_death_explains_is_raised() -> None:
         HostCalls(recover).call(dying(1, None))
 
 
-def test_a_batch_that_begins_again_counts_once_for_the_broadcasts_of_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_begins_again_counts_once_for_the_broadcasts_of_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     strategy, module = RingStrategy(elastic=True), torch.nn.Module()
     module.register_buffer("count", torch.zeros(1))
     strategy.model = module
     strategy.buffers_state = 1, set()  # after a batch: now buffers are compared
-    strategy._fit = SimpleNamespace(calls=calls_beside(0, None), step=SimpleNamespace(position=object()))
+    strategy._fit = SimpleNamespace(
+        calls=calls_beside(0, None), step=SimpleNamespace(position=object())
+    )
     die_once = dying(1, None)
     monkeypatch.setattr(ElasticStrategy, "_trainer", SimpleNamespace(accumulate_grad_batches=1))
     monkeypatch.setattr(ElasticStrategy, "is_survivable", True)
@@ -113,7 +121,9 @@ def test_a_batch_that_begins_again_counts_once_for_the_broadcasts_of_buffers(mon
 
 
 def test_a_newcomer_of_shards_counts_a_checkpoint_as_the_others_do() -> None:
-    """It has no shards when its loops are changed, and ranks with another count take another call's result."""
+    """It has no shards when its loops are changed, and ranks with another count take another
+    call's result.
+    """
     calls = calls_beside(0, None)
 
     def save(path: str) -> None:

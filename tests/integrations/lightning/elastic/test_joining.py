@@ -1,4 +1,6 @@
-"""A sender and a newcomer may die while the newcomer catches up: nobody hangs, no step is lost, all ranks agree."""
+"""A sender and a newcomer may die while the newcomer catches up: nobody hangs, no step is lost,
+all ranks agree.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from tests.processes import run
 
 CASES = (
     *("the sender is killed", "the newcomer is stopped", "both are killed"),
-    *("the owner of a shard is killed", "a newcomer of shards is killed", "the owner of a shard is killed in the join"),
+    *(
+        "the owner of a shard is killed",
+        "a newcomer of shards is killed",
+        "the owner of a shard is killed in the join",
+    ),
 )
 
 
@@ -29,4 +35,5 @@ def test_deaths_while_a_process_catches_up_lose_nothing() -> None:
         ["catch_up", "forward"],
         ["forward", "let_in"],
     ]
-    assert any(result["joined"] for result in results)  # a replacement of a newcomer may come too late for its job
+    # a replacement of a newcomer may come too late for its job
+    assert any(result["joined"] for result in results)

@@ -1,4 +1,6 @@
-"""What a step takes back that is done again: weights of manual optimization, and a loss scaler's marks."""
+"""What a step takes back that is done again: weights of manual optimization, and a loss scaler's
+marks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.integrations.lightning.elastic.loss_scaler import already_unscaled, forget_unscaling
+from lightning_ring.integrations.lightning.elastic.loss_scaler import (
+    already_unscaled,
+    forget_unscaling,
+)
 from lightning_ring.integrations.lightning.elastic.manual import OwnGradients, remember_weights
 
 
@@ -31,11 +36,16 @@ def state(module: nn.Module, parts: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("begun", [False, True])  # whether optimizers have state already
 def test_weights_optimizers_and_schedulers_are_as_before_the_step(begun: bool) -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-    optimizers = [torch.optim.AdamW(module[0].parameters()), torch.optim.SGD(module[1].parameters(), momentum=0.9)]
+    optimizers = [
+        torch.optim.AdamW(module[0].parameters()),
+        torch.optim.SGD(module[1].parameters(), momentum=0.9),
+    ]
     scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.5)
     parts = [*optimizers, scheduler]
     strategy: Any = SimpleNamespace(
-        fit_model=module, optimizers=optimizers, lr_scheduler_configs=[SimpleNamespace(scheduler=scheduler)]
+        fit_model=module,
+        optimizers=optimizers,
+        lr_scheduler_configs=[SimpleNamespace(scheduler=scheduler)],
     )
     if begun:
         step(module, optimizers)
@@ -55,7 +65,8 @@ def test_weights_optimizers_and_schedulers_are_as_before_the_step(begun: bool) -
 
 def test_gradients_of_an_earlier_training_step_are_not_stepped() -> None:
     own, other = (torch.optim.SGD([Parameter(torch.zeros(1))], lr=1.0) for _ in range(2))
-    wrapped = [LightningOptimizer(optimizer) for optimizer in (own, other)]  # as a module's `optimizers()` are
+    # as a module's `optimizers()` are
+    wrapped = [LightningOptimizer(optimizer) for optimizer in (own, other)]
     gradients = OwnGradients()
 
     def backward(optimizer: torch.optim.Optimizer) -> None:
@@ -74,7 +85,9 @@ def test_gradients_of_an_earlier_training_step_are_not_stepped() -> None:
         other.step()
         gradients.begin_step([own, other])
         backward(own)
-        with pytest.raises(ConfigurationError, match="SGD is about to step with gradients of an earlier"):
+        with pytest.raises(
+            ConfigurationError, match="SGD is about to step with gradients of an earlier"
+        ):
             own.step()
     own.step()  # after the fit
     assert not any("zero_grad" in vars(one) for one in (own, *wrapped))

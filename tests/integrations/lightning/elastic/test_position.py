@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+)
 
 from lightning_ring.data import OrderedSampler, PKSampler, ShuffledSampler
 from lightning_ring.errors import ConfigurationError
@@ -40,7 +46,13 @@ DATA = list(range(8))
         ),
         ([DataLoader(DATA, batch_size=None)], "This one has batch_size=None."),
         (  # as Lightning puts the user's sampler into one of its own
-            [DataLoader(DATA, BATCH, sampler=DistributedSamplerWrapper(RandomSampler(DATA), num_replicas=2, rank=0))],
+            [
+                DataLoader(
+                    DATA,
+                    BATCH,
+                    sampler=DistributedSamplerWrapper(RandomSampler(DATA), num_replicas=2, rank=0),
+                )
+            ],
             "This one has sampler=RandomSampler(...).",
         ),
         (
@@ -49,14 +61,19 @@ DATA = list(range(8))
         ),
         (
             [DataLoader(DATA, BATCH)],
-            "This one has the SequentialSampler of torch, as Trainer(use_distributed_sampler=False) leaves it.",
+            "This one has the SequentialSampler of torch, as "
+            "Trainer(use_distributed_sampler=False) leaves it.",
         ),
         ([iter(())], "This one is a tuple_iterator."),
     ],
 )
-def test_a_loader_without_an_order_for_all_ranks_is_named_as_the_user_wrote_it(loaders: list[Any], found: str) -> None:
+def test_a_loader_without_an_order_for_all_ranks_is_named_as_the_user_wrote_it(
+    loaders: list[Any], found: str
+) -> None:
     fit_loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=loaders))
-    with pytest.raises(ConfigurationError, match="An elastic fit needs one training loader") as error:
+    with pytest.raises(
+        ConfigurationError, match="An elastic fit needs one training loader"
+    ) as error:
         TrainingPosition(SimpleNamespace(fit_loop=fit_loop))  # type: ignore[arg-type]
     assert str(error.value).endswith(found)
 
@@ -67,21 +84,28 @@ def test_padding_names_the_sampler_of_the_user() -> None:
         warn_of_padding(DataLoader(range(7), 1, sampler=ours), 2)
 
 
-def position(sampler: OrderedSampler, epoch: int, batch_idx: int, limit: float = 1.0) -> TrainingPosition:
+def position(
+    sampler: OrderedSampler, epoch: int, batch_idx: int, limit: float = 1.0
+) -> TrainingPosition:
     """Of a fit whose loader reads ``sampler``, before batch ``batch_idx`` of the epoch."""
     loader = SimpleNamespace(sampler=sampler, batch_size=BATCH)
     loop: Any = SimpleNamespace(batch_idx=batch_idx)
-    fit_loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader]), epoch_loop=loop)
-    trainer: Any = SimpleNamespace(current_epoch=epoch, fit_loop=fit_loop, limit_train_batches=limit)
+    fit_loop = SimpleNamespace(
+        _combined_loader=SimpleNamespace(flattened=[loader]), epoch_loop=loop
+    )
+    trainer: Any = SimpleNamespace(
+        current_epoch=epoch, fit_loop=fit_loop, limit_train_batches=limit
+    )
     return TrainingPosition(trainer)
 
 
-def test_a_fit_that_goes_on_within_an_epoch_counts_from_the_saved_position_with_the_ranks_there_are() -> None:
+def test_a_fit_that_goes_on_within_an_epoch_counts_from_the_saved_position() -> None:
     saved = ShuffledSampler(400, rank=0, world_size=4)
     sampler = ShuffledSampler(400, rank=0, world_size=2)
     sampler.load_state_dict(saved.state_dict(trained=6 * BATCH) | {"epoch": 1})
     found = position(sampler, epoch=1, batch_idx=6)
-    assert found.state_dict()["after"]["position"] == 6 * BATCH * 4  # if ranks change before its first step
+    # if ranks change before its first step
+    assert found.state_dict()["after"]["position"] == 6 * BATCH * 4
     found.begin_step()
     found.end_step()
     assert found.state_dict()["after"]["position"] == 6 * BATCH * 4 + BATCH * 2
@@ -90,7 +114,8 @@ def test_a_fit_that_goes_on_within_an_epoch_counts_from_the_saved_position_with_
 
 def test_a_fit_that_begins_an_epoch_counts_from_its_start() -> None:
     sampler = ShuffledSampler(400, rank=0, world_size=2)
-    sampler.load_state_dict(sampler.state_dict(trained=40))  # of the epoch before, which was not read to its end
+    # of the epoch before, which was not read to its end
+    sampler.load_state_dict(sampler.state_dict(trained=40))
     found = position(sampler, epoch=1, batch_idx=0)
     found.begin_step()
     found.end_step()
@@ -101,8 +126,12 @@ def test_a_fit_that_begins_an_epoch_counts_from_its_start() -> None:
     ("done", "limit", "ranks", "has"),
     [(10, 1.0, 8, True), (10, 1.0, 9, False), (5, 0.5, 4, True), (5, 0.5, 5, False)],
 )
-def test_processes_join_where_each_rank_has_a_batch_left(done: int, limit: float, ranks: int, has: bool) -> None:
-    """Of 192 samples four ranks make 12 batches each; for five there are 5 more after 5, and half of 10 is done."""
+def test_processes_join_where_each_rank_has_a_batch_left(
+    done: int, limit: float, ranks: int, has: bool
+) -> None:
+    """Of 192 samples four ranks make 12 batches each; for five there are 5 more after 5, and
+    half of 10 is done.
+    """
     sampler = ShuffledSampler(192, remainder="drop")
     with sampler.placed(0, 4):
         sampler.load_state_dict(sampler.state_dict(trained=done * BATCH))

@@ -1,4 +1,6 @@
-"""What a new rank 0 finds of the one before, and what a step that is done again finds of itself. No ranks."""
+"""What a new rank 0 finds of the one before, and what a step that is done again finds of itself.
+No ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,26 @@ from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_ring.elastic.undo import remember
-from lightning_ring.integrations.lightning.elastic.attributes import changed_on_all, plain_attributes, take_attributes
+from lightning_ring.integrations.lightning.elastic.attributes import (
+    changed_on_all,
+    plain_attributes,
+    take_attributes,
+)
 from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
 from lightning_ring.integrations.lightning.elastic.loops import _validate
-from lightning_ring.integrations.lightning.elastic.rank_zero_files import go_on_with_csv, names_of, take_names
-from lightning_ring.integrations.lightning.elastic.step_undo import remember_callbacks, remember_metrics
-from lightning_ring.integrations.lightning.elastic.weights import ChangedInSteps, remember_exchanged_weights
+from lightning_ring.integrations.lightning.elastic.rank_zero_files import (
+    go_on_with_csv,
+    names_of,
+    take_names,
+)
+from lightning_ring.integrations.lightning.elastic.step_undo import (
+    remember_callbacks,
+    remember_metrics,
+)
+from lightning_ring.integrations.lightning.elastic.weights import (
+    ChangedInSteps,
+    remember_exchanged_weights,
+)
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -45,7 +61,10 @@ def test_the_next_rank_0_goes_on_with_its_metrics_file(dies: bool, tmp_path: Pat
     successor.save()
     with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["step"], row["loss"], row["other"]) for row in rows] == [("0", "3.0", ""), ("1", "2.0", "1.0")]
+    assert [(row["step"], row["loss"], row["other"]) for row in rows] == [
+        ("0", "3.0", ""),
+        ("1", "2.0", "1.0"),
+    ]
     assert len(list((tmp_path / "csv").iterdir())) == 1
 
 
@@ -59,7 +78,9 @@ def test_a_next_rank_0_that_finds_no_file_begins_one(tmp_path: Path) -> None:
     go_on_with_csv(successor)
     successor.log_metrics({"loss": 2.0}, step=1)
     successor.save()
-    assert (tmp_path / "csv" / "version_4" / "metrics.csv").read_text().splitlines()[0] == "loss,step"
+    assert (tmp_path / "csv" / "version_4" / "metrics.csv").read_text().splitlines()[
+        0
+    ] == "loss,step"
 
 
 def test_metrics_are_put_back_as_often_as_a_part_is_run_again() -> None:
@@ -77,14 +98,21 @@ def test_metrics_are_put_back_as_often_as_a_part_is_run_again() -> None:
 
 
 def test_callbacks_that_save_or_stop_are_put_back() -> None:
-    checkpoint, stopping = ModelCheckpoint(monitor="val_loss", save_top_k=2), EarlyStopping("val_loss")
+    checkpoint, stopping = (
+        ModelCheckpoint(monitor="val_loss", save_top_k=2),
+        EarlyStopping("val_loss"),
+    )
     restore = remember_callbacks(SimpleNamespace(callbacks=[checkpoint, stopping]))  # type: ignore[arg-type]
     for _ in range(2):
         checkpoint.best_k_models["a.ckpt"] = torch.tensor(1.0)
         checkpoint._last_global_step_saved = 12
         stopping.wait_count = 3
         restore()
-        assert (checkpoint.best_k_models, checkpoint._last_global_step_saved, stopping.wait_count) == ({}, 0, 0)
+        assert (
+            checkpoint.best_k_models,
+            checkpoint._last_global_step_saved,
+            stopping.wait_count,
+        ) == ({}, 0, 0)
 
 
 def test_a_forward_that_is_taken_back_leaves_buffers_and_generators_as_they_were() -> None:
@@ -100,14 +128,23 @@ def test_a_forward_that_is_taken_back_leaves_buffers_and_generators_as_they_were
     assert torch.equal(module(batch), first)
 
 
-def test_a_process_that_joins_takes_attributes_that_training_has_changed_alike_on_all_ranks() -> None:
+def test_a_process_that_joins_takes_attributes_that_training_has_changed_alike_on_all_ranks() -> (
+    None
+):
     def fit(is_main: bool) -> Any:
         saving, counting = ModelCheckpoint(), Callback()
-        counting.count, counting.is_main, counting.lines, counting.seen = 0, is_main, [], torch.zeros(1)
+        counting.count, counting.is_main, counting.lines, counting.seen = (
+            0,
+            is_main,
+            [],
+            torch.zeros(1),
+        )
         module = pl.LightningModule()
         module.best = 0.0
         callbacks = [saving, counting, TQDMProgressBar()]
-        return SimpleNamespace(callbacks=callbacks, lightning_module=module, accumulate_grad_batches=1, _private=0)
+        return SimpleNamespace(
+            callbacks=callbacks, lightning_module=module, accumulate_grad_batches=1, _private=0
+        )
 
     first, other, new = fit(True), fit(False), fit(False)
     begun = plain_attributes(first)
@@ -117,12 +154,21 @@ def test_a_process_that_joins_takes_attributes_that_training_has_changed_alike_o
         counting.count, counting.seen, bar.shown = 3, torch.ones(1), 1
         counting.lines.append(f"of rank {rank}")
         trainer.lightning_module.best, trainer.accumulate_grad_batches, trainer._private = 0.5, 2, 1
-    gathered = [*changed_from(begun, first), *changed_from(plain_attributes(fit(False)), other), None]
+    gathered = [
+        *changed_from(begun, first),
+        *changed_from(plain_attributes(fit(False)), other),
+        None,
+    ]
     comm: Any = SimpleNamespace(all_gather_object=lambda own: gathered)
     take_attributes(new, changed_on_all(begun, first, comm, receives=False))
     saving, counting, bar = new.callbacks
     assert (saving._last_checkpoint_saved, saving._last_time_checked) == ("last.ckpt", None)
-    assert (counting.count, counting.is_main, counting.lines, float(counting.seen)) == (3, False, [], 0.0)
+    assert (counting.count, counting.is_main, counting.lines, float(counting.seen)) == (
+        3,
+        False,
+        [],
+        0.0,
+    )
     assert (new.lightning_module.best, new.accumulate_grad_batches, new._private) == (0.5, 2, 0)
     assert not hasattr(bar, "shown")
 
@@ -175,7 +221,9 @@ def test_a_validation_that_runs_again_begins_with_weights_and_decision_of_the_fi
         callback.on_validation_end(trainer, module)
         trainer.should_stop = False
 
-    fit: Any = SimpleNamespace(calls=HostCalls(lambda error: None), recovery=SimpleNamespace(view=None))
+    fit: Any = SimpleNamespace(
+        calls=HostCalls(lambda error: None), recovery=SimpleNamespace(view=None)
+    )
     _validate(strategy, fit, validate)
     assert seen == [(False, own), (False, other)] * 3
     assert (module.net.weight.item(), callback.other.weight.item()) == (own, other)
@@ -185,7 +233,10 @@ def test_a_validation_that_runs_again_begins_with_weights_and_decision_of_the_fi
 def test_weights_are_copied_only_where_a_hook_may_exchange_them() -> None:
     module = pl.LightningModule()
     module.net = nn.Linear(1, 1)
-    for callbacks, restores in (([ModelCheckpoint(), TQDMProgressBar()], False), ([Exchanging(module.net)], True)):
+    for callbacks, restores in (
+        ([ModelCheckpoint(), TQDMProgressBar()], False),
+        ([Exchanging(module.net)], True),
+    ):
         restore = remember_exchanged_weights(SimpleNamespace(callbacks=callbacks), module)  # type: ignore[arg-type]
         with torch.no_grad():
             module.net.weight.add_(1)
@@ -196,8 +247,12 @@ def test_weights_are_copied_only_where_a_hook_may_exchange_them() -> None:
 
 @pytest.mark.parametrize("assigns", [False, True])
 def test_parameters_that_follow_others_in_a_step_are_put_back(assigns: bool) -> None:
-    """From the second step on: the first one tells which they are. Not what the optimizer has changed."""
-    module = nn.ModuleDict({"leader": nn.Linear(1, 1), "follower": nn.Linear(1, 1).requires_grad_(False)})
+    """From the second step on: the first one tells which they are. Not what the optimizer has
+    changed.
+    """
+    module = nn.ModuleDict(
+        {"leader": nn.Linear(1, 1), "follower": nn.Linear(1, 1).requires_grad_(False)}
+    )
     follower, changed = module["follower"].weight, ChangedInSteps()
 
     def follow() -> None:

@@ -1,6 +1,8 @@
-"""``horovod`` for scripts that `python -m lightning_ring.horovod` runs, and for the processes that they start.
+"""``horovod`` for scripts that `python -m lightning_ring.horovod` runs, and for the processes that
+they start.
 
-The folder above stands on their ``sys.path``. The names of Horovod's modules lead to those of `lightning_ring.horovod`.
+The folder above stands on their ``sys.path``. The names of Horovod's modules lead to those of
+`lightning_ring.horovod`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ lead_names_here()
 
 def run(*args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(
-        "horovod.run() starts ranks from inside a program, which lightning_ring does not. Write the function into a "
-        "script and start it: `ringrun -n 4 python -m lightning_ring.horovod script.py`."
+        "horovod.run() starts ranks from inside a program, which lightning_ring does not. Write "
+        "the function into a script and start it: `ringrun -n 4 python -m lightning_ring.horovod "
+        "script.py`."
     )
