@@ -34,7 +34,7 @@ from lightning_ring.comm.communicator import Work
 from lightning_ring.data import ShuffledSampler
 from lightning_ring.elastic import generations
 from lightning_ring.elastic.catch_up.source import _Feed
-from lightning_ring.elastic.catch_up.stream import Stream
+from lightning_ring.elastic.catch_up.stream import StateStream
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.elastic.store import StewardStore
 from lightning_ring.gradients.reducer import Reducer
@@ -221,7 +221,7 @@ def fit(folder: Path, number: int, plan: Plan) -> None:
     faults.plant(elastic_fit.ElasticFit, "enter", "connect")
     faults.plant(elastic_fit, "hand_over_fit", "hand_over")
     faults.plant(_Feed, "_state", "feed")
-    faults.plant(Stream, "_take", "catch_up")
+    faults.plant(StateStream, "_take", "catch_up")
     faults.plant(Mirrors, "receive", "mirror")
     faults.plant(Sharded, "after_commit", "gather")
     faults.plant(Sharded, "move", "move")

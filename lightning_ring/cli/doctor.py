@@ -13,7 +13,7 @@ from pathlib import Path
 from lightning_ring.cli.arguments import add_hosts, chosen_hosts
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.job.launchers import launcher_variables
-from lightning_ring.tools.doctor.asking import Request
+from lightning_ring.tools.doctor.asking import DoctorRequest
 from lightning_ring.tools.doctor.findings import (
     Finding,
     HostReport,
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     hosts = chosen_hosts(options)
     num_gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))  # the driver itself may hang
-    request = Request(
+    request = DoctorRequest(
         ranks=options.ranks or max(2, num_gpus),
         num_hosts=options.part_of or len(hosts) or 1,
         seconds=options.timeout,

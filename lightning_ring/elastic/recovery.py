@@ -35,7 +35,7 @@ NUM_ATTEMPTS = 5  # to connect without that anybody died
 _log = logging.getLogger("lightning_ring")
 
 
-class Training(Protocol):
+class ElasticTraining(Protocol):
     """What `Recovery` calls in the training that goes on."""
 
     def welcomes_newcomers(self) -> bool:
@@ -80,7 +80,7 @@ class Recovery:
         since: When this rank left the view before, in seconds of `time.perf_counter`.
     """
 
-    def __init__(self, member: Member, generations: Generations, training: Training) -> None:
+    def __init__(self, member: Member, generations: Generations, training: ElasticTraining) -> None:
         self.step: int | None = None
         self.complete = False
         self.view: View | None = None

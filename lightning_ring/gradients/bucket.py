@@ -28,7 +28,7 @@ def torch_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BucketMemory:
     """A flat buffer, a view of it for each parameter's gradient, and the flags at its end."""
 
     flat: Tensor
@@ -105,7 +105,7 @@ class Bucket:
         if self.wire is self._layout:
             self.wire = self._lay_out(dtype)
 
-    def _use(self, layout: Layout) -> None:
+    def _use(self, layout: BucketMemory) -> None:
         self._layout = layout
         self.flat, self.views, self.used, self.stop = (
             layout.flat,
@@ -117,13 +117,13 @@ class Bucket:
             [self.flat.numel() - self.num_flags, self.num_flags]
         )
 
-    def _lay_out(self, dtype: torch.dtype) -> Layout:
+    def _lay_out(self, dtype: torch.dtype) -> BucketMemory:
         _, end = _offsets(self.params)
         unit = self._num_shards * _SHARD_ELEMENTS if self._num_shards > 1 else 1
         end += -(end + self.num_flags) % unit
         return self._cut(self._empty(end + self.num_flags, dtype, self.params[0].device).zero_())
 
-    def _cut(self, flat: Tensor) -> Layout:
+    def _cut(self, flat: Tensor) -> BucketMemory:
         offsets, _ = _offsets(self.params)
         end = flat.numel() - self.num_flags
         views = [
@@ -131,7 +131,7 @@ class Bucket:
             for offset, param in zip(offsets, self.params, strict=True)
         ]
         flags = flat[end:].real if flat.is_complex() else flat[end:]
-        return Layout(flat, views, flags[:-1], flags[-1:])
+        return BucketMemory(flat, views, flags[:-1], flags[-1:])
 
     def begin(self) -> bool:
         """Prepare for a backward. Returns False if every parameter is frozen."""

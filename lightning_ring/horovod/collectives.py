@@ -15,7 +15,7 @@ from lightning_ring.horovod.cache import UNNAMED
 from lightning_ring.horovod.context import ProcessSet, global_process_set
 from lightning_ring.horovod.errors import HorovodInternalError
 from lightning_ring.horovod.negotiation import Negotiation
-from lightning_ring.horovod.requests import Meta, Request
+from lightning_ring.horovod.requests import Meta, Submission
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 
 Average, Sum, Min, Max, Product, Adasum = "Average", "Sum", "Min", "Max", "Product", "Adasum"
@@ -26,7 +26,7 @@ _counting = threading.Lock()
 
 @dataclass(slots=True)
 class _Call:
-    requests: list[Request]
+    requests: list[Submission]
     negotiation: Negotiation
     grouped: bool = False
 
@@ -141,7 +141,7 @@ def start(
             kind, tensor.dtype, tensor.shape, op, prescale, postscale, root, splits, device, group
         )
         output = outputs[index] if outputs is not None else None
-        requests.append(Request(own, described, tensor, output))
+        requests.append(Submission(own, described, tensor, output))
     return _submit(negotiation, requests, grouped=grouped)
 
 
@@ -152,7 +152,7 @@ def _overlaps(tensor: Tensor) -> bool:
     )
 
 
-def _submit(negotiation: Negotiation, requests: list[Request], *, grouped: bool = False) -> int:
+def _submit(negotiation: Negotiation, requests: list[Submission], *, grouped: bool = False) -> int:
     negotiation.submit(requests)
     global _num_handles
     with _counting:
@@ -264,7 +264,7 @@ def checked_splits(
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the process set is here."""
-    request = Request("barrier", Meta("barrier"))
+    request = Submission("barrier", Meta("barrier"))
     synchronize(_submit(process_set.negotiation, [request]))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Compressor:
+class WireFormat:
     """Converts a tensor before it is sent, and back afterwards. ``name`` is that of a compressor
     of `RingStrategy`.
     """
@@ -25,7 +25,7 @@ class Compressor:
         return tensor
 
 
-class _Half(Compressor):
+class _Half(WireFormat):
     name = "fp16"
 
     @staticmethod
@@ -48,6 +48,6 @@ class _Brain(_Half):
 class Compression:
     """``none``, ``fp16``, and ``bf16``, which keeps float32's range."""
 
-    none = Compressor
+    none = WireFormat
     fp16 = _Half
     bf16 = _Brain

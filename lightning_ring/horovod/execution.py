@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp
 from lightning_ring.horovod.adasum import adasum_
-from lightning_ring.horovod.requests import GRADIENTS, Meta, Metas, Request, scaled
+from lightning_ring.horovod.requests import GRADIENTS, Meta, Metas, Submission, scaled
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 
 FUSION_BYTES = 64 * 2**20  # of one collective
@@ -39,7 +39,7 @@ class Agreed(NamedTuple):
         return self.metas[min(self.metas)]
 
 
-Requests = Mapping[str, Request]  # this rank's, by name; a rank that has joined may have none
+Requests = Mapping[str, Submission]  # this rank's, by name; a rank that has joined may have none
 Step = tuple[list[str], Callable[[Requests], None]]
 """Names of collectives that run as one, and what runs them."""
 
@@ -159,16 +159,16 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not odd
 
 
-def _given(request: Request) -> Tensor:
+def _given(request: Submission) -> Tensor:
     assert request.tensor is not None
     return request.tensor
 
 
-def _on_host(request: Request) -> Tensor:
+def _on_host(request: Submission) -> Tensor:
     return _given(request).detach().cpu().contiguous()
 
 
-def _hand_over(request: Request, result: Tensor) -> None:
+def _hand_over(request: Submission, result: Tensor) -> None:
     """Give the caller ``result``, which is memory that nobody else uses."""
     if request.output is None and _given(request).is_cpu:
         request.result = result
@@ -176,7 +176,7 @@ def _hand_over(request: Request, result: Tensor) -> None:
         _deliver([request], [result])
 
 
-def _deliver(requests: list[Request], results: list[Tensor]) -> None:
+def _deliver(requests: list[Submission], results: list[Tensor]) -> None:
     """Copy ``results`` to where the callers want them. Tensors of GPUs travel through the host."""
     targets = [
         torch.empty(result.shape, dtype=result.dtype, device=_given(request).device)

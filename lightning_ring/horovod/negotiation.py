@@ -33,7 +33,7 @@ from lightning_ring.errors import RingError
 from lightning_ring.horovod.errors import HorovodInternalError
 from lightning_ring.horovod.execution import Agreed, Planner, Step
 from lightning_ring.horovod.pending import ALL_LEAVE, HEAD, NO_NEWS, STAYS, Pending
-from lightning_ring.horovod.requests import GRADIENTS, JOIN, Meta, Request, problem_of
+from lightning_ring.horovod.requests import GRADIENTS, JOIN, Meta, Submission, problem_of
 from lightning_ring.horovod.timeline import Timeline
 
 # after a submission, until the thread begins a cycle; and the longest pause between idle cycles
@@ -76,7 +76,7 @@ class Negotiation:
         self.num_optimizers = 0  # so far
         # by the name of the announcement
         self.gradients: WeakValueDictionary[str, Gradients] = WeakValueDictionary()
-        self._announced: Request | None = None  # the last announcement
+        self._announced: Submission | None = None  # the last announcement
         self._owed: deque[str] = deque()  # announcements of other ranks since this one joined
         self.timeline: Timeline | None = None  # set by `start_timeline`
         # calls without a name so far, by kind
@@ -90,7 +90,7 @@ class Negotiation:
         self._sent = bytearray()  # the mask of this cycle
         self._tells_to_leave = False
         self._exchange: Work | None = None
-        self._told: list[Request] = []  # in this cycle
+        self._told: list[Submission] = []  # in this cycle
         self._table: dict[str, dict[int, Meta]] = {}  # told by some rank, in the order of arrival
         self._since: dict[str, float] = {}
         self._joined: dict[int, None] = {}  # in the order of joining
@@ -108,7 +108,7 @@ class Negotiation:
 
     # -- for callers
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Submission]) -> None:
         """Have ``requests`` run once every rank has submitted them.
 
         Raises:
@@ -129,7 +129,7 @@ class Negotiation:
         """Return when every rank is here: before what would wait for ever for a rank that has
         left or has joined.
         """
-        request = Request(name, Meta("meeting", op=op))
+        request = Submission(name, Meta("meeting", op=op))
         self.submit([request])
         self.wait([request])
         if request.error is not None:
@@ -139,7 +139,7 @@ class Negotiation:
         """Tell the others that this rank reduces the gradients of ``name``: see `Gradients`."""
         if self._announced is not None and not self._announced.done:
             self.wait([self._announced])  # ranks that have joined take part in one order
-        request = Request(name + _AGAIN * again, Meta(GRADIENTS))
+        request = Submission(name + _AGAIN * again, Meta(GRADIENTS))
         request.on_error = self._end_gradients
         self.submit([request])
         self._announced = request
@@ -152,7 +152,7 @@ class Negotiation:
         """Take part in the others' all-reduces and gradients with zeros until all ranks are
         here; the last one's.
         """
-        request = Request(JOIN, Meta(JOIN))
+        request = Submission(JOIN, Meta(JOIN))
         self.submit([request])
         while True:
             self.wait([request], or_owed=True)
@@ -174,7 +174,7 @@ class Negotiation:
         last: int = request.result
         return last
 
-    def wait(self, requests: Sequence[Request], *, or_owed: bool = False) -> None:
+    def wait(self, requests: Sequence[Submission], *, or_owed: bool = False) -> None:
         """Run cycles until all of ``requests`` are done; or, with ``or_owed``, there are
         gradients to take part in.
         """
@@ -188,7 +188,7 @@ class Negotiation:
             if self._pending.requests:
                 self._wake_thread()
 
-    def poll(self, requests: Sequence[Request]) -> bool:
+    def poll(self, requests: Sequence[Submission]) -> bool:
         """Whether all of ``requests`` are done, after a step towards it that needs no waiting."""
         if not all(request.done for request in requests) and self._moving.acquire(False):
             try:
@@ -226,7 +226,7 @@ class Negotiation:
 
     # -- who runs the cycles
 
-    def _move_in_this_thread(self, request: Request | None, *, or_owed: bool = False) -> None:
+    def _move_in_this_thread(self, request: Submission | None, *, or_owed: bool = False) -> None:
         """Run a cycle, unless the other thread has done meanwhile what this one waits for.
 
         Another cycle would then wait for ranks that wait, outside of the negotiation, for this

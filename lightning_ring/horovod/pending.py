@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from lightning_ring.horovod.cache import Cache
-from lightning_ring.horovod.requests import JOIN, Metas, Request
+from lightning_ring.horovod.requests import JOIN, Metas, Submission
 
 # bytes at the front of a mask. The minimum over the ranks is 0 where some rank ...
 STAYS = 0  # ... has nothing left to do, and shuts down
@@ -25,13 +25,13 @@ class Pending:
 
     def __init__(self, rank: int) -> None:
         self.cache = Cache(rank)  # changed under the lock only
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, Submission] = {}
         self.fresh = False  # something was added since the last mask was made
-        self._news: list[Request] = []  # to tell by name
+        self._news: list[Submission] = []  # to tell by name
         self._mask = bytearray(HEAD)
         self._lock = threading.Lock()  # held for moments
 
-    def add(self, requests: Sequence[Request]) -> None:
+    def add(self, requests: Sequence[Submission]) -> None:
         """Take ``requests``, all or none.
 
         Raises:
@@ -59,7 +59,7 @@ class Pending:
                     self._mask[HEAD + request.number] = 1
             self.fresh = True
 
-    def tell(self, *, leaving: bool) -> tuple[bytearray, list[Request]]:
+    def tell(self, *, leaving: bool) -> tuple[bytearray, list[Submission]]:
         """The mask of the next cycle, and the requests that it tells by name."""
         with self._lock:
             self.fresh = False
@@ -108,7 +108,7 @@ class Pending:
         with self._lock:
             self._tell_by_name(one for one in self.requests.values() if one.since < before)
 
-    def _tell_by_name(self, requests: Iterable[Request]) -> None:
+    def _tell_by_name(self, requests: Iterable[Submission]) -> None:
         for request in requests:
             if request.number is not None:
                 self._mask[HEAD + request.number] = 0

@@ -34,7 +34,7 @@ class Meta(NamedTuple):
     group: tuple[str, int] = ("", 1)  # of a grouped call: its name and the number of its tensors
 
 
-class Request:
+class Submission:
     """A submitted collective. ``result`` or ``error`` is there once it is ``done``."""
 
     __slots__ = (

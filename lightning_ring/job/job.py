@@ -21,7 +21,7 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import COLLECTIVES, is_gpu
 from lightning_ring.job.excepthook import end_job_on_error, stop_ending_job
 from lightning_ring.job.gpus import check_gpu_assignment, nccl_version
-from lightning_ring.job.members import Member, exchange_members, info_of, own_member
+from lightning_ring.job.members import JobMember, exchange_members, info_of, own_member
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.interfaces import offer_interface, withdraw_interface
 from lightning_ring.job.rendezvous.store import hand_over_store, open_store
@@ -57,7 +57,7 @@ class Job:
     def __init__(
         self,
         info: RankInfo,
-        members: Sequence[Member],
+        members: Sequence[JobMember],
         store: dist.Store,
         watch: JobWatch | None = None,
         device: torch.device | None = None,
@@ -275,7 +275,7 @@ def open_job(
     exception in this process, or an exit code that is not 0, ends the job from here on. A
     generation that this process has seen already is replaced by the next one. ``timeout`` bounds
     each wait for another rank. The ranks meet in ``store``, by default at the place that the
-    launcher's variables tell. ``launch_rank`` is that of `Member`, by default the rank.
+    launcher's variables tell. ``launch_rank`` is that of `JobMember`, by default the rank.
 
     Raises:
         RankDiscoveryError: Rank 0 cannot be reached, or two ranks were given one GPU.

@@ -20,7 +20,7 @@ _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class JobMember:
     """One rank of a job."""
 
     launch_rank: int  # by the launcher's count; it stays when a job goes on with fewer processes
@@ -32,10 +32,10 @@ class Member:
     gpu: str = ""  # UUID of its GPU, or of a partition (MIG) that is the rank's own
 
 
-def own_member(info: RankInfo, launch_rank: int, device: torch.device) -> Member:
+def own_member(info: RankInfo, launch_rank: int, device: torch.device) -> JobMember:
     """This process as a member."""
     gpu = gpu_uuid(device) if is_gpu(device) else ""
-    return Member(
+    return JobMember(
         launch_rank,
         info.node_rank,
         socket.gethostname(),
@@ -62,12 +62,12 @@ def gpu_uuid(device: torch.device, visible: str | None = None) -> str:
     return str(getattr(properties, "uuid", f"{device} of {socket.gethostname()}"))
 
 
-def exchange_members(own: Member, info: RankInfo, store: Store) -> list[Member]:
+def exchange_members(own: JobMember, info: RankInfo, store: Store) -> list[JobMember]:
     """All members, by rank. Collective."""
     store = PrefixStore("members", store)
     store.set(str(info.rank), json.dumps(asdict(own)))
     found = [json.loads(store.get(str(rank))) for rank in range(info.world_size)]
-    return [Member(**member | {"cores": tuple(member["cores"])}) for member in found]
+    return [JobMember(**member | {"cores": tuple(member["cores"])}) for member in found]
 
 
 def has_rdma(devices: Path = _RDMA_DEVICES) -> bool:
@@ -75,13 +75,13 @@ def has_rdma(devices: Path = _RDMA_DEVICES) -> bool:
     return devices.is_dir() and any(devices.iterdir())
 
 
-def nodes_of(members: Sequence[Member]) -> list[list[int]]:
+def nodes_of(members: Sequence[JobMember]) -> list[list[int]]:
     """The ranks of each node, in ascending order; the node of the lowest rank first."""
     nodes = dict.fromkeys(member.node for member in members)
     return [[rank for rank, member in enumerate(members) if member.node == node] for node in nodes]
 
 
-def info_of(rank: int, members: Sequence[Member], source: str, generation: int) -> RankInfo:
+def info_of(rank: int, members: Sequence[JobMember], source: str, generation: int) -> RankInfo:
     """The `RankInfo` of ``rank`` in a job of these ``members``."""
     nodes = nodes_of(members)
     node_rank = next(number for number, ranks in enumerate(nodes) if rank in ranks)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from lightning_ring.job.members import Member
+from lightning_ring.job.members import JobMember
 from lightning_ring.job.ranks import RankInfo
 
 _log = logging.getLogger("lightning_ring")
 
 
-def fit_threads(info: RankInfo, members: Sequence[Member]) -> None:
+def fit_threads(info: RankInfo, members: Sequence[JobMember]) -> None:
     """Give this rank's share of its node's cores to torch, unless the user chose, and log it once.
 
     The user chose by OMP_NUM_THREADS, by MKL_NUM_THREADS or by `torch.set_num_threads`; torch
@@ -32,7 +32,7 @@ def fit_threads(info: RankInfo, members: Sequence[Member]) -> None:
         report(node, torch.get_num_threads(), chosen, log_fit=info.rank == 0)
 
 
-def num_threads(own: Member, node: Sequence[Member]) -> int:
+def num_threads(own: JobMember, node: Sequence[JobMember]) -> int:
     """This rank's share of the cores that the ranks of its ``node`` may use: 1 at least, at most
     those it is bound to.
 
@@ -42,7 +42,7 @@ def num_threads(own: Member, node: Sequence[Member]) -> int:
     return max(1, min(len(own.cores), num_usable(node) // len(node)))
 
 
-def num_usable(node: Sequence[Member]) -> int:
+def num_usable(node: Sequence[JobMember]) -> int:
     """How many cores the ranks of a node can keep busy together."""
     together = {core for member in node for core in member.cores}
     return max(1, int(min(len(together), node[0].quota)))
@@ -70,7 +70,7 @@ def two_a_core() -> bool:
         return False
 
 
-def report(node: Sequence[Member], threads: int, chosen: bool, *, log_fit: bool) -> None:
+def report(node: Sequence[JobMember], threads: int, chosen: bool, *, log_fit: bool) -> None:
     """Log at INFO that ``threads`` a rank fit the cores of a ``node``, else a warning with
     advice.
     """

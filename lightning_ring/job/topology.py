@@ -21,12 +21,12 @@ from lightning_ring.comm.ring_communicator import Transport
 from lightning_ring.comm.store_bootstrap import StoreBootstrap
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.job.members import Member
+from lightning_ring.job.members import JobMember
 
 _log = logging.getLogger("lightning_ring")
 
 
-def backend_between_nodes(members: Sequence[Member]) -> str:
+def backend_between_nodes(members: Sequence[JobMember]) -> str:
     """The backend for CPU tensors between nodes, where MPI started the ranks: ``"gloo"`` or
     ``"mpi"``.
 

@@ -16,7 +16,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class LeftOut:
+class MonitorFailures:
     """Runs a monitor's own computations, each of which belongs to a part of what it shows.
 
     An exception in one makes its result a default. The rank warns once a part. A `RingError`

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.monitor.batch_size import first_dimension
-from lightning_ring.monitor.failures import LeftOut
+from lightning_ring.monitor.failures import MonitorFailures
 from lightning_ring.monitor.gap_report import (
     ON_DEVICE,
     REAL,
@@ -144,7 +144,7 @@ class _Measurement:
             waits=self.waits,
             own=median(self.own),
             batch_size=self.batch_size,
-            loader=LeftOut().run(
+            loader=MonitorFailures().run(
                 "loader's cost", unknown, loader_cost, loader, self.batch_size, fetching
             ),
             copies=self.module.device.type != "cpu",

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from lightning_ring.comm.recording import CollectiveRecord
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import is_gpu
-from lightning_ring.monitor.failures import LeftOut
+from lightning_ring.monitor.failures import MonitorFailures
 from lightning_ring.monitor.optimizer_numbers import learning_rates, trust_ratios
-from lightning_ring.monitor.rank_rows import Memory, RankRow, RowExchange
+from lightning_ring.monitor.rank_rows import RankMemory, RankRow, RowExchange
 from lightning_ring.monitor.ring_report import LoggedStep, RingReport
 from lightning_ring.monitor.step_record import StepRecord, StepTimes, mean_times
 from lightning_ring.monitor.step_window import break_down, collectives_of
@@ -61,7 +61,7 @@ class LoopMonitor:
         self._told: list[CollectiveRecord] = []
         self._steps: deque[tuple[StepRecord, list[CollectiveRecord]]] = deque(maxlen=_MOST_STEPS)
         self._pending: LoggedStep | None = None
-        self._left_out = LeftOut()
+        self._left_out = MonitorFailures()
 
     def on_after_setup(self, fabric: Any, module: Any = None) -> None:
         """Fabric calls it for each module that is set up with optimizers."""
@@ -123,7 +123,7 @@ class LoopMonitor:
         """Every rank sends a row of one length, whatever failed."""
         run, device = self._left_out.run, strategy.root_device
         times = run("step times", StepTimes.unknown(), self._times, strategy.world_size)
-        memory = run("memory", Memory.unknown(), Memory.now, device)
+        memory = run("memory", RankMemory.unknown(), RankMemory.now, device)
         optimizers = [self._first] if self._first is not None else []
         place = device if is_gpu(device) else torch.device("cpu")
         self._pending = LoggedStep(

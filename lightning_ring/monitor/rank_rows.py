@@ -19,7 +19,7 @@ from lightning_ring.monitor.step_record import StepTimes
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class RankMemory:
     """Bytes that a rank holds. The GPU allocator's are zero on a CPU."""
 
     # this process's, without its data-loading workers; its peak if the system tells no more
@@ -29,11 +29,11 @@ class Memory:
     peak: float = 0.0  # largest ``allocated`` since the process started, or since a reset
 
     @classmethod
-    def unknown(cls) -> Memory:
+    def unknown(cls) -> RankMemory:
         return cls(*[math.nan] * len(fields(cls)))
 
     @classmethod
-    def now(cls, device: torch.device) -> Memory:
+    def now(cls, device: torch.device) -> RankMemory:
         if not is_gpu(device):
             return cls(_resident())
         gpu = gpu_module(device)
@@ -64,7 +64,7 @@ class RankRow:
     rank: int
     skipped: float  # steps that a loss scaler left out since training began
     times: StepTimes  # means over the steps, on CUDA over the steps that the device has finished
-    memory: Memory
+    memory: RankMemory
 
     def as_list(self) -> list[float]:
         return [self.rank, self.skipped, *astuple(self.times), *astuple(self.memory)]
@@ -73,11 +73,11 @@ class RankRow:
     def from_list(cls, numbers: Sequence[float]) -> RankRow:
         rank, skipped, *rest = numbers
         times, memory = rest[:_NUM_TIMES], rest[_NUM_TIMES:]
-        return cls(int(rank), skipped, StepTimes(*times), Memory(*memory))
+        return cls(int(rank), skipped, StepTimes(*times), RankMemory(*memory))
 
 
 _NUM_TIMES = len(fields(StepTimes))
-_NUM_NUMBERS = 2 + _NUM_TIMES + len(fields(Memory))
+_NUM_NUMBERS = 2 + _NUM_TIMES + len(fields(RankMemory))
 
 
 class RowExchange:

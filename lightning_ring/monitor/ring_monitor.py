@@ -19,7 +19,7 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import is_gpu
 from lightning_ring.monitor.batch_size import first_dimension
 from lightning_ring.monitor.dashboard import Dashboard
-from lightning_ring.monitor.failures import LeftOut
+from lightning_ring.monitor.failures import MonitorFailures
 from lightning_ring.monitor.narrow_bars import narrow
 from lightning_ring.monitor.optimizer_numbers import (
     SkippedSteps,
@@ -27,7 +27,7 @@ from lightning_ring.monitor.optimizer_numbers import (
     learning_rates,
     trust_ratios,
 )
-from lightning_ring.monitor.rank_rows import Memory, RankRow, RowExchange
+from lightning_ring.monitor.rank_rows import RankMemory, RankRow, RowExchange
 from lightning_ring.monitor.ring_report import UNKNOWN, LoggedStep, RingReport, numbers_on_device
 from lightning_ring.monitor.run_record import record_change, record_end, record_start
 from lightning_ring.monitor.step_record import StepTimes
@@ -236,7 +236,7 @@ class RingMonitor(Callback):
         skipped, uncounted = (
             run(_SKIPPED, nothing, fit.skipped.count) if fit.skipped is not None else nothing
         )
-        memory = run(_MEMORY, Memory.unknown(), Memory.now, device)
+        memory = run(_MEMORY, RankMemory.unknown(), RankMemory.now, device)
         place = device if is_gpu(device) else torch.device("cpu")
         on_device = run(
             _NORMS,
@@ -326,7 +326,7 @@ class _Fit:
         # a script may give loggers, and how often to log, to rank 0 alone: all ranks exchange rows
         # when rank 0 logs
         self.log_every_n_steps: int = trainer.strategy.broadcast(trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        self.left_out = LeftOut()
+        self.left_out = MonitorFailures()
         self.window: StepWindow | None = self.left_out.run(_TIMES, None, StepWindow, trainer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.skipped: SkippedSteps | None = self.left_out.run(

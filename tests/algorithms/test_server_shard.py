@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_ring.algorithms.server.layout import layouts, write_
-from lightning_ring.algorithms.server.shard import Push, Shard, _average
+from lightning_ring.algorithms.server.shard import Push, ServerShard, _average
 from lightning_ring.algorithms.server.twin import Twin, settings_of
 
 
-def shard_of(num_workers: int, **how: Any) -> tuple[Shard, list[Tensor]]:
+def shard_of(num_workers: int, **how: Any) -> tuple[ServerShard, list[Tensor]]:
     """A server of one parameter, and where a worker's weights go."""
     weight = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64))
     layout = layouts([weight], 1, cut=True)[0]
-    shard = Shard(Twin(SGD([weight], 0.1), [weight], layout), num_workers, **how)
+    shard = ServerShard(Twin(SGD([weight], 0.1), [weight], layout), num_workers, **how)
     return shard, shard.weights()
 
 

@@ -22,7 +22,7 @@ from lightning_ring.gradients.layout import BucketLayout
 from lightning_ring.gradients.sizing import auto_buckets
 from lightning_ring.monitor import RingMonitor, dashboard, failures, ring_monitor, step_window
 from lightning_ring.monitor.optimizer_numbers import SkippedSteps
-from lightning_ring.monitor.rank_rows import Memory, RankRow
+from lightning_ring.monitor.rank_rows import RankMemory, RankRow
 from lightning_ring.monitor.ring_report import RingReport
 from lightning_ring.monitor.step_timer import StepTimer
 from tests.checks.marks import on_one_rank
@@ -44,7 +44,7 @@ PLACES: tuple[dict[tuple[Any, str], str], ...] = (
         (StepTimer, "_begin"): "step times",
         (ring_monitor, "gradient_squares"): "gradient norms",
         (ring_monitor, "learning_rates"): "numbers of the optimizers",
-        (Memory, "now"): "memory",
+        (RankMemory, "now"): "memory",
         (SkippedSteps, "count"): "skipped steps",
         (RingReport, "bar"): "numbers on the progress bar",
         (dashboard.Dashboard, "add_histograms"): "TensorBoard pages",
@@ -210,4 +210,4 @@ def check_errors_of_communication_pass() -> None:
         raise CollectiveError("planted")
 
     with pytest.raises(CollectiveError, match="planted"):
-        failures.LeftOut().run("part", None, fail)
+        failures.MonitorFailures().run("part", None, fail)

@@ -29,7 +29,7 @@ from lightning_ring.errors import CollectiveError, ConfigurationError
 from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, current_job, open_job
-from lightning_ring.job.members import Member, info_of
+from lightning_ring.job.members import JobMember, info_of
 from lightning_ring.job.ranks import RankInfo
 from tests.checks.world import open_gloo
 
@@ -57,7 +57,7 @@ def store() -> dist.Store:
 def info_on(nodes: Sequence[int]) -> RankInfo:
     """This rank in a job whose rank r is on node ``nodes[r]``."""
     return info_of(
-        WORLD.rank, [Member(rank, node) for rank, node in enumerate(nodes)], "mpi", generation=0
+        WORLD.rank, [JobMember(rank, node) for rank, node in enumerate(nodes)], "mpi", generation=0
     )
 
 
@@ -66,7 +66,7 @@ def opened(
     nodes: Sequence[int], backend: str = "auto", topology: str = "auto", fabric: bool = False
 ) -> Iterator[Communicator]:
     """What a job gets whose rank r is on node ``nodes[r]``."""
-    members = [Member(rank, node, rdma=fabric) for rank, node in enumerate(nodes)]
+    members = [JobMember(rank, node, rdma=fabric) for rank, node in enumerate(nodes)]
     job = Job(info_on(nodes), members, dist.PrefixStore(f"job {next(_number)}", store()))
     comm = open_communicator(job, backend, CPU, TIMEOUT, TIMEOUT, topology)
     yield comm

@@ -18,7 +18,7 @@ from lightning_ring.algorithms.holdings import whole_state
 from lightning_ring.elastic.catch_up import pace
 from lightning_ring.elastic.catch_up import source as sources
 from lightning_ring.elastic.catch_up.source import Source
-from lightning_ring.elastic.catch_up.stream import Stream
+from lightning_ring.elastic.catch_up.stream import StateStream
 from lightning_ring.elastic.catch_up.wire import Message, receive
 from lightning_ring.optim import LAMB, LARS
 from tests.algorithms.sharded.test_mirrors import Rank as ShardedRank
@@ -100,13 +100,13 @@ def rank() -> Iterator[Rank]:
 
 def newcomer(
     build: Build, module: nn.Module | None = None
-) -> tuple[nn.Module, torch.optim.Optimizer, Stream]:
+) -> tuple[nn.Module, torch.optim.Optimizer, StateStream]:
     module = module or Net(1)
     optimizer = build(module.parameters())
-    return module, optimizer, Stream("127.0.0.1", module, [optimizer])
+    return module, optimizer, StateStream("127.0.0.1", module, [optimizer])
 
 
-def follow(rank: Rank, stream: Stream, steps: int = 100) -> None:
+def follow(rank: Rank, stream: StateStream, steps: int = 100) -> None:
     stream.start()
     rank.source.feed(7, "127.0.0.1", stream.port, stream.token)
     for _ in range(steps):
@@ -145,11 +145,11 @@ def test_who_follows_ends_with_the_same_bits(name: str, monkeypatch: pytest.Monk
         feed._source.still_after = None
         return message
 
-    take_step = Stream._take_step
+    take_step = StateStream._take_step
     monkeypatch.setattr(sources, "PIECE_BYTES", 1)
     monkeypatch.setattr(sources._Feed, "_state", one_piece)
     monkeypatch.setattr(
-        Stream,
+        StateStream,
         "_take_step",
         lambda s, *taking: (taken.append(len(taking[1])), take_step(s, *taking)),
     )
@@ -175,7 +175,7 @@ def test_several_optimizers_step_what_is_theirs() -> None:
     rank, module = Rank(OPTIMIZERS["sgd"]), Net(1)
     rank.optimizers, theirs = optimizers(rank.module), optimizers(module)
     rank.train()
-    stream = Stream("127.0.0.1", module, theirs)
+    stream = StateStream("127.0.0.1", module, theirs)
     follow(rank, stream)
     assert stream.complete.is_set()
     for first, second in zip(rank.optimizers, theirs, strict=True):
@@ -340,7 +340,7 @@ def test_each_rank_sends_its_own_shard(ranks: int, monkeypatch: pytest.MonkeyPat
     with torch.no_grad():
         for param in new.net.parameters():
             param.fill_(7)
-    stream = Stream("127.0.0.1", new.net, [new.optimizer])
+    stream = StateStream("127.0.0.1", new.net, [new.optimizer])
     stream.start()
     steps = 10 * ranks
 
@@ -425,7 +425,7 @@ def test_a_newcomer_counts_what_has_come_but_for_large_tensors(rank: Rank) -> No
     rank.train()
     module = Net(1)
     optimizer = OPTIMIZERS["adamw"](module.parameters())
-    stream = Stream("127.0.0.1", module, [optimizer])
+    stream = StateStream("127.0.0.1", module, [optimizer])
     assert stream.num_senders == 0
     stream.start()
     rank.source.feed(7, "127.0.0.1", stream.port, stream.token)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_ring.elastic.catch_up import pace
-from lightning_ring.elastic.catch_up.pace import SECONDS, STEPS, Pace
+from lightning_ring.elastic.catch_up.pace import SECONDS, STEPS, SendingPace
 
 
 class Clock:
@@ -27,7 +27,7 @@ def steps(clock: Clock, number: int, seconds: float, state: int, gradients: int)
     """What each of so many steps finds, in which so many bytes are sent, and which take so many
     seconds together.
     """
-    pace, found = Pace(), []
+    pace, found = SendingPace(), []
     for _ in range(number):
         clock.now += seconds / number
         pace.sent(state, is_state=True)
@@ -54,7 +54,7 @@ def test_a_message_that_takes_long_is_no_reason(clock: Clock) -> None:
 
 
 def test_each_look_is_at_what_came_after_the_last(clock: Clock) -> None:
-    pace, looks = Pace(), []
+    pace, looks = SendingPace(), []
     pace.sent(10**9, is_state=True)
     for _ in range(2 * STEPS):
         clock.now += 1.01 * SECONDS / STEPS

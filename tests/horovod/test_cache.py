@@ -9,7 +9,7 @@ from lightning_ring.horovod import cache
 from lightning_ring.horovod.cache import Cache
 from lightning_ring.horovod.execution import Agreed, _batches
 from lightning_ring.horovod.pending import HEAD, NO_NEWS, STAYS, Pending
-from lightning_ring.horovod.requests import JOIN, Meta, Request
+from lightning_ring.horovod.requests import JOIN, Meta, Submission
 
 SHORT = Meta("allreduce", torch.float32, (3,), "Sum")
 LONG = SHORT._replace(shape=(4,))
@@ -39,15 +39,15 @@ def test_a_group_that_does_not_fit_is_not_numbered(monkeypatch: pytest.MonkeyPat
 def test_requests_are_told_by_number_or_by_name() -> None:
     pending = Pending(rank=0)
     pending.number("a", {0: SHORT, 1: SHORT})
-    again, new = Request("a", SHORT), Request("new", SHORT)
+    again, new = Submission("a", SHORT), Submission("new", SHORT)
     pending.add([again, new])
     mask, news = pending.tell(leaving=False)
     assert (mask[STAYS], mask[NO_NEWS], mask[HEAD], news) == (1, 0, 1, [new])
     with pytest.raises(
         ValueError, match=r"new: a collective of this name was submitted and is not done yet"
     ):
-        pending.add([Request("other", SHORT), Request("new", SHORT)])
-    pending.add([Request("other", SHORT)])  # it was not kept
+        pending.add([Submission("other", SHORT), Submission("new", SHORT)])
+    pending.add([Submission("other", SHORT)])  # it was not kept
     pending.forget("a")
     mask, news = pending.tell(leaving=True)
     assert (mask[STAYS], mask[HEAD], [request.name for request in news]) == (1, 0, ["other", "a"])
@@ -59,8 +59,8 @@ def test_requests_are_told_by_number_or_by_name() -> None:
 def test_a_rank_that_joins_tells_by_name_what_is_pending() -> None:
     pending = Pending(rank=0)
     pending.number("a", {0: SHORT, 1: SHORT})
-    pending.add([Request("a", SHORT)])
-    pending.add([Request(JOIN, Meta(JOIN))])
+    pending.add([Submission("a", SHORT)])
+    pending.add([Submission(JOIN, Meta(JOIN))])
     mask, news = pending.tell(leaving=False)
     assert mask[HEAD] == 0
     assert {request.name for request in news} == {"a", JOIN}

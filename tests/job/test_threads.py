@@ -10,15 +10,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_ring.job.members import Member
+from lightning_ring.job.members import JobMember
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.threads import fit_threads, is_chosen, num_threads, report
 
-EIGHT = Member(0, node=0, cores=tuple(range(8)))
+EIGHT = JobMember(0, node=0, cores=tuple(range(8)))
 
 
-def bound(*cores: int) -> Member:
-    return Member(0, node=0, cores=cores)
+def bound(*cores: int) -> JobMember:
+    return JobMember(0, node=0, cores=cores)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_ranks_of_two_nodes_fit_their_own_node(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 12)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
-    members = [Member(rank, node=rank // 2, cores=tuple(range(12))) for rank in range(3)]
+    members = [JobMember(rank, node=rank // 2, cores=tuple(range(12))) for rank in range(3)]
     for rank in range(3):
         fit_threads(
             RankInfo(rank, 3, min(rank, 1), 2 - rank // 2, rank // 2, 2, "torchrun"), members

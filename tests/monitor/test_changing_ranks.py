@@ -12,7 +12,7 @@ import lightning as L
 import torch
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.monitor.rank_rows import Memory, RankRow, RowExchange
+from lightning_ring.monitor.rank_rows import RankMemory, RankRow, RowExchange
 from lightning_ring.monitor.ring_monitor import _exchanged
 from lightning_ring.monitor.step_record import StepTimes
 from lightning_ring.monitor.step_timeline import StepTimeline
@@ -25,7 +25,7 @@ def exchange(comm: Communicator | None) -> RowExchange:
     rank = comm.rank if comm is not None else 1
     on_device = torch.tensor([10.0 + rank], dtype=torch.float64)
     return RowExchange(
-        comm, RankRow(rank, 0.0, StepTimes.unknown(), Memory()), on_device, torch.device("cpu")
+        comm, RankRow(rank, 0.0, StepTimes.unknown(), RankMemory()), on_device, torch.device("cpu")
     )
 
 

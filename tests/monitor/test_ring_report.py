@@ -10,7 +10,7 @@ import torch
 
 from lightning_ring.comm.recording import CollectiveRecord
 from lightning_ring.monitor.bucket_chart import bars
-from lightning_ring.monitor.rank_rows import Memory, RankRow
+from lightning_ring.monitor.rank_rows import RankMemory, RankRow
 from lightning_ring.monitor.ring_report import RingReport
 from lightning_ring.monitor.step_record import StepRecord, StepTimes, mean_times
 from lightning_ring.monitor.step_window import (
@@ -163,7 +163,7 @@ def row(
         images=images,
         steps=steps,
     )
-    return RankRow(rank, 0, times, Memory(1e9 * (rank + 1)))
+    return RankRow(rank, 0, times, RankMemory(1e9 * (rank + 1)))
 
 
 def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
@@ -214,7 +214,7 @@ def test_bandwidth_is_that_of_the_rank_that_others_did_not_keep_waiting() -> Non
 
 
 def test_what_cannot_be_told_is_left_out_and_a_norm_that_is_not_finite_is_not() -> None:
-    unknown = RankRow(0, 0, StepTimes.unknown(), Memory(1))
+    unknown = RankRow(0, 0, StepTimes.unknown(), RankMemory(1))
     report = RingReport(0, [unknown, row(1, 2.0, 0.5)], gradient_norms=[math.nan, None, 2.0])
     scalars = report.scalars()
     assert not [name for name in scalars if "ms" in name or "images" in name or "slowest" in name]
@@ -234,7 +234,7 @@ def test_bytes_have_so_few_digits_that_ticks_of_three_differ() -> None:
     sent = []
     for nbytes in (310_600.0, 311_400.0):
         one = row(0, 2.0, 0.5)
-        one = replace(one, times=replace(one.times, sent=nbytes), memory=Memory(nbytes * 3000))
+        one = replace(one, times=replace(one.times, sent=nbytes), memory=RankMemory(nbytes * 3000))
         sent.append(RingReport(0, [one]).scalars())
     assert {scalars["ring/sent_mb_per_step"] for scalars in sent} == {0.31}
     assert {scalars["ring/memory_gb"] for scalars in sent} == {0.93}

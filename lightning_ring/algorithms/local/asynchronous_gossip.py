@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_ring.algorithms.exchanges import Exchange, asynchronous_gossip, num_gossip_parts
 from lightning_ring.algorithms.local.gossip import Gossip
 from lightning_ring.algorithms.meeting import meet_for_pause, meet_to_stop
-from lightning_ring.algorithms.server.layout import Layout, Piece, layouts, write_
+from lightning_ring.algorithms.server.layout import ServerLayout, ServerPiece, layouts, write_
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.requests import Answers, Requests
 from lightning_ring.errors import ConfigurationError
@@ -71,9 +71,9 @@ class AsynchronousGossip(Gossip):
         self._told_to_stop = False
         self._changing = threading.Lock()  # the memory of x
         self._params: Sequence[Parameter] = ()
-        self._parts: list[Layout] = []
+        self._parts: list[ServerLayout] = []
         self._x: list[Tensor] = []  # x_r, in messages
-        self._pieces: list[Piece] = []
+        self._pieces: list[ServerPiece] = []
         self._views: list[Tensor] = []  # of x_r, the memory of each piece
         self._copied: list[Tensor] = []  # the copy for which g_r is computed, by piece
         self._asked: list[Tensor] = []  # x_r as it was sent; empty on odd ranks

@@ -12,7 +12,7 @@ _ALIGNMENT = 16  # bytes: a view of any dtype may begin there
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ServerPiece:
     """Elements ``start`` to ``stop`` of parameter number ``index``, flattened; at byte
     ``offset`` of a message.
     """
@@ -30,12 +30,12 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ServerLayout:
     """The pieces of one server, and the length of a message with a value for each of their
     elements.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ServerPiece, ...]
     nbytes: int
 
     def views(self, message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -50,7 +50,7 @@ class Layout:
         return found
 
 
-def layouts(params: Sequence[Tensor], num_servers: int, *, cut: bool) -> list[Layout]:
+def layouts(params: Sequence[Tensor], num_servers: int, *, cut: bool) -> list[ServerLayout]:
     """Each server's part of ``params``. With ``cut`` equally many bytes each, else whole
     parameters, balanced.
     """
@@ -89,16 +89,16 @@ def _whole(params: Sequence[Tensor], num_servers: int) -> list[list[Range]]:
     return [sorted(each) for each in found]
 
 
-def _layout(ranges: Iterable[Range], params: Sequence[Tensor]) -> Layout:
+def _layout(ranges: Iterable[Range], params: Sequence[Tensor]) -> ServerLayout:
     pieces, offset = [], 0
     for index, start, stop in ranges:
-        pieces.append(Piece(index, start, stop, offset))
+        pieces.append(ServerPiece(index, start, stop, offset))
         offset += -(-(stop - start) * params[index].element_size() // _ALIGNMENT) * _ALIGNMENT
-    return Layout(tuple(pieces), offset)
+    return ServerLayout(tuple(pieces), offset)
 
 
 @torch.no_grad()
-def write_(params: Sequence[Tensor], pieces: Iterable[tuple[Piece, Tensor]]) -> None:
+def write_(params: Sequence[Tensor], pieces: Iterable[tuple[ServerPiece, Tensor]]) -> None:
     """Copy values into ``params``, which together get a value for each of their elements."""
     scattered: dict[int, Tensor] = {}
     targets, values = [], []

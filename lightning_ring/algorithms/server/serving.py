@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.server.layout import Layout, layouts, write_
-from lightning_ring.algorithms.server.shard import Push, Shard
+from lightning_ring.algorithms.server.layout import ServerLayout, layouts, write_
+from lightning_ring.algorithms.server.shard import Push, ServerShard
 from lightning_ring.algorithms.server.twin import (
     Settings,
     Twin,
@@ -40,8 +40,8 @@ class Serving:
     is collective.
 
     The first ``num_workers`` ranks are workers: all, or those before the servers. ``how`` are
-    arguments of `Shard`. The servers begin with the parameters and the optimizer's state of their
-    ranks, which are the same on all.
+    arguments of `ServerShard`. The servers begin with the parameters and the optimizer's state of
+    their ranks, which are the same on all.
 
     Raises:
         ModelMismatchError: Ranks train different parameters.
@@ -62,10 +62,10 @@ class Serving:
         self._comm = comm
         parts = layouts(params, len(servers), cut=can_be_cut(optimizer))
         self._layouts = dict(zip(servers, parts, strict=True))
-        self._shard: Shard | None = None
+        self._shard: ServerShard | None = None
         if comm.rank in self._layouts:
             twin = Twin(optimizer, params, self._layouts[comm.rank])
-            self._shard = Shard(twin, num_workers, check=self._check, **how)
+            self._shard = ServerShard(twin, num_workers, check=self._check, **how)
         self._questions = {server: torch.empty(0, dtype=torch.uint8) for server in servers}
         self._answers = {worker: torch.empty(0, dtype=torch.uint8) for worker in range(num_workers)}
         self._requests = comm.open_requests(self._answer)
@@ -185,7 +185,7 @@ class Serving:
 @torch.no_grad()
 def _encode(
     memory: Tensor,
-    layout: Layout,
+    layout: ServerLayout,
     params: Sequence[Parameter],
     settings: Settings,
     asks_to_stop: bool,
@@ -209,7 +209,7 @@ def _encode(
     return memory
 
 
-def _decode(question: Tensor, layout: Layout, params: Sequence[Parameter]) -> Push:
+def _decode(question: Tensor, layout: ServerLayout, params: Sequence[Parameter]) -> Push:
     """Gradients in the memory of ``question``."""
     start = layout.nbytes + len(layout.pieces) + 1
     *flags, asks_to_stop = question[layout.nbytes : start].tolist()

@@ -24,7 +24,7 @@ class Push(NamedTuple):
     asks_to_stop: bool = False
 
 
-class Shard:
+class ServerShard:
     """The pieces of one server; `push` gives a worker's gradients to its optimizer, and returns
     when it may go on.
 

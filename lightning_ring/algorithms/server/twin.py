@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from lightning_ring.algorithms.server.layout import Layout, Piece
+from lightning_ring.algorithms.server.layout import ServerLayout, ServerPiece
 from lightning_ring.algorithms.sharded.elementwise import check_can_be_sharded
 from lightning_ring.errors import ConfigurationError
 
@@ -82,7 +82,9 @@ class Twin:
         weights: A parameter for each piece: of the same shape where it is whole, else 1-D.
     """
 
-    def __init__(self, optimizer: Optimizer, params: Sequence[Parameter], layout: Layout) -> None:
+    def __init__(
+        self, optimizer: Optimizer, params: Sequence[Parameter], layout: ServerLayout
+    ) -> None:
         self.layout = layout
         self.weights = [
             Parameter(_cut(piece, params[piece.index], params[piece.index]))
@@ -138,7 +140,7 @@ class Twin:
 
 
 def whole_state(
-    params: Sequence[Parameter], servers: Sequence[tuple[Layout, Sequence[dict[str, Any]]]]
+    params: Sequence[Parameter], servers: Sequence[tuple[ServerLayout, Sequence[dict[str, Any]]]]
 ) -> dict[Parameter, dict[str, Any]]:
     """The optimizer's state by parameter, from the states of all servers' pieces."""
     whole: dict[Parameter, dict[str, Any]] = {}
@@ -161,7 +163,7 @@ def whole_state(
     return whole
 
 
-def _cut(piece: Piece, value: Any, param: Tensor) -> Any:
+def _cut(piece: ServerPiece, value: Any, param: Tensor) -> Any:
     """A copy of the part of ``value`` on the CPU; of all of it, where it has not one number for
     each element.
     """

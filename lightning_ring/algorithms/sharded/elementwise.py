@@ -61,7 +61,7 @@ def check_can_be_sharded(optimizer: Optimizer) -> None:
         }
         try:
             full, parts = _step_full_and_in_parts(kind, optimizer.defaults, settings)
-        except _Refused as why:
+        except _NotElementwise as why:
             raise _refusal(kind, str(why)) from None
         except Exception as error:
             raise _refusal(
@@ -78,7 +78,7 @@ def check_can_be_sharded(optimizer: Optimizer) -> None:
             )
 
 
-class _Refused(Exception):
+class _NotElementwise(Exception):
     """A trial showed that an optimizer cannot be sharded."""
 
 
@@ -150,7 +150,7 @@ def _check_all_is_in_its_state(optimizer: Optimizer) -> None:
         }
     for name, value in places.items():
         if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in _leaves(value)):
-            raise _Refused(f"keeps tensors in its attribute {name}, and not in its state")
+            raise _NotElementwise(f"keeps tensors in its attribute {name}, and not in its state")
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -22,7 +22,7 @@ _ALIGNMENT = 16  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _HeldPart:
     """A part that its rank steps: weight and state without their tensors, and these tensors'
     digests.
     """
@@ -70,7 +70,7 @@ class LettingIn:
         self._device = device
         self._receives = receives
         self._tensors: list[list[Tensor]] = []  # of each entry of this rank
-        self._catalog: list[list[_Entry]] = []  # by rank
+        self._catalog: list[list[_HeldPart]] = []  # by rank
         self.sent = self.of = 0  # bytes that newcomers got, and bytes of the whole
 
     @torch.no_grad()
@@ -100,12 +100,12 @@ class LettingIn:
         for together in self._rounds(requests):
             self._exchange(together)
 
-    def _entry(self, span: Span, tensors: list[Tensor], *, digests: bool) -> _Entry:
+    def _entry(self, span: Span, tensors: list[Tensor], *, digests: bool) -> _HeldPart:
         """Appends its tensors to ``tensors``."""
         outlined = outline((self._weight_of(span), self._inventory.get(span)), tensors)
-        return _Entry(span, outlined, digests_of(tensors) if digests else None)
+        return _HeldPart(span, outlined, digests_of(tensors) if digests else None)
 
-    def _held(self, indices: set[int]) -> dict[Span, _Entry]:
+    def _held(self, indices: set[int]) -> dict[Span, _HeldPart]:
         """What a newcomer has got of the parameters with these ``indices``, with digests."""
         return {
             span: self._entry(span, [], digests=True)
@@ -113,7 +113,7 @@ class LettingIn:
             if span.index in indices
         }
 
-    def _differing(self, held: Mapping[Span, _Entry]) -> Iterator[_Request]:
+    def _differing(self, held: Mapping[Span, _HeldPart]) -> Iterator[_Request]:
         for source, entries in enumerate(self._catalog):
             for number, entry in enumerate(entries):
                 if held.get(entry.span) != entry:

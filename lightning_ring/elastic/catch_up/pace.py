@@ -9,7 +9,7 @@ import time
 STEPS, SECONDS, PART = 10, 5.0, 0.1
 
 
-class Pace:
+class SendingPace:
     """Bytes of state, and of gradients of the state that was sent before, that have gone over one
     connection.
 

@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_ring.algorithms.holdings import Holdings
 from lightning_ring.comm.replicate import digest_of_model
-from lightning_ring.elastic.catch_up.pace import Pace
+from lightning_ring.elastic.catch_up.pace import SendingPace
 from lightning_ring.elastic.catch_up.wire import Message
 from lightning_ring.job.watch.messages import in_forked_children, watch_for_loss
 
 PIECE_BYTES = 16 * 2**20  # of state, copied at once: a step may have to wait for one copy
 # A newcomer is given up when more gradients are queued than both of these: bytes, and those of so
-# many steps. When it gets no more state, and joins with what it has, says `Pace`.
+# many steps. When it gets no more state, and joins with what it has, says `SendingPace`.
 LEAST_BEHIND_BYTES = 256 * 2**20
 STEPS_BEHIND = 3
 CONNECT_SECONDS = 10.0
@@ -135,7 +135,7 @@ class _Feed(threading.Thread):
         self._holdings: Holdings | None = None
         self._sent: list[int] = []  # of the pieces
         self._left: deque[int] = deque()
-        self._pace = Pace()
+        self._pace = SendingPace()
         self._sends_state = False  # now
         self._told = False  # that all are sent
         self._ends = False  # when the queue is empty

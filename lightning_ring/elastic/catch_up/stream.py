@@ -31,7 +31,7 @@ _LOOK_SECONDS = 0.1
 _log = logging.getLogger("lightning_ring")
 
 
-class Stream(threading.Thread):
+class StateStream(threading.Thread):
     """Brings ``module`` and ``optimizers`` to the state of the ranks that connect to ``port`` and
     send ``token``.
 
@@ -302,7 +302,7 @@ class _Sender(threading.Thread):
         step: The number of steps that they have taken.
     """
 
-    def __init__(self, stream: Stream, connection: socket.socket) -> None:
+    def __init__(self, stream: StateStream, connection: socket.socket) -> None:
         super().__init__(name="ring-catch-up-from", daemon=True)
         self.connection = connection
         self.pieces: list[tuple[int, int | None, int, tuple[int, ...]]] = []

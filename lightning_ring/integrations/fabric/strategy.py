@@ -51,7 +51,7 @@ from lightning_ring.timeline.settings import timeline_settings
 T = TypeVar("T")
 
 
-class _Options(RingOptions):
+class _FabricOptions(RingOptions):
     caller: ClassVar[str] = "RingFabricStrategy"
 
 
@@ -112,7 +112,7 @@ class RingFabricStrategy(DDPStrategy):
                 "False."
             )
         taken = {field.name for field in fields(RingOptions)} & given.keys() - {"broadcast_buffers"}
-        self.options = _Options(**{name: given[name] for name in taken})
+        self.options = _FabricOptions(**{name: given[name] for name in taken})
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 STOP_SIGNAL_VARIABLE = "RING_STOP_SIGNAL"
 
 
-class Request(IntEnum):
+class StopRequest(IntEnum):
     """A request to this rank. Of several ranks' requests the highest counts."""
 
     NONE = 0
@@ -43,7 +43,7 @@ class StopRequests:
     """
 
     def __init__(self, requeue_signal: signal.Signals | None, ask: Callable[[bool], None]) -> None:
-        self.pending = Request.NONE
+        self.pending = StopRequest.NONE
         self.stops_together = False
         self._requeue_signal = requeue_signal
         self._ask = ask
@@ -58,29 +58,29 @@ class StopRequests:
             return
         if several_ranks:
             for number in stop_signals():
-                signal.signal(number, lambda *_: self.request(Request.STOP))
+                signal.signal(number, lambda *_: self.request(StopRequest.STOP))
         requeue = self._requeue_signal
         if requeue is None or not in_slurm_job(os.environ) or requeue in stop_signals():
             return
         # as Lightning: a handler of the user's stays
         if signal.getsignal(requeue) == signal.SIG_DFL:
-            signal.signal(requeue, lambda *_: self.request(Request.REQUEUE))
+            signal.signal(requeue, lambda *_: self.request(StopRequest.REQUEUE))
 
-    def request(self, request: Request) -> None:
+    def request(self, request: StopRequest) -> None:
         self.pending = max(self.pending, request)
         self._ask(True)
 
-    def agree(self, comm: Communicator | None, *, received_sigterm: bool) -> Request:
+    def agree(self, comm: Communicator | None, *, received_sigterm: bool) -> StopRequest:
         """Return the highest request of all ranks, and clear it. Collective.
 
         ``received_sigterm``: Lightning's own handler got a SIGTERM, as in a single process.
         """
-        mine = Request.STOP if received_sigterm else self.pending
+        mine = StopRequest.STOP if received_sigterm else self.pending
         asked = (
             max(comm.all_gather_object(mine, name="requests to stop")) if comm is not None else mine
         )
-        if self.pending == mine and asked != Request.STOP:
-            self.pending = Request.NONE
+        if self.pending == mine and asked != StopRequest.STOP:
+            self.pending = StopRequest.NONE
             self._ask(False)
         return asked
 
@@ -94,10 +94,10 @@ class StopRequests:
             SIGTERMException: The training ends, on every rank at the same step.
         """
         request = self.agree(comm, received_sigterm=trainer.received_sigterm)
-        if request == Request.NONE:  # the request was met before this flag arrived
+        if request == StopRequest.NONE:  # the request was met before this flag arrived
             return
         before()
-        if request == Request.STOP or save_and_requeue(trainer):
+        if request == StopRequest.STOP or save_and_requeue(trainer):
             self.stops_together = True
             raise SIGTERMException(143)  # 128 + SIGTERM
 

@@ -61,7 +61,7 @@ from lightning_ring.integrations.lightning.refusals import (
 from lightning_ring.integrations.lightning.sharded_hooks import ShardedHooks
 from lightning_ring.integrations.lightning.slurm_requeue import in_slurm_job
 from lightning_ring.integrations.lightning.stop_requests import (
-    Request,
+    StopRequest,
     StopRequests,
     leave_sigterm_to_the_buckets,
     stop_signals,
@@ -288,7 +288,7 @@ class RingStrategy(RankedStrategy):
                     add_monitor(trainer)
                 if self._may_have_others:
                     # a signal may have come during an evaluation before the fit
-                    self.algorithm.ask_to_stop(self._requests.pending != Request.NONE)
+                    self.algorithm.ask_to_stop(self._requests.pending != StopRequest.NONE)
                     leave_sigterm_to_the_buckets(trainer)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -388,7 +388,11 @@ class RingStrategy(RankedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.timeline.begin_batch()
         trainer = self._trainer
-        if self._comm is None and trainer is not None and self._requests.pending != Request.NONE:
+        if (
+            self._comm is None
+            and trainer is not None
+            and self._requests.pending != StopRequest.NONE
+        ):
             self._follow_requests(trainer)
         if self._step_hooks is not None and trainer is not None:
             if self.algorithm.agreed_to_stop():
@@ -511,7 +515,7 @@ class RingStrategy(RankedStrategy):
     @contextmanager
     def _evaluation_step(self) -> Iterator[None]:
         with self._reporting_failures():
-            if self._requests.pending == Request.STOP and self._step_hooks is None:
+            if self._requests.pending == StopRequest.STOP and self._step_hooks is None:
                 raise SIGTERMException(143)
             yield
 

@@ -43,7 +43,7 @@ _SETTINGS = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class DoctorRequest:
     ranks: int  # to run on this host
     num_hosts: int
     seconds: float  # limit of each run of ranks and of every question

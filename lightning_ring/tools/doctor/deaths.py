@@ -6,7 +6,7 @@ import re
 import sys
 
 from lightning_ring.job.exit import MPI_LAUNCHERS
-from lightning_ring.tools.doctor.asking import Request, ask
+from lightning_ring.tools.doctor.asking import DoctorRequest, ask
 from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
 
 _NAME = "a rank's death"
@@ -17,7 +17,7 @@ _SECONDS = 30.0
 _SLOW = 2.0  # seconds from a death to the word of it
 
 
-def check(request: Request) -> list[Finding]:
+def check(request: DoctorRequest) -> list[Finding]:
     if request.part:
         return []  # the host that starts the others tells
     if not sys.platform.startswith("linux"):
@@ -32,7 +32,7 @@ def check(request: Request) -> list[Finding]:
     return [*findings, _steward(request), _min_ranks(request)]
 
 
-def _planted(request: Request) -> Finding:
+def _planted(request: DoctorRequest) -> Finding:
     """Two ranks without torch, of which one kills itself."""
     job = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "2", "--min-ranks", "1", "--"]
     answer = ask(
@@ -63,7 +63,7 @@ def _planted(request: Request) -> Finding:
     return ok(_NAME, found)
 
 
-def _steward(request: Request) -> Finding:
+def _steward(request: DoctorRequest) -> Finding:
     if request.num_hosts == 1:
         return ok("steward", "the process that starts the ranks: its death ends all of them")
     found = (
@@ -73,7 +73,7 @@ def _steward(request: Request) -> Finding:
     return ok("steward", found)
 
 
-def _min_ranks(request: Request) -> Finding:
+def _min_ranks(request: DoctorRequest) -> Finding:
     ranks = request.ranks * request.num_hosts
     found = (
         f"with {ranks} ranks any number up to {ranks - 1} may die; --min-ranks M (min_ranks=) lets "

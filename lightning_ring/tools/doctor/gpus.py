@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_ring.tools.doctor.asking import Request, ask
+from lightning_ring.tools.doctor.asking import DoctorRequest, ask
 from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
 from lightning_ring.tools.doctor.packages import torch_facts
 
@@ -20,7 +20,7 @@ _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 
 
-def check(request: Request) -> list[Finding]:
+def check(request: DoctorRequest) -> list[Finding]:
     facts, _ = torch_facts(request)
     listed, driver = _driver(request)
     if not facts:
@@ -35,7 +35,7 @@ def check(request: Request) -> list[Finding]:
     ]
 
 
-def _driver(request: Request) -> tuple[int, list[Finding]]:
+def _driver(request: DoctorRequest) -> tuple[int, list[Finding]]:
     """The number of GPUs that nvidia-smi lists, and findings on the driver."""
     if shutil.which("nvidia-smi") is None:
         on_bus = _on_bus()
@@ -109,7 +109,7 @@ def _gpu(number: int, gpu: Mapping[str, Any]) -> Finding:
     return ok(name, found)
 
 
-def _links(request: Request, gpus: list[dict[str, Any]]) -> list[Finding]:
+def _links(request: DoctorRequest, gpus: list[dict[str, Any]]) -> list[Finding]:
     if len(gpus) < 2:
         return []
     without = sum(len(gpus) - 1 - len(gpu["peers"]) for gpu in gpus)

@@ -22,14 +22,14 @@ from lightning_ring.tools.doctor import (
     reduction,
     resources,
 )
-from lightning_ring.tools.doctor.asking import Request, ask, end_all
+from lightning_ring.tools.doctor.asking import DoctorRequest, ask, end_all
 from lightning_ring.tools.doctor.findings import Finding, HostReport, broken, compare
 from lightning_ring.tools.doctor.reduction import check_across, what_was_said
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-FAMILIES: dict[str, Callable[[Request], list[Finding]]] = {
+FAMILIES: dict[str, Callable[[DoctorRequest], list[Finding]]] = {
     "versions": packages.check_versions,
     "launcher": launching.check_launcher,
     "mpi": launching.check_mpi,
@@ -43,7 +43,7 @@ FAMILIES: dict[str, Callable[[Request], list[Finding]]] = {
 }
 
 
-def examine(request: Request, chosen: Sequence[str]) -> Iterator[tuple[str, list[Finding]]]:
+def examine(request: DoctorRequest, chosen: Sequence[str]) -> Iterator[tuple[str, list[Finding]]]:
     """Each chosen family and its findings, in order, as soon as it is done."""
     families = [family for family in FAMILIES if family in chosen]
     return zip(families, _side_by_side(functools.partial(_guarded, request), families), strict=True)
@@ -59,7 +59,7 @@ def _side_by_side(function: Callable[[T], R], inputs: Iterable[T]) -> Iterator[R
             raise
 
 
-def _guarded(request: Request, family: str) -> list[Finding]:
+def _guarded(request: DoctorRequest, family: str) -> list[Finding]:
     try:
         return FAMILIES[family](request)
     except Exception as error:  # the doctor has to survive errors that it did not foresee
@@ -75,7 +75,7 @@ _CHECKS_SECONDS = 90.0  # imports on a cold network file system
 
 
 def examine_hosts(
-    hosts: Sequence[Host], chosen: Sequence[str], request: Request
+    hosts: Sequence[Host], chosen: Sequence[str], request: DoctorRequest
 ) -> tuple[list[HostReport], list[Finding]]:
     """Every host's report, and findings on what they have in common: versions, and an all-reduce
     between them.
@@ -89,7 +89,9 @@ def examine_hosts(
     return reports, between
 
 
-def _report(num_hosts: int, chosen: Sequence[str], request: Request, host: Host) -> HostReport:
+def _report(
+    num_hosts: int, chosen: Sequence[str], request: DoctorRequest, host: Host
+) -> HostReport:
     # this host keeps what its shell has, for that may be what is wrong
     environ = request.environ if host.is_local else request.child_environ
     seconds = _START_SECONDS + _CHECKS_SECONDS + 2 * request.seconds
@@ -113,7 +115,9 @@ def _report(num_hosts: int, chosen: Sequence[str], request: Request, host: Host)
     return HostReport(host.name, {"start": [broken("start", found, advice)]})
 
 
-def _command(host: Host, num_hosts: int, chosen: Sequence[str], request: Request) -> list[str]:
+def _command(
+    host: Host, num_hosts: int, chosen: Sequence[str], request: DoctorRequest
+) -> list[str]:
     doctor = [
         sys.executable,
         "-m",

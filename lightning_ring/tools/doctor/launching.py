@@ -15,7 +15,7 @@ from lightning_ring.job.exit import MPI_LAUNCHERS
 from lightning_ring.job.launchers import launcher_variables
 from lightning_ring.launch.hosts import in_allocation
 from lightning_ring.launch.mpirun import Mpirun, locate_mpirun, recognise, version_environment
-from lightning_ring.tools.doctor.asking import Answer, Request, ask
+from lightning_ring.tools.doctor.asking import Answer, DoctorRequest, ask
 from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
 
 _LAUNCHERS = (
@@ -27,7 +27,7 @@ _LAUNCHERS = (
 )
 
 
-def check_launcher(request: Request) -> list[Finding]:
+def check_launcher(request: DoctorRequest) -> list[Finding]:
     if request.part and request.launcher:
         return []  # its variables are those by which the doctor of another host started this one
     name = "launcher"
@@ -92,7 +92,7 @@ _SECONDS = 10.0
 _FAMILIES = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel(R) MPI": "intelmpi"}
 
 
-def check_mpi(request: Request) -> list[Finding]:
+def check_mpi(request: DoctorRequest) -> list[Finding]:
     path = locate_mpirun()
     mpirun, why = _identify(path, request) if path is not None else (None, "")
     findings = [_mpirun(request, path, mpirun, why), *_on_path(request, mpirun), *_by_hand(mpirun)]
@@ -111,13 +111,13 @@ def check_mpi(request: Request) -> list[Finding]:
     return findings
 
 
-def chosen_mpirun(request: Request) -> Mpirun | None:
+def chosen_mpirun(request: DoctorRequest) -> Mpirun | None:
     """The one that ringrun and `python train.py` take, if it answers."""
     path = locate_mpirun()
     return _identify(path, request)[0] if path is not None else None
 
 
-def _identify(path: str, request: Request) -> tuple[Mpirun | None, str]:
+def _identify(path: str, request: DoctorRequest) -> tuple[Mpirun | None, str]:
     """The mpirun at ``path``, or the reason why it is unknown."""
     environ = version_environment(path, request.child_environ)
     answer = ask([path, "--version"], request.at_most(_SECONDS), environ)
@@ -126,7 +126,7 @@ def _identify(path: str, request: Request) -> tuple[Mpirun | None, str]:
     return recognise(path, answer.stdout), ""
 
 
-def _mpirun(request: Request, path: str | None, mpirun: Mpirun | None, why: str) -> Finding:
+def _mpirun(request: DoctorRequest, path: str | None, mpirun: Mpirun | None, why: str) -> Finding:
     if mpirun is not None:
         return ok("mpirun", f"{mpirun.version}, {mpirun.path}")
     if path is not None:
@@ -141,7 +141,7 @@ def _mpirun(request: Request, path: str | None, mpirun: Mpirun | None, why: str)
     return warning("mpirun", found, f"Ranks of this host start without it (Gloo, NCCL). {_INSTALL}")
 
 
-def _on_path(request: Request, mpirun: Mpirun | None) -> list[Finding]:
+def _on_path(request: DoctorRequest, mpirun: Mpirun | None) -> list[Finding]:
     """The mpirun that a shell finds, where that is not the chosen one."""
     path = shutil.which("mpirun")
     if path is None or mpirun is None or os.path.realpath(path) == os.path.realpath(mpirun.path):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_ring.job.rendezvous.interfaces import ipv4_addresses, reachable_candidates
-from lightning_ring.tools.doctor.asking import Request
+from lightning_ring.tools.doctor.asking import DoctorRequest
 from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
 
 _SECONDS = 3.0
@@ -17,7 +17,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
-def check(request: Request) -> list[Finding]:
+def check(request: DoctorRequest) -> list[Finding]:
     return [
         _hostname(request.num_hosts > 1),
         _listening(request),
@@ -62,7 +62,7 @@ def _connect(address: str, port: int) -> str:
     return ""
 
 
-def _listening(request: Request) -> Finding:
+def _listening(request: DoctorRequest) -> Finding:
     """A rank listens, and is reached, at each address of this host."""
     name = "listening"
     try:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_ring.tools.doctor.asking import Answer, Request, ask
+from lightning_ring.tools.doctor.asking import Answer, DoctorRequest, ask
 from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
 
 _NEEDED = ("torch", "lightning", "mpi4py")
@@ -31,7 +31,7 @@ _OPTIONAL = {  # package: its purpose
 _COMPROMISED = ("2.6.2", "2.6.3")
 
 
-def check_versions(request: Request) -> list[Finding]:
+def check_versions(request: DoctorRequest) -> list[Finding]:
     glibc = platform.libc_ver()[1] or "none"
     system = f"{platform.system()} {platform.release()}, {platform.machine()}, glibc {glibc}"
     findings = [
@@ -161,7 +161,7 @@ _lock = threading.Lock()
 _asked: dict[str, Any] = {}
 
 
-def check_imports(request: Request) -> list[Finding]:
+def check_imports(request: DoctorRequest) -> list[Finding]:
     facts, answer = torch_facts(request)
     if not facts:
         advice = "pip install --force-reinstall torch torchvision (in one command)."
@@ -179,7 +179,7 @@ def check_imports(request: Request) -> list[Finding]:
     ]
 
 
-def torch_facts(request: Request) -> tuple[dict[str, Any], Answer]:
+def torch_facts(request: DoctorRequest) -> tuple[dict[str, Any], Answer]:
     """The answer of `torch_facts.py`, empty if torch cannot be imported. Asked once, by the
     first caller.
     """
@@ -220,7 +220,7 @@ def _backends(facts: dict[str, Any]) -> list[Finding]:
     return findings
 
 
-def _rest(request: Request) -> list[Finding]:
+def _rest(request: DoctorRequest) -> list[Finding]:
     """Lightning imports torchvision where it is installed, and fails with it."""
     modules = ["torchvision", "lightning.pytorch", "lightning_ring.integrations.lightning.strategy"]
     if version("torchvision") is None:

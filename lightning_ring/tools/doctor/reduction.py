@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ring.launch.hosts import Host
-from lightning_ring.tools.doctor.asking import Answer, Request, ask
+from lightning_ring.tools.doctor.asking import Answer, DoctorRequest, ask
 from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
 from lightning_ring.tools.doctor.launching import chosen_mpirun
 from lightning_ring.tools.doctor.packages import torch_facts
@@ -42,7 +42,7 @@ class Trial:
         return next((r for r in self.reports if r.get("backend") == backend and r["ended"]), None)
 
 
-def check(request: Request) -> list[Finding]:
+def check(request: DoctorRequest) -> list[Finding]:
     """Two ranks on this host."""
     findings: list[Finding] = []
     works = False
@@ -61,7 +61,7 @@ def check(request: Request) -> list[Finding]:
     return findings
 
 
-def check_across(hosts: Sequence[Host], request: Request) -> list[Finding]:
+def check_across(hosts: Sequence[Host], request: DoctorRequest) -> list[Finding]:
     """One rank on each host."""
     where = ["-n", str(len(hosts)), "-H", ",".join(f"{host.name}:1" for host in hosts)]
     trial = _try(
@@ -71,7 +71,7 @@ def check_across(hosts: Sequence[Host], request: Request) -> list[Finding]:
 
 
 def _try(
-    request: Request, where: Sequence[str], device: str, backends: Sequence[str], how: str
+    request: DoctorRequest, where: Sequence[str], device: str, backends: Sequence[str], how: str
 ) -> Trial:
     rank = [sys.executable, "-m", "lightning_ring.tools.doctor.rank", device, *backends]
     command = [sys.executable, "-m", "lightning_ring.cli.ringrun", *where, "--", *rank]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_ring.host.cores import available_cores, bound_cores, cgroup_quota
-from lightning_ring.tools.doctor.asking import Request, ask
+from lightning_ring.tools.doctor.asking import DoctorRequest, ask
 from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
 
 _PLACING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -23,7 +23,7 @@ _BINDING = (
 )
 
 
-def check_threads(request: Request) -> list[Finding]:
+def check_threads(request: DoctorRequest) -> list[Finding]:
     cores, quota = len(bound_cores()), cgroup_quota()
     usable = available_cores()
     return [
@@ -125,7 +125,7 @@ memory[:5] = b"there"
 """
 
 
-def check_memory(request: Request) -> list[Finding]:
+def check_memory(request: DoctorRequest) -> list[Finding]:
     return [*_dev_shm(), _memfd(request), _temporary_folder(), _open_files(), *_locked_memory()]
 
 
@@ -160,7 +160,7 @@ def _dev_shm() -> list[Finding]:
     return [ok(name, found)]
 
 
-def _memfd(request: Request) -> Finding:
+def _memfd(request: DoctorRequest) -> Finding:
     """One process makes a file without a name, another maps it by its number and writes, as
     ranks of a node do.
     """

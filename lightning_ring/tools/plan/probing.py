@@ -236,7 +236,7 @@ def times_to_encode(
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     flat = gradient.to(compressor.buffer_dtype or gradient.dtype)
     if compressor.buffer_dtype is None:
-        compressor.prepare(flat, Layout(flat))
+        compressor.prepare(flat, OneGradient(flat))
     times = []
     for _ in range(rounds):
         flat.copy_(gradient)
@@ -250,7 +250,7 @@ def times_to_encode(
     return times
 
 
-class Layout:
+class OneGradient:
     """Of ``flat`` as square matrices, as far as it goes."""
 
     def __init__(self, flat: Tensor) -> None:

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.tools.report import charts
 from lightning_ring.tools.report.charts import short
-from lightning_ring.tools.report.runs import Run, when
+from lightning_ring.tools.report.runs import LoggedRun, when
 
 _VALIDATION = re.compile(r"val|eval|dev(?![a-z])")
 _LOWER_IS_BETTER = re.compile(r"loss|error|perplexity|mae|mse|nll", re.IGNORECASE)
@@ -32,7 +32,7 @@ _NUM_STRETCHES = 10  # of a single run, whose steps' parts are compared
 _MOST_SETTINGS = 5  # columns of the table of runs
 
 
-def write_page(runs: Sequence[Run], asked: str | None = None) -> str:
+def write_page(runs: Sequence[LoggedRun], asked: str | None = None) -> str:
     """HTML of one run, or of several, sorted by the metric that was ``asked`` for, or by what
     checkpoints go by.
 
@@ -78,7 +78,7 @@ def write_page(runs: Sequence[Run], asked: str | None = None) -> str:
     )
 
 
-def choose_metric(runs: Sequence[Run], asked: str | None) -> tuple[str | None, int]:
+def choose_metric(runs: Sequence[LoggedRun], asked: str | None) -> tuple[str | None, int]:
     """A tag, and 1 where less is better, else -1. ``asked``, else what checkpoints go by, else a
     validation metric.
     """
@@ -100,7 +100,7 @@ def choose_metric(runs: Sequence[Run], asked: str | None) -> tuple[str | None, i
     return tag, 1 if lower else -1
 
 
-def _best(run: Run, tag: str | None, sign: int) -> Sequence[Any]:
+def _best(run: LoggedRun, tag: str | None, sign: int) -> Sequence[Any]:
     """Step and value of the first of the best; nothing where all are NaN."""
     points = [
         (point.step, point.value)
@@ -111,15 +111,15 @@ def _best(run: Run, tag: str | None, sign: int) -> Sequence[Any]:
 
 
 def compared(
-    runs: Sequence[Run], values: Callable[[Run], Mapping[str, str]]
-) -> tuple[list[Run], dict[str, list[str]]]:
+    runs: Sequence[LoggedRun], values: Callable[[LoggedRun], Mapping[str, str]]
+) -> tuple[list[LoggedRun], dict[str, list[str]]]:
     """The runs that have such values, and for each name one value a run."""
     having = [run for run in runs if values(run)]
     names = dict.fromkeys(name for run in having for name in values(run))
     return having, {name: [values(run).get(name, "–") for run in having] for name in names}
 
 
-def settings(runs: Sequence[Run]) -> dict[str, list[str]]:
+def settings(runs: Sequence[LoggedRun]) -> dict[str, list[str]]:
     """What differs: what the command lines set, else the first of the configurations'."""
     overrides = {name for run in runs for name in run.overrides}
     # "": of a run without configuration
@@ -133,7 +133,9 @@ def settings(runs: Sequence[Run]) -> dict[str, list[str]]:
     return dict(list((given or differ).items())[:_MOST_SETTINGS])
 
 
-def step_parts(run: Run, first: float = -math.inf, last: float = math.inf) -> dict[str, float]:
+def step_parts(
+    run: LoggedRun, first: float = -math.inf, last: float = math.inf
+) -> dict[str, float]:
     """Mean milliseconds of each part of a step, over the logged steps from ``first`` to
     ``last``.
     """
@@ -150,7 +152,7 @@ def step_parts(run: Run, first: float = -math.inf, last: float = math.inf) -> di
     return found
 
 
-def slowest_ranks(run: Run) -> list[tuple[int, float, float]]:
+def slowest_ranks(run: LoggedRun) -> list[tuple[int, float, float]]:
     """Rank, the share of logged steps in which it was the slowest, and its median milliseconds
     behind in them.
     """
@@ -169,7 +171,7 @@ def slowest_ranks(run: Run) -> list[tuple[int, float, float]]:
     return sorted(rows, key=lambda row: -row[1])
 
 
-def _throughput(run: Run) -> tuple[str, float] | tuple[None, None]:
+def _throughput(run: LoggedRun) -> tuple[str, float] | tuple[None, None]:
     """The tag and the median of samples a second of all ranks."""
     for tag, points in run.scalars.items():
         values = [point.value for point in points if math.isfinite(point.value)]
@@ -178,7 +180,7 @@ def _throughput(run: Run) -> tuple[str, float] | tuple[None, None]:
     return None, None
 
 
-def _tags(runs: Iterable[Run]) -> list[str]:
+def _tags(runs: Iterable[LoggedRun]) -> list[str]:
     return list(dict.fromkeys(tag for run in runs for tag in run.scalars))
 
 
@@ -207,7 +209,10 @@ def _folded(summary: str, content: Markup, *, unfolded: bool = False) -> Markup:
 
 
 def _table_of_runs(
-    runs: Sequence[Run], drawn: Sequence[Run], tag: str | None, best: Mapping[str, Sequence[Any]]
+    runs: Sequence[LoggedRun],
+    drawn: Sequence[LoggedRun],
+    tag: str | None,
+    best: Mapping[str, Sequence[Any]],
 ) -> list[Markup]:
     tests = [
         name for name in _tags(runs) if name.startswith("test") and not name.endswith("images")
@@ -273,7 +278,7 @@ def _duration(seconds: float | None) -> str:
     )
 
 
-def _curves(runs: Sequence[Run], metric: str | None) -> list[Markup]:
+def _curves(runs: Sequence[LoggedRun], metric: str | None) -> list[Markup]:
     groups: dict[str, list[str]] = {
         "training": [],
         "validation": [],
@@ -319,7 +324,7 @@ def _group(tag: str) -> str:
     )
 
 
-def _charts(runs: Sequence[Run], tags: Iterable[str]) -> Markup:
+def _charts(runs: Sequence[LoggedRun], tags: Iterable[str]) -> Markup:
     drawn = []
     for tag in tags:
         lines = {number: run.scalars[tag] for number, run in enumerate(runs) if tag in run.scalars}
@@ -330,7 +335,7 @@ def _charts(runs: Sequence[Run], tags: Iterable[str]) -> Markup:
     return Markup('<div class="charts">{}</div>').format(Markup("").join(drawn))
 
 
-def _step_time(runs: Sequence[Run]) -> list[Markup]:
+def _step_time(runs: Sequence[LoggedRun]) -> list[Markup]:
     """A row a run, or for a single run one a stretch of steps."""
     rows = [(run.name, step_parts(run)) for run in runs]
     if len(runs) == 1:
@@ -370,7 +375,7 @@ def _step_time(runs: Sequence[Run]) -> list[Markup]:
     ]
 
 
-def _ranks(runs: Sequence[Run], drawn: Sequence[Run]) -> list[Markup]:
+def _ranks(runs: Sequence[LoggedRun], drawn: Sequence[LoggedRun]) -> list[Markup]:
     rows = []
     for run in runs:
         last = when(run.last_time) if run.last_time else "–"
@@ -414,7 +419,7 @@ def _ranks(runs: Sequence[Run], drawn: Sequence[Run]) -> list[Markup]:
     return [*parts, _charts(drawn, changed)]
 
 
-def _pictures(runs: Sequence[Run]) -> list[Markup]:
+def _pictures(runs: Sequence[LoggedRun]) -> list[Markup]:
     """Nearest neighbours and confusions first, while there is room on the page."""
     room, figures, num_left_out = _MOST_PICTURE_BYTES, [], 0
     figure = Markup(
@@ -446,7 +451,7 @@ def _pictures(runs: Sequence[Run]) -> list[Markup]:
 
 
 def _comparison(
-    runs: Sequence[Run], values: Callable[[Run], Mapping[str, str]], missing: str
+    runs: Sequence[LoggedRun], values: Callable[[LoggedRun], Mapping[str, str]], missing: str
 ) -> list[Markup]:
     having, rows = compared(runs, values)
     differ = [(name, *row) for name, row in rows.items() if len(set(row)) > 1]

@@ -46,7 +46,7 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LoggedRun:
     """``scalars`` by tag, a point a step; ``pictures`` are the last of each tag; ``config`` has
     dotted names.
     """
@@ -95,7 +95,7 @@ class Run:
         return "finished" if self.result else "not recorded"
 
 
-def read_runs(folders: Iterable[str | Path]) -> list[Run]:
+def read_runs(folders: Iterable[str | Path]) -> list[LoggedRun]:
     """The runs in ``folders``: each folder below them that holds event files is one.
 
     Raises `ConfigurationError`: a folder does not exist, or holds no event files.
@@ -142,7 +142,7 @@ def _names(folders: list[Path]) -> list[str]:
     ]
 
 
-def _read_run(folder: Path, name: str) -> Run:
+def _read_run(folder: Path, name: str) -> LoggedRun:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
@@ -165,7 +165,7 @@ def _read_run(folder: Path, name: str) -> Run:
     }
     above = (folder, *folder.parents[:_NUM_FOLDERS_UP])
     home = next((one for one in above if (one / ".hydra").is_dir()), folder)
-    return Run(
+    return LoggedRun(
         name,
         scalars={tag: points for tag, points in scalars.items() if points},
         pictures={

@@ -24,7 +24,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
-from lightning_ring.integrations.lightning.stop_requests import Request
+from lightning_ring.integrations.lightning.stop_requests import StopRequest
 from tests.checks.marks import by_world_size
 from tests.checks.models import (
     RANK,
@@ -111,7 +111,7 @@ def check_a_stop_of_all_ranks_saves_the_whole_state(tmp_path: Path) -> None:
     class Stopping(With):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1 and RANK == SIZE - 1:
-                self.trainer.strategy._requests.request(Request.STOP)
+                self.trainer.strategy._requests.request(StopRequest.STOP)
 
     make = functools.partial(Stopping, lambda m: AdamW(m.parameters(), lr=0.01))
     with pytest.raises(SIGTERMException):

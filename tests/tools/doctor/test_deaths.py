@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ring.tools.doctor.asking import Request
+from lightning_ring.tools.doctor.asking import DoctorRequest
 from lightning_ring.tools.doctor.deaths import check
 
 pytestmark = pytest.mark.ranks
 
 
 def test_a_trial_is_survived_and_the_launcher_and_hosts_are_told() -> None:
-    death, launcher, steward, min_ranks = check(Request(4, 3, 30.0, launcher="torchrun"))
+    death, launcher, steward, min_ranks = check(DoctorRequest(4, 3, 30.0, launcher="torchrun"))
     assert death.state == "ok", death
     assert "the other rank of a trial knew after" in death.found
     assert launcher.state == "warning"
     assert "ringrun" in launcher.advice
     assert "the other 2 may go" in steward.found
     assert "a host of 4 needs M <= 8" in min_ranks.found
-    assert check(Request(4, 3, 30.0, part=True)) == []
+    assert check(DoctorRequest(4, 3, 30.0, part=True)) == []
 
 
 def test_a_trial_that_fails_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ def test_a_trial_that_fails_is_broken(tmp_path: Path, monkeypatch: pytest.Monkey
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('another package of this name')")
     environ = os.environ | {"PYTHONPATH": str(tmp_path)}
-    death, *_ = check(Request(2, 1, 30.0, environ=environ))
+    death, *_ = check(DoctorRequest(2, 1, 30.0, environ=environ))
     assert death.state == "broken"
     assert "another package of this name" in death.found
     assert "ringrun" in death.advice

@@ -41,7 +41,7 @@ from lightning_ring.tools.plan.choice import (
     sent_bytes,
 )
 from lightning_ring.tools.plan.model import Cluster, Link, Settings, predict
-from lightning_ring.tools.plan.probing import Layout, SilentCommunicator
+from lightning_ring.tools.plan.probing import OneGradient, SilentCommunicator
 from lightning_ring.tools.plan.profile import Questions, Run
 from tests.thread_ranks import ThreadTransport, run_ranks
 from tests.tools.plan.profiles import MIB, gradient, link, profile
@@ -369,7 +369,7 @@ def test_rounds_are_those_of_the_collectives_of_an_average(name: str) -> None:
     if name == "powersgd":
         compressor = PowerSGD(start_iter=0)
     if compressor.buffer_dtype is None:
-        compressor.prepare(flat_gradient, Layout(flat_gradient.view(-1)))
+        compressor.prepare(flat_gradient, OneGradient(flat_gradient.view(-1)))
     compressor.begin_backward()
     compressor.all_reduce(flat_gradient, comm, name="bucket").wait()
     assert len(comm.sent) == COMPRESSORS[name].rounds
@@ -485,11 +485,11 @@ def test_low_rank_bytes_are_those_of_its_messages(shape: Sequence[int]) -> None:
     compressor = PowerSGD(start_iter=0)
     flat_gradient = torch.zeros(torch.Size(shape).numel())
 
-    class Layout:
+    class NoNames:
         names, views = ["w"], [flat_gradient.view(*shape)]
         contributed, used = [True], torch.ones(1)
 
-    compressor.prepare(flat_gradient, Layout())
+    compressor.prepare(flat_gradient, NoNames())
     plan = compressor.compressor._plans[flat_gradient]  # type: ignore[attr-defined]
     shape_bytes = COMPRESSORS["powersgd"].shape_bytes
     assert shape_bytes is not None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lightning_ring.algorithms.holdings import Holdings
 from lightning_ring.algorithms.sharded.inventory import Inventory
 from lightning_ring.elastic.catch_up.source import Source
-from lightning_ring.elastic.catch_up.stream import Stream
+from lightning_ring.elastic.catch_up.stream import StateStream
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.host.malloc import LARGEST_KEPT, take_memory
 from lightning_ring.membership.member import Member
@@ -39,7 +39,7 @@ class CatchingUp:
         self.parts: Inventory | None = None
         self._strategy = strategy
         self._recovery = recovery
-        self._stream: Stream | None = None
+        self._stream: StateStream | None = None
         self.refuse(refusal)
 
     def refuse(self, why: str) -> None:
@@ -72,7 +72,7 @@ class CatchingUp:
         of_all = self._recovery.parted
         for attempt in range(ATTEMPTS_OF_ALL if of_all else ATTEMPTS):
             try:
-                stream = self._stream = Stream(
+                stream = self._stream = StateStream(
                     member.address, self._strategy.fit_model, self._strategy.optimizers
                 )
             except OSError as error:
@@ -109,7 +109,7 @@ class CatchingUp:
         self.source.close("the fit is over")
         self._close_stream()
 
-    def _take_memory(self, stream: Stream) -> None:
+    def _take_memory(self, stream: StateStream) -> None:
         """Have the memory that the join will need: all others would wait while the system gives
         it, page by page.
         """

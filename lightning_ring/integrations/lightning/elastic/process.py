@@ -12,7 +12,7 @@ import torch
 
 from lightning_ring.elastic.ending import end_job_on_error
 from lightning_ring.elastic.generations import Generations
-from lightning_ring.elastic.recovery import Recovery, Training
+from lightning_ring.elastic.recovery import ElasticTraining, Recovery
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.membership.member import Member
 
@@ -40,7 +40,7 @@ class ElasticProcess:
         num_fits: Fits that this process has begun.
     """
 
-    def __init__(self, connecting: Connecting, training: Training) -> None:
+    def __init__(self, connecting: Connecting, training: ElasticTraining) -> None:
         self.member = Member()
         self.member.open()
         end_job_on_error(self.member)
@@ -66,7 +66,7 @@ class ElasticProcess:
 _process: ElasticProcess | None = None
 
 
-def elastic_process(connecting: Connecting, training: Training) -> ElasticProcess:
+def elastic_process(connecting: Connecting, training: ElasticTraining) -> ElasticProcess:
     """This process, whose recovery calls ``training`` from now on.
 
     Raises:

@@ -32,7 +32,7 @@ from lightning_ring.integrations.lightning.elastic.position import TrainingPosit
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
 from lightning_ring.integrations.lightning.elastic.samplers import with_ordered_sampler
 from lightning_ring.integrations.lightning.stop_requests import (
-    Request,
+    StopRequest,
     leave_sigterm_to_the_buckets,
 )
 from lightning_ring.integrations.lightning.strategy import RingStrategy, _inform, _warn
@@ -178,7 +178,7 @@ class ElasticStrategy(RingStrategy):
             return
         trainer = self.fit_trainer
         self.algorithm = self.options.new_algorithm()
-        self.algorithm.ask_to_stop(self._requests.pending != Request.NONE)  # while it was alone
+        self.algorithm.ask_to_stop(self._requests.pending != StopRequest.NONE)  # while it was alone
         self._move(comm)
         self._after_swap.follow(trainer)
         leave_sigterm_to_the_buckets(trainer)
