@@ -7,8 +7,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
@@ -18,7 +19,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.errors import ConfigurationError, UnevenBatchesError
+from lightning_ring.errors import ConfigurationError, RingError, UnevenBatchesError
 
 Policy = Literal["error", "join", "alone"]
 """``RingStrategy(uneven=)``; ``"alone"`` where ranks go at their own pace: each needs one batch in
@@ -103,9 +104,15 @@ class AgreedLoader:
 
     def _allow(self, having: list[bool], step: int) -> None:
         if self._policy == "error":
-            raise UnevenBatchesError(f"{ran_out(having, step)} {WHAT_TO_DO}")
+            self._refuse(f"{ran_out(having, step)} {WHAT_TO_DO}")
         if step == 0:
-            raise UnevenBatchesError(none_at_all(having))
+            self._refuse(none_at_all(having))
+
+    def _refuse(self, message: str) -> NoReturn:
+        """Raise the error of all ranks, once all know of it: one that had ended would be theirs."""
+        with suppress(RingError):
+            self._comm.barrier(name="the error of uneven batches")
+        raise UnevenBatchesError(message)
 
 
 WHAT_TO_DO = (
