@@ -44,7 +44,7 @@ def test_memory_is_taken_before_the_join(
     algorithm: type, keeps: bool, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[int] = []
-    monkeypatch.setattr(catching_up, "Stream", Stream)
+    monkeypatch.setattr(catching_up, "StateStream", Stream)
     monkeypatch.setattr(catching_up, "take_memory", found.append)
     strategy: Any = SimpleNamespace(
         fit_model=None,
