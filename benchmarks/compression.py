@@ -27,7 +27,7 @@ from lightning_ring.gradients.compression import DGC, Compressor, Int8, OneBit, 
 from lightning_ring.gradients.compression.int8 import BLOCKS
 from lightning_ring.gradients.compression.one_bit import SIGNS
 from lightning_ring.host.malloc import keep_freed_memory
-from lightning_ring.tools.plan.probing import GradientLayoutProbe, times_to_encode
+from lightning_ring.tools.plan.probing import OneGradient, times_to_encode
 
 WAYS: dict[str, Callable[[], Compressor]] = {
     "int8": Int8,
@@ -90,7 +90,7 @@ def bytes_that_leave(num_bytes: int) -> None:
             comm.all_reduce_(flat, op=ReduceOp.AVG).wait()
         else:
             compressor = make()
-            compressor.prepare(flat, GradientLayoutProbe(flat))
+            compressor.prepare(flat, OneGradient(flat))
             compressor.begin_backward()
             compressor.all_reduce(flat, comm, name="bucket").wait()
         after, _ = passed_by_all(comm)
