@@ -217,9 +217,10 @@ class Averaging(Algorithm):
         self._check_tracked(params)
 
     def _check_tracked(self, params: Sequence[Parameter]) -> None:
-        """Raise `RingError` if a parameter of the module that is about to be stepped had a gradient
-        before it was in a bucket: the backward of a plain loop cannot look for new parameters
-        first."""
+        """Raise `RingError` if one of ``params`` got its gradient before it was in a bucket.
+
+        The backward of a plain loop cannot look for new parameters first.
+        """
         late = {
             p
             for p in params
@@ -228,11 +229,11 @@ class Averaging(Algorithm):
         for name, param in self._module.named_parameters() if late else ():
             if param in late:
                 raise RingError(
-                    f"an optimizer is about to step {name} with a gradient of this rank alone: the "
-                    "parameter became trainable, or was added, after the last forward of the "
-                    "module, or is of an optimizer that was built later. Call the module itself, "
-                    "not its parts alone, before the backward; in a loop of your own tell of a "
-                    "new optimizer before that, with training.add_optimizers([optimizer])."
+                    f"an optimizer is about to step {name} with a gradient of this rank alone. The "
+                    "parameter was added or became trainable after the module's last forward, or "
+                    "its optimizer was built later. Before the backward, call the whole module, "
+                    "not only a part of it. In a plain loop, register a new optimizer before that "
+                    "call: training.add_optimizers([optimizer])."
                 )
 
     def after_step(self, optimizer: Optimizer) -> None:

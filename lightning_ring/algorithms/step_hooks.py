@@ -11,6 +11,7 @@ from torch.optim.optimizer import (
 )
 
 from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.gradients.unreduced import has_closure
 
 
 class StepHooks:
@@ -26,8 +27,7 @@ class StepHooks:
         ]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        has_closure = len(args) > 1 or kwargs.get("closure") is not None  # args[0] is the optimizer
-        self._algorithm.before_step(optimizer, has_closure=has_closure)
+        self._algorithm.before_step(optimizer, has_closure=has_closure(args, kwargs))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._algorithm.after_step(optimizer)

@@ -208,9 +208,7 @@ def check_same_model(module: nn.Module, comm: Communicator) -> None:
 
 
 def check_same_description(description: dict[str, str], comm: Communicator) -> None:
-    """Raise `ModelMismatchError`, the same on every rank, where ranks have described what they
-    train in other words.
-    """
+    """Raise the same `ModelMismatchError` on every rank if the ranks' descriptions differ."""
     if (
         comm.world_size > 1
         and len(set(comm.all_gather_object(_digest(description), name="digests of models"))) > 1
@@ -234,7 +232,7 @@ def _description(module: nn.Module) -> dict[str, str]:
 
 
 def described(kind: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """What each tensor is, by ``kind`` and name: dtype, shape, device, and whether it is frozen."""
+    """Text about each tensor (dtype, shape, device, frozen or not), by ``kind`` and name."""
     found = {}
     for name, tensor in named:
         shape = "not initialised" if is_lazy(tensor) else tuple(tensor.shape)

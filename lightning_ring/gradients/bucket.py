@@ -360,7 +360,7 @@ def cut_buckets(
 
 
 def make_buckets(groups: Sequence[Named], empty: Empty, num_shards: int) -> list[Bucket]:
-    """One of each of ``groups``."""
+    """One bucket for each of ``groups``."""
     return [
         Bucket([name for name, _ in group], [param for _, param in group], empty, num_shards)
         for group in groups

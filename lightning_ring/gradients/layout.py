@@ -92,18 +92,18 @@ class BucketLayout:
 
     @property
     def names(self) -> list[list[str]]:
-        """Those of the parameters of each bucket, in the order of sending; none before ``auto``
-        has chosen.
-        """
+        """Parameter names by bucket, in the order of sending. Empty until ``auto`` has chosen."""
         return [list(bucket.names) for bucket in self.buckets] if self._auto is None else []
 
     def restore(self, names: Sequence[Sequence[str]]) -> None:
-        """Before the first backward: begin with the buckets of an earlier training, for the same
-        rounding as there.
+        """Before the first backward, rebuild the buckets of an earlier training.
+
+        Compressors round the gradients of one bucket together. With the same buckets the resumed
+        training gets the same bits. Names of another model are ignored.
         """
         members = dict(self._members())
         if sorted(name for group in names for name in group) != sorted(members):
-            return  # another model, or ``auto`` had not chosen
+            return
         groups = [[(name, members[name]) for name in group] for group in names]
         self._auto = self._order = None
         if [list(bucket.names) for bucket in self.buckets] != [list(group) for group in names]:

@@ -109,9 +109,7 @@ class Reducer:
         return self.layout.buckets
 
     def restore(self, names: Sequence[Sequence[str]]) -> None:
-        """Go on with the buckets of a checkpoint, unless a backward has begun. The same on every
-        rank.
-        """
+        """Use the buckets of a checkpoint, if no backward has run yet. All ranks call it."""
         if not self.num_finished and not self._passes.active:
             self.layout.restore(names)
 
@@ -134,7 +132,7 @@ class Reducer:
 
     @property
     def tracked(self) -> list[tuple[str, Parameter]]:
-        """Name and parameter of all that were ever given."""
+        """Name and parameter of everything passed to `track` so far."""
         return [(name, param) for param, name in self._names.items()]
 
     def is_tracked(self, param: Parameter) -> bool:
@@ -158,7 +156,7 @@ class Reducer:
         return self._passes.reduces
 
     def take_assigned(self) -> None:
-        """Have the next backward average what is in ``param.grad``, whoever has put it there."""
+        """Average every current ``param.grad`` in the next backward, reported by a hook or not."""
         self._unreduced.accumulated.update(param for param in self._names if param.grad is not None)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -216,11 +214,13 @@ class Reducer:
             self._revise_layout()
 
     def send_zeros(self, averages: Sequence[Tensor | None] = ()) -> list[Tensor | None]:
-        """Take part in a backward of the other ranks, with zeros. This rank's gradients, `no_sync`
-        ones too, stay.
+        """Take part in a backward of the other ranks with zeros. This rank's own gradients stay.
 
-        Returns the averages, in the order of the parameters. With those of the backward before, on
-        which the others' gradients of this one were added, the same is done here.
+        The other ranks may accumulate several backwards in one step, and then send the averages of
+        the previous backward plus new gradients. This rank must send the same ``averages``.
+
+        Returns:
+            The averages of this backward, one per parameter, to pass to the next call.
         """
         kept = [
             (param, None if param.grad is None else param.grad.clone()) for param in self._names

@@ -114,10 +114,10 @@ class ShardedGradient(Tensor):
         self._check_is_of(part)
         if self.contents.local is not None:
             raise RingError(
-                f"a backward has added to {self.part.name}.grad after it was averaged, and this is "
-                "not averaged yet: inside no_sync(), outside the training, or in a hook that "
-                "backward calls. Use the gradient when a backward that is averaged has ended, or "
-                "call zero_grad() first."
+                f"a backward has added to {self.part.name}.grad after it was averaged, and the sum "
+                "is not averaged yet. The backward ran inside no_sync() or outside the training, "
+                "or has not ended (you are in one of its hooks). Use the gradient after the next "
+                "backward that averages, or call zero_grad() first."
             )
         return self.contents.average
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,9 +76,9 @@ class UnreducedGradients:
         if late := [param for param in left if param in self.accumulated]:
             raise RingError(
                 f"an optimizer is about to step {names[late[0]]} with a gradient of this rank "
-                "alone: the last backward was inside no_sync(), and none has averaged its "
-                "gradient since. The ranks' parameters would drift apart. Run the last backward "
-                "before each step outside of no_sync()."
+                "alone: the last backward was inside no_sync(), so its gradient was never "
+                "averaged. The ranks' parameters would drift apart. Run the last backward before "
+                "each step outside of no_sync()."
             )
         if own := [param for param in left if param in self.local]:
             raise RingError(
@@ -100,6 +101,11 @@ def check_outside_backward(optimizer: Optimizer) -> None:
             "module), where a gradient is this rank's alone: the ranks' parameters would drift "
             "apart. Call step() after backward."
         )
+
+
+def has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``step(closure)`` was called, from the arguments of a hook before the step."""
+    return len(args) > 1 or kwargs.get("closure") is not None  # args[0] is the optimizer
 
 
 def _values(grad: Tensor) -> Tensor:

@@ -227,10 +227,10 @@ class Negotiation:
     # -- who runs the cycles
 
     def _move_in_this_thread(self, request: Submission | None, *, or_owed: bool = False) -> None:
-        """Run a cycle, unless the other thread has done meanwhile what this one waits for.
+        """Run a cycle, unless the other thread has finished what this one waits for.
 
-        Another cycle would then wait for ranks that wait, outside of the negotiation, for this
-        thread.
+        A further cycle would deadlock: the other ranks wait for this thread to join their gradient
+        buckets, which travel outside of the negotiation.
         """
         if self._moving.acquire(timeout=CHECK_SECONDS):
             try:

@@ -302,8 +302,9 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = _ALL,
 ) -> int:
-    """As `alltoall`; `synchronize` returns the rows and the received splits, also where no
-    splits were given.
+    """Start an `alltoall` and return its handle.
+
+    `synchronize` returns the rows and the received splits, even if no splits were given.
     """
     return start_alltoall(tensor, splits, name, process_set)
 

@@ -21,7 +21,7 @@ from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.comm.replicate import check_same_description, described
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 from lightning_ring.gradients.reducer import Reducer
-from lightning_ring.gradients.unreduced import check_outside_backward
+from lightning_ring.gradients.unreduced import check_outside_backward, has_closure
 from lightning_ring.horovod.attachments import attachments
 from lightning_ring.horovod.collectives import Adasum, Average, Sum, reduction
 from lightning_ring.horovod.compression import Compression
@@ -332,6 +332,7 @@ class _Gradients:
     def _before_backward(self) -> None:
         self._reducer.num_steps += self._stepped
         if not self._has_joined:
+            self._averages = ()
             self._negotiation.announce(self._name, again=not self._stepped)
         self._stepped = self._completed = False
 
@@ -354,14 +355,14 @@ class _Gradients:
             self._pause.close()
 
     def _before_step(
-        self, optimizer: Optimizer, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}
+        self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         check_outside_backward(optimizer)
-        if self._op == Sum and (any(map(callable, args)) or kwargs.get("closure") is not None):
+        if self._op == Sum and has_closure(args, kwargs):
             raise ValueError(
-                "step(closure) was called with DistributedOptimizer(op=Sum), whose sums are "
-                "complete only after the backward of the closure. Use op=Average with a learning "
-                "rate times hvd.size(), or step() alone."
+                "step(closure) was called with DistributedOptimizer(op=Sum). The gradients of the "
+                "closure would be averaged, not summed. Use op=Average and multiply the learning "
+                "rate by hvd.size(), or call step() without a closure."
             )
         if self._skips:
             return

@@ -42,8 +42,9 @@ class Replicas:
     process, nothing is registered, unless a timeline is recorded.
 
     Args:
-        optimizers: Those that step the module's parameters. Later ones are found when they step;
-            one that steps parameters which no other had needs `add_optimizers` before the forward.
+        optimizers: Optimizers of the module's parameters. Optimizers built later are found when
+            they step. If such an optimizer has parameters that no other optimizer had, call
+            `add_optimizers` before the forward.
         called: The module whose calls are the forwards, where that is one around ``module``. It is
             not kept.
         broadcast_buffers: After each step rank 0's buffers (BatchNorm statistics) replace those of

@@ -28,10 +28,11 @@ def num_holders(storage: torch.UntypedStorage) -> int:
 
 
 def check_no_aliases(module: nn.Module, others: Iterable[tuple[str, Parameter]] = ()) -> None:
-    """Check that no trainable parameter of ``module``, or of ``others``, shares memory with another
-    one or a buffer.
+    """Raise `ConfigurationError` if a trainable parameter shares memory with another tensor.
 
-    Parameters move into the memory of their bucket. The other tensor would keep the old values.
+    It compares the parameters and buffers of ``module``, and ``others``: parameters that have left
+    the module but are still stepped. Parameters move into the memory of their bucket, and the other
+    tensor would keep the old values.
     """
     end, before, moves = (torch.device("cpu"), 0), "", False
     for device, start, stop, name, trainable in sorted(

@@ -109,7 +109,10 @@ class AgreedLoader:
             self._refuse(none_at_all(having))
 
     def _refuse(self, message: str) -> NoReturn:
-        """Raise the error of all ranks, once all know of it: one that had ended would be theirs."""
+        """Raise the error once every rank knows of it.
+
+        If a rank ended earlier, the others would report its end instead of this error.
+        """
         with suppress(RingError):
             self._comm.barrier(name="the error of uneven batches")
         raise UnevenBatchesError(message)
