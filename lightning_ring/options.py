@@ -16,6 +16,7 @@ import torch
 
 from lightning_ring.algorithms import ALGORITHMS, algorithm_class
 from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.optional import SurvivesDeaths, refusal_of_deaths
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 from lightning_ring.timeline.settings import checked_path
@@ -186,7 +187,7 @@ class RingOptions:
                     "change. Add elastic=True, or leave it out."
                 )
             return
-        if refusal := self.new_algorithm().refusal_of_deaths():
+        if refusal := refusal_of_deaths(self.new_algorithm()):
             raise ConfigurationError(
                 "RingStrategy got elastic=True, but its algorithm cannot go on without one of its "
                 f"ranks: {refusal}. Use algorithm='ring', with compression None, 'fp16' or 'bf16'."
@@ -216,7 +217,8 @@ class RingOptions:
         else:
             kind = algorithm_class(str(self.algorithm))
             made = kind(bucket_cap_mb=self.bucket_cap_mb, compression=self.compression)
-        made.mirrors_shards = self.elastic
+        if isinstance(made, SurvivesDeaths):
+            made.mirrors_shards = self.elastic
         return made
 
     def new_compressor(self) -> Compressor | None:

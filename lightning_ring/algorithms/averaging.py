@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.algorithm import Algorithm, log
+from lightning_ring.algorithms.algorithm import Algorithm, Backwards, log
 from lightning_ring.algorithms.compiled_graphs import split_at_buckets
+from lightning_ring.algorithms.holdings import Holdings, whole_state
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
 from lightning_ring.comm.recording import unrecorded
@@ -24,7 +25,6 @@ from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.gradients.shard_reducer import ShardReducer
 from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 from lightning_ring.gradients.sparse import sparse_weights
-from lightning_ring.gradients.squared_norms import sum_of_squares
 from lightning_ring.gradients.unreduced import check_outside_backward
 
 
@@ -52,6 +52,7 @@ class Averaging(Algorithm):
         shards: bool = False,
         on_new_parameters: Callable[[], None] = lambda: None,
     ) -> None:
+        self.backwards: Backwards = self
         self.reducer: Reducer | None = None
         # of parameters in the buckets, if it is known before the first backward
         self.first_order: Sequence[str] = ()
@@ -63,6 +64,9 @@ class Averaging(Algorithm):
         self._on_new_parameters = on_new_parameters
         self._compressor: Compressor | None = None
         self._optimizers: Sequence[Optimizer] = ()
+
+    mirrors_shards: bool = False  # there are no shards
+    mirror_order: Sequence[int] | None = None
 
     # -- begin and end
 
@@ -135,8 +139,6 @@ class Averaging(Algorithm):
     def refusal_of_deaths(self) -> str:
         chosen = self._compression
         compressor = COMPRESSORS[chosen].build() if isinstance(chosen, str) else chosen
-        if self._shards:
-            return super().refusal_of_deaths()
         if isinstance(compressor, ErrorFeedback):
             return (
                 f"compression {compressor.name!r} keeps each rank's rounding errors, which would "
@@ -144,8 +146,19 @@ class Averaging(Algorithm):
             )
         return ""
 
+    def before_commit(self) -> None: ...
+
+    def after_commit(self) -> None: ...
+
+    def move(self, comm: Communicator, *, has_state: bool) -> None: ...
+
+    def let_in(self, caught_up: Any, *, receives: bool, compares: bool) -> None: ...
+
     def memory_to_join(self, parameters: int, state: int, ranks: int) -> int:
         return parameters  # buckets of gradients
+
+    def holdings(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Holdings:
+        return whole_state(module, optimizers)
 
     # -- a batch
 
@@ -253,10 +266,7 @@ class Averaging(Algorithm):
         assert self.reducer is not None, "attach() comes first"
         return self.reducer
 
-    # -- gradients, checkpoints, requests
-
-    def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
-        return sum_of_squares(parameters, self._comm.world_size)
+    # -- checkpoints, requests
 
     def state_dict(self) -> dict[str, Any]:
         if self._compressor is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.algorithm import Algorithm, Backwards
 
 
 class Delegating(Algorithm):
@@ -19,6 +19,10 @@ class Delegating(Algorithm):
 
     _gradients: Algorithm
 
+    @property
+    def backwards(self) -> Backwards:  # type: ignore[override]
+        return self._gradients.backwards
+
     def begin_batch(self, active_ranks: int | None = None) -> None:
         self._gradients.begin_batch(active_ranks)
 
@@ -28,27 +32,8 @@ class Delegating(Algorithm):
     def backward(self) -> AbstractContextManager[None]:
         return self._gradients.backward()
 
-    def finish_backward(self) -> None:
-        self._gradients.finish_backward()
-
-    def plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
-        return self._gradients.plain_backwards(reduced=reduced)
-
-    @property
-    def reduces_plain_backwards(self) -> bool:
-        return self._gradients.reduces_plain_backwards
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._gradients.no_sync()
-
-    def discarding(self) -> AbstractContextManager[None]:
-        return self._gradients.discarding()
-
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self._gradients.before_step(optimizer, has_closure=has_closure)
-
-    def check_gradients(self, optimizer: Optimizer) -> None:
-        self._gradients.check_gradients(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._gradients.after_step(optimizer)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.optional import refusal_of_deaths
 from lightning_ring.algorithms.step_hooks import StepHooks
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.elastic.generations import Generations
@@ -55,7 +56,7 @@ class ElasticLoop:
         parts: Mapping[str, Stateful] | None = None,
     ) -> None:
         sharded = "it shards the optimizer's state" if algorithm.sharded else ""
-        if refusal := algorithm.refusal_of_deaths() or sharded:
+        if refusal := refusal_of_deaths(algorithm) or sharded:
             raise ConfigurationError(
                 f"An elastic training cannot use this algorithm: {refusal}. Use Averaging "
                 "(strategy='ring'), or a job that ends when a rank dies."

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_ring.gradients.sharded_gradient import ShardedGradient
+
 
 @torch.no_grad()
-def sum_of_squares(
-    params: Sequence[Parameter],
-    world_size: int,
-    parts: Mapping[Parameter, Tensor | None] | None = None,
-) -> Tensor:
+def sum_of_squares(params: Sequence[Parameter], world_size: int) -> Tensor:
     """What this rank adds to the squared norm of the gradients of ``params``.
 
     0-d, float64, on the gradients' device; the host does not wait for it. A parameter without a
-    gradient counts as zero. ``parts`` has this rank's part of each sharded gradient; other
-    gradients are the same on all ranks: each rank adds 1/N of their squares.
+    gradient counts as zero. Of a `ShardedGradient` this rank has a part. Other gradients are the
+    same on ``world_size`` ranks: each adds 1/N of their squares.
     """
-    parts = parts or {}
-    found = [
-        (parts.get(param, param.grad), 1.0 if param in parts else 1.0 / world_size)
-        for param in params
-    ]
-    grads = [
-        (grad.coalesce().values() if grad.is_sparse else grad, share)
-        for grad, share in found
-        if grad is not None
-    ]
+    grads = []
+    for grad in (param.grad for param in params):
+        if isinstance(grad, ShardedGradient):
+            grads.append((grad.own(grad.part), 1.0))
+        elif grad is not None:
+            values = grad.coalesce().values() if grad.is_sparse else grad
+            grads.append((values, 1.0 / world_size))
     if not grads:
         return torch.zeros((), dtype=torch.float64)
     # 16-bit types have too little range and precision for a sum of squares

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import Algorithm
-from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.algorithms.optional import ShardsState, show_averages
 from lightning_ring.algorithms.step_hooks import StepHooks
 from lightning_ring.algorithms.uncopied_hook import UncopiedHook
 from lightning_ring.comm.communicator import Communicator
@@ -100,7 +100,7 @@ class Replicas:
                 entered.register_forward_hook(UncopiedHook(self._after_forward), always_call=True),
             ]
             self._step_hooks = StepHooks(_Steps(self))
-            self._training.enter_context(self.algorithm.plain_backwards(reduced=True))
+            self._training.enter_context(self.algorithm.backwards.plain_backwards(reduced=True))
         except BaseException:
             self.remove(wait=False)
             raise
@@ -111,7 +111,7 @@ class Replicas:
         """Around the backwards of gradient accumulation, except the last: their gradients stay
         on this rank.
         """
-        return self.algorithm.no_sync()
+        return self.algorithm.backwards.no_sync()
 
     def wait_parameters(self) -> None:
         """Return when all parameters are complete. For code whose reads are not detected
@@ -125,7 +125,7 @@ class Replicas:
 
         Until the next forward of the training. Other algorithms do nothing.
         """
-        self.algorithm.show_averages()
+        show_averages(self.algorithm)
         if self.algorithm.steps_alone and self._broadcasts_buffers and self.comm is not None:
             broadcast_buffers(self.module, self.comm)
 
@@ -138,7 +138,7 @@ class Replicas:
         As `torch.nn.utils.clip_grad_norm_`, for sharded gradients too. All ranks call it, with the
         same parameters.
         """
-        self.algorithm.finish_backward()
+        self.algorithm.backwards.finish_backward()
         return self.algorithm.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def add_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
@@ -204,7 +204,7 @@ class Replicas:
         if not torch.is_grad_enabled() or torch._C._current_autograd_node() is not None:
             return  # an evaluation, or a checkpoint that computes its forward again
         self.algorithm.begin_batch()
-        if isinstance(self.algorithm, Sharded) and not self.algorithm.overlaps:
+        if isinstance(self.algorithm, ShardsState) and not self.algorithm.overlaps:
             # the forward shows whether all reads of parameters can be seen
             self.algorithm.overlaps = True
         forward.enter_context(self.algorithm.forward())

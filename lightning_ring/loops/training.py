@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
+from lightning_ring.algorithms.optional import num_workers
 from lightning_ring.comm.communicator import Communicator, ReduceOp
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.job import Job
@@ -45,7 +46,7 @@ class Training(Replicas):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.rank, self.world_size, self.local_rank = info.rank, info.world_size, info.local_rank
-        self.num_workers = self.algorithm.num_workers(self.world_size)
+        self.num_workers = num_workers(self.algorithm, self.world_size)
         self.device = device
         self._job = job
         self._closed = False

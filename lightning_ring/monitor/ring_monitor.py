@@ -277,8 +277,9 @@ class RingMonitor(Callback):
         if not trainer.is_global_zero:
             return
         scalars = fit.left_out.run(_REPORT, {}, report.scalars)
-        if (algorithm := getattr(trainer.strategy, "algorithm", None)) is not None:
-            scalars |= {f"ring/{name}": value for name, value in algorithm.metrics().items()}
+        algorithm = getattr(trainer.strategy, "algorithm", None)
+        if (metrics := getattr(algorithm, "metrics", None)) is not None:
+            scalars |= {f"ring/{name}": value for name, value in metrics().items()}
         # what is always 0 gets no chart
         fit.logged.update(name for name, value in scalars.items() if value)
         scalars = {name: value for name, value in scalars.items() if name in fit.logged}

@@ -71,7 +71,7 @@ def _step_of(
         name: instantiate(value) for name, value in distribute.items() if isinstance(value, dict)
     }
     if isinstance(algorithm := made.get("algorithm"), Algorithm):
-        exchange = algorithm.exchange()
+        exchange = algorithm.exchange()  # type: ignore[attr-defined]
         if exchange is None:
             return True, None
         bound = isinstance(algorithm, ParameterServer) and algorithm.staleness is not None

@@ -91,6 +91,12 @@ class ParameterServer(Algorithm):
         self.staleness = _DEFAULT_STALENESS if mode == "stale" and staleness is None else staleness
         self.delay_compensation = delay_compensation
         self.steps_together = mode == "bulk" and not dedicated
+        if mode == "bulk":
+            self.refuses_clipping = (
+                "ParameterServer(mode='bulk') averages gradients at its servers: a rank knows its "
+                "own alone. Use mode='async' or 'stale', which clip what each rank sends, or "
+                "algorithm='ring'."
+            )
         self.num_steps = 0
         self._serving: Serving | None = None
         self._optimizer: StandIn | None = None
@@ -264,18 +270,9 @@ class ParameterServer(Algorithm):
     def clip_grad_norm_(
         self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
-        if why := self.refusal_of_clipping():
+        if why := self.refuses_clipping:
             raise ConfigurationError(f"gradients were about to be clipped by their norm, but {why}")
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
-
-    def refusal_of_clipping(self) -> str:
-        if self.mode != "bulk":
-            return ""
-        return (
-            "ParameterServer(mode='bulk') averages gradients at its servers: a rank knows its own "
-            "alone. Use mode='async' or 'stale', which clip what each rank sends, or "
-            "algorithm='ring'."
-        )
 
     @property
     def _trains(self) -> bool:

@@ -40,7 +40,6 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.shard_reducer import ShardReducer
-from lightning_ring.gradients.squared_norms import sum_of_squares
 
 _ENDING_SECONDS = 1.0  # in which what all ranks have sent arrives
 
@@ -61,6 +60,8 @@ class Sharded(Delegating):
     """
 
     sharded: ClassVar[bool] = True
+    mirrors_shards: bool = False
+    mirror_order: Sequence[int] | None = None
 
     def __init__(
         self,
@@ -425,15 +426,6 @@ class Sharded(Delegating):
             return clip_grad_norm_(parameters, max_norm, norm_type)
         self._attached.follow()
         return norms.clip_grad_norm_(parameters, max_norm, self._attached, norm_type)
-
-    def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
-        """As of `Algorithm`; collective the first time."""
-        sharded = self._attached
-        sharded.follow()
-        parts = {
-            param: sharded.own_gradient(param) for param in parameters if param in sharded.by_param
-        }
-        return sum_of_squares(parameters, self._comm.world_size, parts)
 
     # -- checkpoints
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
 from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.optional import num_workers
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener, RecordedCommunicator
 from lightning_ring.errors import ConfigurationError
@@ -164,7 +165,7 @@ class RingFabricStrategy(DDPStrategy):
         ``ParameterServer(dedicated=True)``.
         """
         return (
-            self.options.new_algorithm().num_workers(self.world_size)
+            num_workers(self.options.new_algorithm(), self.world_size)
             if self.communicator
             else self.world_size
         )
@@ -281,7 +282,8 @@ class RingFabricStrategy(DDPStrategy):
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         for replicas in self._stepped_by(optimizer):
-            replicas.algorithm.finish_backward()  # before a loss scaler looks at gradients
+            # before a loss scaler looks at gradients
+            replicas.algorithm.backwards.finish_backward()
         return super().optimizer_step(optimizer, **kwargs)
 
     def _stepped_by(self, optimizer: Optimizer) -> list[Replicas]:
@@ -316,7 +318,7 @@ class RingFabricStrategy(DDPStrategy):
     ) -> Tensor:
         stepped = self._stepped_by(optimizer)
         for replicas in stepped:
-            replicas.algorithm.finish_backward()
+            replicas.algorithm.backwards.finish_backward()
         if not any(replicas.algorithm.sharded for replicas in stepped):
             return super().clip_gradients_norm(
                 module, optimizer, max_norm, norm_type, error_if_nonfinite
@@ -338,8 +340,8 @@ class RingFabricStrategy(DDPStrategy):
         self, module: nn.Module, optimizer: Optimizer, clip_val: float | int
     ) -> None:
         for replicas in self._stepped_by(optimizer):
-            replicas.algorithm.finish_backward()
-            if why := replicas.algorithm.refusal_of_clipping():
+            replicas.algorithm.backwards.finish_backward()
+            if why := replicas.algorithm.refuses_clipping:
                 raise ConfigurationError(f"gradients were about to be clipped by value, but {why}")
         super().clip_gradients_value(module, optimizer, clip_val)
 

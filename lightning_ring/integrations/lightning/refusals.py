@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins import Precision
 
 from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.optional import num_workers
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.ranks.loss_scaling import refuse_scaler
 
@@ -21,7 +22,7 @@ def check_algorithm(
         ConfigurationError: ``algorithm`` cannot train with this loss scaler, this clipping or this
             timeline, or by a Trainer.
     """
-    if algorithm.num_workers(trainer.world_size) < trainer.world_size:
+    if num_workers(algorithm, trainer.world_size) < trainer.world_size:
         raise ConfigurationError(
             f"{type(algorithm).__name__} got dedicated=True under a Trainer, whose epochs, "
             "callbacks and checkpoints need training batches, and what training_step logs, on "
@@ -30,7 +31,7 @@ def check_algorithm(
         )
     if algorithm.steps_alone:
         refuse_scaler(trainer.precision_plugin, type(algorithm).__name__)
-    if trainer.gradient_clip_val and (why := algorithm.refusal_of_clipping()):
+    if trainer.gradient_clip_val and (why := algorithm.refuses_clipping):
         raise ConfigurationError(
             f"Trainer got gradient_clip_val={trainer.gradient_clip_val}, but {why}"
         )
@@ -46,7 +47,7 @@ def refuse_clipping(plugin: Precision, algorithm: Algorithm) -> None:
     """Until `allow_clipping`: `self.clip_gradients` of a module raises, if ``algorithm`` cannot
     have that.
     """
-    clip, why = plugin.clip_gradients, algorithm.refusal_of_clipping()
+    clip, why = plugin.clip_gradients, algorithm.refuses_clipping
     if not why:
         return
 

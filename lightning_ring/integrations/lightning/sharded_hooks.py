@@ -13,7 +13,8 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.optional import ShardsState
 
 _EACH_BATCH = ("on_train_batch_start", "on_train_batch_end")
 _ALONE = ("on_exception", "on_load_checkpoint")  # on one rank alone, or with nothing to wait for
@@ -33,7 +34,7 @@ class ShardedHooks:
         self,
         trainer: pl.Trainer,
         plugin: Precision,
-        algorithm: Sharded,
+        algorithm: Algorithm,
         wait_parameters: Callable[[], None],
     ) -> None:
         self._trainer = trainer
@@ -47,6 +48,7 @@ class ShardedHooks:
 
     def begin_training(self) -> None:
         """From now on a step returns before its parameters are complete."""
+        assert isinstance(self._algorithm, ShardsState)
         self._algorithm.overlaps = True
         self._stop_waiting()
         self._waiting = [
@@ -73,7 +75,7 @@ class ShardedHooks:
 
 
 def _clip_by_norm(
-    plugin: Precision, algorithm: Sharded, optimizer: Optimizer, clip_val: float
+    plugin: Precision, algorithm: Algorithm, optimizer: Optimizer, clip_val: float
 ) -> None:
     algorithm.clip_grad_norm_(plugin.main_params(optimizer), clip_val)
 

@@ -26,13 +26,14 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import Algorithm
-from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.algorithms.optional import ShardsState
 from lightning_ring.algorithms.step_hooks import StepHooks
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.comm.replicate import broadcast_module, check_same_model
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
+from lightning_ring.gradients.squared_norms import sum_of_squares
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
 from lightning_ring.integrations.lightning.averaged_weights import (
     ShowAverages,
@@ -246,7 +247,8 @@ class RingStrategy(RankedStrategy):
 
         All ranks call it with the same parameters, after gradients are averaged.
         """
-        return self.algorithm.gradient_squares(parameters)
+        ranks = 1 if self.algorithm.steps_alone else self.world_size
+        return sum_of_squares(parameters, ranks)
 
     # -- set-up and tear-down
 
@@ -308,7 +310,7 @@ class RingStrategy(RankedStrategy):
             self._averages.follow(trainer)
         self._step_hooks = StepHooks(self.algorithm)
         self.algorithm.attach(self.model, self.optimizers, self._recorded, _warn, _inform)
-        if isinstance(self.algorithm, Sharded):
+        if isinstance(self.algorithm, ShardsState):
             self._sharded_hooks = ShardedHooks(
                 trainer, self.precision_plugin, self.algorithm, self._wait_parameters
             )
@@ -346,7 +348,9 @@ class RingStrategy(RankedStrategy):
             self._sharded_hooks.remove()
             self._sharded_hooks = None
         self.algorithm.detach(wait=not self._alone)
-        with self.algorithm.states_shown():
+        algorithm = self.algorithm
+        shown = algorithm.states_shown() if isinstance(algorithm, ShardsState) else nullcontext()
+        with shown:
             super().teardown()
         self._active_ranks = ActiveRanks()
         self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
@@ -418,7 +422,7 @@ class RingStrategy(RankedStrategy):
         with (
             self._reporting_failures(),
             self._active_ranks.step(module),
-            self.algorithm.plain_backwards(reduced=plain),
+            self.algorithm.backwards.plain_backwards(reduced=plain),
             self.algorithm.forward(wait=automatic),
         ):
             output = super().training_step(*args, **kwargs)
@@ -437,7 +441,7 @@ class RingStrategy(RankedStrategy):
         module, plugin, algorithm = self.lightning_module, self.precision_plugin, self.algorithm
         assert module is not None
         self.pre_backward(closure_loss)
-        with algorithm.plain_backwards(reduced=False):  # a backward in the user's hook
+        with algorithm.backwards.plain_backwards(reduced=False):  # a backward in the user's hook
             closure_loss = plugin.pre_backward(closure_loss, module)
         # gradients are averaged before the precision plugin's `post_backward`, which calls the
         # user's `on_after_backward`: there they are equal on all ranks already a manual
@@ -446,14 +450,14 @@ class RingStrategy(RankedStrategy):
         with reporting, algorithm.backward():
             self._zero_loss.repeat_backward(algorithm)
             plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        with algorithm.plain_backwards(reduced=False):
+        with algorithm.backwards.plain_backwards(reduced=False):
             closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with self.algorithm.no_sync():
+        with self.algorithm.backwards.no_sync():
             yield
 
     def optimizer_step(
@@ -462,19 +466,21 @@ class RingStrategy(RankedStrategy):
         algorithm = self.algorithm
         if self._step_hooks is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        reduced = algorithm.reduces_plain_backwards  # inside a manual training_step
+        reduced = algorithm.backwards.reduces_plain_backwards  # inside a manual training_step
 
         def closure_or_none() -> Any:
-            with algorithm.plain_backwards(reduced=reduced):
+            with algorithm.backwards.plain_backwards(reduced=reduced):
                 loss = closure()
-            algorithm.check_gradients(optimizer)
+            algorithm.backwards.check_gradients(optimizer)
             if not self._zero_loss.in_use or any(
                 p.grad is not None for g in optimizer.param_groups for p in g["params"]
             ):
                 return loss
             return None  # no rank has a gradient: a loss scaler must not look for one
 
-        with algorithm.plain_backwards(reduced=False):  # a backward in on_before_optimizer_step
+        with algorithm.backwards.plain_backwards(
+            reduced=False
+        ):  # a backward in on_before_optimizer_step
             return super().optimizer_step(optimizer, closure_or_none, model, **kwargs)
 
     def _wait_parameters(self) -> None:

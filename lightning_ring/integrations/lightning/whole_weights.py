@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_ring.algorithms import optional
 from lightning_ring.algorithms.algorithm import Algorithm
-from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.errors import RingError
 
 
@@ -19,7 +19,7 @@ def wait_parameters(algorithm: Algorithm, *, alone: bool) -> None:
     try:
         algorithm.wait_parameters()
     except RingError as error:
-        if not alone or not isinstance(algorithm, Sharded):
+        if not alone or not isinstance(algorithm, optional.ShardsState):
             raise
         algorithm.show()
         rank_zero_warn(
@@ -42,4 +42,4 @@ def show_averages(algorithm: Algorithm, *, alone: bool) -> None:
             "rank's, and not the average of the ranks'. Go on from an earlier checkpoint."
         )
         return
-    algorithm.show_averages()
+    optional.show_averages(algorithm)

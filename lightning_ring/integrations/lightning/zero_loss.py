@@ -43,7 +43,7 @@ class ZeroLoss:
         """
         loss, self._repeated_loss = self._repeated_loss, None
         if loss is not None and loss.requires_grad:
-            with algorithm.discarding():
+            with algorithm.backwards.discarding():
                 loss.backward(torch.zeros_like(loss))
 
 

@@ -107,7 +107,7 @@ def train(
             with sharding.forward(wait=True):
                 loss = net(batches(2 * step + micro, comm.world_size)[comm.rank], step)
             with (
-                nullcontext() if micro == 1 or step == steps[-1] else sharding.no_sync(),
+                nullcontext() if micro == 1 or step == steps[-1] else sharding.backwards.no_sync(),
                 sharding.backward(),
             ):
                 loss.backward()

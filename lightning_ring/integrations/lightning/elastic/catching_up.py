@@ -116,11 +116,7 @@ class CatchingUp:
         strategy = self._strategy
         if strategy.keeps_freed_memory:
             sizes = stream.count_bytes(LARGEST_KEPT)
-            take_memory(
-                strategy.options.new_algorithm().memory_to_join(
-                    *sizes, ranks=stream.num_senders + 1
-                )
-            )
+            take_memory(strategy.survivor.memory_to_join(*sizes, ranks=stream.num_senders + 1))
 
     def _close_stream(self) -> None:
         if self._stream is not None:
@@ -129,7 +125,7 @@ class CatchingUp:
 
     def _holdings(self) -> Holdings | None:
         strategy, view = self._strategy, self._recovery.view
-        held = strategy.algorithm.holdings(strategy.fit_model, strategy.optimizers)
+        held = strategy.survivor.holdings(strategy.fit_model, strategy.optimizers)
         return (
             replace(held, generation=view.generation)
             if held is not None and view is not None

@@ -66,7 +66,7 @@ def hand_over_fit(
     # ranks may have buffers of their own, such as statistics of BatchNorm
     broadcast_tensors(buffers if receives else [buffer.clone() for buffer in buffers], comm)
     send = _Sending(comm, by_digest=compares, receives=receives)
-    counted = strategy.algorithm.let_in(fit.catching_up.parts, receives=receives, compares=compares)
+    counted = strategy.survivor.let_in(fit.catching_up.parts, receives=receives, compares=compares)
     send(
         [
             param.detach()

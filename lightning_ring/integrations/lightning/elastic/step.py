@@ -181,7 +181,7 @@ class ElasticStep:
         """After the hooks that may change averages: from here on the step needs no other rank.
         Collective.
         """
-        self._strategy.algorithm.before_commit()
+        self._strategy.survivor.before_commit()
         self._recovery.complete = True
         self._recovery.agree()
 
@@ -255,7 +255,7 @@ class ElasticStep:
     def _complete_parameters(self) -> None:
         try:
             with self._calls.inside():
-                self._strategy.algorithm.after_commit()
+                self._strategy.survivor.after_commit()
         except Exception as error:
             self._stepping = False  # the step is finished
             self._recovery.after(error)  # which completes them in another way

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ring.algorithms.optional import SurvivesDeaths
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.data.sampling.sampler import OrderedSampler
@@ -156,7 +157,7 @@ class ElasticStrategy(RingStrategy):
         self._recorded = RecordedCommunicator(comm, self.listeners)
         self.algorithm.attach(self.fit_model, self.optimizers, self._recorded, _warn, _inform)
         if self._blocked is not None:
-            self._blocked.enter_context(self.algorithm.no_sync())
+            self._blocked.enter_context(self.algorithm.backwards.no_sync())
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -166,7 +167,7 @@ class ElasticStrategy(RingStrategy):
         with ExitStack() as blocked:
             self._blocked = blocked
             blocked.callback(setattr, self, "_blocked", None)
-            blocked.enter_context(self.algorithm.no_sync())
+            blocked.enter_context(self.algorithm.backwards.no_sync())
             yield
 
     def attach_newcomer(self, comm: Communicator) -> None:
@@ -185,10 +186,19 @@ class ElasticStrategy(RingStrategy):
         self._attach(trainer, comm)
         self._catch_stop_signals()
 
+    @property
+    def survivor(self) -> SurvivesDeaths:
+        """The algorithm of this fit, or of the fit that this process is about to join."""
+        if isinstance(self.algorithm, SurvivesDeaths):
+            return self.algorithm
+        algorithm = self.options.new_algorithm()
+        assert isinstance(algorithm, SurvivesDeaths)  # the options have checked it
+        return algorithm
+
     def _move(self, comm: Communicator) -> None:
         assert self._fit is not None
         try:
-            self.algorithm.move(comm, has_state=self._fit.recovery.step is not None)
+            self.survivor.move(comm, has_state=self._fit.recovery.step is not None)
         except StateLostError as error:
             lose_state(self.fit_trainer, self._fit.process, error)
         self._place_mirrors()
@@ -197,7 +207,7 @@ class ElasticStrategy(RingStrategy):
         """On another host, where there are several."""
         assert self._job is not None
         nodes = nodes_of(self._job.members)
-        self.algorithm.mirror_order = [
+        self.survivor.mirror_order = [
             rank for ranks in zip_longest(*nodes) for rank in ranks if rank is not None
         ]
 

@@ -1,0 +1,145 @@
+"""What an algorithm may have besides `Algorithm`: for sharded state, for ranks that step alone, for
+ranks that die, for loggers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.holdings import Holdings
+from lightning_ring.comm.communicator import Communicator
+
+
+@runtime_checkable
+class ShardsState(Protocol):
+    """Each rank holds a part of the parameters' new values, and of the optimizers' state.
+
+    Attributes:
+        overlaps: Whether a step returns before all parameters are complete. Set it between
+            `Algorithm.attach` and `Algorithm.detach`.
+    """
+
+    overlaps: bool
+
+    def show(self) -> None:
+        """After an exception: make all parameters readable with their current values; new ones
+        may never arrive.
+        """
+
+    def states_shown(self) -> AbstractContextManager[None]:
+        """Around code that moves the optimizers' state to another device."""
+
+
+@runtime_checkable
+class StepsAlone(Protocol):
+    """Ranks hold different parameters between two steps."""
+
+    def show_averages(self) -> None:
+        """Before an evaluation, a checkpoint or the end: have parameters be what the training
+        stands for, until the next `Algorithm.begin_batch`. Collective.
+        """
+
+
+@runtime_checkable
+class TrainsOnSome(Protocol):
+    """Some ranks only serve the others."""
+
+    def num_workers(self, world_size: int) -> int:
+        """How many ranks train, of ``world_size``: the first ones. The others get no batch."""
+
+
+class HasMetrics(Protocol):
+    def metrics(self) -> dict[str, float]:
+        """Numbers about the training for the loggers, by name; the monitor logs rank 0's under
+        ``ring/``.
+        """
+
+
+@runtime_checkable
+class SurvivesDeaths(Protocol):
+    """Can go on when ranks die or come: `Algorithm.attach` with other ranks, after `move`.
+
+    Attributes:
+        mirrors_shards: Set before `Algorithm.attach` if ranks may die: each rank then also holds
+            what another rank alone would have.
+        mirror_order: Then all ranks in an order in which each mirrors the one before it. `None`: by
+            number.
+    """
+
+    mirrors_shards: bool
+    mirror_order: Sequence[int] | None
+
+    def refusal_of_deaths(self) -> str:
+        """Why this algorithm, with its arguments, cannot go on when a rank dies; ``""`` if it
+        can.
+        """
+
+    def before_commit(self) -> None:
+        """Once gradients are final. The optimizer's step then needs no other rank. Collective."""
+
+    def after_commit(self) -> None:
+        """After the step, which is finished. Completes the parameters. Collective."""
+
+    def move(self, comm: Communicator, *, has_state: bool) -> None:
+        """Before `Algorithm.detach` and `Algorithm.attach` with ``comm``, over the ranks of
+        ``comm``.
+
+        Collective. If a rank dies in it, or in `Algorithm.attach`, it is called again. A rank
+        without state has just come.
+
+        Raises:
+            StateLostError: A part of the state died with its ranks.
+        """
+
+    def let_in(self, caught_up: Any, *, receives: bool, compares: bool) -> tuple[int, int] | None:
+        """Sends the training's state to ranks that have just joined. Call it after
+        `Algorithm.attach`. Collective.
+
+        Args:
+            caught_up: What this process has got before (`holdings`).
+            receives: Whether this process has just joined.
+            compares: Whether some process has got anything.
+
+        Returns:
+            The bytes that were sent to them, and those of all parameters and optimizer state.
+            `None`: the caller has to send it.
+        """
+
+    def memory_to_join(self, parameters: int, state: int, ranks: int) -> int:
+        """Bytes that a process allocates in a join, with which there are ``ranks``, and in its
+        first step.
+
+        It has caught up with ``parameters`` and optimizer ``state`` of so many bytes. Activations
+        do not count.
+        """
+
+    def holdings(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Holdings | None:
+        """What this rank can send to processes that catch up, until the next step. `None`: not
+        yet.
+        """
+
+
+def num_workers(algorithm: Algorithm, world_size: int) -> int:
+    """How many of ``world_size`` ranks train with ``algorithm``."""
+    if isinstance(algorithm, TrainsOnSome):
+        return algorithm.num_workers(world_size)
+    return world_size
+
+
+def show_averages(algorithm: Algorithm) -> None:
+    """`StepsAlone.show_averages`; nothing if ranks step together. Collective."""
+    if isinstance(algorithm, StepsAlone):
+        algorithm.show_averages()
+
+
+def refusal_of_deaths(algorithm: Algorithm) -> str:
+    """Why ``algorithm`` cannot go on when a rank dies; ``""`` if it can."""
+    if isinstance(algorithm, SurvivesDeaths):
+        return algorithm.refusal_of_deaths()
+    return f"{type(algorithm).__name__} keeps state of its ranks that the others do not have"
