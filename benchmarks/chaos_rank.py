@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import chaos_host
 from benchmarks.chaos_plan import BATCH, EPOCHS, SAMPLES, Fault, Plan
-from lightning_ring import RingStrategy
+from lightning_ring import ElasticStrategy
+from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.algorithms.sharded.letting_in import LettingIn
 from lightning_ring.algorithms.sharded.mirrors import Mirrors
@@ -252,8 +253,9 @@ def fit(folder: Path, number: int, plan: Plan) -> None:
     data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
     order = ShuffledSampler(SAMPLES, remainder="drop", seed=seed)
     trainer = pl.Trainer(
-        strategy=RingStrategy(
-            elastic=True, backend=plan.backend, bucket_cap_mb=0.0005, shard_optimizer=plan.sharded
+        strategy=ElasticStrategy(
+            algorithm=(Sharded if plan.sharded else Averaging)(bucket_cap_mb=0.0005),
+            backend=plan.backend,
         ),
         accelerator="cpu",
         max_epochs=EPOCHS,

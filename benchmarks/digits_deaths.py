@@ -3,7 +3,7 @@ seeds.
 
     python -m benchmarks.digits_deaths --seeds 1 2 3
 
-All runs train ``recipes/train.py experiment=digits`` on 4 ranks with ``elastic=True``; the last
+All runs train ``recipes/train.py experiment=digits`` on 4 ranks with ``ElasticStrategy``; the last
 weights are tested. In the second run of each seed a rank is killed every 18 steps, rank 0 as often
 as others, and replaced (by a process that has torch imported already). Each step then waits a
 little, so that replacements come in time.
@@ -33,7 +33,7 @@ import torch
 from benchmarks.chaos_job import Job
 from benchmarks.chaos_plan import Plan
 from benchmarks.digits_recipe import digits
-from lightning_ring import RingStrategy
+from lightning_ring import ElasticStrategy
 
 RANKS, FIRST, EVERY = 4, 10, 18  # the first death is in that step
 PACE = 0.15  # seconds of a step of a run with deaths
@@ -64,9 +64,7 @@ class Deaths(L.Callback):
 def train(folder: Path, seed: int, deaths: Mapping[int, int]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    trainer, model, data = digits(
-        RingStrategy(elastic=True), seed, callbacks=[Deaths(deaths, folder)]
-    )
+    trainer, model, data = digits(ElasticStrategy(), seed, callbacks=[Deaths(deaths, folder)])
     trainer.fit(model, data)
     if trainer.is_global_zero:
         images, labels = data.datasets["test"].tensors

@@ -35,7 +35,8 @@ from benchmarks.chaos_host import enter
 from benchmarks.chaos_job import Job
 from benchmarks.chaos_plan import Plan
 from benchmarks.hosts import Hosts, open_hosts
-from lightning_ring import RingStrategy
+from lightning_ring import ElasticStrategy
+from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.integrations.lightning.elastic.catching_up import CatchingUp
 
@@ -93,8 +94,8 @@ def train(folder: Path, number: int, options: argparse.Namespace) -> None:
     CatchingUp.run = timed_run  # type: ignore[method-assign]
     module = Module(options, folder, number)
     trainer = pl.Trainer(
-        strategy=RingStrategy(
-            elastic=True, shard_optimizer=options.strategy == "ring_sharded", monitor=False
+        strategy=ElasticStrategy(
+            algorithm=Sharded() if options.strategy == "ring_sharded" else None, monitor=False
         ),
         accelerator="cpu",
         max_steps=1000,

@@ -28,15 +28,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ring import RingStrategy
+from lightning_ring import ElasticStrategy, RingStrategy
+from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.recording import CollectiveRecord
 
 WIDTH = 1024  # of layers of 4 MiB
 WARM_UP = 5  # steps
-VARIANTS: dict[str, dict[str, Any]] = {
-    "ring_elastic": {"elastic": True},
-    "ring_sharded": {"shard_optimizer": True},
-    "ring_sharded, elastic": {"elastic": True, "shard_optimizer": True},
+VARIANTS: dict[str, tuple[type[RingStrategy], Sharded | None]] = {
+    "ring_elastic": (ElasticStrategy, None),
+    "ring_sharded": (RingStrategy, Sharded()),
+    "ring_sharded, elastic": (ElasticStrategy, Sharded()),
 }
 
 
@@ -67,7 +68,8 @@ def sent(record: CollectiveRecord, ranks: int) -> float:
 def train(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     module, records, state = Module(options), list[CollectiveRecord](), 0
-    strategy = RingStrategy(backend=options.backend, monitor=False, **VARIANTS[options.rank])
+    kind, algorithm = VARIANTS[options.rank]
+    strategy = kind(backend=options.backend, monitor=False, algorithm=algorithm)
     strategy.listeners.append(records.append)
 
     class Look(pl.Callback):

@@ -60,7 +60,7 @@ def ring_elastic(watch: Watch, asked: argparse.Namespace) -> None:
     import lightning.pytorch as pl
     from torch.utils.data import DataLoader, TensorDataset
 
-    from lightning_ring import RingStrategy
+    from lightning_ring import ElasticStrategy
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -79,7 +79,7 @@ def ring_elastic(watch: Watch, asked: argparse.Namespace) -> None:
             return torch.optim.SGD(self.parameters(), lr=1e-6)
 
     trainer = pl.Trainer(
-        strategy=RingStrategy(elastic=True, backend=asked.backend),
+        strategy=ElasticStrategy(backend=asked.backend),
         accelerator="cpu",
         max_steps=STEPS,
         logger=False,

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.chaos_job import Job
 from benchmarks.chaos_plan import Plan
-from lightning_ring import RingStrategy
+from lightning_ring import ElasticStrategy
 from lightning_ring.elastic.generations import Generations
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.integrations.lightning.elastic import step as elastic_step
@@ -111,7 +111,7 @@ def train(folder: Path, number: int, mib: float, deaths: dict[int, int]) -> None
     times.follow_deaths()
     steps = STEPS * (len(deaths) + 1)
     trainer = pl.Trainer(
-        strategy=RingStrategy(elastic=True),
+        strategy=ElasticStrategy(),
         accelerator="cpu",
         max_steps=steps,
         logger=False,

@@ -37,7 +37,7 @@ def train(asked: argparse.Namespace) -> None:
     from torch import Tensor
     from torch.utils.data import DataLoader, TensorDataset
 
-    from lightning_ring import RingStrategy
+    from lightning_ring import ElasticStrategy
 
     torch.set_num_threads(1)
     watch = Watch(asked.folder)
@@ -58,7 +58,7 @@ def train(asked: argparse.Namespace) -> None:
             return torch.optim.SGD(self.parameters(), lr=1e-6)
 
     trainer = pl.Trainer(
-        strategy=RingStrategy(elastic=True),
+        strategy=ElasticStrategy(),
         accelerator="cpu",
         max_epochs=-1,
         logger=False,

@@ -99,8 +99,8 @@ ROWS = {
     ),
     "elastic": Row(
         "resnet18",
-        ("ring", "ring:elastic=True"),
-        (("ring:elastic=True", "ring", 1.01),),
+        ("ring", "ring_elastic"),
+        (("ring_elastic", "ring", 1.01),),
         steps=50,
         rounds=12,
         start="ringrun",  # an elastic job has a launcher that outlives its ranks
@@ -174,7 +174,7 @@ def commands(row: Row, options: Sequence[str]) -> Iterator[list[list[str]]]:
         elif row.start == "ringrun":
             run = [*python, "lightning_ring.cli.ringrun", "-n", str(row.ranks)]
             kinds = [
-                ["--min-ranks", "1"] if "elastic=True" in name else ["--no-mpi"]
+                ["--min-ranks", "1"] if name == "ring_elastic" else ["--no-mpi"]
                 for name in row.contenders
             ]
             yield [[*run, *kind, *command] for kind, command in zip(kinds, each, strict=True)]

@@ -35,7 +35,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.turns import Turns
-from lightning_ring import RingStrategy
+from lightning_ring import ElasticStrategy, RingStrategy
+from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.data import ShuffledSampler
 from lightning_ring.host.malloc import keep_freed_memory
 
@@ -189,10 +190,15 @@ def strategy(contender: str, device: str) -> tuple[Any, dict[str, Any]]:
         backend = "nccl" if device.startswith("cuda") else "gloo"
         return DDPStrategy(cluster_environment=environment, process_group_backend=backend), devices
     values = {key: _value(value) for key, value in settings.items()}
+    if name == "ring_elastic":
+        return ElasticStrategy(**values), devices
     if name == "ring_sharded":
-        values["shard_optimizer"] = True
+        wire = {key: values.pop(key, None) for key in ("bucket_cap_mb", "compression")}
+        values["algorithm"] = Sharded(**wire)
     elif name != "ring":
-        raise SystemExit(f"{contender}: contenders are auto, alone, ddp, ring and ring_sharded")
+        raise SystemExit(
+            f"{contender}: contenders are auto, alone, ddp, ring, ring_sharded and ring_elastic"
+        )
     return RingStrategy(**values), devices
 
 

@@ -1,7 +1,7 @@
 """Synchronous data-parallel training for PyTorch Lightning over a ring all-reduce.
 
 Importing it registers ``strategy="ring"``, ``"ring_sharded"`` and ``"ring_local"`` with the Trainer
-and with Fabric. `distribute` serves plain PyTorch loops.
+and with Fabric, and ``"ring_elastic"`` with the Trainer. `distribute` serves plain PyTorch loops.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,11 +13,12 @@ from lightning_ring.integrations.lightning.registration import register_strategi
 
 if TYPE_CHECKING:
     from lightning_ring.integrations.fabric.strategy import RingFabricStrategy
+    from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
     from lightning_ring.integrations.lightning.strategy import RingStrategy
     from lightning_ring.loops.distribute import distribute
 
 __version__ = "0.1.0"
-__all__ = ["RingError", "RingFabricStrategy", "RingStrategy", "distribute"]
+__all__ = ["ElasticStrategy", "RingError", "RingFabricStrategy", "RingStrategy", "distribute"]
 
 register_strategies()
 register_with_fabric()
@@ -30,6 +31,10 @@ def __getattr__(name: str) -> Any:
         from lightning_ring.integrations.lightning.strategy import RingStrategy
 
         return RingStrategy
+    if name == "ElasticStrategy":
+        from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
+
+        return ElasticStrategy
     if name == "RingFabricStrategy":
         from lightning_ring.integrations.fabric.strategy import RingFabricStrategy
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import math
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,11 +12,11 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from lightning_ring.algorithms import ALGORITHMS, algorithm_class
+from lightning_ring.algorithms import algorithm_class
 from lightning_ring.algorithms.algorithm import Algorithm
-from lightning_ring.algorithms.optional import SurvivesDeaths, refusal_of_deaths
+from lightning_ring.algorithms.averaging import check_wire
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.gradients.compression import COMPRESSORS, Compressor
+from lightning_ring.gradients.compression import Compressor
 from lightning_ring.timeline.settings import checked_path
 
 Backend = Literal["auto", "nccl", "gloo", "mpi"]
@@ -26,7 +24,6 @@ Topology = Literal["auto", "flat", "hierarchical"]
 BroadcastBuffers = Literal["start", "epoch", "step"]
 Uneven = Literal["error", "join"]
 StartMethod = Literal["popen", "spawn", "fork"]
-ResizeLR = Literal["keep", "linear", "sqrt"] | Callable[[int, int], float]
 Compression = str  # a name in COMPRESSORS
 BucketCap = float | Literal["auto"] | None
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -36,7 +33,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "uneven": get_args(Uneven),
     "start_method": get_args(StartMethod),
     **dict.fromkeys(
-        ("shard_optimizer", "force_communication", "keep_freed_memory", "monitor", "elastic"),
+        ("force_communication", "keep_freed_memory", "monitor"),
         (False, True),
     ),
 }
@@ -54,14 +51,16 @@ class RingOptions:
 
     Attributes:
         caller: Name of what the user called, for errors.
+        names: Names that ``algorithm`` takes. None for `RingStrategy`: the Trainer takes them.
+        algorithm: Always an `Algorithm` once the options are checked.
     """
 
     caller: ClassVar[str] = "RingStrategy"
+    names: ClassVar[tuple[str, ...]] = ()
     backend: Backend = "auto"
     bucket_cap_mb: BucketCap = None
     topology: Topology = "auto"
     compression: Compression | Compressor | None = None
-    shard_optimizer: bool = False
     algorithm: str | Algorithm | None = None
     broadcast_buffers: BroadcastBuffers = "epoch"
     uneven: Uneven = "error"
@@ -73,178 +72,76 @@ class RingOptions:
     monitor: bool = True
     timeline: str | Path | None = None
     requeue_signal: signal.Signals | None = _SIGUSR1
-    elastic: bool = False
-    min_ranks: int = 1
-    resize_lr: ResizeLR = "keep"
-    wait_for_ranks: timedelta = timedelta(minutes=10)
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
-            _one_of(self.caller, name, getattr(self, name), allowed)
-        if not isinstance(self.compression, Compressor):
-            _one_of(
-                self.caller,
-                "compression",
-                self.compression,
-                (None, *COMPRESSORS),
-                "or a Compressor",
-            )
-        self._check_algorithm()
-        _positive_size(self.caller, self.bucket_cap_mb)
-        _positive_duration(self.caller, "timeout", self.timeout)
-        _positive_duration(self.caller, "stall_warning", self.stall_warning)
+            check_choice(self.caller, name, getattr(self, name), allowed)
+        check_duration(self.caller, "timeout", self.timeout)
+        check_duration(self.caller, "stall_warning", self.stall_warning)
         _signal_that_can_be_caught(self.caller, self.requeue_signal)
         _backend_is_there(self.caller, self.backend)
         if self.timeline is not None:
             checked_path(self.timeline, f"{self.caller} got timeline={self.timeline!r}")
-        self._check_elastic()
-        self._check_local_steps()
-        compressor = self.new_compressor()
-        if self.bucket_cap_mb == "auto" and compressor and compressor.wire_bytes(1, 2) is None:
+        algorithm = self.algorithm
+        if isinstance(algorithm, Algorithm):
+            self._check_no_other_settings(algorithm)
+        else:
+            algorithm = self._named_algorithm()
+            object.__setattr__(self, "algorithm", algorithm)
+        self._check_steps_alone(algorithm)
+
+    def _named_algorithm(self) -> Algorithm:
+        other = "or an Algorithm"
+        if not self.names:
+            other += ", such as Sharded(); a name is for the Trainer: strategy='ring_sharded'"
+        check_choice(self.caller, "algorithm", self.algorithm, (None, *self.names), other)
+        check_wire(self.caller, self.bucket_cap_mb, self.compression)
+        kind = algorithm_class(str(self.algorithm or "ring"))
+        made: Algorithm = kind(bucket_cap_mb=self.bucket_cap_mb, compression=self.compression)
+        return made
+
+    def _check_no_other_settings(self, chosen: Algorithm) -> None:
+        also = [
+            name for name in ("bucket_cap_mb", "compression") if getattr(self, name) is not None
+        ]
+        if also:
+            name = type(chosen).__name__
             raise ConfigurationError(
-                f'{self.caller} got bucket_cap_mb="auto" with compression={self.compression!r}, '
-                "whose messages are not in proportion to the gradients, as the choice assumes. "
-                "Give a size in MiB, such as 25, or use 'fp16' or 'bf16'."
-            )
-        if self.shard_optimizer and compressor and not compressor.can_shard:
-            raise ConfigurationError(
-                f"{self.caller} got shard_optimizer=True with compression={self.compression!r}, "
-                "which cannot leave each rank its shard of a sum. Use 'bf16', 'int8' or None, or "
-                "shard_optimizer=False (strategy='ring')."
+                f"{self.caller} got {', '.join(also)} beside algorithm={name}(...), which has "
+                f"settings of its own. Give them to {name}."
             )
 
-    def _check_algorithm(self) -> None:
-        chosen = self.algorithm
-        if not isinstance(chosen, Algorithm):
-            _one_of(self.caller, "algorithm", chosen, (None, *ALGORITHMS), "or an Algorithm")
-            name = chosen or ("ring_sharded" if self.shard_optimizer else "ring")
-            if self.shard_optimizer and not algorithm_class(name).sharded:
-                raise ConfigurationError(
-                    f"{self.caller} got shard_optimizer=True with algorithm={name!r}, which keeps "
-                    "full optimizers on every rank. Leave one of the two out."
-                )
-            object.__setattr__(self, "algorithm", name)
-            object.__setattr__(self, "shard_optimizer", algorithm_class(name).sharded)
+    def _check_steps_alone(self, chosen: Algorithm) -> None:
+        if not chosen.steps_alone:
             return
-        given = {"shard_optimizer": False, "bucket_cap_mb": None, "compression": None}
-        if also := [name for name, default in given.items() if getattr(self, name) != default]:
-            raise ConfigurationError(
-                f"{self.caller} got {', '.join(also)} beside "
-                f"algorithm={type(chosen).__name__}(...), which has settings of its own. Give them "
-                f"to {type(chosen).__name__}, or name the algorithm by a string."
-            )
-        object.__setattr__(self, "shard_optimizer", chosen.sharded)
-
-    def _check_local_steps(self) -> None:
-        chosen = self.algorithm
-        if not (
-            chosen if isinstance(chosen, Algorithm) else algorithm_class(str(chosen))
-        ).steps_alone:
-            return
-        name = repr(chosen) if isinstance(chosen, str) else type(chosen).__name__
+        name = type(chosen).__name__
         if self.uneven == "join":
             raise ConfigurationError(
                 f"{self.caller} got uneven='join' with algorithm={name}, whose ranks step with "
                 "gradients of their own: a rank without data has none. Use uneven='error', or "
-                "algorithm='ring'."
+                "strategy='ring'."
             )
-        if (
-            self.broadcast_buffers == "step"
-            and isinstance(chosen, Algorithm)
-            and not chosen.steps_together
-        ):
+        if self.broadcast_buffers == "step" and not chosen.steps_together:
             raise ConfigurationError(
                 f"{self.caller} got broadcast_buffers='step' with algorithm={name}, under which no "
                 "rank waits for another one at a step. Use broadcast_buffers='epoch' or 'start'."
             )
-        if isinstance(chosen, str) and self.compression is not None:
-            raise ConfigurationError(
-                f"{self.caller} got compression={self.compression!r} with algorithm={name}, which "
-                "sends parameters, whole. Leave compression out, use algorithm='ring', or, for "
-                "the gradients of a warm-up, algorithm=LocalSGD(warmup_steps=..., "
-                "compression=...)."
-            )
-
-    def _check_elastic(self) -> None:
-        if not callable(self.resize_lr):
-            _one_of(
-                self.caller,
-                "resize_lr",
-                self.resize_lr,
-                ("keep", "linear", "sqrt"),
-                "or a function of two numbers of ranks",
-            )
-        if type(self.min_ranks) is not int or self.min_ranks < 1:
-            raise ConfigurationError(
-                f"RingStrategy got min_ranks={self.min_ranks!r}, expected a number from 1 on."
-            )
-        _positive_duration(self.caller, "wait_for_ranks", self.wait_for_ranks)
-        if not self.elastic:
-            given = {"min_ranks": 1, "resize_lr": "keep", "wait_for_ranks": timedelta(minutes=10)}
-            if also := [name for name, default in given.items() if getattr(self, name) != default]:
-                raise ConfigurationError(
-                    f"RingStrategy got {', '.join(also)} without elastic=True, and its ranks never "
-                    "change. Add elastic=True, or leave it out."
-                )
-            return
-        if refusal := refusal_of_deaths(self.new_algorithm()):
-            raise ConfigurationError(
-                "RingStrategy got elastic=True, but its algorithm cannot go on without one of its "
-                f"ranks: {refusal}. Use algorithm='ring', with compression None, 'fp16' or 'bf16'."
-            )
-        refused = {
-            "backend": ("mpi",),
-            "uneven": ("join",),
-            "start_method": ("spawn", "fork"),
-            "force_communication": (True,),
-        }
-        found = [
-            f"{name}={value!r}"
-            for name in refused
-            if (value := getattr(self, name)) in refused[name]
-        ]
-        if found:
-            raise ConfigurationError(
-                f"RingStrategy got elastic=True with {', '.join(found)}, which does not work with "
-                "ranks that come and go yet. Leave one of the two out."
-            )
 
     def new_algorithm(self) -> Algorithm:
         """A new algorithm for a fit, without state of an earlier fit."""
-        made: Algorithm
-        if isinstance(self.algorithm, Algorithm):
-            made = copy.deepcopy(self.algorithm)
-        else:
-            kind = algorithm_class(str(self.algorithm))
-            made = kind(bucket_cap_mb=self.bucket_cap_mb, compression=self.compression)
-        if isinstance(made, SurvivesDeaths):
-            made.mirrors_shards = self.elastic
-        return made
-
-    def new_compressor(self) -> Compressor | None:
-        """A new compressor, without the residual of an earlier fit."""
-        chosen = self.compression
-        return COMPRESSORS[chosen].build() if isinstance(chosen, str) else copy.deepcopy(chosen)
+        assert isinstance(self.algorithm, Algorithm)
+        return copy.deepcopy(self.algorithm)
 
 
-def _one_of(caller: str, name: str, value: Any, allowed: tuple[Any, ...], other: str = "") -> None:
+def check_choice(
+    caller: str, name: str, value: Any, allowed: tuple[Any, ...], other: str = ""
+) -> None:
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
         expected = ", ".join(map(repr, allowed)) + (f" {other}" if other else "")
         raise ConfigurationError(f"{caller} got {name}={value!r}, expected one of {expected}.")
 
 
-def _positive_size(caller: str, value: Any) -> None:
-    if value is None or value == "auto":
-        return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
-        raise ConfigurationError(
-            f"{caller} got bucket_cap_mb={value!r}, expected a bucket size in MiB greater than 0, "
-            "such as 25, or 'auto'."
-        )
-
-
-def _positive_duration(caller: str, name: str, value: Any) -> None:
+def check_duration(caller: str, name: str, value: Any) -> None:
     if not isinstance(value, timedelta) or value <= timedelta(0):
         raise ConfigurationError(
             f"{caller} got {name}={value!r}, expected a datetime.timedelta longer than 0, "

@@ -60,7 +60,6 @@ def start_ranks(config: DictConfig) -> None:
     if (
         strategy.get("_target_") == "lightning_ring.RingStrategy"
         and strategy.start_method == "popen"
-        and not strategy.elastic  # it starts a steward, which outlives its ranks
         and type(devices) is int
         and devices > 1
         and config.trainer.num_nodes == 1

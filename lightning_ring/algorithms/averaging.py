@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.replicate import broadcast_tensors
-from lightning_ring.errors import RingError
+from lightning_ring.errors import ConfigurationError, RingError
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor, ErrorFeedback
 from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.gradients.shard_reducer import ShardReducer
@@ -50,8 +51,9 @@ class Averaging(Algorithm):
         bucket_cap_mb: float | Literal["auto"] | None = None,
         compression: str | Compressor | None = None,
         shards: bool = False,
-        on_new_parameters: Callable[[], None] = lambda: None,
+        on_new_parameters: Callable[[], None] | None = None,
     ) -> None:
+        check_wire("Sharded" if shards else "Averaging", bucket_cap_mb, compression, shards=shards)
         self.backwards: Backwards = self
         self.reducer: Reducer | None = None
         # of parameters in the buckets, if it is known before the first backward
@@ -184,7 +186,8 @@ class Averaging(Algorithm):
         if all(reducer.is_tracked(param) or not param.requires_grad for param in params):
             return []
         new = reducer.track(self._module.named_parameters())
-        self._on_new_parameters()
+        if self._on_new_parameters is not None:
+            self._on_new_parameters()
         return new
 
     def forward(self, *, wait: bool = True) -> AbstractContextManager[None]:
@@ -312,4 +315,42 @@ class Averaging(Algorithm):
         compressed = f" as {self._compressor.name}" if self._compressor else ""
         return (
             f"{compressed} in {len(self._training.buckets)} bucket(s) of up to {self._cap_mb:g} MiB"
+        )
+
+
+def check_wire(
+    caller: str,
+    bucket_cap_mb: Any,
+    compression: Any,
+    *,
+    shards: bool = False,
+) -> None:
+    """Raise `ConfigurationError` if gradients cannot travel in such buckets, or so compressed."""
+    number = type(bucket_cap_mb) in (int, float) and 0 < bucket_cap_mb < math.inf
+    if bucket_cap_mb not in (None, "auto") and not number:
+        raise ConfigurationError(
+            f"{caller} got bucket_cap_mb={bucket_cap_mb!r}, expected a bucket size in MiB greater "
+            "than 0, such as 25, or 'auto'."
+        )
+    compressor = compression
+    if isinstance(compression, str) and compression in COMPRESSORS:
+        compressor = COMPRESSORS[compression].build()
+    if compressor is None:
+        return
+    if not isinstance(compressor, Compressor):
+        names = ", ".join(map(repr, COMPRESSORS))
+        raise ConfigurationError(
+            f"{caller} got compression={compression!r}, expected one of None, {names} or a "
+            "Compressor."
+        )
+    if bucket_cap_mb == "auto" and compressor.wire_bytes(1, 2) is None:
+        raise ConfigurationError(
+            f'{caller} got bucket_cap_mb="auto" with compression={compression!r}, whose messages '
+            "are not in proportion to the gradients, as the choice assumes. Give a size in MiB, "
+            "such as 25, or use 'fp16' or 'bf16'."
+        )
+    if shards and not compressor.can_shard:
+        raise ConfigurationError(
+            f"{caller} got compression={compression!r}, which cannot leave each rank its shard of "
+            "a sum. Use 'bf16', 'int8' or None, or strategy='ring'."
         )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener
@@ -32,6 +33,7 @@ log = logging.getLogger("lightning_ring")
 
 class _Options(RingOptions):
     caller: ClassVar[str] = "distribute"
+    names: ClassVar[tuple[str, ...]] = tuple(ALGORITHMS)
 
 
 _shared: tuple[Any, ...] | None = None  # the settings of that communicator
@@ -173,7 +175,7 @@ def _timeline(
         return open_trainings[0].listeners, open_trainings[0].timeline
     listeners: list[Listener] = []
     settings = timeline_settings(options.timeline, os.environ)
-    about = {"strategy": f"distribute({options.algorithm})"}
+    about = {"strategy": f"distribute({type(options.algorithm).__name__})"}
     return listeners, LoopTimeline(settings, comm, device, listeners, about)
 
 

@@ -61,7 +61,8 @@ def communicator(trainer: Trainer) -> Communicator | None:
 
 
 def is_sharded(trainer: Trainer) -> bool:
-    return bool(getattr(getattr(trainer.strategy, "options", None), "shard_optimizer", False))
+    options = getattr(trainer.strategy, "options", None)
+    return options is not None and options.algorithm.sharded
 
 
 def describe(trainer: Trainer, comm: Communicator | None, batch_size: int, steps: int) -> Run:
@@ -79,7 +80,7 @@ def describe(trainer: Trainer, comm: Communicator | None, batch_size: int, steps
     return Run(
         *where,
         topology="hierarchical" if isinstance(comm, HierarchicalCommunicator) else "flat",
-        sharded=options.shard_optimizer,
+        sharded=is_sharded(trainer),
         compression=compression
         if compression is None or isinstance(compression, str)
         else compression.name,

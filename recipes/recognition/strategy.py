@@ -40,10 +40,8 @@ def check_strategy(
     if options is None:
         return
     what = "the sharded head" if sharded else "gather_embeddings=true"
-    if options.elastic:
-        raise ConfigurationError(
-            f"{what} needs a fixed number of ranks. Leave strategy.elastic=false."
-        )
+    if getattr(strategy, "strategy_name", "") == "ring_elastic":
+        raise ConfigurationError(f"{what} needs a fixed number of ranks. Use strategy=ring.")
     if options.uneven == "join":
         raise ConfigurationError(
             f"{what} takes a batch of every rank at each step, which ranks without data do not "

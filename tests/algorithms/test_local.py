@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from lightning_ring import RingStrategy
+from lightning_ring import ElasticStrategy, RingFabricStrategy, RingStrategy
 from lightning_ring.algorithms.local import DiLoCo, LocalSGD
 from lightning_ring.errors import ConfigurationError
 from tests.algorithms.local_training import NUM_STEPS, OPTIMIZERS, loss, network, one_step, trained
@@ -231,20 +231,12 @@ def test_a_request_to_stop_reaches_every_rank_at_the_end_of_a_round() -> None:
             "uneven='join' with algorithm=LocalSGD",
         ),
         (
-            lambda: RingStrategy(algorithm="ring_local", uneven="join"),
-            "uneven='join' with algorithm='ring_local'",
+            lambda: RingFabricStrategy(algorithm="ring_local", compression="int8"),
+            "LocalSGD got compression='int8'",
         ),
         (
-            lambda: RingStrategy(algorithm="ring_local", compression="int8"),
-            "compression='int8' with algorithm=",
-        ),
-        (
-            lambda: RingStrategy(algorithm="ring_local", elastic=True),
+            lambda: ElasticStrategy(algorithm=LocalSGD()),
             "LocalSGD keeps state of its ranks",
-        ),
-        (
-            lambda: RingStrategy(algorithm="ring_local", shard_optimizer=True),
-            "shard_optimizer=True with algorithm=",
         ),
     ],
 )
@@ -254,7 +246,7 @@ def test_what_cannot_work_is_refused(make: Callable[[], Any], words: str) -> Non
 
 
 def test_the_names_of_the_strategy() -> None:
-    algorithm = RingStrategy(algorithm="ring_local").options.new_algorithm()
+    algorithm = RingFabricStrategy(algorithm="ring_local").options.new_algorithm()
     assert isinstance(algorithm, LocalSGD)
     assert algorithm.every == 8
 

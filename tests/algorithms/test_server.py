@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
-from lightning_ring import RingStrategy
+from lightning_ring import ElasticStrategy, RingStrategy
 from lightning_ring.algorithms.server import ParameterServer
 from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
 from lightning_ring.optim import LARS
@@ -416,16 +416,12 @@ def test_an_error_of_the_servers_optimizer_is_told_to_every_rank() -> None:
             "uneven='join' with algorithm=Parameter",
         ),
         (
-            lambda: RingStrategy(algorithm=ParameterServer(), elastic=True),
-            "elastic=True, .*ParameterServer keeps state",
+            lambda: ElasticStrategy(algorithm=ParameterServer()),
+            "ElasticStrategy was built.*ParameterServer keeps state",
         ),
         (
             lambda: RingStrategy(algorithm=ParameterServer(), compression="int8"),
             "compression beside algorithm=Param",
-        ),
-        (
-            lambda: RingStrategy(algorithm=ParameterServer(), shard_optimizer=True),
-            "shard_optimizer beside algorithm=",
         ),
         (
             lambda: RingStrategy(algorithm=ParameterServer(mode="async"), broadcast_buffers="step"),

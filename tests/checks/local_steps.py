@@ -186,10 +186,10 @@ def check_fabric_saves_averages_and_resumes_within_a_round(tmp_path: Path) -> No
 
 
 def check_what_cannot_work_is_refused() -> None:
-    run = trainer(RingStrategy(algorithm="ring_local"), plugins=[scaler_plugin()])
+    run = trainer(RingStrategy(algorithm=LocalSGD()), plugins=[scaler_plugin()])
     with pytest.raises(ConfigurationError, match="loss scaler"):
         run.fit(Classifier(), loader())
-    run = trainer(RingStrategy(algorithm="ring_local"), callbacks=[RingProfile("profile.json")])
+    run = trainer(RingStrategy(algorithm=LocalSGD()), callbacks=[RingProfile("profile.json")])
     with pytest.raises(ConfigurationError, match="LocalSGD sends none"):
         run.fit(Classifier(), loader())
     nets = nn.Linear(2, 2), nn.Linear(2, 2)

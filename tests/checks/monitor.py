@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring import RingStrategy
+from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.monitor import RingMonitor, RingReport
 from lightning_ring.optim import LARS
 from tests.checks.marks import by_world_size
@@ -32,6 +33,7 @@ from tests.checks.models import (
     parameters,
     trainer,
 )
+from tests.strategies import ring
 
 SLEEP = 0.1  # seconds, where a step takes some thousandths
 FORCED: dict[str, Any] = {"force_communication": True}  # so that one rank communicates too
@@ -157,7 +159,7 @@ def check_waiting_for_the_buffers_of_a_late_rank_is_communication() -> None:
 
 
 def check_every_rank_has_the_same_report_and_its_parts_add_up() -> None:
-    for strategy in (RingStrategy(**FORCED), RingStrategy(shard_optimizer=True, **FORCED)):
+    for strategy in (ring(False, **FORCED), ring(True, **FORCED)):
         report = monitored(Classifier(), strategy=strategy, log_every_n_steps=3)
         assert [row.rank for row in report.rows] == list(range(SIZE))
         assert_all_ranks_equal(
@@ -179,7 +181,7 @@ def check_every_rank_has_the_same_report_and_its_parts_add_up() -> None:
 def check_bytes_on_the_wire_are_those_of_the_buckets() -> None:
     for sharded in (False, True):
         buckets = Buckets()
-        strategy = RingStrategy(shard_optimizer=sharded, **FORCED)
+        strategy = ring(sharded, **FORCED)
         report = monitored(Quiet(), strategy=strategy, callbacks=[buckets], max_epochs=2)
         flags = 4 * (buckets.flags + 3) if sharded else 0  # and three numbers that ranks compare
         expected = 2 * (SIZE - 1) / SIZE * (buckets.nbytes + flags)
@@ -194,7 +196,7 @@ def check_a_slow_loader_shows_as_data_wait() -> None:
 
 
 def check_training_is_bit_identical_without_it() -> None:
-    for arguments in ({}, {"shard_optimizer": True}, {"uneven": "join"}):
+    for arguments in ({}, {"algorithm": Sharded()}, {"uneven": "join"}):
         for settings in ({}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}):
             trained = []
             for monitor in (True, False):
@@ -221,9 +223,7 @@ def check_gradient_norm_is_that_of_the_averages() -> None:
         reference.load_state_dict(module.state_dict())
         whole = trainer(RingStrategy(monitor=False, **FORCED), max_epochs=1)
         whole.fit(reference, loader())
-        report = monitored(
-            module, strategy=RingStrategy(shard_optimizer=sharded, bucket_cap_mb=0.0003, **FORCED)
-        )
+        report = monitored(module, strategy=ring(sharded, bucket_cap_mb=0.0003, **FORCED))
         (norm,) = report.gradient_norms
         expected = float(reference.seen["gradient"][-1].norm())
         assert norm is not None
@@ -232,7 +232,7 @@ def check_gradient_norm_is_that_of_the_averages() -> None:
 
 def check_manual_optimization_with_two_optimizers() -> None:
     for sharded in (False, True):
-        report = monitored(Adversarial(), strategy=RingStrategy(shard_optimizer=sharded, **FORCED))
+        report = monitored(Adversarial(), strategy=ring(sharded, **FORCED))
         norms = report.gradient_norms
         assert len(norms) == 2
         assert all(norm is None or norm > 0 for norm in norms)
@@ -327,7 +327,7 @@ def check_skipped_steps_are_counted() -> None:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     for sharded in (False, True):
-        strategy = RingStrategy(shard_optimizer=sharded, **FORCED)
+        strategy = ring(sharded, **FORCED)
         report = monitored(Overflowing("LARS"), strategy=strategy)
         assert report.skipped == 1
         assert RANK or report.trust_ratios.numel() == 4

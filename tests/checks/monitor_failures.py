@@ -35,6 +35,7 @@ from tests.checks.models import (
     parameters,
     trainer,
 )
+from tests.strategies import ring
 
 FORCED: dict[str, Any] = {"force_communication": True}
 # what fails, several at a time, each with the part that is left out then; none where a listener is
@@ -128,7 +129,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 def check_two_optimizers_whose_buckets_are_laid_out_anew() -> None:
     for sharded in (False, True):
         for cap in (0.0005, "auto"):
-            asked: dict[str, Any] = {"shard_optimizer": sharded, "bucket_cap_mb": cap, **FORCED}
+            asked: dict[str, Any] = {"bucket_cap_mb": cap, **FORCED}
             with (
                 patch.object(
                     auto_buckets,
@@ -138,9 +139,9 @@ def check_two_optimizers_whose_buckets_are_laid_out_anew() -> None:
                 # between a batch's steps
                 patch.object(BucketLayout, "backwards_before_auto", 4 if sharded else 3),
             ):
-                plain, _ = fitted(TwoOptimizers, RingStrategy(monitor=False, **asked))
+                plain, _ = fitted(TwoOptimizers, ring(sharded, monitor=False, **asked))
                 monitor = RingMonitor()
-                found, said = fitted(TwoOptimizers, RingStrategy(**asked), callbacks=[monitor])
+                found, said = fitted(TwoOptimizers, ring(sharded, **asked), callbacks=[monitor])
             assert_same(found, plain)
             assert not said, "nothing failed"
             assert monitor.report is not None

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring import RingStrategy
+from lightning_ring.algorithms.local import LocalSGD
+from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.retrieval import retrieval_metrics
 from recipes.data.exact import ExactSampler, even_batch_size
@@ -170,7 +172,7 @@ def check_sharded_head_trains_resumes_and_is_tested_as_in_one_process(tmp_path: 
     model = fresh()
     after(model, steps=2).save_checkpoint(tmp_path / "sharded.ckpt")
     model = fresh()
-    for strategy in (RingStrategy(), RingStrategy(shard_optimizer=True)):
+    for strategy in (RingStrategy(), RingStrategy(algorithm=Sharded())):
         model = fresh()
         run = trainer(strategy, max_steps=4, max_epochs=4, limit_val_batches=0)
         run.fit(model, datamodule=Given(), ckpt_path=tmp_path / "sharded.ckpt")
@@ -219,7 +221,7 @@ def check_strategies_under_which_the_loss_of_all_ranks_would_be_wrong_are_refuse
         (sharded, RingStrategy(uneven="join"), {}, "which ranks without data do not have"),
         (
             gathering,
-            RingStrategy(algorithm="ring_local"),
+            RingStrategy(algorithm=LocalSGD()),
             {},
             "under this algorithm ranks step alone",
         ),

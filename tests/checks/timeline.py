@@ -29,6 +29,7 @@ from tests.checks.models import (
     parameters,
 )
 from tests.checks.trace_format import read_trace, slices, tracks
+from tests.strategies import ring
 
 WORLD = MPI.COMM_WORLD
 
@@ -115,11 +116,7 @@ def check_every_phase_and_bucket_of_every_step(tmp_path: Path) -> None:
 
 def check_sharded_steps_have_both_halves(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    train(
-        RingStrategy(
-            timeline=path, bucket_cap_mb=0.0005, shard_optimizer=True, force_communication=True
-        )
-    )
+    train(ring(True, timeline=path, bucket_cap_mb=0.0005, force_communication=True))
     events = read_trace(path)
     for rank in range(SIZE):
         halves = slices(events, "gradients of bucket 1", rank)

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, Gradi
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers.logger import DummyLogger as Memory
 from lightning_ring import horovod as hvd
+from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.gradients.compression import DGC, ErrorFeedback, Int8, OneBit, PowerSGD, TernGrad, TopK
 from lightning_ring.optim import LAMB, LARS
 from lightning_ring.schedules import WarmupLR, gradual_warmup
@@ -157,7 +158,10 @@ def loader(batches, more=False):
 def fit(name, epochs=EPOCHS, resume=None, model=None, times=$times):
     strategy = {"one": "auto", "ddp": "$ddp"}.get(name)
     if strategy is None:
-        strategy = lightning_ring.RingStrategy(shard_optimizer=name == "ring_sharded", **dict($ring))
+        asked = dict($ring)
+        if name == "ring_sharded":
+            asked["algorithm"] = Sharded(**{key: asked.pop(key, None) for key in ("bucket_cap_mb", "compression")})
+        strategy = lightning_ring.RingStrategy(**asked)
     folder = f"{__file__}-{name}"  # of a ModelCheckpoint
     arguments = dict(logger=False, enable_checkpointing=False) | dict($trainer)
     model = model or Program()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ring import RingStrategy
+from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor, ErrorFeedback, PowerSGD
@@ -58,7 +59,7 @@ def test_the_registry_and_the_compressors_agree() -> None:
 
 def test_a_refused_compressor_is_named_alike_on_every_rank() -> None:
     with pytest.raises(ConfigurationError, match=r"compression=PowerSGD\(\), which cannot leave"):
-        RingStrategy(shard_optimizer=True, compression=PowerSGD())
+        Sharded(compression=PowerSGD())
 
 
 def test_a_compressor_from_outside_is_given_as_an_instance() -> None:
@@ -68,11 +69,9 @@ def test_a_compressor_from_outside_is_given_as_an_instance() -> None:
         ) -> Work:
             return comm.all_reduce_(flat, op=ReduceOp.AVG, name=name)
 
-    assert isinstance(
-        RingStrategy(compression=ErrorFeedback(Sent())).options.new_compressor(), ErrorFeedback
-    )
+    RingStrategy(compression=ErrorFeedback(Sent()))
     with pytest.raises(ConfigurationError, match="cannot leave each rank its shard"):
-        RingStrategy(compression=Sent(), shard_optimizer=True)
+        Sharded(compression=Sent())
     with pytest.raises(ConfigurationError, match="bucket_cap_mb"):
         RingStrategy(compression=Sent(), bucket_cap_mb="auto")
     with pytest.raises(
@@ -84,12 +83,10 @@ def test_a_compressor_from_outside_is_given_as_an_instance() -> None:
 def test_what_cannot_be_sharded_is_refused_by_both_names() -> None:
     for name, known in COMPRESSORS.items():
         if known.build().can_shard:
-            assert RingStrategy(compression=name, shard_optimizer=True).options.shard_optimizer
+            Sharded(compression=name)
             continue
-        with pytest.raises(
-            ConfigurationError, match=f"shard_optimizer=True with compression='{name}'"
-        ):
-            RingStrategy(compression=name, shard_optimizer=True)
+        with pytest.raises(ConfigurationError, match=f"Sharded got compression='{name}', which"):
+            Sharded(compression=name)
 
 
 def test_predictions_know_the_compressors_without_torch() -> None:

@@ -17,7 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import recipes.launcher
 import recipes.start
 import recipes.train
-from lightning_ring import RingStrategy
+from lightning_ring import ElasticStrategy, RingStrategy
+from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.errors import ConfigurationError
 from tests.processes import ROOT
 
@@ -130,22 +131,28 @@ def test_the_number_of_classes_of_the_data_is_the_models(composed):
     assert model.network.fc.out_features == 4
 
 
-@pytest.mark.parametrize("name", ["ring", "ring_sharded"])
-def test_every_argument_of_the_strategy_can_be_set_and_has_its_default(name, composed):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("ring", RingStrategy), ("ring_sharded", RingStrategy), ("ring_elastic", ElasticStrategy)],
+)
+def test_every_argument_of_the_strategy_can_be_set_and_has_its_default(name, kind, composed):
     config = composed("experiment=debug", f"strategy={name}").strategy
     lightnings = {"accelerator", "parallel_devices", "checkpoint_io", "precision_plugin"}
     arguments = {
         key: parameter.default
-        for key, parameter in inspect.signature(RingStrategy).parameters.items()
-        if key not in lightnings
+        for owner in (RingStrategy, kind)
+        for key, parameter in inspect.signature(owner).parameters.items()
+        if key not in lightnings | {"of_ring"}
     }
     given = {
         key: instantiate(value) if OmegaConf.is_dict(value) else value
         for key, value in config.items()
     }
-    assert given.pop("_target_") == "lightning_ring.RingStrategy"
-    assert given == arguments | {"shard_optimizer": name == "ring_sharded"}
-    assert instantiate(config).options.shard_optimizer == (name == "ring_sharded")
+    assert given.pop("_target_") == f"lightning_ring.{kind.__name__}"
+    sharded = isinstance(given["algorithm"], Sharded)
+    assert sharded == (name == "ring_sharded")
+    assert given == arguments | ({"algorithm": given["algorithm"]} if sharded else {})
+    assert type(instantiate(config)) is kind
 
 
 def test_a_gpu_that_is_not_there_is_told_before_torch_is_imported(composed, monkeypatch):

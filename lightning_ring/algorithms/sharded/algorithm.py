@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -81,7 +81,7 @@ class Sharded(Delegating):
         self._parameters: ShardedParameters | None = None
         # others live as long as their optimizers, through the hooks
         self._set: list[SlicedOptimizer] = []
-        self._sliced: WeakValueDictionary[int, SlicedOptimizer] = WeakValueDictionary()
+        self._sliced: MutableMapping[int, SlicedOptimizer] = {}  # weak, from `attach` on
         self._gradients = self._averaging = Averaging(
             bucket_cap_mb=bucket_cap_mb,
             compression=compression,

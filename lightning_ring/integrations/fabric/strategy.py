@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
+from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.optional import num_workers
 from lightning_ring.comm.communicator import Communicator
@@ -54,6 +55,7 @@ T = TypeVar("T")
 
 class _FabricOptions(RingOptions):
     caller: ClassVar[str] = "RingFabricStrategy"
+    names: ClassVar[tuple[str, ...]] = tuple(ALGORITHMS)
 
 
 class RingFabricStrategy(DDPStrategy):
@@ -70,9 +72,9 @@ class RingFabricStrategy(DDPStrategy):
     Args:
         broadcast_buffers: After each step rank 0's buffers (BatchNorm statistics) replace those of
             the other ranks.
-        backend, bucket_cap_mb, topology, compression, shard_optimizer, start_method: As of
-            `RingStrategy`.
-        algorithm: As of `RingStrategy`; it is copied for each module.
+        backend, bucket_cap_mb, topology, compression, start_method: As of `RingStrategy`.
+        algorithm: ``"ring"``, ``"ring_sharded"``, ``"ring_local"`` or an `Algorithm`, which is
+            copied for each module.
         timeout, stall_warning, force_communication, timeline: As of `RingStrategy`.
         accelerator, parallel_devices, checkpoint_io, precision: As every strategy of Fabric takes
             them.
@@ -93,7 +95,6 @@ class RingFabricStrategy(DDPStrategy):
         bucket_cap_mb: BucketCap = None,
         topology: Topology = "auto",
         compression: str | Compressor | None = None,
-        shard_optimizer: bool = False,
         algorithm: str | Algorithm | None = None,
         broadcast_buffers: bool = True,
         start_method: StartMethod = "popen",

@@ -57,15 +57,6 @@ class RankedStrategy(DDPStrategy):
     the fit in a trace: ``timeline.start(path)`` and ``timeline.stop()`` on all ranks.
     """
 
-    def __new__(cls, *_: Any, elastic: bool = False, **__: Any) -> RankedStrategy:
-        # here, and not in a class that users build: its signature would be this one
-        return super().__new__(cls._class_for(elastic))
-
-    @classmethod
-    def _class_for(cls, elastic: bool) -> type[RankedStrategy]:
-        """The class of an object that was asked of this one."""
-        return cls
-
     def __init__(self, options: RingOptions, **of_every_strategy: Any) -> None:
         super().__init__(
             cluster_environment=RingEnvironment(),
@@ -117,8 +108,11 @@ class RankedStrategy(DDPStrategy):
             self.parallel_devices = devices_for(
                 self.accelerator, self.parallel_devices, environment.local_size()
             )
-        self._launcher = choose_launcher(
-            self, environment, self.options, request.num_nodes, _MultiProcessingLauncher
+        self._launcher = self._choose_launcher(request.num_nodes)
+
+    def _choose_launcher(self, num_nodes: int) -> Any:
+        return choose_launcher(
+            self, self.ring_environment, self.options, num_nodes, _MultiProcessingLauncher
         )
 
     def setup_environment(self) -> None:

@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from lightning_ring.algorithms import ALGORITHMS
+from lightning_ring.algorithms import ALGORITHMS, algorithm_class
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.posix import require_posix
 
@@ -39,9 +39,7 @@ def _register() -> None:
                 name, _ring, description="see lightning_ring.RingStrategy", algorithm=name
             )
     if ELASTIC not in StrategyRegistry:
-        StrategyRegistry.register(
-            ELASTIC, _ring, description="see lightning_ring.RingStrategy", elastic=True
-        )
+        StrategyRegistry.register(ELASTIC, _elastic, description="see ElasticStrategy")
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
     choose_our_environment(_AcceleratorConnector, (*ALGORITHMS, ELASTIC), "Trainer")
@@ -76,11 +74,18 @@ def choose_our_environment(connector: type, names: Sequence[str], caller: str) -
     connector._check_config_and_set_final_flags = check_without_environments  # type: ignore[attr-defined]
 
 
-def _ring(**arguments: Any) -> Any:
-    require_posix('Trainer(strategy="ring")')
+def _ring(algorithm: str) -> Any:
+    require_posix(f"Trainer(strategy={algorithm!r})")
     from lightning_ring.integrations.lightning.strategy import RingStrategy
 
-    return RingStrategy(**arguments)
+    return RingStrategy(algorithm=algorithm_class(algorithm)())
+
+
+def _elastic() -> Any:
+    require_posix(f"Trainer(strategy={ELASTIC!r})")
+    from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
+
+    return ElasticStrategy()
 
 
 def _register_with_the_other_package() -> None:

@@ -77,7 +77,6 @@ from lightning_ring.options import (
     BroadcastBuffers,
     BucketCap,
     Compression,
-    ResizeLR,
     RingOptions,
     StartMethod,
     Topology,
@@ -106,12 +105,9 @@ class RingStrategy(RankedStrategy):
             ``"onebit"``, ``"terngrad"``, ``"topk"``, ``"dgc"``, ``"powersgd"`` or a `Compressor`
             for float32 gradients, ``"fp32"`` for 16-bit ones, which are then summed in float32 over
             NCCL too; `None` keeps their dtype. Parameters and buffers are never compressed.
-        shard_optimizer: Each rank steps 1/N of the parameters and holds 1/N of the optimizer's
-            state; new parameters arrive while the next forward runs.
-            ``Trainer(strategy="ring_sharded")``.
-        algorithm: The training algorithm: a name of `lightning_ring.algorithms.ALGORITHMS`, or an
-            `Algorithm`, which then has its own ``bucket_cap_mb`` and ``compression``. `None`:
-            ``"ring"``, or ``"ring_sharded"`` with ``shard_optimizer``.
+        algorithm: How replicas are kept together: an `Algorithm`, such as
+            `lightning_ring.algorithms.sharded.Sharded`, which then has its own ``bucket_cap_mb``
+            and ``compression``. `None`: gradients are averaged.
         broadcast_buffers: When rank 0's buffers (BatchNorm statistics) replace the other ranks': at
             the ``"start"``, also at each training ``"epoch"``, evaluation and checkpoint, or also
             at each training ``"step"``. With ``"epoch"``, buffers other than normalization
@@ -137,15 +133,6 @@ class RingStrategy(RankedStrategy):
         requeue_signal: In a Slurm job all ranks save a checkpoint together on this signal (``sbatch
             --signal=USR1@90`` has it sent 90 s before the time is over), and the job is queued
             again; it then goes on from there. `None`: the signal is left alone.
-        elastic: The fit goes on when ranks die, and takes in new ones: see the guide `Elastic
-            training`. The object is then an `ElasticStrategy`.
-            ``Trainer(strategy="ring_elastic")``.
-        min_ranks: With fewer ranks for longer than ``wait_for_ranks`` an elastic fit saves a
-            checkpoint and ends.
-        resize_lr: What becomes of learning rates when the number of ranks changes: ``"keep"``,
-            ``"linear"`` or ``"sqrt"`` in it, or a function that returns the factor for (old, new)
-            numbers of ranks.
-        wait_for_ranks: How long an elastic fit waits for ranks.
         accelerator, parallel_devices, checkpoint_io, precision_plugin: As every Lightning strategy
             takes them.
 
@@ -156,15 +143,6 @@ class RingStrategy(RankedStrategy):
 
     strategy_name = "ring"
 
-    @classmethod
-    def _class_for(cls, elastic: bool) -> type[RankedStrategy]:
-        if elastic is not True or cls is not RingStrategy:
-            return cls
-        # deferred: it derives from this class
-        from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
-
-        return ElasticStrategy
-
     def __init__(
         self,
         *,
@@ -172,8 +150,7 @@ class RingStrategy(RankedStrategy):
         bucket_cap_mb: BucketCap = None,
         topology: Topology = "auto",
         compression: Compression | Compressor | None = None,
-        shard_optimizer: bool = False,
-        algorithm: str | Algorithm | None = None,
+        algorithm: Algorithm | None = None,
         broadcast_buffers: BroadcastBuffers = "epoch",
         uneven: Uneven = "error",
         start_method: StartMethod = "popen",
@@ -184,10 +161,6 @@ class RingStrategy(RankedStrategy):
         monitor: bool = True,
         timeline: str | Path | None = None,
         requeue_signal: signal.Signals | None = signal.SIGUSR1,
-        elastic: bool = False,
-        min_ranks: int = 1,
-        resize_lr: ResizeLR = "keep",
-        wait_for_ranks: timedelta = timedelta(minutes=10),
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -282,7 +255,7 @@ class RingStrategy(RankedStrategy):
             self._after_swap.follow(trainer)
         if fitting:
             self._requests.stops_together = False
-            self.algorithm = self.options.new_algorithm() if self._comm is not None else Algorithm()
+            self.algorithm = self._new_algorithm() if self._comm is not None else Algorithm()
             add_no_sync(self.model, self.block_backward_sync)
             if self._comm is not None:
                 self._training_loaders.follow(trainer)
@@ -299,6 +272,9 @@ class RingStrategy(RankedStrategy):
             if self._comm is not None:
                 self._attach(trainer, self._comm)
             self.timeline.prepare(trainer, self._comm)
+
+    def _new_algorithm(self) -> Algorithm:
+        return self.options.new_algorithm()
 
     def _attach(self, trainer: pl.Trainer, comm: Communicator) -> None:
         assert self.model is not None
@@ -587,7 +563,7 @@ class RingStrategy(RankedStrategy):
     @property
     def _may_have_others(self) -> bool:
         """Whether there are other ranks, or may be later."""
-        return self.world_size > 1 or self.options.elastic
+        return self.world_size > 1
 
     def _catch_stop_signals(self) -> None:
         self._requests.catch_signals(several_ranks=self._may_have_others)

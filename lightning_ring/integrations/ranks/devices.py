@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from itertools import cycle, islice
@@ -16,13 +15,11 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
-from lightning_ring.errors import ConfigurationError, RankDiscoveryError
+from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.integrations.ranks.launcher import RingLauncher
 from lightning_ring.integrations.ranks.messages import leave_start_up_messages_to_rank_0
 from lightning_ring.job.gpus import shares_gpus
-from lightning_ring.job.launchers.elastic import started_by_steward
-from lightning_ring.launch.elastic import ElasticLimits
 from lightning_ring.options import RingOptions
 
 _CPU = (CPUAccelerator, fabric_accelerators.CPUAccelerator)
@@ -121,40 +118,19 @@ def choose_launcher(
     num_nodes: int,
     multiprocessing: Callable[..., Any],
 ) -> Any:
-    """The launcher that runs a function on every rank; `None` for a single process.
+    """The launcher that starts the ranks; `None` in a rank, and for a single process.
 
     ``multiprocessing`` is the class that spawns and forks, of the Trainer's strategies or of
     Fabric's.
     """
-    started = environment.creates_processes_externally
-    if options.elastic:
-        return _elastic_launcher(strategy, environment, options, num_nodes)
-    if not started and options.start_method != "popen":
-        return multiprocessing(strategy, start_method=options.start_method)
-    if not started and strategy.num_processes * num_nodes == 1:
+    if environment.creates_processes_externally:
         return None
-    if not started and _IS_INTERACTIVE:  # a notebook is no script that could be run once a rank
+    if options.start_method != "popen":
+        return multiprocessing(strategy, start_method=options.start_method)
+    if strategy.num_processes * num_nodes == 1:
+        return None
+    if _IS_INTERACTIVE:  # a notebook is no script that could be run once a rank
         return multiprocessing(strategy, start_method="fork")
-    if not started:
-        leave_start_up_messages_to_rank_0()
+    leave_start_up_messages_to_rank_0()
     use_mpi = options.backend in ("auto", "mpi")
     return RingLauncher(environment, strategy.num_processes, num_nodes, use_mpi=use_mpi)
-
-
-def _elastic_launcher(
-    strategy: Any, environment: RingEnvironment, options: RingOptions, num_nodes: int
-) -> RingLauncher:
-    if started_by_steward(os.environ):
-        return RingLauncher(environment, strategy.num_processes, num_nodes, use_mpi=False)
-    if _IS_INTERACTIVE:
-        raise ConfigurationError(
-            "An elastic strategy was built in an interactive session, in which no process can "
-            "outlive the ranks. Write a script and run `python train.py` or `ringrun --min-ranks "
-            "1 python train.py`, or use strategy='ring'."
-        )
-    leave_start_up_messages_to_rank_0()
-    seconds = options.wait_for_ranks.total_seconds()
-    limits = ElasticLimits(strategy.num_processes, options.min_ranks, wait_for_ranks=seconds)
-    return RingLauncher(
-        environment, strategy.num_processes, num_nodes, use_mpi=False, limits=limits
-    )

@@ -19,6 +19,7 @@ from lightning_ring import RingStrategy
 from tests.checks.models import RANK, Classifier, fit, loader, parameters, trainer
 from tests.checks.sharded.late import LateRing, Noting, Patient, Tied, run_late
 from tests.checks.sharded.references import CAP, assert_same
+from tests.strategies import ring
 
 
 def check_late_parameters_are_waited_for_by_whoever_reads_them() -> None:
@@ -250,7 +251,7 @@ def check_hooks_and_callbacks_see_whole_parameters() -> None:
             return {"a": 1}
 
     module = Reading()
-    strategy = LateRing(shard_optimizer=True, bucket_cap_mb=CAP)
+    strategy = ring(True, LateRing, bucket_cap_mb=CAP)
     reloaded: list[int] = []
     run = trainer(
         strategy,

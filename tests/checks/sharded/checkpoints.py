@@ -39,6 +39,7 @@ from tests.checks.models import (
 )
 from tests.checks.sharded.late import Late, LateRing, LateWork, run_late
 from tests.checks.sharded.references import CAP, With, assert_same, make_sgd, sharded
+from tests.strategies import ring
 
 
 @by_world_size
@@ -155,12 +156,12 @@ def check_sizes_chosen_later_go_on_with_the_state_of_a_checkpoint(tmp_path: Path
     L.seed_everything(7, verbose=False)
     fit(sharded(), make(), max_epochs=1).save_checkpoint(tmp_path / "half.ckpt")
     results = []
-    for shard_optimizer in (True, False):
+    for is_sharded in (True, False):
         results.append(make())
-        strategy = RingStrategy(shard_optimizer=shard_optimizer, bucket_cap_mb="auto")
+        strategy = ring(is_sharded, bucket_cap_mb="auto")
         run = trainer(strategy, max_epochs=2)
         run.fit(results[-1], loader(), ckpt_path=tmp_path / "half.ckpt")
-        if shard_optimizer:
+        if is_sharded:
             assert strategy.algorithm._parameters.buckets  # parts were stepped in the end
     assert_same(*results)
 
@@ -176,7 +177,7 @@ def check_a_checkpoint_after_an_exception_holds_whole_weights_and_resumes(tmp_pa
         return kind(lambda m: AdamW(m.parameters(), lr=0.01))
 
     saves = OnExceptionCheckpoint(tmp_path, "late")
-    strategy = LateRing(shard_optimizer=True, bucket_cap_mb=CAP)
+    strategy = ring(True, LateRing, bucket_cap_mb=CAP)
     with pytest.raises(OSError, match="corrupt photo"):
         fit(strategy, make(Corrupt), callbacks=[saves], enable_checkpointing=True, max_epochs=1)
     MPI.COMM_WORLD.Barrier()
@@ -222,7 +223,7 @@ def check_weights_that_do_not_arrive_after_an_exception_are_a_warning(tmp_path: 
     warned = (
         pytest.warns(UserWarning, match="weights.*mix") if RANK == 0 else contextlib.nullcontext()
     )
-    strategy = LosingRing(shard_optimizer=True, bucket_cap_mb=CAP)
+    strategy = ring(True, LosingRing, bucket_cap_mb=CAP)
     with warned, pytest.raises(OSError, match="corrupt photo"):
         fit(strategy, Raising(), callbacks=[saves], enable_checkpointing=True, max_epochs=1)
 
@@ -230,9 +231,7 @@ def check_weights_that_do_not_arrive_after_an_exception_are_a_warning(tmp_path: 
 def check_weights_loaded_after_training_stay(tmp_path: Path) -> None:
     module = Classifier()
     before = copy.deepcopy(module.state_dict())
-    run = trainer(
-        LateRing(shard_optimizer=True, bucket_cap_mb=CAP), max_epochs=1, default_root_dir=tmp_path
-    )
+    run = trainer(ring(True, LateRing, bucket_cap_mb=CAP), max_epochs=1, default_root_dir=tmp_path)
     Tuner(run).lr_find(module, loader(), num_training=4)
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name]), name

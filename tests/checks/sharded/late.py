@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_ring import RingStrategy
 from tests.checks.models import Classifier, fit, loader
 from tests.checks.sharded.references import CAP
+from tests.strategies import ring
 
 
 class LateWork:
@@ -105,6 +106,6 @@ class Noting(Callback):
 def run_late(
     module: Any, callbacks: list[Callback] | None = None, kind: Any = LateRing
 ) -> LateRing:
-    strategy = kind(shard_optimizer=True, bucket_cap_mb=CAP)
+    strategy = ring(True, kind, bucket_cap_mb=CAP)
     fit(strategy, module, loader(24), callbacks=callbacks, max_epochs=1)
     return strategy

@@ -16,13 +16,13 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from lightning_ring import RingStrategy
 from lightning_ring.errors import ConfigurationError, RingError
 from lightning_ring.gradients.sizing import auto_buckets
 from lightning_ring.optim import LAMB, LARS, exclude_bias_and_norm
 from tests.checks.marks import by_world_size
 from tests.checks.models import RANK, Classifier, assert_all_ranks_equal, fit, parameters
 from tests.checks.sharded.references import With, assert_same, both, make_sgd, sharded
+from tests.strategies import ring
 
 OPTIMIZERS = [  # the others: tests/sharded
     ("SGD", {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
@@ -243,14 +243,12 @@ def check_optimizers_that_look_at_whole_tensors_are_refused() -> None:
 
 
 def check_sizes_chosen_later_and_a_short_wire_equal_whole_ones() -> None:
-    def run(shard_optimizer: bool) -> Any:
+    def run(is_sharded: bool) -> Any:
         L.seed_everything(7, verbose=False)
         module = With(lambda m: LAMB(m.parameters(), lr=0.01))
-        strategy = RingStrategy(
-            shard_optimizer=shard_optimizer, bucket_cap_mb="auto", compression="bf16"
-        )
+        strategy = ring(is_sharded, bucket_cap_mb="auto", compression="bf16")
         run = fit(strategy, module)
-        if shard_optimizer:
+        if is_sharded:
             assert strategy.algorithm._parameters.buckets  # parts were stepped in the end
             ratios = run.optimizers[0].trust_ratios
             assert torch.isfinite(ratios).all()
@@ -261,10 +259,10 @@ def check_sizes_chosen_later_and_a_short_wire_equal_whole_ones() -> None:
 
 
 def check_automatic_bucket_sizes_price_the_collective_that_travels_in_backward() -> None:
-    for shard_optimizer in (False, True):
+    for is_sharded in (False, True):
         with patch.object(auto_buckets, "fit", wraps=auto_buckets.fit) as priced:
-            fit(RingStrategy(shard_optimizer=shard_optimizer, bucket_cap_mb="auto"), With(make_sgd))
-        collective = "reduce_scatter" if shard_optimizer else "all_reduce"
+            fit(ring(is_sharded, bucket_cap_mb="auto"), With(make_sgd))
+        collective = "reduce_scatter" if is_sharded else "all_reduce"
         assert [call.kwargs["collective"] for call in priced.call_args_list] == [collective]
 
 
@@ -272,7 +270,7 @@ def check_using_the_state_between_steps_is_an_error_and_changes_nothing() -> Non
     class Curious(With):
         def on_train_batch_end(self, *_: Any) -> None:
             optimizer = self.trainer.optimizers[0]
-            if not self.trainer.strategy.options.shard_optimizer:
+            if not self.trainer.strategy.algorithm.sharded:
                 return
             for read in (
                 lambda: optimizer.state[next(self.parameters())],

@@ -26,6 +26,7 @@ from lightning_ring import RingStrategy
 from tests.checks.models import Classifier, fit, loader
 from tests.checks.sharded.late import LateRing
 from tests.checks.sharded.references import CAP, assert_same
+from tests.strategies import ring
 
 # from a module and images; what it gives is added to the logits
 Read = Callable[[Any, Tensor], Any]
@@ -209,7 +210,7 @@ def _same_values(
     for late in (True, False):
         L.seed_everything(7, verbose=False)
         module, batches = kind(ways), loader(8 * (len(ways) + 1))
-        strategy = (LateRing if late else RingStrategy)(shard_optimizer=late, bucket_cap_mb=CAP)
+        strategy = ring(late, LateRing if late else RingStrategy, bucket_cap_mb=CAP)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             fit(strategy, module, batches, max_epochs=1)
@@ -270,7 +271,7 @@ def check_a_read_that_nobody_sees_is_an_error() -> None:
         # not in the first step, which would show it
         late = Reading({"data": WAYS["data"], "unseen": read})
         with pytest.raises(RuntimeError, match=message):
-            fit(LateRing(shard_optimizer=True, bucket_cap_mb=CAP), late, loader(24), max_epochs=1)
+            fit(ring(True, LateRing, bucket_cap_mb=CAP), late, loader(24), max_epochs=1)
     told = {
         name: lambda m, x, read=read: (m.trainer.strategy.wait_parameters(), read(m, x))[1]
         for name, read in (UNSEEN | TRANSFORMS).items()

@@ -17,18 +17,19 @@ from tests.checks.models import (
     parameters,
     relative_difference,
 )
+from tests.strategies import ring
 
 CAP = 0.0005  # MiB: about one layer a bucket
 
 
 def sharded(**kwargs: Any) -> RingStrategy:
-    return RingStrategy(shard_optimizer=True, bucket_cap_mb=CAP, **kwargs)
+    return ring(True, bucket_cap_mb=CAP, **kwargs)
 
 
 def both(make: Any, train: Any = None, **kwargs: Any) -> tuple[Any, Any]:
     """``make()`` trained with sharded and with whole optimizers, from the same seed."""
     modules = []
-    for shard_optimizer in (True, False):
+    for is_sharded in (True, False):
         L.seed_everything(7, verbose=False)
         module = make()
         arguments = {
@@ -36,7 +37,7 @@ def both(make: Any, train: Any = None, **kwargs: Any) -> tuple[Any, Any]:
             for key, value in kwargs.items()
         }
         fit(
-            RingStrategy(shard_optimizer=shard_optimizer, bucket_cap_mb=CAP),
+            ring(is_sharded, bucket_cap_mb=CAP),
             module,
             train,
             **arguments,

@@ -39,6 +39,7 @@ from tests.checks.strategy.references import (
     one_process,
     scaler_plugin,
 )
+from tests.strategies import ring
 
 
 class Convolutions(nn.Module):
@@ -270,10 +271,10 @@ def check_backwards_of_hooks_on_one_rank_stay_local() -> None:
         setattr(Watching, name, look)
     for name in ("on_validation_epoch_end", "on_train_epoch_end", "on_train_end"):
         setattr(Watching, name, look)
-    for strategy in ("ring", "ring_sharded"):
-        ring = RingStrategy(bucket_cap_mb=0.0005, shard_optimizer=strategy == "ring_sharded")
+    for sharded in (False, True):
+        strategy = ring(sharded, bucket_cap_mb=0.0005)
         runs = []
-        for one in (ring, ddp()):
+        for one in (strategy, ddp()):
             L.seed_everything(7, verbose=False)
             runs.append(Attacking())
             arguments = {

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from mpi4py import MPI
 
 from lightning_ring import RingStrategy
+from lightning_ring.algorithms.sharded import Sharded
 from tests.checks.models import (
     RANK,
     SIZE,
@@ -74,7 +75,7 @@ def check_sigusr1_saves_on_all_ranks_at_one_step_and_requeues(tmp_path: Path) ->
         folder = tmp_path / str(shard)
         module = Warned(signal.SIGUSR1)
         with pytest.raises(SIGTERMException):
-            fit_in_slurm(folder, module, "", shard_optimizer=shard)
+            fit_in_slurm(folder, module, "", algorithm=Sharded() if shard else None)
         assert MPI.COMM_WORLD.allgather(module.trained) == [module.trained] * SIZE
         saved = torch.load(folder / "hpc_ckpt_1.ckpt", weights_only=False)
         assert saved["global_step"] == module.trained

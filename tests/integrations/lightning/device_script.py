@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ring import RingStrategy
 from lightning_ring.gradients.compression import PowerSGD
 from lightning_ring.optim import LAMB
+from tests.strategies import ring
 
 STEPS = 12
 
@@ -79,9 +80,7 @@ def train(strategy: Any, device: str, lamb: bool = False, **kwargs: Any) -> Tens
 
 
 def forced(**kwargs: Any) -> RingStrategy:
-    return RingStrategy(
-        force_communication=True, bucket_cap_mb=kwargs.pop("bucket_cap_mb", 0.01), **kwargs
-    )
+    return ring(**({"force_communication": True, "bucket_cap_mb": 0.01, "sharded": False} | kwargs))
 
 
 def main(device: str) -> None:
@@ -100,12 +99,12 @@ def main(device: str) -> None:
         "bf16": ({"compression": "bf16"}, {}, rounded),
         "powersgd": ({"compression": PowerSGD(rank=4, start_iter=1)}, {}, approximate),
         "mixed precision": ({}, {"precision": scaled}, rounded),
-        "sharded": ({"shard_optimizer": True}, {}, close),
-        "sharded, clipped": ({"shard_optimizer": True}, {"gradient_clip_val": 0.1}, close),
-        "sharded, mixed precision": ({"shard_optimizer": True}, {"precision": scaled}, rounded),
-        "sharded LAMB": ({"shard_optimizer": True}, {"lamb": True}, close),
+        "sharded": ({"sharded": True}, {}, close),
+        "sharded, clipped": ({"sharded": True}, {"gradient_clip_val": 0.1}, close),
+        "sharded, mixed precision": ({"sharded": True}, {"precision": scaled}, rounded),
+        "sharded LAMB": ({"sharded": True}, {"lamb": True}, close),
         "sharded, bf16, automatic sizes": (
-            {"shard_optimizer": True, "compression": "bf16", "bucket_cap_mb": "auto"},
+            {"sharded": True, "compression": "bf16", "bucket_cap_mb": "auto"},
             {},
             rounded,
         ),

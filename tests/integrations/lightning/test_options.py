@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import signal
 from datetime import timedelta
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ring import RingError, RingStrategy
+from lightning_ring import RingError, RingFabricStrategy, RingStrategy
 from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.algorithms.local import LocalSGD
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
@@ -31,7 +33,6 @@ from tests.thread_ranks import run_ranks
         ("uneven", "pad", "'error', 'join'"),
         ("start_method", "thread", "'popen', 'spawn', 'fork'"),
         ("force_communication", 1, "False, True"),
-        ("shard_optimizer", 1, "False, True"),
         ("keep_freed_memory", None, "False, True"),
         ("bucket_cap_mb", 0, "greater than 0"),
         ("bucket_cap_mb", -3.5, "greater than 0"),
@@ -54,9 +55,9 @@ def test_a_value_that_cannot_work_is_named_with_what_was_expected(
 
 
 def test_a_compression_that_cannot_leave_shards_is_refused() -> None:
-    RingStrategy(shard_optimizer=True, compression="bf16")
-    with pytest.raises(RingError, match="shard_optimizer=True with compression='powersgd'"):
-        RingStrategy(shard_optimizer=True, compression="powersgd")
+    Sharded(compression="bf16")
+    with pytest.raises(RingError, match="Sharded got compression='powersgd', which cannot leave"):
+        Sharded(compression="powersgd")
 
 
 def test_automatic_buckets_need_messages_in_proportion_to_gradients() -> None:
@@ -67,11 +68,17 @@ def test_automatic_buckets_need_messages_in_proportion_to_gradients() -> None:
 
 def test_a_compressor_of_the_users_own_is_copied_so_that_no_fit_leaves_it_a_past() -> None:
     own = PowerSGD(rank=4, start_iter=100)
-    used = RingStrategy(compression=own).options.new_compressor()
+
+    def attached(comm: Communicator) -> Any:
+        algorithm = RingStrategy(compression=own).options.new_algorithm()
+        algorithm.attach(torch.nn.Linear(2, 2), [], comm)
+        algorithm.detach()
+        return algorithm._compressor
+
+    (used,) = run_ranks(1, attached)
     assert isinstance(used, PowerSGD)
     assert used is not own
     assert (used.compressor.rank, used.compressor.start_iter) == (4, 100)
-    assert RingStrategy(compression="powersgd").options.new_compressor() is not None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -119,10 +126,15 @@ def test_an_algorithm_beside_its_own_settings_is_refused() -> None:
         ConfigurationError, match=r"got compression beside algorithm=Averaging\(...\)"
     ):
         RingStrategy(algorithm=Averaging(), compression="bf16")
-    with pytest.raises(ConfigurationError, match="shard_optimizer=True with algorithm='ring'"):
-        RingStrategy(algorithm="ring", shard_optimizer=True)
+    with pytest.raises(ConfigurationError, match="a name is for the Trainer: strategy='ring_sh"):
+        RingStrategy(algorithm="ring_sharded")
     names = "'ring', 'ring_sharded', 'ring_local' or an Algorithm"
     with pytest.raises(ConfigurationError, match=f"expected one of None, {names}"):
-        RingStrategy(algorithm="gossip")
-    assert RingStrategy(algorithm="ring_sharded").options.shard_optimizer
-    assert RingStrategy(algorithm=Sharded()).options.shard_optimizer
+        RingFabricStrategy(algorithm="gossip")
+
+
+def test_the_options_travel_to_spawned_ranks() -> None:
+    for algorithm in (None, Sharded(bucket_cap_mb=1), LocalSGD(4)):
+        strategy = RingStrategy(algorithm=algorithm, start_method="spawn")
+        copied = pickle.loads(pickle.dumps(strategy)).options.new_algorithm()
+        assert type(copied) is type(algorithm or Averaging())

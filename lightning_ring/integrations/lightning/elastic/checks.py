@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
@@ -13,14 +13,50 @@ from lightning.pytorch.callbacks import (
 )
 from torch.optim import LBFGS
 
+from lightning_ring.algorithms.optional import refusal_of_deaths
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor.profile import RingProfile
+from lightning_ring.options import check_choice, check_duration
+
+if TYPE_CHECKING:
+    from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
 _REFUSED = (
     RingProfile,  # it communicates by itself
     # they train before the fit: a new process would do so alone
     *(LearningRateFinder, BatchSizeFinder),
 )
+_REFUSED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "backend": ("mpi",),
+    "uneven": ("join",),
+    "start_method": ("spawn", "fork"),
+    "force_communication": (True,),
+}
+
+
+def check_arguments(strategy: ElasticStrategy) -> None:
+    """Raise a ConfigurationError if the strategy was built with arguments that cannot work."""
+    name, options = type(strategy).__name__, strategy.options
+    if type(strategy.min_ranks) is not int or strategy.min_ranks < 1:
+        raise ConfigurationError(
+            f"{name} got min_ranks={strategy.min_ranks!r}, expected a number from 1 on."
+        )
+    if not callable(strategy.resize_lr):
+        rules, other = ("keep", "linear", "sqrt"), "or a function of two numbers of ranks"
+        check_choice(name, "resize_lr", strategy.resize_lr, rules, other)
+    check_duration(name, "wait_for_ranks", strategy.wait_for_ranks)
+    if refusal := refusal_of_deaths(options.new_algorithm()):
+        raise ConfigurationError(
+            f"{name} was built, but its algorithm cannot go on without one of its ranks: "
+            f"{refusal}. Use no algorithm, or Sharded(), with compression None, 'fp16' or 'bf16'."
+        )
+    given = [(argument, getattr(options, argument)) for argument in _REFUSED_ARGUMENTS]
+    found = [f"{key}={value!r}" for key, value in given if value in _REFUSED_ARGUMENTS[key]]
+    if found:
+        raise ConfigurationError(
+            f"{name} got {', '.join(found)}, which does not work with ranks that come and go yet. "
+            "Leave it out, or use RingStrategy."
+        )
 
 
 def check_fit(trainer: pl.Trainer) -> None:
@@ -62,7 +98,7 @@ def _has_scaler(trainer: Any) -> bool:
 
 
 _REASONS: dict[str, Callable[[Any], bool]] = {
-    "manual optimization and shard_optimizer=True together": lambda trainer: (
+    "manual optimization and a sharded algorithm together": lambda trainer: (
         not trainer.lightning_module.automatic_optimization and trainer.strategy.algorithm.sharded
     ),
     "manual optimization and a gradient scaler (precision='16-mixed') together": lambda trainer: (
@@ -71,7 +107,7 @@ _REASONS: dict[str, Callable[[Any], bool]] = {
     "torch.optim.LBFGS": lambda trainer: any(
         isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers
     ),
-    "a gradient scaler (precision='16-mixed') and shard_optimizer=True together": lambda trainer: (
+    "a gradient scaler (precision='16-mixed') and a sharded algorithm together": lambda trainer: (
         _has_scaler(trainer) and trainer.strategy.algorithm.sharded
     ),
     "reload_dataloaders_every_n_epochs": lambda trainer: bool(

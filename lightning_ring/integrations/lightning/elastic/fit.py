@@ -49,7 +49,7 @@ class ElasticFit:
         self.catching_up = CatchingUp(strategy, self.recovery, "")
         self.calls = HostCalls(self.recovery.after)
         self.step = ElasticStep(strategy, self.recovery, self.calls, self.catching_up.source)
-        self.resize = Resize(options.resize_lr)
+        self.resize = Resize(strategy.resize_lr)
         self.waits_to_join = False
         self.first_attributes: list[dict[str, Any]] = []
         self._keeps_out = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import OneCycleLR
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
-from lightning_ring.options import ResizeLR
 
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
+ResizeLR = Literal["keep", "linear", "sqrt"] | Callable[[int, int], float]
 REMEMBERED = 8  # views: a rank may miss as many in a row, less one
 # also what torch's schedulers keep in groups
 _RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
@@ -32,7 +32,7 @@ _RULES: dict[str, Callable[[int, int], float]] = {
 
 
 class Resize:
-    """Follows the number of ranks. ``rule`` is `RingStrategy`'s ``resize_lr``."""
+    """Follows the number of ranks. ``rule`` is `ElasticStrategy`'s ``resize_lr``."""
 
     def __init__(self, rule: ResizeLR) -> None:
         self._name = rule if isinstance(rule, str) else getattr(rule, "__name__", repr(rule))

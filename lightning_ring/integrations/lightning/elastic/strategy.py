@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
@@ -17,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.optional import SurvivesDeaths
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
@@ -24,21 +27,25 @@ from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.elastic.rank_changes import RankChanges
 from lightning_ring.errors import ConfigurationError, StateLostError
 from lightning_ring.integrations.lightning.elastic.attributes import plain_attributes
-from lightning_ring.integrations.lightning.elastic.checks import check_fit
+from lightning_ring.integrations.lightning.elastic.checks import check_arguments, check_fit
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
 from lightning_ring.integrations.lightning.elastic.last_checkpoint import go_on_from, lose_state
 from lightning_ring.integrations.lightning.elastic.loops import change_loops
 from lightning_ring.integrations.lightning.elastic.metric_sync import gathering_through
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
+from lightning_ring.integrations.lightning.elastic.resize import ResizeLR
 from lightning_ring.integrations.lightning.elastic.samplers import with_ordered_sampler
 from lightning_ring.integrations.lightning.stop_requests import (
     StopRequest,
     leave_sigterm_to_the_buckets,
 )
 from lightning_ring.integrations.lightning.strategy import RingStrategy, _inform, _warn
+from lightning_ring.integrations.ranks.launcher import RingLauncher
+from lightning_ring.integrations.ranks.messages import leave_start_up_messages_to_rank_0
 from lightning_ring.job.launchers.elastic import started_by_steward
 from lightning_ring.job.members import nodes_of
+from lightning_ring.launch.limits import ElasticLimits
 from lightning_ring.membership.endings import TooFewRanks
 from lightning_ring.membership.member import RESUME_FROM
 from lightning_ring.monitor.ring_monitor import add_monitor
@@ -49,15 +56,25 @@ T = TypeVar("T")
 
 
 class ElasticStrategy(RingStrategy):
-    """Ranks that a steward started train on when one of them dies, and take in new ones.
-    ``Trainer("ring_elastic")``.
+    """Ranks that a steward started train on when one of them dies, and take in new ones:
+    ``Trainer(strategy="ring_elastic")``.
 
     A death is survived from the first training step to the end of the fit: in a step, in
     collectives that Lightning calls between steps, in validation and in saving. In set-up, test and
     predict, and in collectives that code calls by itself between steps, it ends the job, as with
     `RingStrategy`.
 
-    ``rank_changes`` counts deaths and joins.
+    Args:
+        min_ranks: With fewer ranks for longer than ``wait_for_ranks`` the fit saves a checkpoint
+            and ends.
+        resize_lr: What becomes of learning rates when the number of ranks changes: ``"keep"``,
+            ``"linear"`` or ``"sqrt"`` in it, or a function that returns the factor for (old, new)
+            numbers of ranks.
+        wait_for_ranks: How long the fit waits for ranks.
+        of_ring: The other arguments, those of `RingStrategy`.
+
+    Attributes:
+        rank_changes: Counts deaths and joins.
 
     Raises:
         ConfigurationError: The fit needs something that a death would destroy, or that is not
@@ -66,12 +83,21 @@ class ElasticStrategy(RingStrategy):
 
     strategy_name = "ring_elastic"
 
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**(arguments | {"elastic": True}))
+    def __init__(
+        self,
+        *,
+        min_ranks: int = 1,
+        resize_lr: ResizeLR = "keep",
+        wait_for_ranks: timedelta = timedelta(minutes=10),
+        **of_ring: Any,
+    ) -> None:
+        super().__init__(**of_ring)
+        self.min_ranks, self.resize_lr, self.wait_for_ranks = min_ranks, resize_lr, wait_for_ranks
+        check_arguments(self)
         self.rank_changes = RankChanges()
         if self.timeline.settings.switch is not None:
             raise ConfigurationError(
-                f"{SWITCH_VARIABLE} does not work with elastic=True: ranks look at the switch "
+                f"{SWITCH_VARIABLE} does not work with ElasticStrategy: ranks look at the switch "
                 "together, and a death would part them. Record the whole fit (RING_TIMELINE, "
                 "timeline=), or use strategy='ring'."
             )
@@ -83,6 +109,30 @@ class ElasticStrategy(RingStrategy):
     def _configure_launcher(self) -> None:
         started_by_steward(os.environ)  # refuses launchers that end all ranks with one
         super()._configure_launcher()
+
+    def _choose_launcher(self, num_nodes: int) -> Any:
+        if started_by_steward(os.environ):
+            return None
+        if _IS_INTERACTIVE:
+            raise ConfigurationError(
+                "An elastic strategy was built in an interactive session, in which no process can "
+                "outlive the ranks. Write a script and run `python train.py` or `ringrun "
+                "--min-ranks 1 python train.py`, or use strategy='ring'."
+            )
+        leave_start_up_messages_to_rank_0()
+        ranks, seconds = self.num_processes, self.wait_for_ranks.total_seconds()
+        limits = ElasticLimits(ranks, self.min_ranks, wait_for_ranks=seconds)
+        return RingLauncher(self.ring_environment, ranks, num_nodes, use_mpi=False, limits=limits)
+
+    def _new_algorithm(self) -> Algorithm:
+        made = super()._new_algorithm()
+        if isinstance(made, SurvivesDeaths):
+            made.mirrors_shards = True
+        return made
+
+    @property
+    def _may_have_others(self) -> bool:
+        return True
 
     def setup_distributed(self) -> None:
         reset_seed()
@@ -178,7 +228,7 @@ class ElasticStrategy(RingStrategy):
             self.attach_anew(comm)
             return
         trainer = self.fit_trainer
-        self.algorithm = self.options.new_algorithm()
+        self.algorithm = self._new_algorithm()
         self.algorithm.ask_to_stop(self._requests.pending != StopRequest.NONE)  # while it was alone
         self._move(comm)
         self._after_swap.follow(trainer)

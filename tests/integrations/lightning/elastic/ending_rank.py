@@ -20,7 +20,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ring import RingStrategy
+from lightning_ring import ElasticStrategy
+from lightning_ring.algorithms.sharded import Sharded
 
 FOLDER, FITS, EVENT = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 SAMPLES = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
@@ -60,12 +61,11 @@ class Module(pl.LightningModule):
 
 
 for fit in range(FITS):
-    strategy = RingStrategy(
-        elastic=True,
+    strategy = ElasticStrategy(
         backend="gloo",
         min_ranks=int(os.environ.get("MIN", "1")),
         wait_for_ranks=timedelta(seconds=1),
-        shard_optimizer="SHARD" in os.environ,
+        algorithm=Sharded() if "SHARD" in os.environ else None,
     )
     trainer = pl.Trainer(
         strategy=strategy,

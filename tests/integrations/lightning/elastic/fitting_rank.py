@@ -47,6 +47,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
+from lightning_ring import ElasticStrategy
+from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.data import ShuffledSampler, item_loader
 from lightning_ring.elastic.recovery import Recovery
@@ -61,7 +63,7 @@ SAMPLES, BATCH, EPOCHS = int(os.environ.get("FIT_SAMPLES", "144")), 4, 2
 WAIT, READY = int(os.environ.get("FIT_WAIT", "-1")), FOLDER / "newcomer"
 
 
-SHARDED = json.loads(os.environ.get("FIT_STRATEGY", "{}")).get("shard_optimizer", False)
+SHARDED = "FIT_SHARDED" in os.environ
 ATTEMPTS: Counter[int] = Counter()  # by step, how often it was done again
 
 
@@ -354,8 +356,10 @@ def main() -> None:
     if "FIT_NO_CATCH_UP" in os.environ:
         wait_for_everything()
     trainer = pl.Trainer(
-        strategy=RingStrategy(
-            elastic=True, backend=BACKEND, **json.loads(os.environ.get("FIT_STRATEGY", "{}"))
+        strategy=ElasticStrategy(
+            algorithm=Sharded() if SHARDED else None,
+            backend=BACKEND,
+            **json.loads(os.environ.get("FIT_STRATEGY", "{}")),
         ),
         accelerator="cpu",
         logger=CSVLogger(FOLDER, name="csv", flush_logs_every_n_steps=1),

@@ -21,7 +21,8 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 
-from lightning_ring import RingStrategy
+from lightning_ring import ElasticStrategy, RingStrategy
+from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.data import ShuffledSampler
 from lightning_ring.errors import ConfigurationError
@@ -33,42 +34,40 @@ from lightning_ring.integrations.lightning.elastic.samplers import (
     warn_of_fixed_samplers,
     with_ordered_sampler,
 )
-from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 from lightning_ring.monitor import RingMonitor, RingProfile
 from tests.thread_ranks import run_ranks
 
 
-def test_elastic_chooses_the_class_and_nothing_else_changes() -> None:
-    assert type(RingStrategy()) is RingStrategy
-    assert type(RingStrategy(elastic=False)) is RingStrategy
-    strategy = RingStrategy(elastic=True, min_ranks=2, resize_lr="sqrt")
-    assert type(strategy) is ElasticStrategy
-    assert (strategy.options.min_ranks, strategy.options.monitor) == (2, True)
+def test_its_own_arguments_are_its_alone() -> None:
+    strategy = ElasticStrategy(min_ranks=2, resize_lr="sqrt", backend="gloo")
+    assert (strategy.min_ranks, strategy.resize_lr) == (2, "sqrt")
+    assert (strategy.options.backend, strategy.options.monitor) == ("gloo", True)
+    for gone in ("elastic", "min_ranks", "shard_optimizer"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{gone}'"):
+            RingStrategy(**{gone: 1})
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"elastic": 1}, "elastic=1"),
-        ({"elastic": True, "min_ranks": 0}, "min_ranks=0"),
-        ({"elastic": True, "resize_lr": "square"}, "resize_lr='square'"),
-        ({"elastic": True, "wait_for_ranks": 5}, "wait_for_ranks=5"),
-        ({"min_ranks": 2, "resize_lr": "linear"}, "min_ranks, resize_lr without elastic=True"),
+        ({"min_ranks": 0}, "min_ranks=0"),
+        ({"resize_lr": "square"}, "resize_lr='square'"),
+        ({"wait_for_ranks": 5}, "wait_for_ranks=5"),
         (
-            {"elastic": True, "shard_optimizer": True, "bucket_cap_mb": "auto"},
+            {"algorithm": Sharded(bucket_cap_mb="auto")},
             "in the middle of the training",
         ),
-        ({"elastic": True, "compression": "powersgd"}, "rounding errors"),
+        ({"compression": "powersgd"}, "rounding errors"),
         (
-            {"elastic": True, "uneven": "join", "force_communication": True},
+            {"uneven": "join", "force_communication": True},
             "uneven='join', force_communication=True",
         ),
-        ({"elastic": True, "start_method": "fork"}, "start_method='fork'"),
+        ({"start_method": "fork"}, "start_method='fork'"),
     ],
 )
 def test_what_cannot_work_is_named(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named.replace("(", r"\(")):
-        RingStrategy(**arguments)
+        ElasticStrategy(**arguments)
 
 
 def test_launchers_that_end_all_ranks_are_refused_before_anything_opens(
@@ -109,7 +108,7 @@ def test_a_fit_that_cannot_be_elastic_is_refused_with_all_reasons() -> None:
     )
     with pytest.raises(ConfigurationError) as caught:
         check_fit(trainer)  # type: ignore[arg-type]
-    together = "manual optimization and shard_optimizer=True together"
+    together = "manual optimization and a sharded algorithm together"
     for name in (
         "RingProfile",
         "LearningRateFinder",

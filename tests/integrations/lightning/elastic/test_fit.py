@@ -412,7 +412,7 @@ def test_a_newcomer_catches_up_with_sharded_ranks(backend: str, ranks: int, tmp_
     everything when it joins.
     """
     env = {
-        "FIT_STRATEGY": json.dumps({"shard_optimizer": True}),
+        "FIT_SHARDED": "1",
         "FIT_WAIT": "6",
         "FIT_NEWCOMER": str(ranks),
     }
@@ -443,7 +443,7 @@ def test_a_newcomer_catches_up_with_sharded_ranks(backend: str, ranks: int, tmp_
             {"topology": "hierarchical"},
             ["1:6:forward", "0:6:backward"],
         ),
-        ("auto", {}, 4, {"shard_optimizer": True}, ["1:9:step"]),
+        ("auto", {"FIT_SHARDED": "1"}, 4, {}, ["1:9:step"]),
         # parameters that follow others in training_step have done so when the rank dies
         ("gloo", {"FIT_MOMENTUM": "1"}, 4, {}, ["1:9:forward"]),
         # one of two optimizers has stepped
@@ -509,7 +509,7 @@ def test_a_job_that_has_lost_a_shard_goes_on_from_its_last_checkpoint_by_itself(
     first, fresh = tmp_path / "first", tmp_path / "fresh"
     first.mkdir()
     fresh.mkdir()
-    env = {"FIT_DROPOUT": "0", "FIT_STRATEGY": json.dumps({"shard_optimizer": True})}
+    env = {"FIT_DROPOUT": "0", "FIT_SHARDED": "1"}
     ends = fit(first, "auto", "1:10:forward", "3:10:forward", agent=True, **env)
     assert [(end["number"], end["rank"], end["world_size"]) for end in ends] == [
         (4, 0, 2),

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ring import RingStrategy
+from lightning_ring import ElasticStrategy
 from lightning_ring.errors import PeerFailedError
 from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
 from lightning_ring.integrations.lightning.elastic.loops import change_loops
-from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
 DIED = PeerFailedError("rank 1 died")
 
@@ -103,7 +102,7 @@ def test_what_no_death_explains_is_raised() -> None:
 def test_a_batch_that_begins_again_counts_once_for_the_broadcasts_of_buffers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    strategy, module = RingStrategy(elastic=True), torch.nn.Module()
+    strategy, module = ElasticStrategy(), torch.nn.Module()
     module.register_buffer("count", torch.zeros(1))
     strategy.model = module
     strategy.buffers_state = 1, set()  # after a batch: now buffers are compared

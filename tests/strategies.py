@@ -1,0 +1,18 @@
+"""A `RingStrategy` whose gradients travel alike with whole and with sharded optimizers."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from lightning_ring import RingStrategy
+from lightning_ring.algorithms.sharded import Sharded
+
+Kind = TypeVar("Kind", bound=RingStrategy)
+
+
+def ring(sharded: bool, kind: type[Kind] = RingStrategy, **arguments: Any) -> Kind:  # type: ignore[assignment]
+    """``bucket_cap_mb`` and ``compression`` go to the algorithm if it is `Sharded`."""
+    if sharded:
+        wire = {name: arguments.pop(name, None) for name in ("bucket_cap_mb", "compression")}
+        arguments["algorithm"] = Sharded(**wire)
+    return kind(**arguments)
