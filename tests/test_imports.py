@@ -115,6 +115,21 @@ def test_importing_the_package_registers_ring_in_any_order_and_starts_no_mpi(ord
     assert run_code(code) == f"RingStrategy {names}"
 
 
+@pytest.mark.ranks
+def test_importing_a_strategy_loads_what_a_rank_trains_with_and_nothing_else() -> None:
+    code = (
+        "import sys; from lightning_ring import RingStrategy; "
+        "print(*(name for name in sys.modules if name.startswith('lightning_ring.')))"
+    )
+    loaded = run_code(code).split()
+    others = {*("cli", "data", "elastic", "horovod", "launch", "loops", "membership", "monitor")}
+    others |= {"optim", "tools"}
+    assert not {name for name in loaded if name.split(".")[1] in others}
+    for path in ("integrations.lightning.elastic", "algorithms.sharded", "algorithms.local"):
+        assert f"lightning_ring.{path}" not in loaded
+    assert len(loaded) <= 145
+
+
 def test_importing_the_package_imports_neither_lightning_nor_torch() -> None:
     print_names = "print(sorted(sys.modules.keys() & {'lightning', 'torch', 'mpi4py'}))"
     modules = (

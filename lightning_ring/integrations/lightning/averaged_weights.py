@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 
-from lightning_ring.algorithms.local.averages import average_
 from lightning_ring.comm.communicator import Communicator
 
 
@@ -51,6 +50,8 @@ def average_weight_averages(trainer: pl.Trainer, comm: Communicator, device: tor
 
     The averages over steps are linear, so that it is that of the ranks' average, and so it remains.
     """
+    from lightning_ring.algorithms.local.averages import average_  # only some algorithms need it
+
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
             params = [param.detach() for param in callback._average_model.module.parameters()]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -37,10 +37,10 @@ from lightning_ring.integrations.ranks.reduce import agree_on_gather, reduce_, r
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, connect
 from lightning_ring.job.rendezvous.interfaces import withdraw_interface
-from lightning_ring.monitor.step_timeline import StepTimeline
-from lightning_ring.monitor.terminal import replace_bars, widen_terminal
 from lightning_ring.options import RingOptions
-from lightning_ring.timeline.settings import timeline_settings
+
+if TYPE_CHECKING:
+    from lightning_ring.monitor.step_timeline import StepTimeline
 
 T = TypeVar("T")
 
@@ -58,6 +58,10 @@ class RankedStrategy(DDPStrategy):
     """
 
     def __init__(self, options: RingOptions, **of_every_strategy: Any) -> None:
+        # here, and below: who only imports a strategy loads neither the monitor nor a launcher
+        from lightning_ring.monitor.step_timeline import StepTimeline
+        from lightning_ring.timeline.settings import timeline_settings
+
         super().__init__(
             cluster_environment=RingEnvironment(),
             timeout=options.timeout,
@@ -66,7 +70,7 @@ class RankedStrategy(DDPStrategy):
         )
         self.options = options
         self.listeners: list[Listener] = []
-        self.timeline = StepTimeline(
+        self.timeline: StepTimeline = StepTimeline(
             timeline_settings(options.timeline, os.environ), self.listeners
         )
         self._job: Job | None = None
@@ -116,6 +120,8 @@ class RankedStrategy(DDPStrategy):
         )
 
     def setup_environment(self) -> None:
+        from lightning_ring.monitor.terminal import replace_bars
+
         assert self.accelerator is not None
         ignore_deprecations_between_libraries()
         self.set_world_ranks()
@@ -125,6 +131,8 @@ class RankedStrategy(DDPStrategy):
         self.setup_distributed()
 
     def setup_distributed(self) -> None:
+        from lightning_ring.monitor.terminal import widen_terminal
+
         reset_seed()
         widen_terminal()  # mpirun's have no width: a progress bar would draw nothing
         self._job = connect(

@@ -71,7 +71,6 @@ from lightning_ring.integrations.lightning.uneven import Policy
 from lightning_ring.integrations.lightning.whole_weights import show_averages, wait_parameters
 from lightning_ring.integrations.lightning.worker_signals import ignore_in_workers
 from lightning_ring.integrations.lightning.zero_loss import ZeroLoss
-from lightning_ring.monitor.ring_monitor import add_monitor
 from lightning_ring.options import (
     Backend,
     BroadcastBuffers,
@@ -260,6 +259,8 @@ class RingStrategy(RankedStrategy):
             if self._comm is not None:
                 self._training_loaders.follow(trainer)
                 if self.options.monitor:
+                    from lightning_ring.monitor.ring_monitor import add_monitor
+
                     add_monitor(trainer)
                 if self._may_have_others:
                     # a signal may have come during an evaluation before the fit

@@ -17,7 +17,6 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 
 from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.integrations.ranks.environment import RingEnvironment
-from lightning_ring.integrations.ranks.launcher import RingLauncher
 from lightning_ring.integrations.ranks.messages import leave_start_up_messages_to_rank_0
 from lightning_ring.job.gpus import shares_gpus
 from lightning_ring.options import RingOptions
@@ -131,6 +130,8 @@ def choose_launcher(
         return None
     if _IS_INTERACTIVE:  # a notebook is no script that could be run once a rank
         return multiprocessing(strategy, start_method="fork")
+    from lightning_ring.integrations.ranks.launcher import RingLauncher  # no rank needs it
+
     leave_start_up_messages_to_rank_0()
     use_mpi = options.backend in ("auto", "mpi")
     return RingLauncher(environment, strategy.num_processes, num_nodes, use_mpi=use_mpi)
