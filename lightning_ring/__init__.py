@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ring.errors import RingError
 from lightning_ring.host.posix import require_posix
-from lightning_ring.integrations.fabric.registration import register_with_fabric
-from lightning_ring.integrations.lightning.registration import register_strategies
+from lightning_ring.integrations.registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_ring.integrations.fabric.strategy import RingFabricStrategy
@@ -21,7 +20,6 @@ __version__ = "0.1.0"
 __all__ = ["ElasticStrategy", "RingError", "RingFabricStrategy", "RingStrategy", "distribute"]
 
 register_strategies()
-register_with_fabric()
 
 
 def __getattr__(name: str) -> Any:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +18,7 @@ from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, Precision
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.launchers import _MultiProcessingLauncher
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
@@ -29,19 +33,17 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener, RecordedCommunicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
-from lightning_ring.integrations.fabric.checkpoints import ALGORITHM_KEY, LoadedState
-from lightning_ring.integrations.fabric.module import BackwardSyncControl, RingModule
-from lightning_ring.integrations.lightning.uneven import warn_of_padding
+from lightning_ring.integrations.lightning.data import warn_of_padding
+from lightning_ring.integrations.lightning.optimization import refuse_scaler
 from lightning_ring.integrations.ranks.checkpoint_io import WholeCheckpointIO
-from lightning_ring.integrations.ranks.devices import (
+from lightning_ring.integrations.ranks.environment import (
+    RingEnvironment,
     check_request,
     choose_launcher,
     devices_for,
+    ignore_deprecations_between_libraries,
     requested_devices,
 )
-from lightning_ring.integrations.ranks.environment import RingEnvironment
-from lightning_ring.integrations.ranks.loss_scaling import refuse_scaler
-from lightning_ring.integrations.ranks.messages import ignore_deprecations_between_libraries
 from lightning_ring.integrations.ranks.reduce import agree_on_gather, reduce_, reduce_op_of
 from lightning_ring.job.job import Job
 from lightning_ring.loops.ranks import connect_ranks, leave_out
@@ -447,3 +449,57 @@ def _replicas(module: RingModule) -> Replicas:
 
 def _warn(message: str) -> None:
     rank_zero_warn(f"lightning_ring: {message}")
+
+
+class RingModule(nn.Module):
+    """``module`` as Fabric calls it, as DistributedDataParallel would be: Fabric leads methods that
+    are marked as forward methods through it, in the precision of the training. Its replicas last as
+    long as it does.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self.module, memo)  # a copy trains alone
+
+    def follow(self, replicas: Replicas) -> None:
+        object.__setattr__(self, "replicas", replicas)  # Replicas is no part of the module's state
+        weakref.finalize(self, replicas.remove, wait=False).atexit = False
+
+
+class BackwardSyncControl(_BackwardSyncControl):
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        if not enabled:
+            return nullcontext()
+        if not isinstance(module, RingModule):
+            raise TypeError(
+                "Blocking backward sync is only possible if the module passed to "
+                "`fabric.no_backward_sync` was set up by `fabric.setup`. Got: "
+                f"{type(module).__name__}."
+            )
+        return module.replicas.no_sync()  # type: ignore[union-attr, operator]
+
+
+# states of the algorithms (residuals), by the name of the module
+ALGORITHM_KEY = "lightning_ring_algorithm"
+
+
+class LoadedState:
+    """Stands for ``optimizer`` while Fabric loads a checkpoint: ``algorithm`` cuts the state
+    into shards.
+    """
+
+    def __init__(self, optimizer: Optimizer, algorithm: Algorithm) -> None:
+        self._optimizer = optimizer
+        self._algorithm = algorithm
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._algorithm.load_optimizer_state_dict(self._optimizer, state)

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_ring.integrations.lightning.uneven import (
+from lightning_ring.integrations.lightning.data import (
     AgreedLoader,
     BatchStatus,
     check_join_allowed,

@@ -25,14 +25,14 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener, RecordedCommunicator
 from lightning_ring.integrations.lightning.join import ActiveRanks
 from lightning_ring.integrations.ranks.checkpoint_io import WholeCheckpointIO
-from lightning_ring.integrations.ranks.devices import (
+from lightning_ring.integrations.ranks.environment import (
+    RingEnvironment,
     check_request,
     choose_launcher,
     devices_for,
+    ignore_deprecations_between_libraries,
     requested_devices,
 )
-from lightning_ring.integrations.ranks.environment import RingEnvironment
-from lightning_ring.integrations.ranks.messages import ignore_deprecations_between_libraries
 from lightning_ring.integrations.ranks.reduce import agree_on_gather, reduce_, reduce_op_of
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, connect

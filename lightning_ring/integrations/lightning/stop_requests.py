@@ -1,20 +1,23 @@
-"""Requests to stop or to requeue: a signal becomes a flag, so that all ranks act on it at the
-same step.
-"""
+"""Requests to stop or to requeue: a signal becomes a flag, so that all ranks act on it at the same
+step, save, and queue a Slurm job again."""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.utils.data import DataLoader
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.integrations.lightning.slurm_requeue import in_slurm_job, save_and_requeue
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -119,3 +122,93 @@ def leave_sigterm_to_the_buckets(trainer: pl.Trainer) -> None:
 
 def _nothing() -> None:
     return None
+
+
+_SCONTROL_SECONDS = 60.0
+
+
+def in_slurm_job(environ: Mapping[str, str]) -> bool:
+    return "SLURM_JOB_ID" in environ
+
+
+def save_and_requeue(trainer: pl.Trainer) -> bool:
+    """Save a checkpoint where Lightning looks for it when a Slurm job restarts, and queue the job.
+    Collective.
+
+    The path is Lightning's: ``hpc_ckpt_N.ckpt`` in the Trainer's ``default_root_dir``. A ``fit``
+    without ``ckpt_path`` continues from the highest N. Returns whether the job is queued again, the
+    same on all ranks; if not, after a warning, training goes on.
+    """
+    strategy = trainer.strategy
+    path = strategy.broadcast(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+    trainer.save_checkpoint(path)
+    rank_zero_info(
+        f"lightning_ring: checkpoint of optimizer step {trainer.global_step} saved before "
+        f"requeueing: {path}"
+    )
+    job = job_name(os.environ)
+    error: str = strategy.broadcast(requeue(job) if trainer.is_global_zero else "")
+    if error:
+        rank_zero_warn(
+            f"lightning_ring: job {job} was not queued again, and training goes on: {error}"
+        )
+        return False
+    rank_zero_info(f"lightning_ring: Slurm job {job} is queued again; all ranks end")
+    return True
+
+
+def job_name(environ: Mapping[str, str]) -> str:
+    """The job's name for ``scontrol``. The plain number of an array's job may mean the whole
+    array.
+    """
+    if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
+        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return environ["SLURM_JOB_ID"]
+
+
+def requeue(job: str) -> str:
+    """Queue ``job`` again, which ends it now. Returns an error message, or ``""``."""
+    command = ["scontrol", "requeue", job]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{' '.join(command)}: {error}"
+    return (
+        ""
+        if result.returncode == 0
+        else f"{' '.join(command)}: {(result.stderr or result.stdout).strip()}"
+    )
+
+
+def ignore_in_workers(loader: Any, signals: Sequence[signal.Signals], rank: int) -> None:
+    """Have workers that ``loader`` starts from now on ignore ``signals``, unless their rank sends
+    them.
+
+    Slurm signals every process of a job. The end of a worker by a signal raises an error in its
+    rank, which could then not reach the step at which all ranks save.
+    """
+    if not isinstance(loader, DataLoader) or loader.num_workers == 0:
+        return
+    _auto_add_worker_init_fn(loader, rank)  # Lightning adds it later, and only if there is none
+    then = loader.worker_init_fn
+    if not (isinstance(then, functools.partial) and then.func is _start_worker):
+        loader.worker_init_fn = functools.partial(_start_worker, tuple(signals), then)
+
+
+def _start_worker(
+    signals: tuple[signal.Signals, ...], then: Callable[[int], None] | None, worker_id: int
+) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    threading.Thread(
+        target=_wait_for_the_rank, args=(signals,), name="ring-worker-signals", daemon=True
+    ).start()
+    if then is not None:
+        then(worker_id)
+
+
+def _wait_for_the_rank(signals: tuple[signal.Signals, ...]) -> None:
+    """End this worker when its own rank sends SIGTERM, as `DataLoader` and `multiprocessing` do."""
+    while True:
+        received = signal.sigwaitinfo(signals)
+        if received.si_signo == signal.SIGTERM and received.si_pid == os.getppid():
+            os._exit(0)

@@ -35,10 +35,6 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.squared_norms import sum_of_squares
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
-from lightning_ring.integrations.lightning.averaged_weights import (
-    ShowAverages,
-    average_weight_averages,
-)
 from lightning_ring.integrations.lightning.buffers import BroadcastAfterSwap, BufferBroadcast
 from lightning_ring.integrations.lightning.checkpoints import (
     SavedStates,
@@ -46,31 +42,33 @@ from lightning_ring.integrations.lightning.checkpoints import (
     load_optimizer_states,
     sharded_optimizer_state,
 )
-from lightning_ring.integrations.lightning.combined_loader import TrainingLoaders
+from lightning_ring.integrations.lightning.data import Policy, TrainingLoaders
 from lightning_ring.integrations.lightning.join import ActiveRanks
-from lightning_ring.integrations.lightning.manual_optimization import (
+from lightning_ring.integrations.lightning.optimization import (
+    ZeroLoss,
     add_no_sync,
+    allow_clipping,
     calls_manual_backward,
+    check_algorithm,
+    refuse_clipping,
     remove_no_sync,
 )
 from lightning_ring.integrations.lightning.rank_strategy import RankedStrategy
-from lightning_ring.integrations.lightning.refusals import (
-    allow_clipping,
-    check_algorithm,
-    refuse_clipping,
-)
-from lightning_ring.integrations.lightning.sharded_hooks import ShardedHooks
-from lightning_ring.integrations.lightning.slurm_requeue import in_slurm_job
 from lightning_ring.integrations.lightning.stop_requests import (
     StopRequest,
     StopRequests,
+    ignore_in_workers,
+    in_slurm_job,
     leave_sigterm_to_the_buckets,
     stop_signals,
 )
-from lightning_ring.integrations.lightning.uneven import Policy
-from lightning_ring.integrations.lightning.whole_weights import show_averages, wait_parameters
-from lightning_ring.integrations.lightning.worker_signals import ignore_in_workers
-from lightning_ring.integrations.lightning.zero_loss import ZeroLoss
+from lightning_ring.integrations.lightning.whole_weights import (
+    ShardedHooks,
+    ShowAverages,
+    average_weight_averages,
+    show_averages,
+    wait_parameters,
+)
 from lightning_ring.options import (
     Backend,
     BroadcastBuffers,

@@ -1,17 +1,158 @@
-"""Whole weights for code that reads them: all parameters arrived, or the average of the ranks' own
-ones.
-
-After an exception the other ranks may be gone. The weights are then what this rank has, and a
-warning says so.
+"""Whole weights in Lightning's hooks: all parameters have arrived, or are the average of the ranks'
+own ones.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
 
 from lightning_ring.algorithms import optional
 from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.optional import ShardsState
+from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import RingError
+
+_EACH_BATCH = ("on_train_batch_start", "on_train_batch_end")
+_ALONE = ("on_exception", "on_load_checkpoint")  # on one rank alone, or with nothing to wait for
+_BEFORE_VALIDATION = ("val_dataloader", "on_validation_model_zero_grad", "on_validation_model_eval")
+
+
+class ShardedHooks:
+    """Changes a Trainer and its precision plugin for one fit with ``algorithm``; `remove` changes
+    them back.
+
+    Args:
+        wait_parameters: Waits for all parameters. Called before hooks of callbacks, and before a
+            validation.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        plugin: Precision,
+        algorithm: Algorithm,
+        wait_parameters: Callable[[], None],
+    ) -> None:
+        self._trainer = trainer
+        self._plugin = plugin
+        self._algorithm = algorithm
+        self._wait_parameters = wait_parameters
+        self._first_callback = _WaitForParameters(wait_parameters)
+        self._waiting: list[_Waiting] = []
+        trainer.callbacks.insert(0, self._first_callback)  # type: ignore[attr-defined]
+        self._clip_all_shards()
+
+    def begin_training(self) -> None:
+        """From now on a step returns before its parameters are complete."""
+        assert isinstance(self._algorithm, ShardsState)
+        self._algorithm.overlaps = True
+        self._stop_waiting()
+        self._waiting = [
+            _Waiting(owner, name, self._wait_parameters)
+            for owner, name in _before_validation(self._trainer)
+        ]
+
+    def remove(self) -> None:
+        self._stop_waiting()
+        self._plugin.__dict__.pop("clip_grad_by_norm", None)
+        if self._first_callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+            self._trainer.callbacks.remove(self._first_callback)  # type: ignore[attr-defined]
+
+    def _stop_waiting(self) -> None:
+        for waiting in self._waiting:
+            waiting.undo()
+        self._waiting = []
+
+    def _clip_all_shards(self) -> None:
+        """A norm that the plugin clips by covers the shards of all ranks."""
+        plugin, algorithm = self._plugin, self._algorithm
+        if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
+            plugin.clip_grad_by_norm = functools.partial(_clip_by_norm, plugin, algorithm)  # type: ignore[method-assign]
+
+
+def _clip_by_norm(
+    plugin: Precision, algorithm: Algorithm, optimizer: Optimizer, clip_val: float
+) -> None:
+    algorithm.clip_grad_norm_(plugin.main_params(optimizer), clip_val)
+
+
+class _WaitForParameters(pl.Callback):
+    """The first of all callbacks: its hooks wait for all parameters, before the hooks of other
+    callbacks.
+
+    The two hooks of every training batch do not wait: there, reading a parameter waits for that
+    parameter.
+    """
+
+    def __init__(self, wait_parameters: Callable[[], None]) -> None:
+        self.wait_parameters = wait_parameters
+
+
+def _waiting_hook(name: str) -> Callable[..., None]:
+    def hook(self: _WaitForParameters, *_: Any, **__: Any) -> None:
+        self.wait_parameters()
+
+    hook.__name__ = name
+    return hook
+
+
+for _name in dir(pl.Callback):
+    if _name.startswith("on_") and _name not in (*_EACH_BATCH, *_ALONE):
+        setattr(_WaitForParameters, _name, _waiting_hook(_name))
+
+
+def _before_validation(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
+    """Overridden hooks that begin a validation."""
+    for name in _BEFORE_VALIDATION:
+        if is_overridden(name, trainer.lightning_module):
+            yield trainer.lightning_module, name
+    datamodule = getattr(trainer, "datamodule", None)
+    if datamodule is not None and is_overridden("val_dataloader", datamodule):
+        yield datamodule, "val_dataloader"
+
+
+class _Waiting:
+    """The hook ``name`` of ``owner``, run after ``wait_parameters()``. A copied or pickled owner
+    has the plain hook.
+    """
+
+    def __init__(self, owner: Any, name: str, wait_parameters: Callable[[], None]) -> None:
+        functools.update_wrapper(self, getattr(owner, name))
+        self._owner, self._name, self._wait_parameters = owner, name, wait_parameters
+        self._of_the_instance = vars(owner).get(name)
+        self._hook = getattr(owner, name)
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._wait_parameters()
+        return self._hook(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _plain_hook, (self._owner, self._name, self._of_the_instance)
+
+    def undo(self) -> None:
+        if self._of_the_instance is not None:
+            setattr(self._owner, self._name, self._of_the_instance)
+        else:
+            delattr(self._owner, self._name)
+
+
+def _plain_hook(owner: Any, name: str, of_the_instance: Any) -> Any:
+    return (
+        of_the_instance
+        if of_the_instance is not None
+        else getattr(type(owner), name).__get__(owner)
+    )
 
 
 def wait_parameters(algorithm: Algorithm, *, alone: bool) -> None:
@@ -43,3 +184,50 @@ def show_averages(algorithm: Algorithm, *, alone: bool) -> None:
         )
         return
     optional.show_averages(algorithm)
+
+
+class ShowAverages(pl.Callback):
+    """The first of all callbacks: has averages in place before validations, and at the end of
+    epochs and of the fit.
+
+    They stay until the next training batch. Hooks of training batches see this rank's own
+    parameters.
+    """
+
+    def __init__(self, show: Callable[[], None]) -> None:
+        self.show = show
+
+    def follow(self, trainer: pl.Trainer) -> None:
+        self.leave(trainer)
+        trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]
+
+    def leave(self, trainer: pl.Trainer) -> None:
+        if self in (callbacks := trainer.callbacks):  # type: ignore[attr-defined]
+            callbacks.remove(self)
+
+    def on_validation_start(self, *_: Any) -> None:
+        self.show()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.show()
+
+    def on_train_end(self, *_: Any) -> None:
+        self.show()
+
+
+@torch.no_grad()
+def average_weight_averages(trainer: pl.Trainer, comm: Communicator, device: torch.device) -> None:
+    """Each rank's `WeightAveraging` follows that rank's own steps: have it be the average over the
+    ranks. Collective.
+
+    The averages over steps are linear, so that it is that of the ranks' average, and so it remains.
+    """
+    from lightning_ring.algorithms.local.averages import average_  # only some algorithms need it
+
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
+            params = [param.detach() for param in callback._average_model.module.parameters()]
+            # a GPU's communicator moves nothing on the host
+            moved = [param.to(device) for param in params]
+            average_(moved, comm, "averages over steps")
+            torch._foreach_copy_(params, moved)

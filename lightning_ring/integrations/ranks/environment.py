@@ -1,4 +1,5 @@
-"""Rank and world size for Lightning."""
+"""Ranks and devices for Lightning: the cluster environment, what the user asked for beside it, the
+devices, and who starts the processes."""
 
 from __future__ import annotations
 
@@ -7,17 +8,30 @@ import logging
 import multiprocessing
 import os
 import socket
-from typing import Any
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from itertools import cycle, islice
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric import accelerators as fabric_accelerators
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.connector import _Connector
+from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
-from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.errors import ConfigurationError, RankDiscoveryError
+from lightning_ring.job.gpus import shares_gpus
 from lightning_ring.job.job import current_job
 from lightning_ring.job.launchers import LaunchVariables, launcher_variables
 from lightning_ring.job.ranks import SINGLE, RankInfo, discover_ranks, info_from_variables
 from lightning_ring.job.rendezvous.greeting import reserve_port
+from lightning_ring.options import RingOptions
 
 log = logging.getLogger(__name__)
 
@@ -223,3 +237,223 @@ def _set_rank_zero_only(rank: int) -> None:
 
 def _spawned(rank: int, world_size: int) -> RankInfo:
     return RankInfo(rank, world_size, rank, world_size, node_rank=0, num_nodes=1, source="spawn")
+
+
+def without_environments(plugins: Any, strategy: Any, caller: str) -> tuple[RingEnvironment, Any]:
+    """The environment of ``strategy``, or of its name, and ``plugins`` without cluster environments
+    that agree with it.
+
+    Raises:
+        RankDiscoveryError: A cluster environment among ``plugins`` says other ranks.
+        ConfigurationError: A `SLURMEnvironment` of a Trainer says something else of requeueing than
+            the strategy.
+    """
+    environment = (
+        RingEnvironment(caller=caller)
+        if isinstance(strategy, str)
+        else strategy.cluster_environment
+    )
+    listed = list(plugins) if isinstance(plugins, Iterable) else [plugins]
+    given = [plugin for plugin in listed if isinstance(plugin, ClusterEnvironment)]
+    for each in given:
+        _check_ranks(each, environment, caller)
+        if caller == "Trainer" and isinstance(each, SLURMEnvironment):
+            _check_requeueing(each, getattr(strategy, "options", RingOptions()))
+    return environment, [plugin for plugin in listed if plugin not in given] if given else plugins
+
+
+def _check_ranks(given: ClusterEnvironment, ours: RingEnvironment, caller: str) -> None:
+    name = type(given).__name__
+    if not given.creates_processes_externally:
+        # our own launcher starts ranks for the Trainer that named the environment
+        if ours.creates_processes_externally and "RING_LAUNCHER_PID" not in os.environ:
+            raise RankDiscoveryError(
+                f"{caller}(plugins=[{name}()]): {name} leaves it to the {caller} to start the "
+                f"ranks, but {ours.launcher_name()} started {ours.world_size()} ranks. Leave "
+                f"{name} out to take these, or start one process with plain `python`."
+            )
+        return
+    found = (
+        f"lightning_ring finds {_place(ours)}, as {ours.launcher_name()} started it"
+        if ours.creates_processes_externally
+        else "lightning_ring finds no launcher, and one process"
+    )
+    advice = (
+        f"Leave {name} out to take what lightning_ring finds. If {name} is right, export RANK, "
+        "WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT accordingly for "
+        "each rank."
+    )
+    try:
+        # as every strategy of Lightning does; `LightningEnvironment` knows only what it was told
+        given.set_world_size(ours.world_size())
+        given.set_global_rank(ours.global_rank())
+        theirs = _place(given)
+    except (KeyError, ValueError) as error:  # a variable that is not there
+        raise RankDiscoveryError(
+            f"{caller}(plugins=[{name}()]): {name} cannot tell the rank ({type(error).__name__}: "
+            f"{error}), and {found}. {advice}"
+        ) from error
+    if theirs != _place(ours):
+        raise RankDiscoveryError(
+            f"{caller}(plugins=[{name}()]): {name} says {theirs}, but {found}. {advice}"
+        )
+
+
+def _place(environment: ClusterEnvironment) -> str:
+    return (
+        f"rank {environment.global_rank()} of {environment.world_size()}, "
+        f"local rank {environment.local_rank()} on node {environment.node_rank()}"
+    )
+
+
+def _check_requeueing(given: SLURMEnvironment, options: RingOptions) -> None:
+    signal = given.requeue_signal if given.auto_requeue else None
+    if signal != options.requeue_signal:
+        text = f"signal.{signal.name}" if signal is not None else "None"
+        raise ConfigurationError(
+            f"Trainer(plugins=[SLURMEnvironment(auto_requeue={given.auto_requeue}, "
+            f"requeue_signal={given.requeue_signal!r})]): the strategy requeues the job by itself, "
+            f"with requeue_signal={options.requeue_signal!r}. Write "
+            f"RingStrategy(requeue_signal={text}) instead."
+        )
+
+
+_CPU = (CPUAccelerator, fabric_accelerators.CPUAccelerator)
+_CUDA = (CUDAAccelerator, fabric_accelerators.CUDAAccelerator)
+
+
+class DeviceRequest(NamedTuple):
+    """``Trainer(devices=, num_nodes=)``, or Fabric's, as the user wrote them; ``"auto"`` and 1
+    by default.
+    """
+
+    devices: Any = "auto"
+    num_nodes: int = 1
+
+
+def requested_devices() -> DeviceRequest:
+    """The arguments of the Trainer, or of the Fabric, that is being built.
+
+    Lightning tells a strategy only the number that it makes of ``devices="auto"``, and keeps the
+    request nowhere. Only the connector's own arguments, which are still on the stack, tell a
+    request for one device from none.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        connector = isinstance(frame.f_locals.get("self"), (_AcceleratorConnector, _Connector))
+        if connector and frame.f_code.co_name == "__init__":
+            return DeviceRequest(frame.f_locals["devices"], frame.f_locals["num_nodes"])
+        frame = frame.f_back  # type: ignore[assignment]
+    return DeviceRequest()
+
+
+def check_request(
+    request: DeviceRequest, environment: RingEnvironment, accelerator: Accelerator | None
+) -> None:
+    """Compare these arguments with the ranks that the launcher started; those left out follow the
+    launcher.
+
+    Where each rank sees one GPU alone, Lightning accepts no other number than 1: that is one a
+    rank.
+    """
+    num_devices = environment.local_size() if request.devices == "auto" else _count(request.devices)
+    if num_devices == 1 and isinstance(accelerator, _CUDA) and accelerator.auto_device_count() == 1:
+        num_devices = environment.local_size()
+    # 1 is also what Lightning makes of a num_nodes that nobody wrote
+    if num_devices != environment.local_size() or request.num_nodes not in (
+        1,
+        environment.num_nodes(),
+    ):
+        environment.validate_settings(num_devices, request.num_nodes)
+
+
+def _count(devices: Any) -> int:
+    """How many devices ``Trainer(devices=)`` names: a number, ``"2"``, ``-1``, a list, or
+    ``"0,1"``.
+    """
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    if isinstance(devices, str) and "," in devices:
+        return len([part for part in devices.split(",") if part.strip()])
+    count = int(devices)
+    return torch.accelerator.device_count() if count == -1 else count
+
+
+def devices_for(
+    accelerator: Accelerator | None, requested: list[torch.device] | None, local_size: int
+) -> list[torch.device]:
+    """One device for each of the ``local_size`` ranks on this node. More ranks than devices are an
+    error.
+
+    Where this process sees one GPU, its launcher gave each rank its own (Slurm's
+    ``--gpus-per-task=1``), which every rank calls GPU 0. Whether ranks share one GPU, the job finds
+    by its UUID (`check_gpu_assignment`).
+    """
+    if accelerator is None or isinstance(accelerator, _CPU):
+        return [torch.device("cpu")] * local_size
+    if requested is not None and len(requested) == local_size:
+        return requested
+    there = accelerator.auto_device_count()
+    if there == 1 and isinstance(accelerator, _CUDA):
+        return accelerator.get_parallel_devices([0]) * local_size
+    if there < local_size and isinstance(accelerator, _CUDA) and shares_gpus():
+        return list(islice(cycle(accelerator.get_parallel_devices(list(range(there)))), local_size))
+    if there < local_size:
+        raise RankDiscoveryError(
+            f"the launcher started {local_size} ranks on this node, which has {there} "
+            f"{type(accelerator).__name__} device(s): rank {there} and rank 0 would share one. "
+            f"Start at most {there} ranks on this node, or use accelerator='cpu'."
+        )
+    return accelerator.get_parallel_devices(accelerator.parse_devices(local_size))
+
+
+def choose_launcher(
+    strategy: Any,
+    environment: RingEnvironment,
+    options: RingOptions,
+    num_nodes: int,
+    multiprocessing: Callable[..., Any],
+) -> Any:
+    """The launcher that starts the ranks; `None` in a rank, and for a single process.
+
+    ``multiprocessing`` is the class that spawns and forks, of the Trainer's strategies or of
+    Fabric's.
+    """
+    if environment.creates_processes_externally:
+        return None
+    if options.start_method != "popen":
+        return multiprocessing(strategy, start_method=options.start_method)
+    if strategy.num_processes * num_nodes == 1:
+        return None
+    if _IS_INTERACTIVE:  # a notebook is no script that could be run once a rank
+        return multiprocessing(strategy, start_method="fork")
+    from lightning_ring.integrations.ranks.launcher import RingLauncher  # no rank needs it
+
+    leave_start_up_messages_to_rank_0()
+    use_mpi = options.backend in ("auto", "mpi")
+    return RingLauncher(environment, strategy.num_processes, num_nodes, use_mpi=use_mpi)
+
+
+_RANK_0_SAYS = ("GPU available", "TPU available", "💡 Tip")
+
+
+def leave_start_up_messages_to_rank_0() -> None:
+    """In the process that starts the ranks: they build the same Trainer again, and rank 0 prints
+    these.
+    """
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_not_said_by_rank_0)
+
+
+def _is_not_said_by_rank_0(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_RANK_0_SAYS)
+
+
+def ignore_deprecations_between_libraries() -> None:
+    """Lightning's calls of torch's deprecated functions are not the user's to change.
+
+    Filters that are there already come first: ``python -W default::FutureWarning`` shows them.
+    """
+    for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+        warnings.filterwarnings(
+            "ignore", "", category, module=r"(lightning|torch|torchmetrics)(\.|$)", append=True
+        )

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_ring.comm.communicator import Communicator, ReduceOp
 
 if TYPE_CHECKING:
-    from lightning_ring.integrations.lightning.uneven import BatchStatus
+    from lightning_ring.integrations.lightning.data import BatchStatus
 
 _OPS: dict[Any, ReduceOp] = {  # in the spelling of `sync_dist`, torchmetrics and users
     **{name: op for op in ReduceOp for name in (op.value, op.value.upper())},

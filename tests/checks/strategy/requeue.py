@@ -55,7 +55,7 @@ def fit_in_slurm(tmp_path: Path, module: Warned, answer: str, **options: Any) ->
 
     with (
         patch.dict(os.environ, SLURM_JOB),
-        patch("lightning_ring.integrations.lightning.slurm_requeue.requeue", requeue),
+        patch("lightning_ring.integrations.lightning.stop_requests.requeue", requeue),
     ):
         try:
             fit(

@@ -24,7 +24,7 @@ from lightning_ring.data.shards.manifest import generations, read_manifest
 from lightning_ring.data.shards.verify import verify
 from lightning_ring.errors import ConfigurationError, ShardError
 from lightning_ring.host import file_lock
-from lightning_ring.integrations.lightning.same_images import check_same_images
+from lightning_ring.integrations.lightning.data import check_same_images
 from tests.data.packing.packed import SETTINGS, Stop, contents, pack
 from tests.data.photos import encode, photo
 from tests.processes import clean_env

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 
 from lightning_ring.errors import RankDiscoveryError
-from lightning_ring.integrations.ranks.devices import DeviceRequest, check_request, devices_for
+from lightning_ring.integrations.ranks.environment import DeviceRequest, check_request, devices_for
 from lightning_ring.job.members import gpu_uuid
 
 

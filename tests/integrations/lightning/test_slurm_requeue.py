@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_ring.integrations.lightning.slurm_requeue import job_name, requeue
-from lightning_ring.integrations.lightning.worker_signals import ignore_in_workers
+from lightning_ring.integrations.lightning.stop_requests import ignore_in_workers, job_name, requeue
 
 
 def test_a_job_of_an_array_is_named_within_it() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.integrations.lightning.uneven import written_sampler
+from lightning_ring.integrations.lightning.data import written_sampler
 
 
 class TrainingPosition:

@@ -17,8 +17,8 @@ from torch.utils.data import (
 
 from lightning_ring.data import OrderedSampler, PKSampler, ShuffledSampler
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.integrations.lightning.data import warn_of_padding
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
-from lightning_ring.integrations.lightning.uneven import warn_of_padding
 
 BATCH = 4
 

@@ -23,26 +23,31 @@ ELASTIC = "ring_elastic"
 
 
 def register_strategies() -> None:
-    """Register the names of `ALGORITHMS` and "ring_elastic", now or as soon as
-    ``lightning.pytorch`` is imported.
+    """Register the names of `ALGORITHMS` with the Trainer and with Fabric, and "ring_elastic" with
+    the Trainer: now, or as soon as each is imported.
     """
-    _after_import("lightning.pytorch", _register)
+    _after_import("lightning.pytorch", _register_with_the_trainer)
+    _after_import("lightning.fabric", _register_with_fabric)
     _after_import("pytorch_lightning", _register_with_the_other_package)
 
 
-def _register() -> None:
+def _register_with_the_trainer() -> None:
     from lightning.pytorch.strategies import StrategyRegistry
-
-    for name in ALGORITHMS:
-        if name not in StrategyRegistry:
-            StrategyRegistry.register(
-                name, _ring, description="see lightning_ring.RingStrategy", algorithm=name
-            )
-    if ELASTIC not in StrategyRegistry:
-        StrategyRegistry.register(ELASTIC, _elastic, description="see ElasticStrategy")
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
+    for name in ALGORITHMS:
+        _add(StrategyRegistry, name, _ring, algorithm=name)
+    _add(StrategyRegistry, ELASTIC, _elastic)
     choose_our_environment(_AcceleratorConnector, (*ALGORITHMS, ELASTIC), "Trainer")
+
+
+def _register_with_fabric() -> None:
+    from lightning.fabric.connector import _Connector
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+
+    for name in ALGORITHMS:
+        _add(STRATEGY_REGISTRY, name, _fabric, algorithm=name)
+    choose_our_environment(_Connector, tuple(ALGORITHMS), "Fabric")
 
 
 def choose_our_environment(connector: type, names: Sequence[str], caller: str) -> None:
@@ -52,8 +57,8 @@ def choose_our_environment(connector: type, names: Sequence[str], caller: str) -
     Lightning chooses a cluster environment before it builds the strategy, and only then takes the
     strategy's own. By then its `SLURMEnvironment` has refused ``srun -n 2`` (it wants
     ``--ntasks-per-node``), or its `MPIEnvironment` has started MPI in a process that may not be a
-    rank. A cluster environment among the plugins, which Lightning would refuse beside the
-    strategy's, is taken out where it agrees with ours.
+    rank. It offers no way to say so earlier. A cluster environment among the plugins, which
+    Lightning would refuse beside the strategy's, is taken out if it agrees with ours.
     """
     check: Callable[..., None] = connector._check_config_and_set_final_flags  # type: ignore[attr-defined]
 
@@ -65,7 +70,7 @@ def choose_our_environment(connector: type, names: Sequence[str], caller: str) -
         if not by_name and not hasattr(type(strategy), "ring_environment"):
             check(self, strategy=strategy, plugins=plugins, **others)
             return
-        from lightning_ring.integrations.ranks.given_environment import without_environments
+        from lightning_ring.integrations.ranks.environment import without_environments
 
         environment, plugins = without_environments(plugins, strategy, caller)
         check(self, strategy=strategy, plugins=plugins, **others)
@@ -88,12 +93,23 @@ def _elastic() -> Any:
     return ElasticStrategy()
 
 
+def _fabric(algorithm: str) -> Any:
+    require_posix(f"Fabric(strategy={algorithm!r})")
+    from lightning_ring.integrations.fabric.strategy import RingFabricStrategy
+
+    return RingFabricStrategy(algorithm=algorithm)
+
+
 def _register_with_the_other_package() -> None:
     from pytorch_lightning.strategies import StrategyRegistry
 
     for name in (*ALGORITHMS, ELASTIC):
-        if name not in StrategyRegistry:
-            StrategyRegistry.register(name, _refuse)
+        _add(StrategyRegistry, name, _refuse)
+
+
+def _add(registry: Any, name: str, make: Callable[..., Any], **arguments: Any) -> None:
+    if name not in registry:  # a strategy of the user's stays
+        registry.register(name, make, description="of lightning_ring", **arguments)
 
 
 def _refuse(**_: Any) -> None:
@@ -112,7 +128,11 @@ def _after_import(name: str, then: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as other finders do, and calls ``then`` after its execution."""
+    """Finds one module as other finders do, and calls ``then`` after its execution.
+
+    Lightning loads entry points for callbacks only, and Python has no hook for the end of an
+    import.
+    """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name = name

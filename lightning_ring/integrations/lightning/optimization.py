@@ -1,0 +1,199 @@
+"""Losses, backwards and clipping: what manual optimization and a rank without a loss need, and what
+an algorithm refuses."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from types import CodeType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
+from torch import Tensor, nn
+
+from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.optional import num_workers
+from lightning_ring.errors import ConfigurationError
+
+_NAME = "no_sync"
+
+
+class NoSync:
+    """The attribute ``no_sync`` of the module in training, for gradient accumulation as with
+    DistributedDataParallel.
+
+    A copied or pickled one does nothing.
+    """
+
+    def __init__(self, block_backward_sync: Callable[[], AbstractContextManager[None]]) -> None:
+        self._block_backward_sync = block_backward_sync
+
+    def __call__(self) -> AbstractContextManager[None]:
+        """Around backwards that leave gradients local. The next backward outside sends them."""
+        return self._block_backward_sync()
+
+    def __reduce__(self) -> Any:
+        return partial, (nullcontext,)
+
+
+def add_no_sync(
+    module: nn.Module, block_backward_sync: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Give ``module`` the method, unless it has an attribute of that name."""
+    if not hasattr(module, _NAME):
+        vars(module)[_NAME] = NoSync(block_backward_sync)
+
+
+def remove_no_sync(module: nn.Module) -> None:
+    """Undo `add_no_sync`. An attribute of the user stays."""
+    if isinstance(vars(module).get(_NAME), NoSync):
+        del vars(module)[_NAME]
+
+
+def calls_manual_backward(module: LightningModule) -> bool:
+    """Whether code of the module's class names ``manual_backward``.
+
+    If so, a plain ``loss.backward()`` has another purpose (an adversarial example, a saliency map)
+    and stays local, as under DDP. If not, plain backwards are the training.
+    """
+    return any(
+        "manual_backward" in code.co_names
+        for owner in type(module).__mro__[: type(module).__mro__.index(LightningModule)]
+        for value in vars(owner).values()
+        for code in _codes(
+            getattr(inspect.unwrap(getattr(value, "__func__", value)), "__code__", None)
+        )
+    )
+
+
+def _codes(code: CodeType | None) -> list[CodeType]:
+    """``code`` and the code of nested functions."""
+    if code is None:
+        return []
+    return [
+        code,
+        *(
+            inner
+            for const in code.co_consts
+            if isinstance(const, CodeType)
+            for inner in _codes(const)
+        ),
+    ]
+
+
+log = logging.getLogger(__name__)
+
+
+class ZeroLoss:
+    """A loss that depends on no parameter, so that its backward takes part in the reduction with
+    zeros.
+    """
+
+    def __init__(self) -> None:
+        self.in_use = False  # whether the current training step has one
+        self._repeated_loss: Tensor | None = None
+
+    def new(self, output: Any, device: torch.device, *, has_data: bool, rank: int) -> Tensor:
+        """A zero loss for the current step, whose ``output`` is `None` or comes from a repeated
+        batch.
+        """
+        if has_data:
+            _warn_of_none(rank)
+        self._repeated_loss = None if has_data else _loss_of(output)
+        self.in_use = True
+        return torch.zeros((), device=device, requires_grad=True)
+
+    def repeat_backward(self, algorithm: Algorithm) -> None:
+        """On a rank without data: run the backward of the repeated batch with zero gradients.
+
+        Collectives inside backward (`all_gather` with gradients, SyncBatchNorm) need all ranks.
+        """
+        loss, self._repeated_loss = self._repeated_loss, None
+        if loss is not None and loss.requires_grad:
+            with algorithm.backwards.discarding():
+                loss.backward(torch.zeros_like(loss))
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) else None
+
+
+@cache
+def _warn_of_none(rank: int) -> None:
+    log.warning(
+        "lightning_ring: training_step returned None on rank %d: for that step its gradient "
+        "counts as zero, and the average still divides by all ranks.",
+        rank,
+    )
+
+
+def check_algorithm(
+    algorithm: Algorithm, trainer: pl.Trainer, timeline_switch: object | None
+) -> None:
+    """``timeline_switch``: the signal or the file that switches the timeline, if any.
+
+    Raises:
+        ConfigurationError: ``algorithm`` cannot train with this loss scaler, this clipping or this
+            timeline, or by a Trainer.
+    """
+    if num_workers(algorithm, trainer.world_size) < trainer.world_size:
+        raise ConfigurationError(
+            f"{type(algorithm).__name__} got dedicated=True under a Trainer, whose epochs, "
+            "callbacks and checkpoints need training batches, and what training_step logs, on "
+            "every rank. Use lightning_ring.distribute or Fabric, where ranks may have none, or "
+            "leave dedicated out: every server then also trains."
+        )
+    if algorithm.steps_alone:
+        refuse_scaler(trainer.precision_plugin, type(algorithm).__name__)
+    if trainer.gradient_clip_val and (why := algorithm.refuses_clipping):
+        raise ConfigurationError(
+            f"Trainer got gradient_clip_val={trainer.gradient_clip_val}, but {why}"
+        )
+    if not algorithm.steps_together and timeline_switch is not None:
+        raise ConfigurationError(
+            f"the timeline is to be switched by {timeline_switch}, at a step that all ranks take "
+            f"together, and under {type(algorithm).__name__} each rank has steps of its own. Give "
+            "timeline a path."
+        )
+
+
+def refuse_clipping(plugin: Precision, algorithm: Algorithm) -> None:
+    """Until `allow_clipping`: `self.clip_gradients` of a module raises, if ``algorithm`` cannot
+    have that.
+    """
+    clip, why = plugin.clip_gradients, algorithm.refuses_clipping
+    if not why:
+        return
+
+    def refuse(optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
+        if clip_val > 0:
+            raise ConfigurationError(f"gradients were about to be clipped at {clip_val}, but {why}")
+        clip(optimizer, clip_val, *args, **kwargs)
+
+    plugin.clip_gradients = refuse  # type: ignore[method-assign]
+
+
+def allow_clipping(plugin: Precision) -> None:
+    vars(plugin).pop("clip_gradients", None)
+
+
+def refuse_scaler(precision: Any, algorithm: str) -> None:
+    """For an algorithm whose ranks step with gradients of their own.
+
+    Raises:
+        ConfigurationError: ``precision``, a plugin of Lightning or Fabric, has a loss scaler, which
+            skips a step if a gradient is not finite.
+    """
+    if getattr(precision, "scaler", None) is not None:
+        raise ConfigurationError(
+            f"algorithm {algorithm} got a precision with a loss scaler "
+            f"({type(precision).__name__}, '16-mixed'): ranks would skip different steps. Use "
+            "precision 'bf16-mixed', or algorithm='ring'."
+        )
