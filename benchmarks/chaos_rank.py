@@ -37,7 +37,7 @@ from lightning_ring.elastic.catch_up.source import _Feed
 from lightning_ring.elastic.catch_up.stream import StateStream
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.elastic.store import StewardStore
-from lightning_ring.gradients.reducer import Reducer
+from lightning_ring.gradients.delivery import WholeAverages
 from lightning_ring.integrations.lightning.elastic import fit as elastic_fit
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 
@@ -235,11 +235,11 @@ def fit(folder: Path, number: int, plan: Plan) -> None:
         return get(store, key)
 
     StewardStore.get = get_address  # type: ignore[method-assign]
-    send = Reducer._send
-    Reducer._send = (  # type: ignore[method-assign]
-        lambda self, bucket, name: _Planted(
-            send(self, bucket, name), faults, f"bucket {len(self._works)}"
-        )
+    send = WholeAverages.send
+    WholeAverages.send = (  # type: ignore[method-assign]
+        lambda self, number, *others: [
+            _Planted(work, faults, f"bucket {number}") for work in send(self, number, *others)
+        ]
     )
     go_back = TrainingPosition.go_back
 

@@ -39,7 +39,7 @@ from lightning_ring.algorithms.sharded.state import State
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
-from lightning_ring.gradients.shard_reducer import ShardReducer
+from lightning_ring.gradients.reducer import Reducer
 
 _ENDING_SECONDS = 1.0  # in which what all ranks have sent arrives
 
@@ -170,10 +170,8 @@ class Sharded(Delegating):
         return sliced
 
     @property
-    def reducer(self) -> ShardReducer | None:
-        reducer = self._averaging.reducer
-        assert reducer is None or isinstance(reducer, ShardReducer)
-        return reducer
+    def reducer(self) -> Reducer | None:
+        return self._averaging.reducer
 
     @property
     def overlaps(self) -> bool:

@@ -19,7 +19,7 @@ from lightning_ring.algorithms.sharded.compiled_code import find_unseen_reader
 from lightning_ring.algorithms.sharded.intercept import intercepting_class, of_class, reads_values
 from lightning_ring.algorithms.sharded.parameters import ShardedParameters
 from lightning_ring.algorithms.uncopied_hook import UncopiedHook
-from lightning_ring.gradients.streams import current_stream
+from lightning_ring.gradients.memory import current_stream
 
 _WAITS = (
     "All parameters are waited for after each step, instead of arriving while the next forward "

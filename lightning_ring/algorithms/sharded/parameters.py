@@ -21,9 +21,8 @@ from lightning_ring.algorithms.sharded.memory import is_held_elsewhere, num_hold
 from lightning_ring.comm.communicator import Communicator, Work
 from lightning_ring.errors import RingError
 from lightning_ring.gradients.bucket import Bucket
-from lightning_ring.gradients.shard_reducer import ShardReducer
-from lightning_ring.gradients.streams import current_stream, order_after_current
-from lightning_ring.gradients.unreadable import unreadable_like
+from lightning_ring.gradients.memory import current_stream, order_after_current, unreadable_like
+from lightning_ring.gradients.reducer import Reducer
 
 _TOO_EARLY = (
     "{} was read before its new values had arrived from the ranks that stepped them, by code that "
@@ -61,7 +60,7 @@ class ParameterBucket:
     rank's part.
     """
 
-    def __init__(self, bucket: Bucket, comm: Communicator, reducer: ShardReducer) -> None:
+    def __init__(self, bucket: Bucket, comm: Communicator, reducer: Reducer) -> None:
         like = bucket.flat
         self.name = bucket.describe()
         self.numel, self.device = like.numel(), like.device
@@ -166,7 +165,7 @@ class ParameterBucket:
 class ShardedParameters:
     """All parameter buckets of a model, and the unfinished all-gathers."""
 
-    def __init__(self, comm: Communicator, reducer: ShardReducer) -> None:
+    def __init__(self, comm: Communicator, reducer: Reducer) -> None:
         self.comm = comm
         self.reducer = reducer
         self.buckets: list[ParameterBucket] = []

@@ -33,7 +33,7 @@ from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.comm.replicate import broadcast_module, check_same_model
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
-from lightning_ring.gradients.squared_norms import sum_of_squares
+from lightning_ring.gradients.sharded_gradient import sum_of_squares
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
 from lightning_ring.integrations.lightning.averaged_weights import (
     ShowAverages,

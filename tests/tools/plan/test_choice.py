@@ -31,7 +31,7 @@ from lightning_ring.comm.cost import CostModel
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import PowerSGD
 from lightning_ring.gradients.compression.registry import COMPRESSORS
-from lightning_ring.gradients.sending import average_compressed_, prepare_compressed
+from lightning_ring.gradients.delivery import average_compressed_, prepare_compressed
 from lightning_ring.tools.plan import probing
 from lightning_ring.tools.plan.choice import (
     choices,
