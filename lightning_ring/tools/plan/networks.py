@@ -17,6 +17,7 @@ Constants are what can be derived or cited, and hence what a link can do at best
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lightning_ring.tools.plan.profile import read_json
 
 _GB = 1e9
 _TCP_SHARE = 1448 / 1538
+MOST_RESIDUAL = 0.5  # of a fit that is believed
 
 
 def _tcp(gbit: float) -> CostModel:
@@ -84,6 +86,21 @@ def parse_link(text: str, option: str) -> Link:
     return Link.of(f"{alpha:g} µs, {gbit:g} Gbit/s", CostModel(alpha * 1e-6, gbit / 8 * _GB))
 
 
+def warnings(link: Link, device: str) -> Iterator[str]:
+    """What makes predictions over ``link`` doubtful for ranks on ``device``."""
+    name = link.name.rpartition("x")[2]
+    if device == "cpu" and name in NETWORKS and "gbit" not in name:
+        yield (
+            f"warning: {link.name} has the constants of NCCL between GPUs, and the profile was "
+            "recorded on a CPU. Name the file of `lightning-ring bench --json` between your ranks."
+        )
+    if link.residual > MOST_RESIDUAL:
+        yield (
+            f"warning: α and B of {link.name} are up to {link.residual:.0%} away from the times "
+            "they were fitted to. Measure again on an idle machine, with sizes as your buckets."
+        )
+
+
 def read_bench(path: str) -> Link:
     """What ``lightning-ring bench --json`` fitted for the backend auto, or else for the first
     backend of the file.
@@ -110,4 +127,5 @@ def read_bench(path: str) -> Link:
             "Measure them with `lightning-ring bench --sizes 64K,256K,1M,4M,16M --json FILE.json`."
         )
     name = "auto" if "auto" in whole else next(iter(whole))
-    return Link(f"{Path(path).name} ({name})", whole[name])
+    residuals = [model.get("residual", 0.0) for model in models if model["backend"] == name]
+    return Link(f"{Path(path).name} ({name})", whole[name], max(residuals))
