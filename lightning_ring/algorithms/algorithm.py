@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.exchanges import Exchange
 from lightning_ring.algorithms.holdings import Holdings, whole_state
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.gradients.squared_norms import sum_of_squares
@@ -292,12 +291,6 @@ class Algorithm:
         ``ring/``.
         """
         return {}
-
-    def exchange(self) -> Exchange | None:
-        """What ranks exchange that step alone, for `lightning-ring plan`. `None`: gradients, or
-        it is not known.
-        """
-        return None
 
     def description(self) -> str:
         """How gradients or parameters travel, for one line in the log."""
