@@ -117,11 +117,9 @@ def intervals(array: np.ndarray) -> tuple[np.ndarray, ...]:
         return array[:, 0], *(finite.filled(math.nan),) * 3
     parts = np.array_split(finite, _NUM_INTERVALS)
     middle = np.array([part.mean() for part in np.array_split(array[:, 0], _NUM_INTERVALS)])
-    columns = (
-        np.ma.filled(np.ma.array([getattr(part, kind)() for part in parts]), math.nan)
-        for kind in ("mean", "min", "max")
-    )
-    return middle, *columns
+    kinds = ([getattr(part, kind)() for part in parts] for kind in ("mean", "min", "max"))
+    filled = ([np.ma.filled(value, math.nan) for value in values] for values in kinds)
+    return middle, *map(np.array, filled)
 
 
 def _axes(width: float, height: float) -> tuple[Figure, Any]:
