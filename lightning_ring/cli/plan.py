@@ -10,7 +10,7 @@ from lightning_ring.cli.arguments import check_output
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.tools.plan import report
 from lightning_ring.tools.plan.model import Cluster, Settings, predict, world_sizes
-from lightning_ring.tools.plan.networks import parse_link, warnings
+from lightning_ring.tools.plan.networks import parse_link
 from lightning_ring.tools.plan.profile import json_text, read_profile
 
 MOST_RANKS = 10_000
@@ -28,8 +28,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"--ranks-per-node {per_node}: must be from 1 to {MOST_RANKS:,}.")
     if options.node is None and per_node > 1:
         raise ConfigurationError(
-            f"{per_node} ranks a node: say how those talk, such as --node nvlink4, --node pcie4, "
-            "or --node bench.json (of `lightning-ring bench` on one node)."
+            f"{per_node} ranks a node: say how those talk, with --node bench.json (of "
+            "`lightning-ring bench` on one node) or --node MICROSECONDS,GBIT."
         )
     network = parse_link(options.network, "--network")
     node = parse_link(options.node, "--node") if options.node else None
@@ -44,9 +44,6 @@ def main(arguments: Sequence[str]) -> int:
     found = report.changes(profile, clusters[-1])
     now = predict(profile, clusters[-1], Settings())
     print(*report.heading(profile, network, node), sep="\n")
-    for link in filter(None, (network, node)):
-        for line in warnings(link, run.device):
-            print(line)
     print("", *report.table_lines(table), "", sep="\n")
     print(*report.advice(now, found, profile.phases.data), *report.NOTES, sep="\n")
     if options.json is not None:
@@ -62,8 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         "optimizer, 16 bits and LocalSGD, from a profile that lightning_ring.monitor.RingProfile "
         "recorded, on one rank or more.",
         epilog="NETWORK is best the file of `lightning-ring bench --json` on that wire. It may "
-        "be a name (1gbit, 10gbit, 25gbit, 100gbit, roce-100, ib-hdr, ib-ndr, nvlink4, ...), "
-        "8xib-ndr for eight adapters a host, or MICROSECONDS,GBIT of a message.",
+        "be Ethernet's name (1gbit, 2.5gbit, 10gbit, 25gbit, 100gbit), or MICROSECONDS,GBIT.",
     )
     add = parser.add_argument
     add("profile", metavar="PROFILE.json")

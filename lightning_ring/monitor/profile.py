@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.timing import Mark, now, seconds_between
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import gpu_module, is_gpu
-from lightning_ring.monitor.batch_size import first_dimension
 from lightning_ring.monitor.step_record import StepRecord
 from lightning_ring.monitor.step_timer import StepTimer
 from lightning_ring.tools.plan.profile import Gradient, Model, Phases, Profile, Run, write_profile
@@ -38,7 +36,6 @@ class RingProfile(Callback):
         path: The file; its folder exists.
         steps: Recorded.
         warmup: Steps before those.
-        batch_size: From a batch to its number of images; default: the length of its first tensor.
 
     Raises:
         ConfigurationError: When training starts: the path cannot be written, or steps cannot be
@@ -46,13 +43,7 @@ class RingProfile(Callback):
             ranks).
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        steps: int = 20,
-        warmup: int = 10,
-        batch_size: Callable[[Any], int] = first_dimension,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], steps: int = 20, warmup: int = 10) -> None:
         if steps < 1 or warmup < 0:
             raise ConfigurationError(
                 f"RingProfile needs steps >= 1 and warmup >= 0, got {steps} and {warmup}."
@@ -60,13 +51,11 @@ class RingProfile(Callback):
         self.path = Path(path)
         self.steps = steps
         self.warmup = warmup
-        self.batch_size = batch_size
         self._hooks: dict[Parameter, RemovableHandle] = {}
         self._ready: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
         self._times: list[StepRecord] = []
         self._began: Mark | None = None
         self._seen = 0
-        self._batch_size = 0
         self._timer: StepTimer | None = None
 
     # -- what Lightning calls
@@ -82,12 +71,6 @@ class RingProfile(Callback):
         self._ready.clear()
         self._timer = StepTimer.attach(trainer)
         self._timer.listeners.append(self._on_step)
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self._recording and not self._batch_size:
-            self._batch_size = self.batch_size(batch)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
@@ -184,7 +167,7 @@ class RingProfile(Callback):
             environment = getattr(trainer.strategy, "ring_environment", None)
             nodes = trainer.num_nodes if environment is None else environment.num_nodes()
             device = trainer.strategy.root_device.type
-            run = Run(trainer.world_size, int(nodes), device, self._batch_size, self.steps)
+            run = Run(trainer.world_size, int(nodes), device, self.steps)
             write_profile(Profile(model, run, phases, tuple(gradients)), self.path)
             rank_zero_info(
                 f"lightning_ring: RingProfile wrote {self.path}. Next: lightning-ring plan "

@@ -41,14 +41,6 @@ class Link:
     def of(cls, name: str, cost: CostModel) -> Link:
         return cls(name, dict.fromkeys(_PASSES, cost))
 
-    def faster(self, times: float) -> Link:
-        """The same with so many times the bandwidth."""
-        costs = {
-            key: CostModel(cost.alpha_seconds, cost.bandwidth * times)
-            for key, cost in self.costs.items()
-        }
-        return Link(self.name, costs)
-
     def seconds(self, collective: str, num_bytes: float, num_ranks: int) -> float:
         return self.costs[collective].seconds(num_bytes, num_ranks, collective)
 

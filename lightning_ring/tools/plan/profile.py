@@ -57,7 +57,6 @@ class Run:
     world_size: int
     num_nodes: int
     device: str
-    batch_size: int
     steps: int
 
 

@@ -15,6 +15,7 @@ from lightning_ring.tools.plan.model import (
     nests,
     predict,
 )
+from lightning_ring.tools.plan.networks import MOST_RESIDUAL
 from lightning_ring.tools.plan.profile import Profile
 
 Table = Mapping[str, Sequence[PredictedStep]]
@@ -68,7 +69,7 @@ def heading(profile: Profile, network: Link, node: Link | None) -> Iterator[str]
     gradients = sum(gradient.num_bytes for gradient in profile.gradients) / MIB
     yield (
         f"{profile.model}, {gradients:.1f} MiB of gradients in {len(profile.gradients)} tensors; "
-        f"batch {run.batch_size} a rank on {run.device}, recorded on {run.world_size} rank(s), "
+        f"on {run.device}, recorded on {run.world_size} rank(s), "
         f"{run.steps} steps"
     )
     parts = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in asdict(phases).items())
@@ -78,6 +79,11 @@ def heading(profile: Profile, network: Link, node: Link | None) -> Iterator[str]
             cost = link.costs["all_reduce"]
             alpha, speed = 1e6 * cost.alpha_seconds, cost.bandwidth / 1e9
             yield f"{where}: {link.name}: {alpha:,.4g} µs a message, {speed:.3g} GB/s"
+            if link.residual > MOST_RESIDUAL:
+                yield (
+                    f"warning: {link.name} was fitted to times up to {link.residual:.0%} away. "
+                    "Measure again on an idle machine, with sizes as your buckets."
+                )
 
 
 def table_lines(table: Table) -> Iterator[str]:

@@ -25,7 +25,7 @@ def profile(
     run: Run | None = None,
 ) -> Profile:
     phases = Phases(data, 0.0, forward, backward, optimizer, other)
-    run = run or Run(1, 1, "cpu", 16, 10)
+    run = run or Run(1, 1, "cpu", 10)
     return Profile(Model("Net", 1000), run, phases, gradients)
 
 

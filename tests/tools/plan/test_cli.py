@@ -19,7 +19,7 @@ from lightning_ring.comm.cost import CostModel
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.tools.bench import COLLECTIVES, session
 from lightning_ring.tools.plan.networks import NETWORKS, parse_link, read_bench
-from lightning_ring.tools.plan.profile import Run, json_text, read_profile, write_profile
+from lightning_ring.tools.plan.profile import json_text, read_profile, write_profile
 from tests.processes import clean_env
 from tests.tools.plan.profiles import gradient, profile, several
 
@@ -76,25 +76,6 @@ def test_table_and_json(path: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "bucket_cap_mb=" in " ".join(found["changes"]["saves"])
 
 
-@pytest.mark.parametrize(
-    ("device", "network", "warned"),
-    [
-        ("cpu", "ib-hdr", True),
-        ("cpu", "8xnvlink4", True),
-        ("cuda", "8xib-hdr", False),
-        ("cpu", "25gbit", False),
-        ("cpu", "30,10", False),
-    ],
-)
-def test_constants_of_gpus_are_doubted_for_a_profile_of_a_cpu(
-    device: str, network: str, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "p.json"
-    write_profile(profile(*several(), run=Run(1, 1, device, 16, 10)), path)
-    assert plan.main([str(path), "--network", network]) == 0
-    assert ("warning: " + network in capsys.readouterr().out) == warned
-
-
 def test_a_fit_that_is_far_from_its_times_is_doubted(
     path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +86,7 @@ def test_a_fit_that_is_far_from_its_times_is_doubted(
     ]
     (tmp_path / "bench.json").write_text(json.dumps({"models": models}))
     assert plan.main([path, "--network", str(tmp_path / "bench.json")]) == 0
-    assert "bench.json (auto) are up to 1100% away from the times" in capsys.readouterr().out
+    assert "bench.json (auto) was fitted to times up to 1100% away" in capsys.readouterr().out
 
 
 def strictly(path: Path) -> Any:
@@ -132,9 +113,9 @@ def test_a_bandwidth_without_limit_is_null(path: str, tmp_path: Path) -> None:
     [
         (
             ["--network", "carrier-pigeon"],
-            "--network carrier-pigeon: is no network. Write one of 1gbit",
+            "--network carrier-pigeon: is no network. Measure yours",
         ),
-        (["--network", "0xib-hdr"], "is no network"),
+        (["--network", "ib-hdr"], "is no network"),
         (["--network", "5,-1"], "a speed more than 0"),
         (["--network", "nowhere.json"], "nowhere.json: No such file"),
         (["--network", "1gbit", "--ranks", "0"], "--ranks 0: must be from 1 to 10,000"),
@@ -145,7 +126,7 @@ def test_a_bandwidth_without_limit_is_null(path: str, tmp_path: Path) -> None:
         (["--network", "1gbit", "--ranks-per-node", "0"], "--ranks-per-node 0: must be"),
         (["--network", "1gbit", "--ranks-per-node", "8"], "8 ranks a node: say how those talk"),
         (
-            ["--network", "1gbit", "--node", "nvlink4", "--ranks-per-node", "8", "--ranks", "12"],
+            ["--network", "1gbit", "--node", "30,200", "--ranks-per-node", "8", "--ranks", "12"],
             "such as 8",
         ),
         (
@@ -195,12 +176,7 @@ def test_what_is_no_profile_is_one_line(path: str, content: str) -> None:
 
 
 def test_links_by_name_number_and_measurement(tmp_path: Path) -> None:
-    one, eight = parse_link("ib-hdr", "--network"), parse_link("8xib-hdr", "--network")
-    assert (
-        eight.costs["all_reduce"].bandwidth
-        == 8 * one.costs["all_reduce"].bandwidth
-        == 8 * NETWORKS["ib-hdr"].bandwidth
-    )
+    assert parse_link("10gbit", "--network").costs["all_gather"] == NETWORKS["10gbit"]
     assert parse_link("30,10", "--network").costs["all_gather"] == CostModel(30 * 1e-6, 1.25e9)
     models = [
         {

@@ -55,7 +55,7 @@ def test_buckets_have_their_default_size_at_each_number_of_ranks(
     device: str, world_size: int, cap: float
 ) -> None:
     found = profile(
-        *(gradient(str(number), 3, 0.1) for number in range(12)), run=Run(1, 1, device, 16, 10)
+        *(gradient(str(number), 3, 0.1) for number in range(12)), run=Run(1, 1, device, 10)
     )
     for other in (4, 25):
         same = predict(found, flat(world_size), Settings()) == predict(

@@ -64,7 +64,7 @@ def test_one_rank_is_enough_to_plan_for_many(
     assert [
         gradient.ready >= 0.01 * (1 + index // 2) for index, gradient in enumerate(found.gradients)
     ] == [True] * 6
-    assert (found.run.world_size, found.run.batch_size) == (1, 4)
+    assert found.run.world_size == 1
     assert found.phases.forward >= 4 * 0.004
     assert plan.main(shlex.split(hint)) == 0
     assert "Slow (4,224 parameters" in capsys.readouterr().out
