@@ -23,10 +23,11 @@ Table = Mapping[str, Sequence[PredictedStep]]
 AS_IT_IS = "RingStrategy()"
 CAPS_MB = (1.0, 2.0, 4.0, 6.0, 10.0, 25.0, 50.0, 100.0, 200.0)
 WORTH = 0.01  # of a step
+_CHANGING = ("compression", "LocalSGD")  # other results than before
 NOTES = (
     "assumed: every rank as fast as the one recorded, no stragglers, nobody else on the network, "
-    "cores that are free for messages, one ring where NCCL may choose trees. 16 bits and LocalSGD "
-    "change the training a little: docs/guides/slow-links.md.",
+    "cores that are free for messages, one ring where NCCL may choose trees. What 16 bits and "
+    "LocalSGD cost in accuracy: docs/guides/slow-links.md.",
     "not predicted, measure them: int8, onebit, terngrad, topk, dgc, powersgd; DiLoCo, Gossip, "
     "AsynchronousGossip, ParameterServer.",
 )
@@ -88,7 +89,7 @@ def heading(profile: Profile, network: Link, node: Link | None) -> Iterator[str]
 
 def table_lines(table: Table) -> Iterator[str]:
     """A line a number of ranks: for each way its step, and its efficiency."""
-    yield f"{'':>6}" + "".join(f"  {way:^20}" for way in table)
+    yield f"{'':>6}" + "".join(f"  {way:>20}" for way in table)
     yield f"{'ranks':>6}" + f"  {'step ms':>12} {'eff.':>7}" * len(table)
     for row in zip(*table.values(), strict=True):
         line = f"{row[0].world_size:>6,}"
@@ -105,7 +106,12 @@ def advice(now: PredictedStep, found: Sequence[tuple[str, float]], data: float) 
     if saving:
         listed = ", ".join(f"{way} {saved:.0%}" for way, saved in saving)
         yield f"{head}. Each of these alone saves, of a step: {listed}."
-        yield f"what to change first: {saving[0][0]}, which saves most ({saving[0][1]:.0%})."
+        alike = [(way, saved) for way, saved in saving if not way.startswith(_CHANGING)]
+        for way, saved in alike[:1]:
+            yield f"what to change first: {way} ({saved:.0%}), which trains as before."
+        way, saved = saving[0]
+        if way.startswith(_CHANGING):
+            yield f"{way} saves most ({saved:.0%}), and changes the training a little."
     else:
         yield f"{head}. No change in this plan would save {WORTH:.0%}."
     share = data / now.seconds
