@@ -122,11 +122,10 @@ class RingProfile(Callback):
                 f"{name} records steps of one batch, and accumulate_grad_batches is "
                 f"{trainer.accumulate_grad_batches}. Record without accumulation."
             )
-        if trainer.world_size > 1 and not _averages_gradients(trainer):
+        if trainer.world_size > 1 and (other := _not_the_ring(trainer)):
             raise ConfigurationError(
-                f"{name} records, on {trainer.world_size} ranks, only gradients that all ranks "
-                "average. Use strategy='ring', or devices=1: `lightning-ring plan` predicts the "
-                "other strategies from that."
+                f"{name} cannot record {other} on {trainer.world_size} ranks. Record with "
+                "strategy='ring', or on one rank: `lightning-ring plan` predicts from that."
             )
 
     def _watch(self, module: LightningModule) -> None:
@@ -205,9 +204,12 @@ class RingProfile(Callback):
         return Phases(**middle | {"backward": backward})
 
 
-def _averages_gradients(trainer: Trainer) -> bool:
+def _not_the_ring(trainer: Trainer) -> str:
+    """What keeps gradients from being averaged at each step by the ring; empty if nothing."""
     strategy = trainer.strategy
     algorithm = getattr(strategy, "algorithm", None)
-    sharded = getattr(getattr(strategy, "options", None), "shard_optimizer", False)
-    alone = algorithm is not None and algorithm.steps_alone
-    return getattr(strategy, "_comm", None) is not None and not sharded and not alone
+    if getattr(strategy, "_comm", None) is None:
+        return type(strategy).__name__
+    if algorithm is not None and algorithm.steps_alone:
+        return type(algorithm).__name__
+    return "shard_optimizer=True" if strategy.options.shard_optimizer else ""  # type: ignore[attr-defined]

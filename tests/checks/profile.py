@@ -50,8 +50,8 @@ def check_a_run_of_the_ring_is_recorded(tmp_path: Path) -> None:
     assert plan.main(words) == 0
 
 
-def check_what_sends_no_gradients_to_all_is_refused_on_several_ranks() -> None:
-    for strategy in (ddp(), "ring_sharded"):
+def check_what_is_not_the_ring_is_refused_on_several_ranks() -> None:
+    for strategy, said in ((ddp(), "DDPStrategy"), ("ring_sharded", "shard_optimizer=True")):
         run = trainer(strategy, max_steps=1, callbacks=[RingProfile("profile.json")])
-        with pytest.raises(ConfigurationError, match="on 2 ranks, only gradients that all ranks"):
+        with pytest.raises(ConfigurationError, match=f"cannot record {said} on 2 ranks"):
             run.fit(Slow(), batches(2))
