@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.hosts import Hosts, mpirun_path, open_hosts, why_not
@@ -39,6 +39,12 @@ _SIZES = "64K,256K,512K,1M,4M,16M"
 _SECONDS = 200
 # what runs on the hosts: topology, ranks a host, strategies
 _LAYOUTS = {"flat": ("flat", 1), "hierarchical": ("hierarchical", 2)}
+WAYS = {
+    "ring": Settings(),
+    "ring_sharded": Settings(shard_optimizer=True),
+    "bf16": Settings(sixteen_bits=True),
+    "local_sgd_8": Settings(local_steps=8),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +178,7 @@ def measure(
     ]
     run(hosts.mpirun(num_ranks, *rank))
     for way, (seconds, processor) in json.loads(out.read_text()).items():
-        settings = Settings(topology, way == "ring_sharded")
+        settings = replace(WAYS[way], topology=topology)
         step = predict(
             profile, Cluster(num_ranks, ranks_per_host, network, node or network), settings
         )
@@ -183,7 +189,8 @@ def measure(
             ranks_per_host,
             name,
             step.seconds,
-            statistics.median(seconds),
+            # steps of LocalSGD differ by design
+            statistics.mean(seconds) if way == "local_sgd_8" else statistics.median(seconds),
             processor,
         )
 
@@ -230,14 +237,12 @@ def main() -> int:
         default=list(_LAYOUTS),
         help="nested: on 2 hosts only",
     )
-    parser.add_argument(
-        "--ways", nargs="+", choices=("ring", "ring_sharded"), default=["ring", "ring_sharded"]
-    )
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--steps", type=int, default=8, help="whole rounds of LocalSGD(8)")
     parser.add_argument(
         "--bench-seconds", type=float, default=0.6, help="for each collective and size"
     )
-    parser.add_argument("--tolerance", type=float, default=0.2)
+    parser.add_argument("--tolerance", type=float, default=0.15)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--record", metavar="FILE", help=argparse.SUPPRESS)
     asked = parser.parse_args()

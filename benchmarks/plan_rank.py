@@ -2,7 +2,7 @@
 compute.
 
 ``python -m benchmarks.plan_rank PROFILE OUT.json TOPOLOGY STEPS WAY...`` replays the recorded step,
-a number of times for each way (``ring``, ``ring_sharded``), and writes the seconds of each to
+a number of times for each way (`benchmarks.plan.WAYS`), and writes the seconds of each to
 OUT.json. Real gradients leave through the real reducer: a layer for each recorded parameter sleeps
 in forward and, in backward, until that gradient was ready.
 """
@@ -23,9 +23,11 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ring.algorithms import algorithm_class
 from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.local import LocalSGD
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
+from lightning_ring.gradients.compression import COMPRESSORS
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import connect
 from lightning_ring.job.ranks import discover_ranks
@@ -137,6 +139,16 @@ def busy_seconds() -> float:
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
+def make(way: str, cap_mb: float) -> Algorithm:
+    if way == "local_sgd_8":
+        return LocalSGD(8)
+    compression = COMPRESSORS["bf16"].build() if way == "bf16" else None
+    made: Algorithm = algorithm_class("ring" if way == "bf16" else way)(
+        bucket_cap_mb=cap_mb, compression=compression
+    )
+    return made
+
+
 def replay(profile: Profile, comm: Communicator, way: str, steps: int) -> tuple[list[float], float]:
     """Seconds of each step, and processor seconds a step of all ranks together."""
     phases, pace = profile.phases, Pace()
@@ -144,7 +156,7 @@ def replay(profile: Profile, comm: Communicator, way: str, steps: int) -> tuple[
     num_elements = sum(gradient.numel for gradient in profile.gradients)
     optimizer = SleepingOptimizer(model.parameters(), phases.optimizer / num_elements)
     cap = default_cap_mb("cpu", comm.world_size)
-    algorithm: Algorithm = algorithm_class(way)(bucket_cap_mb=cap)
+    algorithm = make(way, cap)
     algorithm.attach(model, [optimizer], comm, print)
     if isinstance(algorithm, Sharded):
         algorithm.overlaps = True
@@ -157,12 +169,15 @@ def replay(profile: Profile, comm: Communicator, way: str, steps: int) -> tuple[
         began = time.perf_counter()
         time.sleep(phases.data + phases.copy + phases.other)
         pace.begin_step()
+        algorithm.begin_batch()
         with algorithm.forward():
             loss = model(x)
         pace.backward_began = time.perf_counter()
         with algorithm.backward():
             loss.backward()
+        algorithm.before_step(optimizer, has_closure=False)
         optimizer.step()
+        algorithm.after_step(optimizer)
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - began)
     comm.barrier()

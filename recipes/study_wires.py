@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.hosts import why_not
-from lightning_ring.tools.plan.profile import Profile, profile_of
 from recipes.study.record import Result, finish
-from recipes.wires.predict import predicted_seconds
 from recipes.wires.report import Cell, cell_of, plot, seconds_until, tables
 from recipes.wires.run import Method, Run, Settings, bits_per_second, execute
 
@@ -42,8 +38,6 @@ def study(config: dict[str, Any], folder: Path) -> str:
     asked = [methods[name] for name in config["only"] or methods]
 
     def line(result: Result) -> str:
-        if "profile" in result:
-            return f"{result['rate']}: a profile for the predictions"
         return (
             f"{result['rate']}{', slow rank' if result['straggler'] else ''}: {result['method']}, "
             f"seed {result['seed']}: {seconds_until(result['curve'], target):.1f} s to {target}, "
@@ -51,8 +45,7 @@ def study(config: dict[str, Any], folder: Path) -> str:
         )
 
     # a seed of everything first: a study that is interrupted has a table of all methods
-    runs = [Run(None, rate, False, 0) for rate in dict.fromkeys(rate for rate, _ in wires)]
-    runs += [
+    runs = [
         Run(method, *wire, seed)
         for seed in sorted(config["seeds"])
         for wire in wires
@@ -78,34 +71,13 @@ def cells_on_record(
     """
     wires = {(result["straggler"], result["rate"]) for result in record.values()}
     seeds = sorted({result["seed"] for result in record.values()})
-    profiles = _profiles(record, {rate for _, rate in wires}, settings)
     cells = []
     for straggler, rate in sorted(wires, key=lambda wire: (wire[0], bits_per_second(wire[1]))):
         for method in methods:
             keys = [Run(method, rate, straggler, seed).key(settings) for seed in seeds]
             if found := [record[key] for key in keys if key in record]:
-                batch_seconds = statistics.median(result["batch_seconds"] for result in found)
-                predicted = None
-                if (profile := profiles.get(rate)) is not None:
-                    predicted = predicted_seconds(
-                        method, profile, straggler, settings, batch_seconds
-                    )
-                cells.append(cell_of(found, target, predicted))
+                cells.append(cell_of(found, target))
     return cells
-
-
-def _profiles(
-    record: Mapping[str, Result], rates: Iterable[str], settings: Settings
-) -> dict[str, Profile]:
-    keys = {rate: Run(None, rate, False, 0).key(settings) for rate in rates}
-    found = {
-        rate: profile_of(record[key]["profile"]) for rate, key in keys.items() if key in record
-    }
-    # what a short call costs among ranks that compute does not depend on the rate: a median is less
-    # noisy
-    calls = [profile.call for profile in found.values() if profile.call is not None]
-    call = statistics.median(calls) if calls else None
-    return {rate: replace(profile, call=call) for rate, profile in found.items()}
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="wires")

@@ -4,13 +4,15 @@ ORDER.json`` under mpirun.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.wire_bytes import passed
 from lightning_ring import distribute
 from lightning_ring.schedules import warmup_cosine
-from lightning_ring.tools.plan.probing import (
-    measure_call,
-    measure_collectives,
-    measure_copying,
-    measure_encoding,
-    measure_processor,
-    measure_questions,
-)
-from lightning_ring.tools.plan.profile import json_text
 from recipes.study.augment import Images
-from recipes.wires.measure import measured_step
 from recipes.wires.run import Settings
 from recipes.wires.task import network, pairs_of_digits
 
-# 256 KiB pass at once, however slow the wire (`benchmarks.hosts`)
-PROBE_BYTES = (2**16, 2**18, 2**20, 2**21, 2**22)
+WARM_UP, STEPS = 6, 20  # of a step alone
 TOLD_SECONDS = 0.02
 
 
@@ -161,7 +152,7 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     )
     factor = warmup_cosine(settings.steps, settings.warmup_steps)
     peak = settings.lr * order["method"]["lr_factor"]
-    slower = measured_step(module, optimizer, batches(parts["train"], settings, 0, 0)).phases.alone
+    slower = seconds_alone(module, optimizer, batches(parts["train"], settings, 0, 0))
     replicas = kept_together(module, optimizer, order)
     is_slow = order["straggler"] and replicas.rank == settings.ranks - 1
     data = batches(parts["train"], settings, replicas.rank, order["seed"])
@@ -197,7 +188,6 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
         steps = taken.item() / settings.ranks
     result = {
         "steps": steps,
-        "batch_seconds": slower,
         "bytes_per_step": sent / steps,
         "curve": curve,
     }
@@ -208,43 +198,27 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     return result if replicas.rank == 0 else {}
 
 
-def measure(order: dict[str, Any]) -> dict[str, Any]:
-    """A profile of the training, as all ranks compute it at once, with the cost of a message
-    between the hosts.
-    """
-    settings = Settings(**order["settings"])
-    torch.set_num_threads(1)
-    parts = pairs_of_digits(settings.images)
-    torch.manual_seed(order["seed"])
-    module = network(settings.hidden)
-    optimizer = torch.optim.SGD(
-        module.parameters(), settings.lr, 0.9, weight_decay=settings.weight_decay
-    )
-    with distribute(
-        copy := network(settings.hidden), torch.optim.SGD(copy.parameters(), 0.1)
-    ) as training:
-        comm = training.communicator
-        assert comm is not None
-        comm.barrier()
-        own = measured_step(
-            module, optimizer, batches(parts["train"], settings, comm.rank, 0), settings.ranks
-        )
-        profiles = comm.all_gather_object(own)
-        slowest = max(profiles, key=lambda profile: profile.phases.alone)
-        encoding = measure_encoding(comm)
-        link = measure_collectives(comm, torch.device("cpu"), PROBE_BYTES)
-        costs: dict[str, Any] = {
-            "processor": measure_processor(comm, PROBE_BYTES[-1]),
-            "call": measure_call(comm),
-        }
-        costs |= {"questions": measure_questions(comm), "copying": measure_copying(comm)}
-        profile = replace(slowest, link_level="network", link=link, encoding=encoding, **costs)
-    return {"profile": json.loads(json_text(asdict(profile)))} if training.rank == 0 else {}
+def seconds_alone(
+    module: nn.Module, optimizer: torch.optim.Optimizer, data: Iterator[tuple[Tensor, Tensor]]
+) -> float:
+    """Of a step that communicates nothing: the median, of copies of both."""
+    module = copy.deepcopy(module)
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    optimizer = torch.optim.SGD(module.parameters(), **settings)
+    times = []
+    for _ in range(WARM_UP + STEPS):
+        began = time.perf_counter()
+        images, labels = next(data)
+        F.cross_entropy(module(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[WARM_UP:])
 
 
 def main() -> None:
     order = json.loads(Path(sys.argv[1]).read_text())
-    if result := train(order) if order["method"] else measure(order):
+    if result := train(order):
         Path(order["result"]).write_text(json.dumps(result))
 
 

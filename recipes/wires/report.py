@@ -16,7 +16,6 @@ class Cell:
     Attributes:
         target_seconds: Training time until the target accuracy; infinite where a run did not reach
             it.
-        predicted_milliseconds: Of a step, as `lightning-ring plan` has it; `None` if it cannot.
     """
 
     method: str
@@ -26,7 +25,6 @@ class Cell:
     accuracies: tuple[float, ...]
     kilobytes_per_step: float
     milliseconds_per_step: float
-    predicted_milliseconds: float | None = None
 
     @property
     def wire(self) -> str:
@@ -42,10 +40,8 @@ def seconds_until(curve: Sequence[Sequence[float]], target: float) -> float:
     return next((seconds for seconds, accuracy in curve if accuracy >= target), float("inf"))
 
 
-def cell_of(
-    results: Sequence[dict[str, Any]], target: float, predicted: float | None = None
-) -> Cell:
-    """``results`` are those of all seeds; ``predicted`` seconds of a step."""
+def cell_of(results: Sequence[dict[str, Any]], target: float) -> Cell:
+    """``results`` are those of all seeds."""
     first = results[0]
     return Cell(
         method=first["method"],
@@ -57,7 +53,6 @@ def cell_of(
         milliseconds_per_step=statistics.median(
             1e3 * result["curve"][-1][0] / result["steps"] for result in results
         ),
-        predicted_milliseconds=None if predicted is None else 1e3 * predicted,
     )
 
 
@@ -91,12 +86,16 @@ def table(cells: Sequence[Cell], baseline: str) -> str:
 
 
 def step_table(cells: Sequence[Cell]) -> str:
-    """Markdown: milliseconds of a step, and how far the prediction is from them."""
+    """Markdown: milliseconds of a step."""
     wires, rows = _sorted_out(cells)
+
+    def step(cell: Cell | None) -> str:
+        return "" if cell is None else f"{cell.milliseconds_per_step:.1f}"
+
     return _markdown(
         [
             ["method", *wires],
-            *([method, *(_step(row.get(wire)) for wire in wires)] for method, row in rows.items()),
+            *([method, *(step(row.get(wire)) for wire in wires)] for method, row in rows.items()),
         ]
     )
 
@@ -128,13 +127,6 @@ def _time(cell: Cell | None, of: Cell | None) -> str:
         return "not reached"
     share = seconds / of.median_seconds if of is not None else 0.0  # of what was not reached either
     return f"{seconds:.1f} ({share:.2f})" if share else f"{seconds:.1f}"
-
-
-def _step(cell: Cell | None) -> str:
-    if cell is None:
-        return ""
-    measured, predicted = cell.milliseconds_per_step, cell.predicted_milliseconds
-    return f"{measured:.1f}" + ("" if predicted is None else f" ({predicted / measured - 1:+.0%})")
 
 
 def plot(cells: Sequence[Cell], baseline: str, file: Path) -> None:

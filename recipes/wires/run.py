@@ -25,8 +25,7 @@ class Method:
 
     ``distribute`` holds arguments of `lightning_ring.distribute`, nodes of Hydra among them. `None`
     is torch's own DistributedDataParallel over Gloo. With ``own_pace`` a slow rank takes fewer of
-    the ranks' steps than the others. ``whole_steps``: how many steps' gradients, whole, a warm-up
-    sends in all.
+    the ranks' steps than the others.
     """
 
     label: str
@@ -35,7 +34,6 @@ class Method:
     lr_factor: float = 1.0
     weight_decay_factor: float = 1.0
     own_pace: bool = False
-    whole_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +66,9 @@ class Settings:
 class Run:
     """What sets one run apart. ``rate`` of the wire as tc writes it; a ``straggler`` takes twice as
     long a batch.
-
-    Without ``method`` nothing is trained: a profile is measured, for predictions of the others on
-    that wire.
     """
 
-    method: Method | None
+    method: Method
     rate: str
     straggler: bool
     seed: int
@@ -81,10 +76,8 @@ class Run:
     def key(self, settings: Settings) -> str:
         """Equal for runs that would do the same, whatever they are called."""
         method = self.method
-        how = None
-        if method is not None:
-            trained = [method.momentum, method.lr_factor, method.weight_decay_factor]
-            how = [method.distribute, *trained, method.own_pace]
+        trained = [method.momentum, method.lr_factor, method.weight_decay_factor]
+        how = [method.distribute, *trained, method.own_pace]
         text = json.dumps(
             [asdict(settings), how, self.rate, self.straggler, self.seed],
             sort_keys=True,
@@ -106,7 +99,7 @@ def execute(run: Run, settings: Settings) -> dict[str, Any]:
         RuntimeError: There can be no such hosts here, or the ranks failed.
     """
     started = time.perf_counter()
-    label = run.method.label if run.method is not None else "the profile"
+    label = run.method.label
     with tempfile.TemporaryDirectory() as folder, open_hosts(settings.hosts, run.rate) as hosts:
         order, result = Path(folder, "order.json"), Path(folder, "result.json")
         address = hosts.address(hosts.names[0])

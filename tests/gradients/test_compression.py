@@ -50,12 +50,8 @@ def test_formulas_on_four_ranks(battery: Battery, check: str) -> None:
 
 def test_the_registry_and_the_compressors_agree() -> None:
     for name, known in COMPRESSORS.items():
-        compressor = known.build()
-        assert compressor.name == name
-        told = known.wire_bytes(1001, 4) if known.wire_bytes is not None else None
-        assert compressor.wire_bytes(1001, 4) == told
+        assert known.build().name == name
         assert RingStrategy(compression=name).options.compression == name
-        assert (known.wire_bytes is None) == (known.shape_bytes is not None)
 
 
 def test_a_refused_compressor_is_named_alike_on_every_rank() -> None:
