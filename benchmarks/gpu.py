@@ -21,7 +21,9 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks import compression, optim, step
+from benchmarks.comm import compression
+from benchmarks.step import compare as step
+from benchmarks.step import optim
 
 NO_GPU = 77  # what test harnesses take for "skipped"
 # with it alone would come the monitor, which is no collective

@@ -16,15 +16,15 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from benchmarks.hosts import why_not
+from benchmarks.wires.predict import predicted_seconds
+from benchmarks.wires.rank import StepsOfAll
+from benchmarks.wires.report import cell_of, plot, seconds_until, step_table, table, tables
+from benchmarks.wires.run import Method, Run, Settings, bits_per_second
+from benchmarks.wires.study import cells_on_record
 from lightning_ring.comm.cost import CostModel
 from lightning_ring.tools.plan import profile as recorded_profile
 from lightning_ring.tools.plan.model import Link
 from lightning_ring.tools.plan.profile import Profile
-from recipes.study_wires import cells_on_record
-from recipes.wires.predict import predicted_seconds
-from recipes.wires.rank import StepsOfAll
-from recipes.wires.report import cell_of, plot, seconds_until, step_table, table, tables
-from recipes.wires.run import Method, Run, Settings, bits_per_second
 from tests import forked
 from tests.processes import ROOT, run
 from tests.tools.plan.profiles import gradient, link, profile
@@ -122,7 +122,7 @@ def test_rates_are_read_as_tc_does() -> None:
 
 
 def test_every_run_of_the_configuration_differs() -> None:
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "benchmarks" / "wires"), version_base="1.3"):
         config = OmegaConf.to_container(compose("wires"), resolve=True)
     settings, methods = (
         Settings(**config["settings"]),
@@ -140,7 +140,7 @@ def test_every_run_of_the_configuration_differs() -> None:
 
 @pytest.fixture
 def study() -> tuple[Settings, dict[str, Method], Profile]:
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "benchmarks" / "wires"), version_base="1.3"):
         config = OmegaConf.to_container(compose("wires"), resolve=True)
     methods = {name: Method(**node) for name, node in config["methods"].items()}
     # 0.16 s alone
@@ -222,7 +222,7 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
         "target=0.01",
         f"hydra.run.dir={tmp_path}",
     ]
-    command = [*forked.python(), str(ROOT / "recipes" / "study_wires.py"), *options]
+    command = [*forked.python(), "-m", "benchmarks.wires.study", *options]
     first = run([*command, "only=[ddp]"], **forked.ranks())
     assert first.returncode == 0, first.stdout
     again = run([*command, "only=[fp16]"], **forked.ranks())

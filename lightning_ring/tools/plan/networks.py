@@ -5,8 +5,8 @@ Constants are what can be derived or cited, and hence what a link can do at best
 
 - Ethernet, spoken to in TCP: of each 1,538 bytes on the wire 1,448 are payload (IEEE 802.3
   preamble, header, check sequence and gap: 38; IPv4: 20; TCP with timestamps, RFC 7323: 32), 94.1
-  %. The latency is that of Gloo over the kernel's TCP, as `benchmarks/plan.py` measures it between
-  network namespaces of one machine (160 and 260 µs at 3 and 1 Gbit/s): software, no cable.
+  %. The latency is that of Gloo over the kernel's TCP, as `benchmarks/step/plan.py` measures it
+  between network namespaces of one machine (160 and 260 µs at 3 and 1 Gbit/s): software, no cable.
 - InfiniBand and RoCE, NVLink and PCI: the constants from which NCCL chooses its algorithms,
   src/graph/tuning.cc (latency of a step of the ring, protocol Simple: network 9.6 µs, NVLink 3.4,
   PCI 5.7) and src/graph/topo.h (12.0 GB/s for 100 Gbit/s of network; 20.0 GB/s for each of an

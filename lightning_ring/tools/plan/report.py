@@ -19,7 +19,7 @@ ASSUMED = (
     "reads parameters as backward, mirrored, produces their gradients; an optimizer's step takes "
     "1/N when sharded; compressing costs what the profile measured, or nothing."
 )
-# of predicted / measured - 1 in docs/performance.md, which `benchmarks/plan.py` measures
+# of predicted / measured - 1 in docs/performance.md, which `benchmarks/step/plan.py` measures
 LEAST_ERROR, GREATEST_ERROR = -0.30, -0.01
 ERROR_RANGE = (
     f"predictions lean low: on CPUs they were {-LEAST_ERROR:.0%} to {-GREATEST_ERROR:.0%} below "
