@@ -36,7 +36,7 @@ from lightning_ring.tools.plan.probing import (
     measure_questions,
 )
 from lightning_ring.tools.plan.profile import json_text
-from recipes.study.augment import Images
+from recipes.data.scans import Images
 
 # 256 KiB pass at once, however slow the wire (`benchmarks.hosts`)
 PROBE_BYTES = (2**16, 2**18, 2**20, 2**21, 2**22)

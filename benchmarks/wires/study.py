@@ -19,7 +19,7 @@ from benchmarks.wires.predict import predicted_seconds
 from benchmarks.wires.report import Cell, cell_of, plot, seconds_until, tables
 from benchmarks.wires.run import Method, Run, Settings, bits_per_second, execute
 from lightning_ring.tools.plan.profile import Profile, profile_of
-from recipes.study.record import Result, finish
+from recipes.record import Result, finish
 
 
 def study(config: dict[str, Any], folder: Path) -> str:

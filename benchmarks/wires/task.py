@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from recipes.data.scans import load_digits  # and not `digits`, which imports Lightning
+from recipes.data.scans import (
+    Images,
+    augment,
+    load_digits,  # and not `digits`, which imports Lightning
+)
 from recipes.data.split import stratified_split
-from recipes.study.augment import Images, augment
 
 
 def pairs_of_digits(count: int) -> dict[str, Images]:

@@ -34,7 +34,7 @@ TINY_CATALOGUE = (
     "data.num_threads=1",
     "data.image_size=32",
     "data.resize=32",
-    "data.drawing={seen: 1, unseen: 1, most: 6, fewest: 4, val_photographs: 2, test_photographs: 2,"
+    "data.drawing={seen: 5, unseen: 5, most: 6, fewest: 4, val_photographs: 2, test_photographs: 2,"
     " unseen_photographs: 2, size: 32}",
     "schedule.warmup=0",
     "+trainer.limit_train_batches=2",

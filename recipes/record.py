@@ -1,5 +1,5 @@
-"""The study's memory: one JSON line per finished run, so that an interrupted study goes on where
-it stopped.
+"""A study's memory: one JSON line per finished run, so that an interrupted study goes on where it
+stopped.
 """
 
 from __future__ import annotations
