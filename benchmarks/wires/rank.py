@@ -4,13 +4,15 @@ ORDER.json`` under mpirun.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +24,58 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.comm.wire_bytes import passed
-from benchmarks.wires.measure import measured_step
-from benchmarks.wires.run import Settings
-from benchmarks.wires.task import network, pairs_of_digits
+from benchmarks.wires.study import Settings
 from lightning_ring import distribute
 from lightning_ring.schedules import warmup_cosine
-from lightning_ring.tools.plan.probing import (
-    measure_call,
-    measure_collectives,
-    measure_copying,
-    measure_encoding,
-    measure_processor,
-    measure_questions,
-)
-from lightning_ring.tools.plan.profile import json_text
-from recipes.data.scans import Images
+from recipes.data.scans import Images, augment, load_digits
+from recipes.data.split import stratified_split
 
-# 256 KiB pass at once, however slow the wire (`benchmarks.hosts`)
-PROBE_BYTES = (2**16, 2**18, 2**20, 2**21, 2**22)
+WARM_UP, TIMED = 6, 20  # batches
 TOLD_SECONDS = 0.02
+
+
+def pairs_of_digits(count: int) -> dict[str, Images]:
+    """``train`` of ``count`` images ``[1, 8, 16]``, ``val`` of an eighth of that, ``test`` of a
+    quarter.
+
+    Each is a pair of scans, augmented once each. Scans never cross the split. The same on every
+    call.
+    """
+    images, labels = load_digits()
+    train, test = stratified_split(labels, 0.25, seed=0)
+    rest, val = stratified_split(labels[train], 0.25, seed=0)
+    generator = torch.Generator().manual_seed(0)
+
+    def pairs(part: Tensor, size: int) -> Images:
+        left, right = part[torch.randint(len(part), (2, size), generator=generator)]
+        both = torch.cat([augment(images[left], generator), augment(images[right], generator)], 3)
+        return Images(both, 10 * labels[left] + labels[right])
+
+    sizes = {
+        "train": (train[rest], count),
+        "val": (train[val], count // 8),
+        "test": (test, count // 4),
+    }
+    return {name: pairs(part, size) for name, (part, size) in sizes.items()}
+
+
+def network(hidden: int) -> nn.Module:
+    """Images ``[batch, 1, 8, 16]`` to logits. Most of its bytes are in one matrix, as in many
+    recognisers.
+    """
+    return nn.Sequential(
+        nn.Conv2d(1, 32, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 32, hidden),
+        nn.LayerNorm(hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.LayerNorm(hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, 100),
+    )
 
 
 def batches(
@@ -161,7 +196,7 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     )
     factor = warmup_cosine(settings.steps, settings.warmup_steps)
     peak = settings.lr * order["method"]["lr_factor"]
-    slower = measured_step(module, optimizer, batches(parts["train"], settings, 0, 0)).phases.alone
+    slower = seconds_alone(module, batches(parts["train"], settings, 0, 0))
     replicas = kept_together(module, optimizer, order)
     is_slow = order["straggler"] and replicas.rank == settings.ranks - 1
     data = batches(parts["train"], settings, replicas.rank, order["seed"])
@@ -208,43 +243,24 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     return result if replicas.rank == 0 else {}
 
 
-def measure(order: dict[str, Any]) -> dict[str, Any]:
-    """A profile of the training, as all ranks compute it at once, with the cost of a message
-    between the hosts.
-    """
-    settings = Settings(**order["settings"])
-    torch.set_num_threads(1)
-    parts = pairs_of_digits(settings.images)
-    torch.manual_seed(order["seed"])
-    module = network(settings.hidden)
-    optimizer = torch.optim.SGD(
-        module.parameters(), settings.lr, 0.9, weight_decay=settings.weight_decay
-    )
-    with distribute(
-        copy := network(settings.hidden), torch.optim.SGD(copy.parameters(), 0.1)
-    ) as training:
-        comm = training.communicator
-        assert comm is not None
-        comm.barrier()
-        own = measured_step(
-            module, optimizer, batches(parts["train"], settings, comm.rank, 0), settings.ranks
-        )
-        profiles = comm.all_gather_object(own)
-        slowest = max(profiles, key=lambda profile: profile.phases.alone)
-        encoding = measure_encoding(comm)
-        link = measure_collectives(comm, torch.device("cpu"), PROBE_BYTES)
-        costs: dict[str, Any] = {
-            "processor": measure_processor(comm, PROBE_BYTES[-1]),
-            "call": measure_call(comm),
-        }
-        costs |= {"questions": measure_questions(comm), "copying": measure_copying(comm)}
-        profile = replace(slowest, link_level="network", link=link, encoding=encoding, **costs)
-    return {"profile": json.loads(json_text(asdict(profile)))} if training.rank == 0 else {}
+def seconds_alone(module: nn.Module, data: Iterator[tuple[Tensor, Tensor]]) -> float:
+    """Of a batch on one rank, without communication."""
+    module = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    times = []
+    for _ in range(WARM_UP + TIMED):
+        began = time.perf_counter()
+        images, labels = next(data)
+        F.cross_entropy(module(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[WARM_UP:])
 
 
 def main() -> None:
     order = json.loads(Path(sys.argv[1]).read_text())
-    if result := train(order) if order["method"] else measure(order):
+    if result := train(order):
         Path(order["result"]).write_text(json.dumps(result))
 
 

@@ -16,7 +16,6 @@ class Cell:
     Attributes:
         target_seconds: Training time until the target accuracy; infinite where a run did not reach
             it.
-        predicted_milliseconds: Of a step, as `lightning-ring plan` has it; `None` if it cannot.
     """
 
     method: str
@@ -25,8 +24,6 @@ class Cell:
     target_seconds: tuple[float, ...]
     accuracies: tuple[float, ...]
     kilobytes_per_step: float
-    milliseconds_per_step: float
-    predicted_milliseconds: float | None = None
 
     @property
     def wire(self) -> str:
@@ -42,10 +39,8 @@ def seconds_until(curve: Sequence[Sequence[float]], target: float) -> float:
     return next((seconds for seconds, accuracy in curve if accuracy >= target), float("inf"))
 
 
-def cell_of(
-    results: Sequence[dict[str, Any]], target: float, predicted: float | None = None
-) -> Cell:
-    """``results`` are those of all seeds; ``predicted`` seconds of a step."""
+def cell_of(results: Sequence[dict[str, Any]], target: float) -> Cell:
+    """Of the results of all seeds."""
     first = results[0]
     return Cell(
         method=first["method"],
@@ -54,21 +49,15 @@ def cell_of(
         target_seconds=tuple(seconds_until(result["curve"], target) for result in results),
         accuracies=tuple(result["accuracy"] for result in results),
         kilobytes_per_step=statistics.median(result["bytes_per_step"] for result in results) / 1e3,
-        milliseconds_per_step=statistics.median(
-            1e3 * result["curve"][-1][0] / result["steps"] for result in results
-        ),
-        predicted_milliseconds=None if predicted is None else 1e3 * predicted,
     )
 
 
 def tables(cells: Sequence[Cell], baseline: str) -> str:
-    """Markdown: times to the target of equal ranks and of those with a slow one, and the times
-    of a step.
-    """
+    """Markdown: times to the target of equal ranks, and of those with a slow one."""
     halves = [
         [cell for cell in cells if cell.straggler is straggler] for straggler in (False, True)
     ]
-    return "\n".join([*(table(half, baseline) for half in halves if half), step_table(cells)])
+    return "\n".join(table(half, baseline) for half in halves if half)
 
 
 def table(cells: Sequence[Cell], baseline: str) -> str:
@@ -88,17 +77,6 @@ def table(cells: Sequence[Cell], baseline: str) -> str:
         times = [_time(row.get(wire), rows.get(baseline, {}).get(wire)) for wire in wires]
         lines.append([method, sent, f"{statistics.mean(found):.1f} ± {spread:.1f}", *times])
     return _markdown([*lines, ["seeds", "", "", *(_num_seeds(cells, wire) for wire in wires)]])
-
-
-def step_table(cells: Sequence[Cell]) -> str:
-    """Markdown: milliseconds of a step, and how far the prediction is from them."""
-    wires, rows = _sorted_out(cells)
-    return _markdown(
-        [
-            ["method", *wires],
-            *([method, *(_step(row.get(wire)) for wire in wires)] for method, row in rows.items()),
-        ]
-    )
 
 
 def _num_seeds(cells: Sequence[Cell], wire: str) -> str:
@@ -128,13 +106,6 @@ def _time(cell: Cell | None, of: Cell | None) -> str:
         return "not reached"
     share = seconds / of.median_seconds if of is not None else 0.0  # of what was not reached either
     return f"{seconds:.1f} ({share:.2f})" if share else f"{seconds:.1f}"
-
-
-def _step(cell: Cell | None) -> str:
-    if cell is None:
-        return ""
-    measured, predicted = cell.milliseconds_per_step, cell.predicted_milliseconds
-    return f"{measured:.1f}" + ("" if predicted is None else f" ({predicted / measured - 1:+.0%})")
 
 
 def plot(cells: Sequence[Cell], baseline: str, file: Path) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
+import hashlib
+import json
+import re
+import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +19,115 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from benchmarks.hosts import why_not
-from benchmarks.wires.predict import predicted_seconds
+from benchmarks.hosts import open_hosts, why_not
 from benchmarks.wires.report import Cell, cell_of, plot, seconds_until, tables
-from benchmarks.wires.run import Method, Run, Settings, bits_per_second, execute
-from lightning_ring.tools.plan.profile import Profile, profile_of
 from recipes.record import Result, finish
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to keep the ranks' models together, and what its SGD takes: momentum, and factors of
+    the study's settings.
+
+    ``distribute`` holds arguments of `lightning_ring.distribute`, nodes of Hydra among them. `None`
+    is torch's own DistributedDataParallel over Gloo. With ``own_pace`` a slow rank takes fewer of
+    the ranks' steps than the others.
+    """
+
+    label: str
+    distribute: dict[str, Any] | None
+    momentum: float = 0.9
+    lr_factor: float = 1.0
+    weight_decay_factor: float = 1.0
+    own_pace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all runs of a study share.
+
+    Attributes:
+        hosts, ranks: One rank a host if both are equal; the ranks share this machine's cores.
+        images: Of the training set.
+        batch_size: Of each rank.
+        hidden: Width of the two hidden layers. It sets how many bytes a step sends.
+        eval_every: Steps between two evaluations, whose time does not count.
+        seconds: A run is ended when its training has taken so long.
+    """
+
+    hosts: int
+    ranks: int
+    images: int
+    batch_size: int
+    hidden: int
+    steps: int
+    lr: float
+    warmup_steps: int
+    weight_decay: float
+    eval_every: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What sets one run apart. ``rate`` of the wire as tc writes it; a ``straggler`` takes twice as
+    long a batch.
+    """
+
+    method: Method
+    rate: str
+    straggler: bool
+    seed: int
+
+    def key(self, settings: Settings) -> str:
+        """Equal for runs that would do the same, whatever they are called."""
+        method = self.method
+        trained = [method.momentum, method.lr_factor, method.weight_decay_factor]
+        how = [method.distribute, *trained, method.own_pace]
+        text = json.dumps(
+            [asdict(settings), how, self.rate, self.straggler, self.seed],
+            sort_keys=True,
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def bits_per_second(rate: str) -> float:
+    """Of a ``rate`` as tc writes it, "1.5gbit"."""
+    found = re.fullmatch(r"([\d.]+)([kmgt]?)bit", rate.lower())
+    assert found is not None, f"{rate!r} is no rate of a wire, such as 100mbit"
+    return float(found[1]) * 1000 ** " kmgt".index(found[2] or " ")
+
+
+def execute(run: Run, settings: Settings) -> dict[str, Any]:
+    """Train on hosts of this machine's own network. Returns a line of the record.
+
+    Raises:
+        RuntimeError: There can be no such hosts here, or the ranks failed.
+    """
+    started = time.perf_counter()
+    label = run.method.label
+    with tempfile.TemporaryDirectory() as folder, open_hosts(settings.hosts, run.rate) as hosts:
+        order, result = Path(folder, "order.json"), Path(folder, "result.json")
+        address = hosts.address(hosts.names[0])
+        given = asdict(run) | {"address": address}
+        order.write_text(json.dumps(given | {"settings": asdict(settings), "result": str(result)}))
+        command = hosts.mpirun(
+            settings.ranks, sys.executable, "-m", "benchmarks.wires.rank", str(order)
+        )
+        limit = 4 * settings.seconds + 120
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+        if done.returncode or not result.exists():
+            raise RuntimeError(
+                f"{label} at {run.rate} failed:\n{(done.stdout + done.stderr)[-4000:]}"
+            )
+        found = json.loads(result.read_text())
+    about = {
+        "key": run.key(settings),
+        "method": label,
+        "rate": run.rate,
+        "straggler": run.straggler,
+    }
+    return about | {"seed": run.seed} | found | {"seconds": round(time.perf_counter() - started, 1)}
 
 
 def study(config: dict[str, Any], folder: Path) -> str:
@@ -38,8 +146,6 @@ def study(config: dict[str, Any], folder: Path) -> str:
     asked = [methods[name] for name in config["only"] or methods]
 
     def line(result: Result) -> str:
-        if "profile" in result:
-            return f"{result['rate']}: a profile for the predictions"
         return (
             f"{result['rate']}{', slow rank' if result['straggler'] else ''}: {result['method']}, "
             f"seed {result['seed']}: {seconds_until(result['curve'], target):.1f} s to {target}, "
@@ -47,8 +153,7 @@ def study(config: dict[str, Any], folder: Path) -> str:
         )
 
     # a seed of everything first: a study that is interrupted has a table of all methods
-    runs = [Run(None, rate, False, 0) for rate in dict.fromkeys(rate for rate, _ in wires)]
-    runs += [
+    runs = [
         Run(method, *wire, seed)
         for seed in sorted(config["seeds"])
         for wire in wires
@@ -74,34 +179,13 @@ def cells_on_record(
     """
     wires = {(result["straggler"], result["rate"]) for result in record.values()}
     seeds = sorted({result["seed"] for result in record.values()})
-    profiles = _profiles(record, {rate for _, rate in wires}, settings)
     cells = []
     for straggler, rate in sorted(wires, key=lambda wire: (wire[0], bits_per_second(wire[1]))):
         for method in methods:
             keys = [Run(method, rate, straggler, seed).key(settings) for seed in seeds]
             if found := [record[key] for key in keys if key in record]:
-                batch_seconds = statistics.median(result["batch_seconds"] for result in found)
-                predicted = None
-                if (profile := profiles.get(rate)) is not None:
-                    predicted = predicted_seconds(
-                        method, profile, straggler, settings, batch_seconds
-                    )
-                cells.append(cell_of(found, target, predicted))
+                cells.append(cell_of(found, target))
     return cells
-
-
-def _profiles(
-    record: Mapping[str, Result], rates: Iterable[str], settings: Settings
-) -> dict[str, Profile]:
-    keys = {rate: Run(None, rate, False, 0).key(settings) for rate in rates}
-    found = {
-        rate: profile_of(record[key]["profile"]) for rate, key in keys.items() if key in record
-    }
-    # what a short call costs among ranks that compute does not depend on the rate: a median is less
-    # noisy
-    calls = [profile.call for profile in found.values() if profile.call is not None]
-    call = statistics.median(calls) if calls else None
-    return {rate: replace(profile, call=call) for rate, profile in found.items()}
 
 
 @hydra.main(version_base="1.3", config_path=".", config_name="wires")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +14,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from benchmarks.hosts import why_not
-from benchmarks.wires.predict import predicted_seconds
 from benchmarks.wires.rank import StepsOfAll
-from benchmarks.wires.report import cell_of, plot, seconds_until, step_table, table, tables
-from benchmarks.wires.run import Method, Run, Settings, bits_per_second
-from benchmarks.wires.study import cells_on_record
-from lightning_ring.comm.cost import CostModel
-from lightning_ring.tools.plan import profile as recorded_profile
-from lightning_ring.tools.plan.model import Link
-from lightning_ring.tools.plan.profile import Profile
+from benchmarks.wires.report import cell_of, plot, seconds_until, table, tables
+from benchmarks.wires.study import Method, Run, Settings, bits_per_second, cells_on_record
 from tests import forked
 from tests.processes import ROOT, run
-from tests.tools.plan.profiles import gradient, link, profile
 
 
 def result(method: str, seed: int, curve: list[tuple[float, float]], accuracy: float = 0.9) -> dict:
@@ -53,7 +44,7 @@ def test_the_table_says_what_was_not_reached(tmp_path: Path) -> None:
     never = [result("lost", seed, [(1.0, 0.5)]) for seed in range(2)] + [
         result("lost", 2, [(1.0, 0.9)])
     ]
-    cells = [cell_of(results, 0.7, 0.11) for results in (slow, fast)] + [cell_of(never, 0.7)]
+    cells = [cell_of(results, 0.7) for results in (slow, fast, never)]
     rows = [
         [word.strip() for word in row.split("|")[1:-1]] for row in table(cells, "DDP").splitlines()
     ]
@@ -63,11 +54,6 @@ def test_the_table_says_what_was_not_reached(tmp_path: Path) -> None:
         ["ring", "500", "90.0 ± 10.0", "1.0 (0.20)"],
     ]
     assert rows[4][3] == "not reached"
-    steps = [
-        [word.strip() for word in row.split("|")[1:-1]]
-        for row in step_table(cells).splitlines()[2:]
-    ]
-    assert steps == [["DDP", "250.0 (-56%)"], ["ring", "100.0 (+10%)"], ["lost", "50.0"]]
     plot(cells, "DDP", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 5000
 
@@ -75,7 +61,7 @@ def test_the_table_says_what_was_not_reached(tmp_path: Path) -> None:
 def test_tables_hold_all_runs_on_record_whatever_command_made_them(
     study: Any, tmp_path: Path
 ) -> None:
-    settings, by_name, _ = study
+    settings, by_name = study
     methods = [by_name["ddp"], by_name["ring"]]
     record: dict[str, dict] = {}
 
@@ -106,13 +92,13 @@ def test_tables_hold_all_runs_on_record_whatever_command_made_them(
         ("ring", "10gbit", 2),
         ("DDP", "100mbit, slow rank", 1),
     ]
-    equal, slow, steps = tables(cells, "DDP").split("\n\n")
+    equal, slow = tables(cells, "DDP").split("\n\n")
     assert [row.split("|")[4:-1] for row in equal.splitlines()[-2:]] == [
         ["  ", " 2.0 (1.00) "],
         [" 1 ", " 2 to 3 "],
     ]
     assert "slow rank" not in equal
-    assert slow.splitlines()[0].count("slow rank") == steps.splitlines()[0].count("slow rank") == 1
+    assert slow.splitlines()[0].count("slow rank") == 1
     plot(cells, "DDP", tmp_path / "picture.png")
     assert cells_on_record({}, methods, settings, 0.72) == []
 
@@ -139,56 +125,11 @@ def test_every_run_of_the_configuration_differs() -> None:
 
 
 @pytest.fixture
-def study() -> tuple[Settings, dict[str, Method], Profile]:
+def study() -> tuple[Settings, dict[str, Method]]:
     with initialize_config_dir(str(ROOT / "benchmarks" / "wires"), version_base="1.3"):
         config = OmegaConf.to_container(compose("wires"), resolve=True)
     methods = {name: Method(**node) for name, node in config["methods"].items()}
-    # 0.16 s alone
-    one = profile(gradient("w", 4, 0.1), run=recorded_profile.Run(2, 2, "cpu", 16, 10))
-    return Settings(**config["settings"]), methods, replace(one, link=link(100, 0.1).costs)
-
-
-def test_every_method_has_a_prediction_and_a_busy_machine_takes_longer(study: Any) -> None:
-    settings, methods, recorded = study
-    for name, method in methods.items():
-        as_recorded, busy = (
-            predicted_seconds(method, recorded, False, settings, 0.16 * times) for times in (1, 3)
-        )
-        assert as_recorded is not None, name
-        assert busy is not None, name
-        # more of an exchange is hidden
-        assert busy - as_recorded == pytest.approx(0.32, rel=0.35), name
-
-
-def test_only_ranks_at_their_own_pace_go_on_without_a_slow_one(study: Any) -> None:
-    settings, methods, recorded = study
-    free = replace(recorded, link=Link.of("free", CostModel(0.0, math.inf)).costs)
-    # half of a long step until the last rank comes to an evaluation
-    meeting = 0.32 / 2 / settings.eval_every
-    for name, expected in {
-        "ddp": 0.32,
-        "ring": 0.32,
-        "local": 0.32,
-        "gossip": 0.32,
-        "gossip_async": 2 / (1 / 0.16 + 1 / 0.32) + meeting,
-        "servers_stale": 0.32,  # but for its first steps
-        "servers_async": 2 / (1 / 0.16 + 1 / 0.32) + meeting,
-    }.items():
-        found = predicted_seconds(methods[name], free, True, settings, 0.16)
-        assert found == pytest.approx(expected), name
-
-
-def test_an_average_that_takes_longer_than_all_steps_of_a_round_is_waited_for_once(
-    study: Any,
-) -> None:
-    settings, methods, recorded = study
-    slow = replace(recorded, link=link(0, 0.001).costs)
-    found = predicted_seconds(methods["gossip_async"], slow, False, settings, 0.16)
-    even = 4 * 2**20 * (1 + 1 / 16) / 1e6
-    # the even rank's first step waits for no average, and by and large the odd rank for half of the
-    # last one
-    together = (40 - (1 - 0.16 / even)) / (1 / 0.16 + 1 / even)
-    assert found == pytest.approx((together + even / 2) / 20)
+    return Settings(**config["settings"]), methods
 
 
 def test_steps_of_all_are_known_however_long_a_step_takes() -> None:
@@ -230,10 +171,8 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert "1/1 200mbit, slow rank: ring, fp16, seed 1" in again.stdout
     results = list(map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines()))
     parameters = 32 * 10 + (32 * 32 + 1) * 256 + 257 * 256 + 4 * 256 + 257 * 100
-    measured, *trained = results
-    assert measured["profile"]["model"]["num_parameters"] == parameters
-    for found, bytes_each in zip(trained, (4, 2), strict=True):
+    for found, bytes_each in zip(results, (4, 2), strict=True):
         assert found["bytes_per_step"] == pytest.approx(bytes_each * parameters, rel=0.15)
     for name in ("DDP", "ring, fp16"):  # of the first command, too
-        assert re.search(name + r" .* \d+\.\d \([+-]\d+%\)", (tmp_path / "wires.md").read_text())
+        assert f"| {name} |" in (tmp_path / "wires.md").read_text()
     assert (tmp_path / "wires.png").exists()
