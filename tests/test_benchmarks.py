@@ -188,31 +188,6 @@ def test_a_contender_without_its_interpreter_is_an_error() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("options", "second"),
-    [(["--gigabytes", "0.1"], "connections ended"), (["--cut"], "dead behind the cut")],
-)
-def test_a_death_and_a_cut_link_are_noticed(options: list[str], second: str) -> None:
-    if "--cut" in options and (reason := hosts.why_not()) is not None:
-        pytest.skip(reason)
-    result = run(
-        [
-            sys.executable,
-            "-m",
-            "benchmarks.elastic.death_notice",
-            "--repeat",
-            "1",
-            *options,
-        ]
-    )
-    assert result.returncode == 0, result.stdout
-    for name in ("noticed", second):
-        assert re.search(
-            rf"^{name} after \d+ ms \(median of \d+\), ", result.stdout, flags=re.MULTILINE
-        ), result.stdout
-
-
-@pytest.mark.ranks
 def test_a_rank_is_killed_and_the_next_step_is_timed() -> None:
     words = ["--contenders", "ring_elastic:gloo", "--ranks", "2", "--mib", "4", "--jobs", "1"]
     result = run([sys.executable, "-m", "benchmarks.elastic.outlive", *words])

@@ -1,33 +1,25 @@
-"""What compressors cost: encoding and decoding on one core, and the bytes that leave a host's
-network interface.
+"""What compressors cost: encoding and decoding on one core.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.comm.compression    # encoding and decoding, one process
-    python -m benchmarks.comm.compression --hosts 4            # bytes, one rank on each of 4 hosts
+    OMP_NUM_THREADS=1 python -m benchmarks.comm.compression
 
 Speeds are gradients (4 bytes each) a second, the best of several rounds, on a tensor of --mb MB:
-``encode`` is all that a rank does before it sends, with what it keeps for error feedback;
-``decode`` what it does to the average that has arrived. Bytes need Linux, root, ip and tc
-(`benchmarks.hosts`): they are the growth of ``tx_bytes`` of a host's interface, headers of TCP
-included, against that of an all-reduce in float32.
+``encode`` is all that a rank does before it sends, with what it keeps for error feedback; ``whole``
+also what it does to the average that has arrived.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
 
 import torch
 
-from benchmarks.comm.wire_bytes import passed_by_all, run_on_hosts
-from lightning_ring.comm.communicator import ReduceOp
 from lightning_ring.gradients.compression import DGC, Compressor, Int8, OneBit, TernGrad, TopK
 from lightning_ring.gradients.compression.int8 import BLOCKS
 from lightning_ring.gradients.compression.one_bit import SIGNS
 from lightning_ring.host.malloc import keep_freed_memory
-from lightning_ring.tools.plan.probing import OneGradient, times_to_encode
+from lightning_ring.tools.plan.probing import times_to_encode
 
 WAYS: dict[str, Callable[[], Compressor]] = {
     "int8": Int8,
@@ -70,42 +62,7 @@ def codes(device: str, num_bytes: int) -> Iterator[str]:
         yield f"- compression={name!r}: {found}"
 
 
-def bytes_that_leave(num_bytes: int) -> None:
-    """What every rank runs."""
-    from lightning_ring.job.communicators import open_communicator
-    from lightning_ring.job.job import connect
-    from lightning_ring.job.ranks import discover_ranks
-
-    torch.set_num_threads(1)
-    info, limit, cpu = discover_ranks(), timedelta(seconds=60), torch.device("cpu")
-    comm = open_communicator(connect(info, cpu, limit), "gloo", cpu, limit, limit, "flat")
-    counts: dict[str, int] = {}
-    for name, make in {"none": None, "bf16": None, **WAYS}.items():
-        dtype = torch.bfloat16 if name == "bf16" else torch.float32
-        flat = torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(info.rank)).to(
-            dtype
-        )
-        before, _ = passed_by_all(comm)
-        if make is None:
-            comm.all_reduce_(flat, op=ReduceOp.AVG).wait()
-        else:
-            compressor = make()
-            compressor.prepare(flat, OneGradient(flat))
-            compressor.begin_backward()
-            compressor.all_reduce(flat, comm, name="bucket").wait()
-        after, _ = passed_by_all(comm)
-        counts[name] = after - before
-    if info.rank == 0:
-        print(
-            f"bytes that leave a host's interface, {info.world_size} hosts, {num_bytes / 1e6:g} "
-            "MB of float32"
-        )
-        for name, count in counts.items():
-            print(f"{name:24}{count:14,}{count / counts['none']:9.4f}", flush=True)
-    comm.close()
-
-
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -113,21 +70,9 @@ def main() -> int:
         "--mb", type=float, default=16.0, help="size of the gradients, in units of 10^6 bytes"
     )
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument(
-        "--hosts", type=int, nargs="+", default=[], help="count bytes, between so many hosts"
-    )
-    parser.add_argument("--in-rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.in_rank:
-        bytes_that_leave(int(asked.mb * 1e6))
-        return 0
-    if not asked.hosts:
-        speeds(int(asked.mb * 1e6), asked.rounds)
-        return 0
-    return run_on_hosts(
-        "benchmarks.comm.compression", asked.hosts, "--in-rank", "--mb", str(asked.mb)
-    )
+    speeds(int(asked.mb * 1e6), asked.rounds)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

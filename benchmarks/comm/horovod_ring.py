@@ -2,9 +2,8 @@
 itself.
 
 ``python -m benchmarks.comm.horovod_ring names`` submits 160 short named tensors at a time on two
-ranks and tells what a step of them takes: submitting, negotiating, and moving bytes. ``python -m
-benchmarks.comm.horovod_ring training`` trains ResNet-50 as Horovod's synthetic benchmark does:
-random images, SGD, `DistributedOptimizer` with named parameters.
+ranks. ``python -m benchmarks.comm.horovod_ring training`` trains ResNet-50 as Horovod's synthetic
+benchmark does: random images, SGD, `DistributedOptimizer` with named parameters.
 
 With ``--horovod PYTHON``, an interpreter that has Horovod 0.28.1 built for PyTorch with Gloo, both
 run under Horovod too. The jobs are up from the start and take turns (`benchmarks/turns.py`), so
@@ -38,68 +37,17 @@ def named_steps(hvd: Any, turns: Turns, _: argparse.Namespace) -> dict[str, Any]
 
     tensors = [torch.ones(NUMEL) for _ in range(NUM_NAMES)]
     names = [f"layer{number}.weight" for number in range(NUM_NAMES)]
-    parts = Parts(hvd)
+    processor = []
     while turns.wait():
-        parts.begin()
+        began = time.process_time()
         handles = [
             hvd.allreduce_async_(tensor, name=name)
             for tensor, name in zip(tensors, names, strict=True)
         ]
-        submitted = time.perf_counter()
         for handle in handles:
             hvd.synchronize(handle)
-        parts.end(submitted)
-    return parts.summary()
-
-
-class Parts:
-    """Where the time of a step goes: by instruments around the collectives of
-    `lightning_ring.horovod`.
-
-    Negotiating is what lies between the last submission and the first byte that moves, and between
-    the last byte and the last result. Steps of which a part ran behind the submissions already are
-    left out.
-    """
-
-    def __init__(self, hvd: Any) -> None:
-        self._steps: list[dict[str, float]] = []
-        self._runs: list[tuple[float, float]] = []
-        self._began = self._processor = 0.0
-        if hvd.__name__ != "lightning_ring.horovod":
-            return
-        negotiation = hvd.global_process_set.negotiation
-        run = negotiation._run
-
-        def timed(steps: Any) -> None:
-            began = time.perf_counter()
-            run(steps)
-            if steps:
-                self._runs.append((began, time.perf_counter()))
-
-        negotiation._run = timed
-
-    def begin(self) -> None:
-        self._runs.clear()
-        self._began, self._processor = time.perf_counter(), time.process_time()
-
-    def end(self, submitted: float) -> None:
-        ended = time.perf_counter()
-        step = {
-            "submitting": submitted - self._began,
-            "processor time": time.process_time() - self._processor,
-        }
-        if self._runs and self._runs[0][0] > submitted:
-            step["moving bytes"] = sum(end - begin for begin, end in self._runs)
-            step["negotiating"] = ended - submitted - step["moving bytes"]
-        self._steps.append(step)
-
-    def summary(self) -> dict[str, Any]:
-        """The least and the median of each part, in microseconds."""
-        columns: dict[str, list[float]] = {}
-        for step in self._steps[WARM_UP:]:
-            for part, seconds in step.items():
-                columns.setdefault(f"{part}, µs", []).append(seconds * 1e6)
-        return {part: (min(column), statistics.median(column)) for part, column in columns.items()}
+        processor.append((time.process_time() - began) * 1e3)
+    return of_processor(processor)
 
 
 def training_steps(hvd: Any, turns: Turns, asked: argparse.Namespace) -> dict[str, Any]:
@@ -123,7 +71,11 @@ def training_steps(hvd: Any, turns: Turns, asked: argparse.Namespace) -> dict[st
         F.cross_entropy(model(data), target).backward()
         optimizer.step()
         processor.append((time.process_time() - began) * 1e3)
-    kept = processor[2 * WARM_UP :]
+    return of_processor(processor)
+
+
+def of_processor(times: list[float]) -> dict[str, Any]:
+    kept = times[2 * WARM_UP :]
     return {"processor time, ms": (min(kept), statistics.median(kept))}
 
 

@@ -1,18 +1,16 @@
-"""Images per CPU-second of the loader, beside those of torchvision, webdataset, litdata, MosaicML
-streaming and DALI.
+"""Images per CPU-second of the loader, beside those of torchvision, webdataset and DALI.
 
-    pip install 'lightning-ring[lance,hugging-face,recipes]' webdataset litdata \\
-        mosaicml-streaming nvidia-dali-cuda120
+    pip install 'lightning-ring[lance,hugging-face,recipes]' webdataset nvidia-dali-cuda120
     python -m benchmarks.data.loader
 
 RandomResizedCrop 224 and flip of JPEGs of 341 x 256 pixels, which it draws itself (the same every
 time) and keeps in ``--folder``. CPU time is that of this process and its workers, by the kernel's
 count. Workers persist: they start in an epoch that is not counted, and the counted epochs run in
 turns. The table gives medians with the lowest and the highest. Loaders are compared that deliver
-the same: uint8, which a GPU normalises by itself, or float32, normalised on this CPU. webdataset,
-litdata and MosaicML streaming read the same JPEGs and decode and crop them as torchvision's folder
-does ("torchvision v2"), and webdataset also with our decoder. DALI decodes and crops by itself, on
-the CPU. What is not installed is left out and said.
+the same: uint8, which a GPU normalises by itself, or float32, normalised on this CPU. webdataset
+reads the same JPEGs and decodes and crops them as torchvision's folder does ("torchvision v2"), and
+also with our decoder. DALI decodes and crops by itself, on the CPU. What is not installed is left
+out, and the benchmark says so.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from __future__ import annotations
 import argparse
 import os
 import resource
-import shutil
 import statistics
 import tempfile
 import time
@@ -152,11 +149,10 @@ def transform_of(kind: str) -> Any:
     return v2.Compose(steps)
 
 
-def workers_of(
-    data: Any, workers: int, loader: Any = torch.utils.data.DataLoader, **options: Any
-) -> Iterable[Any]:
-    made: Iterable[Any] = loader(data, num_workers=workers, persistent_workers=True, **options)
-    return made
+def workers_of(data: Any, workers: int, **options: Any) -> Iterable[Any]:
+    return torch.utils.data.DataLoader(
+        data, num_workers=workers, persistent_workers=True, **options
+    )
 
 
 def torchvision_folder(root: Path, workers: int, kind: str) -> Iterable[Any]:
@@ -190,50 +186,6 @@ def webdataset_tar(root: Path, workers: int, decode: Callable[[bytes], Any]) -> 
         data.shuffle(256).map(sample).batched(BATCH, collation_fn=torch.utils.data.default_collate)
     )
     return workers_of(data, workers, batch_size=None)
-
-
-def litdata_chunks(root: Path, workers: int, kind: str) -> Iterable[Any]:
-    import litdata
-
-    class Decoded(litdata.StreamingDataset):
-        def __getitem__(self, index: Any) -> Any:
-            item = super().__getitem__(index)
-            return as_torchvision(item["image"], kind), item["label"]
-
-    folder = root / "litdata"
-    if not folder.exists():
-        source = ShardDataset(root / "shards", decode=False)
-        with tempfile.TemporaryDirectory(dir=root) as half:
-            chunks = litdata.streaming.writer.BinaryWriter(half, chunk_bytes="1MB")
-            for i in range(len(source)):
-                chunks[i] = {"image": source.read(i), "label": int(source.labels[i])}
-            chunks.done()
-            chunks.merge()
-            shutil.copytree(half, folder)
-    data = Decoded(str(folder), shuffle=True)
-    return workers_of(data, workers, litdata.StreamingDataLoader, batch_size=BATCH)
-
-
-def mosaicml_shards(root: Path, workers: int, kind: str) -> Iterable[Any]:
-    import streaming
-
-    class Decoded(streaming.StreamingDataset):
-        def __getitem__(self, index: Any) -> Any:
-            item = super().__getitem__(index)
-            return as_torchvision(item["image"], kind), item["label"]
-
-    folder = root / "mosaicml"
-    if not folder.exists():
-        source = ShardDataset(root / "shards", decode=False)
-        with streaming.MDSWriter(
-            out=str(folder), columns={"image": "bytes", "label": "int"}, size_limit="1mb"
-        ) as out:
-            for i in range(len(source)):
-                out.write({"image": source.read(i), "label": int(source.labels[i])})
-    streaming.base.util.clean_stale_shared_memory()
-    return workers_of(
-        Decoded(local=str(folder), shuffle=True, batch_size=BATCH), workers, batch_size=BATCH
-    )
 
 
 def dali_folder(root: Path, workers: int, kind: str) -> Iterable[Any]:
@@ -313,8 +265,6 @@ def candidates(root: Path, workers: int) -> dict[str, dict[str, Callable[[], Ite
             "webdataset, torchvision v2": partial(
                 webdataset_tar, root, workers, partial(as_torchvision, kind=kind)
             ),
-            "litdata, torchvision v2": partial(litdata_chunks, root, workers, kind),
-            "MosaicML streaming, torchvision v2": partial(mosaicml_shards, root, workers, kind),
             "DALI on the CPU, image folder": partial(dali_folder, root, workers, kind),
             "ours, image folder": partial(ours, folder, workers, transform),
             "ours, shards": partial(ours, shards, workers, transform),
