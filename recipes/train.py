@@ -164,11 +164,7 @@ def describe(metrics: dict[str, float]) -> str:
 
 def _in_words(loader: str) -> str:
     """``"test_unseen_in_all"`` as "test, unseen, among all"."""
-    return (
-        loader.replace("_in_all", ", among all")
-        .replace("_equal", ", equal galleries")
-        .replace("_", ", ")
-    )
+    return loader.replace("_in_all", ", among all").replace("_", ", ")
 
 
 def main() -> None:

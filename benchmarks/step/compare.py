@@ -47,7 +47,7 @@ class Row:
     asked_state: tuple[tuple[str, str, float], ...] = ()
     steps: int = 4  # a turn
     rounds: int = 8
-    start: str = "fork"  # "mpirun"; "exec": one process a job; "ringrun"
+    start: str = "fork"  # "exec": one process a job; "ringrun"
     options: tuple[str, ...] = ()  # of `step_rank`
     by_turn: bool = False  # compare means of turns, where not every step costs the same
 
@@ -156,21 +156,7 @@ def commands(row: Row, options: Sequence[str]) -> Iterator[list[list[str]]]:
             if row.num_hosts > 1
             else None
         )
-        if row.start == "mpirun" and opened is not None:
-            yield [
-                opened.mpirun(row.ranks, *command, options=("-x", "TURNS_SOCKET"))
-                for command in each
-            ]
-        elif row.start == "mpirun":
-            mpirun = [
-                hosts.mpirun_path(),
-                "--allow-run-as-root",
-                "--oversubscribe",
-                "--bind-to",
-                "none",
-            ]
-            yield [[*mpirun, "-n", str(row.ranks), *command] for command in each]
-        elif row.start == "exec":
+        if row.start == "exec":
             yield each
         elif row.start == "ringrun":
             run = [*python, "lightning_ring.cli.ringrun", "-n", str(row.ranks)]
@@ -252,15 +238,12 @@ def main() -> int:
     parser.add_argument("--model", choices=("resnet18", "resnet50", "many_small", "tiny"))
     parser.add_argument("--ranks", type=int, help="in all, round-robin over the hosts")
     parser.add_argument("--hosts", dest="num_hosts", type=int)
-    parser.add_argument(
-        "--start", choices=("fork", "mpirun"), help="how ranks are started (default: fork)"
-    )
     parser.add_argument("--rate", help="of the links between hosts, as tc writes it")
     parser.add_argument("--steps", type=int, help="a turn")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--json", metavar="FILE", help="write every step's seconds")
     asked = parser.parse_args()
-    names = ("model", "ranks", "num_hosts", "start", "rate", "steps", "rounds")
+    names = ("model", "ranks", "num_hosts", "rate", "steps", "rounds")
     row = replace(
         ROWS[asked.row],
         **{name: value for name in names if (value := getattr(asked, name)) is not None},

@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import (
     LightningEnvironment,
-    MPIEnvironment,
     TorchElasticEnvironment,
 )
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -164,14 +163,9 @@ def strategy(contender: str, device: str) -> tuple[Any, dict[str, Any]]:
     """The strategy, and what the Trainer has to be told besides."""
     name, _, text = contender.partition(":")
     settings = dict(setting.split("=", 1) for setting in text.split(",")) if text else {}
-    by_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
     by_ringrun = os.environ.get("RING_WORLD_SIZE", "1")  # on one host
-    world_size = int(
-        os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("WORLD_SIZE", by_ringrun))
-    )
-    local_size = int(
-        os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", by_ringrun))
-    )
+    world_size = int(os.environ.get("WORLD_SIZE", by_ringrun))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", by_ringrun))
     if name in ("auto", "alone", "ddp") and settings.get("keep_freed_memory") == "True":
         keep_freed_memory()
     devices = {"devices": local_size, "num_nodes": world_size // local_size}
@@ -183,9 +177,8 @@ def strategy(contender: str, device: str) -> tuple[Any, dict[str, Any]]:
             "plugins": [LightningEnvironment()],
         }
     if name == "ddp":
-        environment: Any = LightningEnvironment()
-        if world_size > 1:
-            environment = MPIEnvironment() if by_mpi else TorchElasticEnvironment()
+        alone = world_size == 1
+        environment: Any = LightningEnvironment() if alone else TorchElasticEnvironment()
         backend = "nccl" if device.startswith("cuda") else "gloo"
         return DDPStrategy(cluster_environment=environment, process_group_backend=backend), devices
     values = {key: _value(value) for key, value in settings.items()}

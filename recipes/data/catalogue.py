@@ -201,10 +201,7 @@ def make_catalogue(folder: Path, catalogue: Catalogue) -> None:
 class CatalogueShards(Shards):
     """Makes the catalogue in ``folder``, and its ``shards`` inside, unless it is there.
 
-    Args:
-        folder: Where to.
-        drawing: What, as arguments of `Catalogue`.
-        options: As in `Shards`.
+    ``drawing`` holds arguments of `Catalogue`; ``options`` are those of `Shards`.
     """
 
     def __init__(self, folder: str, drawing: dict[str, Any] | None = None, **options: Any) -> None:
@@ -219,8 +216,6 @@ class CatalogueShards(Shards):
         for split in SPLITS:
             packed = self.shards() / split
             if not (packed / MANIFEST).exists():
-                pack(self.folder / split, packed, PackSettings(), available_cores(), _silent)
-
-
-def _silent(done: int, total: int, left_out: int) -> None:
-    """Packing takes a second; it needs no progress bar."""
+                pack(
+                    self.folder / split, packed, PackSettings(), available_cores(), lambda *_: None
+                )

@@ -183,11 +183,7 @@ def test_scan_to_identify_takes_two_steps_and_retrieves(
         "test/accuracy_rare",
         "test_unseen/R@1",
     } <= set(metrics)
-    assert {
-        "test_unseen_in_all/MAP@R",
-        "test_unseen_equal/R@1",
-        "test_unseen_in_all/pixels_R@1",
-    } <= set(metrics)
+    assert "test_unseen_in_all/MAP@R" in metrics
     assert all(0 <= value <= 1 for value in metrics.values())
     assert "test, unseen: R@1 " in capsys.readouterr().out
     assert (
