@@ -21,7 +21,7 @@ from benchmarks.elastic.outlive import Job, Outcome, horovod, outcome
 from benchmarks.elastic.outlive_rank import DEADLY
 from benchmarks.step import compare as step
 from benchmarks.turns import Conductor
-from tests.processes import run
+from tests.processes import ROOT, run
 
 JOB = """
 import os, sys, time
@@ -38,7 +38,7 @@ turns.leave({"pid": os.getpid()})
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setenv("PYTHONPATH", str(step.ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "job.py").write_text(JOB)
     return [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "log")]
 

@@ -23,9 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.turns import Conductor, Turns
+from benchmarks.turns import Conductor, Turns, prepare
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_NAMES = 160
 NUMEL = 10
 WARM_UP = 3
@@ -118,10 +117,7 @@ def commands(asked: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def measure(asked: argparse.Namespace) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    )
+    prepare()
     started = commands(asked)
     jobs = list(started)
     seconds: dict[str, list[float]] = {job: [] for job in jobs}

@@ -46,8 +46,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.elastic.outlive_rank import DEADLY, STEPS
+from benchmarks.turns import prepare
 
-ROOT = Path(__file__).resolve().parents[2]
 JOB_SECONDS = 600.0  # of a job that comes no further
 END_SECONDS = 40.0  # for a job's end after its last step, and after SIGTERM
 
@@ -298,12 +298,7 @@ def main() -> None:
         help="interpreter with horovod; its horovodrun lies beside it",
     )
     asked = parser.parse_args()
-    # so that no job is left behind
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    )
+    prepare()
     missing = tuple(peer for peer in PEERS if not getattr(asked, peer))
     for name in asked.contenders or ():
         if name.startswith(missing):

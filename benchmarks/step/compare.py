@@ -16,9 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
-import signal
 import statistics
 import sys
 import tempfile
@@ -29,9 +27,7 @@ from typing import Any
 
 from benchmarks import hosts
 from benchmarks.step import forked
-from benchmarks.turns import Conductor
-
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.turns import Conductor, prepare
 
 
 @dataclass(frozen=True)
@@ -124,11 +120,7 @@ def measure(
     """Seconds of every step by contender, and what its ranks say of themselves. ``options`` go
     to `step_rank`.
     """
-    # hosts of one machine would each take all of its cores
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    )
+    prepare()
     seconds: dict[str, list[float]] = {name: [] for name in row.contenders}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -253,8 +245,6 @@ def main() -> int:
     if row.num_hosts > 1 and (reason := hosts.why_not()) is not None:
         print(f"no hosts: {reason}", file=sys.stderr)
         return 77
-    # so that no job is left behind
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     seconds, facts = measure(row)
     print(*report(row, seconds, facts), sep="\n", flush=True)
     if asked.json is not None:
