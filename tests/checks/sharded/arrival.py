@@ -123,11 +123,11 @@ def check_reads_that_no_module_waits_for_are_waited_for_before_the_forward() -> 
             x = batch[0]
             return F.cross_entropy(self.net(self.attention(x, x, x)[0]), batch[1])
 
-    for make, told in ((Hidden, "hidden.weight"), (Scripted, "also.0.weight"), (Attention, "")):
+    for make, told in ((Hidden, "hidden.weight"), (Scripted, "also.0."), (Attention, "")):
         late, plain = make(), make()
         plain.load_state_dict(late.state_dict())
         expected = (
-            pytest.warns(UserWarning, match=f"{told} gets gradients")
+            pytest.warns(UserWarning, match=f"{told}.*gets gradients")
             if RANK == 0 and told
             else contextlib.nullcontext()
         )

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.hosts import why_not
-from benchmarks.plan import WAYS
+from benchmarks.step.plan import WAYS
 from lightning_ring.cli import plan
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import RingProfile, StepTimer
@@ -120,7 +120,7 @@ def test_on_two_ranks(battery: Battery, check: str) -> None:
 @pytest.mark.netns
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_prediction_and_run_between_two_hosts_are_put_side_by_side(tmp_path: Path) -> None:
-    """That the check runs. Whether it agrees, `python -m benchmarks.plan` tells on a quiet
+    """That the check runs. Whether it agrees, `python -m benchmarks.step.plan` tells on a quiet
     machine.
     """
     small = profile(*several(6, 0.03), forward=0.01, backward=0.03, optimizer=0.002)
@@ -145,7 +145,7 @@ def test_prediction_and_run_between_two_hosts_are_put_side_by_side(tmp_path: Pat
         "--json",
         str(tmp_path / "out.json"),
     ]
-    result = run([sys.executable, "-m", "benchmarks.plan", *words])
+    result = run([sys.executable, "-m", "benchmarks.step.plan", *words])
     assert result.returncode == 0, result.stdout
     rows = json.loads((tmp_path / "out.json").read_text())
     assert [(row["num_hosts"], row["way"]) for row in rows] == [(2, f"{way}, flat") for way in WAYS]
