@@ -14,14 +14,16 @@ open.
 from __future__ import annotations
 
 import argparse
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import torch
 
-from benchmarks import compression, optim, step
+from benchmarks.comm import compression
+from benchmarks.step import compare as step
+from benchmarks.step import optim
+from benchmarks.turns import ROOT
 
 NO_GPU = 77  # what test harnesses take for "skipped"
 # with it alone would come the monitor, which is no collective
@@ -78,7 +80,7 @@ def tests(tiny: bool) -> int:
     """The tests that need a GPU; `tiny`: those of NCCL. Their exit code."""
     where = ["tests/comm/backends/test_gloo.py"] if tiny else ["tests"]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *where]
-    return subprocess.run(command, cwd=step.ROOT).returncode
+    return subprocess.run(command, cwd=ROOT).returncode
 
 
 def main() -> int:
@@ -99,8 +101,6 @@ def main() -> int:
             file=sys.stderr,
         )
         return NO_GPU
-    # so that no job is left behind
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     name = torch.cuda.get_device_name() if asked.device == "cuda" else "cpu"
     print(f"{name}, torch {torch.__version__}", flush=True)
     for line in steps(asked.device, asked.tiny, asked.batch):

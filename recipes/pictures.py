@@ -1,6 +1,4 @@
-"""What a run looks like, in TensorBoard: batches, confusions, what is found for what, and the
-embeddings themselves.
-"""
+"""What a run looks like, in TensorBoard: batches, confusions, and what is found for what."""
 
 from __future__ import annotations
 
@@ -28,30 +26,22 @@ class Pictures(Callback):
     In training: the first batch of each epoch in ``every``, as the model gets it, augmented. After
     each evaluation, from its first ``most`` images a loader:
 
-    - of a model that classifies: the confusion matrix with the data module's ``class_names``, and
-      precision and recall of the ``curves`` worst classes; in validation after the first epoch and
-      each ``every``-th;
+    - of a model that classifies: the confusion matrix with the data module's ``class_names``; in
+      validation after the first epoch and each ``every``-th;
     - of one that embeds: ``strips`` queries, each beside the five images nearest to it (green: its
-      class; red: another), and, in the test, all embeddings for TensorBoard's projector.
+      class; red: another).
 
     Args:
         images: Of a training batch.
         every: Epochs between two pictures of a training batch, and of the classes.
         most: Images of an evaluation to keep.
         strips: Queries shown with what they find.
-        curves: Classes with a precision-recall curve.
     """
 
     def __init__(
-        self, images: int = 32, every: int = 5, most: int = 1000, strips: int = 12, curves: int = 5
+        self, images: int = 32, every: int = 5, most: int = 1000, strips: int = 12
     ) -> None:
-        self.images, self.every, self.most, self.strips, self.curves = (
-            images,
-            every,
-            most,
-            strips,
-            curves,
-        )
+        self.images, self.every, self.most, self.strips = images, every, most, strips
         self.seen: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
 
     # -- training
@@ -67,24 +57,11 @@ class Pictures(Callback):
     # -- evaluation
 
     def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        *position: int,
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, *position: int
     ) -> None:
         self._keep(trainer, pl_module, batch, position[1] if len(position) > 1 else 0)
 
-    def on_test_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        *position: int,
-    ) -> None:
-        self._keep(trainer, pl_module, batch, position[1] if len(position) > 1 else 0)
+    on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._draw(trainer, pl_module, "val")
@@ -121,12 +98,8 @@ class Pictures(Callback):
                     logits = module.logits(outputs.to(module.device)).float().cpu()
                 self._classified(trainer, name, labels, logits)
             embeddings = F.normalize(outputs)
-            writer.add_image(
-                f"{name}/nearest", strips(images, labels, embeddings, self.strips), step
-            )
-            if stage == "test":
-                thumbnails = F.interpolate(images, size=(32, 32), mode="bilinear", antialias=True)
-                writer.add_embedding(embeddings, labels.tolist(), thumbnails, step, tag=name)
+            picture = strips(images, labels, embeddings, self.strips)
+            writer.add_image(f"{name}/nearest", picture, step)
         self.seen.clear()
 
     def _classified(self, trainer: L.Trainer, name: str, labels: Tensor, logits: Tensor) -> None:
@@ -138,11 +111,6 @@ class Pictures(Callback):
         if trainer.world_size > 1:
             title += ", on rank 0"
         writer.add_figure(f"{name}/confusion", confusion(predicted, labels, classes, title), step)
-        for label in worst_classes(predicted, labels)[: self.curves]:
-            share = logits.softmax(1)[:, label]
-            writer.add_pr_curve(
-                f"{name}/class {classes[label]}", (labels == label).numpy(), share.numpy(), step
-            )
 
 
 def shown(images: Tensor) -> Tensor:
@@ -175,25 +143,9 @@ def confusion(predicted: Tensor, labels: Tensor, names: Sequence[str], title: st
     axes.set_yticks(shown, [names[label] for label in shown], fontsize=8)
     for row, column in counts.nonzero().tolist() if num_classes <= MOST_COUNTED else ():
         colour = "white" if share[row, column] > 0.5 else "black"
-        axes.text(
-            column,
-            row,
-            str(int(counts[row, column])),
-            ha="center",
-            va="center",
-            color=colour,
-            fontsize=9,
-        )
+        number = str(int(counts[row, column]))
+        axes.text(column, row, number, ha="center", va="center", color=colour, fontsize=9)
     return figure
-
-
-def worst_classes(predicted: Tensor, labels: Tensor) -> list[int]:
-    """Classes by the share of their images that was recognised, lowest first."""
-    found = {
-        int(label): float((predicted[labels == label] == label).float().mean())
-        for label in labels.unique()
-    }
-    return sorted(found, key=lambda label: found[label])
 
 
 def strips(images: Tensor, labels: Tensor, embeddings: Tensor, num: int, k: int = 5) -> Tensor:
@@ -206,23 +158,15 @@ def strips(images: Tensor, labels: Tensor, embeddings: Tensor, num: int, k: int 
     for query, others in zip(queries.tolist(), found.tolist(), strict=True):
         rows.append(framed(images[query], (1.0, 1.0, 1.0)))
         for other in others:
-            rows.append(
-                framed(
-                    images[other],
-                    (0.0, 0.8, 0.0) if labels[other] == labels[query] else (0.9, 0.0, 0.0),
-                )
-            )
+            right = labels[other] == labels[query]
+            rows.append(framed(images[other], (0.0, 0.8, 0.0) if right else (0.9, 0.0, 0.0)))
     return make_grid(torch.stack(rows), nrow=1 + found.shape[1], padding=3)
 
 
 def framed(image: Tensor, colour: Sequence[float], width: int = 3) -> Tensor:
     """``image`` as ``[3, height, width]`` with a frame around it."""
-    side = (
-        torch.tensor(colour)
-        .view(3, 1, 1)
-        .expand(3, image.shape[1] + 2 * width, image.shape[2] + 2 * width)
-        .clone()
-    )
+    height, across = image.shape[1] + 2 * width, image.shape[2] + 2 * width
+    side = torch.tensor(colour).view(3, 1, 1).repeat(1, height, across)
     side[:, width:-width, width:-width] = image
     return side
 

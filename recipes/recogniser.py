@@ -19,7 +19,7 @@ from lightning_ring.optim import exclude_bias_and_norm
 from lightning_ring.retrieval.metrics import Items
 from lightning_ring.schedules import WarmupLR
 from recipes.from_configuration import FromConfiguration
-from recipes.recognition.judging import Ranks, judged, pixels
+from recipes.recognition.judging import Ranks, judged
 from recipes.recognition.sharded_head import KEY, ShardedHead
 from recipes.recognition.strategy import check_strategy
 
@@ -187,13 +187,7 @@ class Recogniser(FromConfiguration):
 
     def remember(self, batch: Batch, dataloader_idx: int) -> None:
         images, labels, indices = batch
-        kept = (
-            self.embedder(images),
-            labels,
-            indices,
-            *([pixels(images)] if self.trainer.testing else []),
-        )
-        self.seen.setdefault(dataloader_idx, []).append(kept)
+        self.seen.setdefault(dataloader_idx, []).append((self.embedder(images), labels, indices))
 
     def on_validation_epoch_end(self) -> None:
         self.report("val")
@@ -202,8 +196,7 @@ class Recogniser(FromConfiguration):
         self.report("test")
 
     def report(self, stage: str) -> None:
-        """Log what the evaluation's embeddings retrieve (`judged`), in a test beside a baseline
-        that learns nothing.
+        """Log what the evaluation's embeddings retrieve (`judged`).
 
         The first loader holds classes that were trained on: there the classification head is judged
         too, over all of them and over the third with the fewest training images. The second one
@@ -216,37 +209,28 @@ class Recogniser(FromConfiguration):
         self.seen.clear()
         if self.classification_weight or self.sharded_head is not None:
             self.report_accuracy(stage, *columns[SEEN][:2])
-        for kind in (0, 3) if stage == "test" else (0,):
-            items = {
-                loader: self.distinct(column, kind, loader) for loader, column in columns.items()
-            }
-            further = items.pop(FURTHER, None)
-            sets = {
-                stage if loader == SEEN else f"{stage}_unseen": part
-                for loader, part in sorted(items.items())
-            }
-            for name, value in self.judge(sets, further, warn=not kind).items():
-                whole, _, metric = name.partition("/")
-                if not kind:
-                    self.log(name, value, sync_dist=True, prog_bar=name == f"{stage}/R@1")
-                elif metric in ("R@1", "MAP@R"):
-                    self.log(f"{whole}/pixels_{metric}", value, sync_dist=True)
+        items = {loader: self.distinct(column, loader) for loader, column in columns.items()}
+        further = items.pop(FURTHER, None)
+        sets = {
+            stage if loader == SEEN else f"{stage}_unseen": part
+            for loader, part in sorted(items.items())
+        }
+        for name, value in self.judge(sets, further).items():
+            self.log(name, value, sync_dist=True, prog_bar=name == f"{stage}/R@1")
 
-    def distinct(self, columns: list[Tensor], kind: int, loader: int) -> Items:
-        """Column ``kind``, with labels and indices that stand for one class and one image in all
-        loaders together.
-        """
-        _, labels, indices = columns[:3]
+    def distinct(self, columns: list[Tensor], loader: int) -> Items:
+        """Labels and indices stand for one class and one image in all loaders together."""
+        embeddings, labels, indices = columns
         apart = self.num_classes if loader == UNSEEN else 0
-        return columns[kind], labels + apart, indices + (loader << 48)
+        return embeddings, labels + apart, indices + (loader << 48)
 
-    def judge(self, sets: dict[str, Items], further: Items | None, warn: bool) -> dict[str, float]:
+    def judge(self, sets: dict[str, Items], further: Items | None) -> dict[str, float]:
         ranks = Ranks(
             self.trainer.global_rank,
             self.trainer.world_size,
             lambda tensor: list(self.all_gather(tensor)),
         )
-        return judged(sets, further, ranks, warn=warn and not self.trainer.sanity_checking)
+        return judged(sets, further, ranks, warn=not self.trainer.sanity_checking)
 
     def report_accuracy(self, name: str, embeddings: Tensor, labels: Tensor) -> None:
         sharded = self.sharded_head

@@ -57,7 +57,6 @@ def train(config: DictConfig) -> dict[str, float]:
     from lightning.pytorch.callbacks import LambdaCallback
 
     from lightning_ring.monitor.terminal import replace_bars
-    from recipes.hparams import log_configuration, log_result
 
     L.seed_everything(config.seed, workers=True, verbose=False)
     model, data = model_and_data(config)
@@ -104,6 +103,28 @@ def train(config: DictConfig) -> dict[str, float]:
     return metrics
 
 
+def log_configuration(trainer: Any, config: DictConfig) -> None:
+    for logger in trainer.loggers:
+        logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+
+
+def log_result(trainer: Any, config: DictConfig, metrics: dict[str, float]) -> None:
+    """A row of TensorBoard's HParams tab: the configuration, the overrides, and what was found."""
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    values: Any = OmegaConf.to_container(config, resolve=True)
+    values["overrides"] = " ".join(HydraConfig.get().overrides.task)
+    checkpoint = trainer.checkpoint_callback
+    if checkpoint and checkpoint.monitor and checkpoint.best_model_score is not None:
+        metrics = metrics | {f"best/{checkpoint.monitor}": float(checkpoint.best_model_score)}
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(values, metrics, trainer.global_step)
+        else:
+            logger.log_metrics(metrics, trainer.global_step)
+        logger.finalize("success")
+
+
 def model_and_data(config: DictConfig) -> tuple[Any, Any]:
     """What is trained, on what."""
     from recipes.from_configuration import FromConfiguration
@@ -143,11 +164,7 @@ def describe(metrics: dict[str, float]) -> str:
 
 def _in_words(loader: str) -> str:
     """``"test_unseen_in_all"`` as "test, unseen, among all"."""
-    return (
-        loader.replace("_in_all", ", among all")
-        .replace("_equal", ", equal galleries")
-        .replace("_", ", ")
-    )
+    return loader.replace("_in_all", ", among all").replace("_", ", ")
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ LONG = (
         "integrations/lightning/test_strategy.py",
         "optim/test_triton.py",
         "slurm/test_slurm.py",
-        "test_chaos.py",
+        "chaos/test_chaos.py",
     ),
     *(
         "integrations/lightning/test_sharded.py",

@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import hosts, step
-from benchmarks.outlive import Job, Outcome, horovod, outcome
-from benchmarks.outlive_rank import DEADLY
+from benchmarks import hosts
+from benchmarks.elastic.outlive import Job, Outcome, horovod, outcome
+from benchmarks.elastic.outlive_rank import DEADLY
+from benchmarks.step import compare as step
 from benchmarks.turns import Conductor
-from tests.processes import run
+from tests.processes import ROOT, run
 
 JOB = """
 import os, sys, time
@@ -37,7 +38,7 @@ turns.leave({"pid": os.getpid()})
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setenv("PYTHONPATH", str(step.ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "job.py").write_text(JOB)
     return [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "log")]
 
@@ -173,40 +174,23 @@ def test_horovod_s_ranks_are_on_hosts_of_their_own_which_are_all_this_one(
 @pytest.mark.ranks
 def test_a_contender_without_its_interpreter_is_an_error() -> None:
     result = run(
-        [sys.executable, "-m", "benchmarks.outlive", "--contenders", "ring_elastic", "horovod:5s"]
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.elastic.outlive",
+            "--contenders",
+            "ring_elastic",
+            "horovod:5s",
+        ]
     )
     assert result.returncode == 2
     assert "horovod:5s runs under the interpreter that --horovod names" in result.stdout
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("options", "second"),
-    [(["--gigabytes", "0.1"], "connections ended"), (["--cut"], "dead behind the cut")],
-)
-def test_a_death_and_a_cut_link_are_noticed(options: list[str], second: str) -> None:
-    if "--cut" in options and (reason := hosts.why_not()) is not None:
-        pytest.skip(reason)
-    result = run(
-        [
-            sys.executable,
-            str(step.ROOT / "benchmarks" / "death_notice.py"),
-            "--repeat",
-            "1",
-            *options,
-        ]
-    )
-    assert result.returncode == 0, result.stdout
-    for name in ("noticed", second):
-        assert re.search(
-            rf"^{name} after \d+ ms \(median of \d+\), ", result.stdout, flags=re.MULTILINE
-        ), result.stdout
-
-
-@pytest.mark.ranks
 def test_a_rank_is_killed_and_the_next_step_is_timed() -> None:
     words = ["--contenders", "ring_elastic:gloo", "--ranks", "2", "--mib", "4", "--jobs", "1"]
-    result = run([sys.executable, "-m", "benchmarks.outlive", *words])
+    result = run([sys.executable, "-m", "benchmarks.elastic.outlive", *words])
     assert result.returncode == 0, result.stdout
     assert re.search(
         r"\| ring_elastic:gloo \| \d+ ms \| (\d\.\d\d s \(largest \d\.\d\d\) \| ){2}0 \|",

@@ -33,7 +33,7 @@ ALLOWED = {  # room: the rooms that it may import
     "schedules": {"errors"},
     "data": {"errors", "host"},
     "retrieval": {"errors"},
-    "tools": {"algorithms", "comm", "errors", "gradients", "host", "job", "launch", "membership"},
+    "tools": {"comm", "errors", "host", "job", "launch", "membership"},
     "monitor": {"comm", "errors", "host", "timeline", "tools"},
     "cli": {"data", "errors", "host", "job", "launch", "timeline", "tools"},
     "elastic": {"algorithms", "comm", "errors", "gradients", "host", "job", "membership"},

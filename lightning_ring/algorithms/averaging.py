@@ -21,12 +21,11 @@ from lightning_ring.comm.cost import default_cap_mb
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.replicate import broadcast_tensors
 from lightning_ring.errors import ConfigurationError, RingError
+from lightning_ring.gradients.backward import check_outside_backward
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor, ErrorFeedback
+from lightning_ring.gradients.layout import AutoBuckets
 from lightning_ring.gradients.reducer import Reducer
-from lightning_ring.gradients.shard_reducer import ShardReducer
-from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 from lightning_ring.gradients.sparse import sparse_weights
-from lightning_ring.gradients.unreduced import check_outside_backward
 
 
 class Averaging(Algorithm):
@@ -40,8 +39,8 @@ class Averaging(Algorithm):
             by measurement.
         compression: Name of a compressor, a `Compressor`, or `None` to send gradients in their own
             dtype.
-        shards: Leave each rank only its shard of an average (`ShardReducer`), for an algorithm on
-            top of this one.
+        shards: Leave each rank only its part of an average (`ShardedAverages`), for an algorithm
+            on top of this one.
         on_new_parameters: Called after parameters were added, before their values are broadcast.
     """
 
@@ -103,12 +102,13 @@ class Averaging(Algorithm):
             )
             cap = default
         self._cap_mb = cap
-        self.reducer = (ShardReducer if self._shards else Reducer)(
+        self.reducer = Reducer(
             comm,
             self._in_first_order(module),
             bucket_cap_mb=cap,
             auto=auto,
             compressor=self._compressor,
+            shards=self._shards,
             warn=warn,
             sparse_weights=functools.partial(sparse_weights, module),
         )

@@ -11,7 +11,7 @@ from torch.optim.optimizer import (
 )
 
 from lightning_ring.algorithms.algorithm import Algorithm
-from lightning_ring.gradients.unreduced import has_closure
+from lightning_ring.gradients.backward import has_closure
 
 
 class StepHooks:

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
             return 1
         complete = _report(merged) and complete
         if options.plot is not None:
-            from lightning_ring.timeline.plot import plot
+            from lightning_ring.timeline.drawing import plot
 
             plot(merged.path, options.plot, options.steps)
             print(f"{options.plot}: a picture of it")

@@ -11,9 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ring.comm.cost import FIRST_BUCKET_MB, number_by_size
-from lightning_ring.gradients.gradient_views import LentViews, are_held
-from lightning_ring.gradients.streams import Fillers
-from lightning_ring.gradients.unreadable import make_unreadable
+from lightning_ring.gradients.memory import Fillers, LentViews, are_held, make_unreadable
 
 _ALIGNMENT_BYTES = 64  # a cache line: vector kernels are fast on aligned views
 _SHARD_ELEMENTS = 32  # 64 bytes of a 16-bit type, in which a bucket may travel, and 128 of float32

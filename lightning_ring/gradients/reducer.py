@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar
+from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,20 +16,27 @@ from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator, Work, advance
 from lightning_ring.comm.cost import DEFAULT_CAP_MB
+from lightning_ring.comm.host_copy import HostCopy
+from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.waiting import nothing
 from lightning_ring.errors import RingError
-from lightning_ring.gradients.backward_passes import BackwardPasses
+from lightning_ring.gradients.backward import (
+    BackwardPasses,
+    GradientHooks,
+    GradientParts,
+    UnreducedGradients,
+)
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import Compressor
-from lightning_ring.gradients.gradient_hooks import GradientHooks
-from lightning_ring.gradients.gradient_parts import GradientParts
-from lightning_ring.gradients.layout import BucketLayout
-from lightning_ring.gradients.sending import average_, average_compressed_, prepare_compressed
-from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
+from lightning_ring.gradients.delivery import (
+    Delivery,
+    ShardedAverages,
+    WholeAverages,
+    prepare_compressed,
+)
+from lightning_ring.gradients.layout import AutoBuckets, BucketLayout
+from lightning_ring.gradients.sharded_gradient import GradientShards
 from lightning_ring.gradients.sparse import SparseGradients
-from lightning_ring.gradients.stop_flag import StopFlag
-from lightning_ring.gradients.turns import turns_of
-from lightning_ring.gradients.unreduced import UnreducedGradients
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +63,14 @@ class Reducer:
             repeat.
         bucket_cap_mb, auto: As of `BucketLayout`.
         compressor: Sends the buckets whose dtype it accepts; `None` sends all in their own dtype.
+        shards: Leave each rank only its part of an average (`ShardedAverages`). The layout is final
+            after the first backward (with ``auto``, once it has chosen), and contains all
+            parameters.
+        gathers_sparse: Average sparse gradients as such; else they are made dense.
         warn: Called with a message for the user, at most once a message.
         sparse_weights: Returns the parameters that declare sparse gradients.
         before_backward: Called before the reduction of each backward.
     """
-
-    gathers_sparse: ClassVar[bool] = True  # else sparse gradients are made dense
 
     def __init__(
         self,
@@ -70,6 +80,8 @@ class Reducer:
         bucket_cap_mb: float = DEFAULT_CAP_MB,
         auto: AutoBuckets | None = None,
         compressor: Compressor | None = None,
+        shards: bool = False,
+        gathers_sparse: bool = True,
         warn: Callable[[str], None] = log.warning,
         sparse_weights: Callable[[], set[Parameter]] = set,
         before_backward: Callable[[], None] = nothing,
@@ -80,6 +92,9 @@ class Reducer:
         self.num_finished = 0  # backward passes reduced so far
         self.num_raised = 0  # backward passes that were begun and raised an exception
         self.num_steps = 0  # of optimizers so far, counted by the caller
+        self.gathers_sparse = gathers_sparse and not shards
+        # called with each parameter that got a gradient
+        self.on_gradient: Callable[[Parameter], None] | None = None
         self._comm = comm
         self._before_backward = before_backward
         self._warn_once = functools.cache(warn)
@@ -87,13 +102,21 @@ class Reducer:
         self.layout = BucketLayout(
             comm, bucket_cap_mb, auto, self._prepare_to_send, self._forget_buckets
         )
+        self.shards = GradientShards(self.layout, comm)
+        self.sharded = shards
+        self._delivery: Delivery = (
+            ShardedAverages(comm, compressor, self.shards)
+            if shards
+            else WholeAverages(comm, compressor)
+        )
         self._passes = BackwardPasses(self._begin, self.finish, self._abandon)
         self._hooks = GradientHooks(self._take_gradient)
         self._unreduced = UnreducedGradients()
         self._parts = GradientParts(self._warn_once)
         self._sparse = SparseGradients(comm, sparse_weights, enabled=self.gathers_sparse)
         self._produced_sparse: set[Parameter] = set()  # by this backward, outside the buckets
-        self._stop_flag = StopFlag(comm)
+        # of the last backward passes
+        self._stop_flags: deque[HostCopy] = deque(maxlen=2)
         self._names: dict[Parameter, str] = {}  # of all parameters whose gradients are averaged
         self._ids: set[int] = set()  # of the same
         self._queue: list[Bucket] = []  # of this backward
@@ -194,17 +217,15 @@ class Reducer:
         for _, work in self._works:
             work.wait()
         self._parts.average_late(self._queue, self._comm, self.active_ranks, self._named(""))
-        self._complete_averages()
-        for bucket in self._queue:
-            self._publish(bucket)
+        self._delivery.publish(self._queue, self._named)
         self._unreduced.drop_local(self._was_sent)
         if not self.num_finished:
             self._agree_on_sparse()
             self._parts.agree(self._comm)
         if self._works:
-            self._stop_flag.keep(self._works[-1][0].stop)
+            self._keep_stop_flag(self._works[-1][0].stop)
         elif self._sparse.params:
-            self._stop_flag.keep(torch.tensor([told_to_stop]))
+            self._keep_stop_flag(torch.tensor([told_to_stop]))
         self._works = []
         self._unreduced.accumulated.clear()
         self._hooks.move_last()
@@ -212,6 +233,20 @@ class Reducer:
         self.num_finished += 1
         if self._revise_at_end:
             self._revise_layout()
+        if self.sharded:
+            self.settle()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the layout is final."""
+        return self.layout.settled
+
+    def settle(self) -> None:
+        """Make the layout final, if it is not yet. Collective."""
+        if not self.layout.settled:
+            self._revise_layout()
+            if self.layout.settle():
+                self._delivery.settle(self.buckets)
 
     def send_zeros(self, averages: Sequence[Tensor | None] = ()) -> list[Tensor | None]:
         """Take part in a backward of the other ranks with zeros. This rank's own gradients stay.
@@ -264,9 +299,19 @@ class Reducer:
         """Whether some rank had asked to stop in the last finished backward, on CUDA in the one
         before.
 
-        The same answer on every rank, once.
+        The same answer on every rank, once. A rank that was asked to stop sets every flag from then
+        on, so that no request is missed.
         """
-        return self._stop_flag.take()
+        agreed, flags = False, self._stop_flags
+        # Reading the last flag on a GPU would make the host wait for the device, and the device
+        # then for the host's next kernel.
+        while flags and (flags[-1].immediate or len(flags) > 1):
+            agreed = bool(flags.popleft().value() > 0) or agreed
+        return agreed
+
+    def _keep_stop_flag(self, flag: Tensor) -> None:
+        """Copy ``flag`` (one element), which the next backward overwrites."""
+        self._stop_flags.append(self._comm.copy_to_host(flag))
 
     def remove(self) -> None:
         """Remove the hooks and let go of the buckets; the gradients stay, and with them their
@@ -346,6 +391,7 @@ class Reducer:
         another one.
         """
         self.num_raised += 1
+        self._delivery.abandon(self.buckets)
         self._sparse.forget_seen()
         changed = set(self._produced_sparse)
         for bucket in self.buckets:
@@ -362,18 +408,14 @@ class Reducer:
             self._compressor.start_again()
         self._works = []
 
-    def _complete_averages(self) -> None:
-        """Every bucket has arrived, and none is published yet."""
-
-    def _publish(self, bucket: Bucket) -> None:
-        bucket.publish(self._comm.read)
-
     def _take_gradient(self, param: Parameter) -> None:
         # the host's time here is paid once a parameter: a look-up by parameter alone costs as much
         # as all the rest
         passes, sparse = self._passes, self._sparse.params
         if passes.discards:
             return
+        if self.on_gradient is not None:
+            self.on_gradient(param)
         if not passes.reduces:
             self._unreduced.local.add(param)
             return
@@ -440,6 +482,7 @@ class Reducer:
 
     def _launch(self) -> None:
         bucket = self._queue[self._next]
+        self._delivery.set_aside(bucket)
         copies = bucket.copies
         fresh = [
             own or param in self._unreduced
@@ -448,9 +491,8 @@ class Reducer:
         bucket.fill(fresh, stop=self.stop_requested)
         if bucket.copies and not copies:
             self._prepare_to_send(bucket)
-        self._works.append(
-            (bucket, self._send(bucket, self._named(f"bucket {self._next} ({bucket.describe()})")))
-        )
+        works = self._delivery.send(self._next, self._queue, self.active_ranks, self._named)
+        self._works += [(bucket, work) for work in works]
         self._next += 1
 
     def _was_sent(self, param: Parameter) -> bool:
@@ -460,8 +502,46 @@ class Reducer:
         raised = f", after {self.num_raised} that raised" if self.num_raised else ""
         return f"backward {self.num_finished + 1} (step {self.num_steps}{raised}): {what}"
 
-    def _send(self, bucket: Bucket, name: str) -> Work:
-        compressor = self._compressor
-        if compressor is None or not compressor.accepts(bucket.flat.dtype):
-            return average_(bucket.flat, self._comm, self.active_ranks, name)
-        return average_compressed_(bucket, compressor, self._comm, self.active_ranks, name)
+
+class Turns:
+    """Reducers send one after the other, in the order in which a backward reached their modules.
+
+    Else the first one's last bucket, which waits for a parameter that only some ranks use, would be
+    sent before the second one's on some ranks, and after it on others.
+    """
+
+    def __init__(self) -> None:
+        # a reducer holds the communicator, and these turns live as long as that: they must not hold
+        # the reducer
+        self._begun: list[ReferenceType[Reducer]] = []
+
+    def begin(self, reducer: Reducer) -> None:
+        others = [other for other in self._living() if other.under_way and other is not reducer]
+        self._begun = [ReferenceType(each) for each in (*others, reducer)]
+
+    def is_first(self, reducer: Reducer) -> bool:
+        return not self._before(reducer)
+
+    def may_send(self, reducer: Reducer) -> bool:
+        return all(other.has_sent for other in self._before(reducer))
+
+    def finish_before(self, reducer: Reducer) -> None:
+        for other in self._before(reducer):
+            other.finish()
+
+    def _before(self, reducer: Reducer) -> list[Reducer]:
+        begun = self._living()
+        if begun[:1] == [reducer] or reducer not in begun:
+            return []
+        return [other for other in begun[: begun.index(reducer)] if other.under_way]
+
+    def _living(self) -> list[Reducer]:
+        return [reducer for each in self._begun if (reducer := each()) is not None]
+
+
+_turns: WeakKeyDictionary[Communicator, Turns] = WeakKeyDictionary()
+
+
+def turns_of(comm: Communicator) -> Turns:
+    """Those of all reducers over ``comm``, however it is recorded."""
+    return _turns.setdefault(unrecorded(comm), Turns())

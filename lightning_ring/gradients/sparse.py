@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.gradients.sending import average_
+from lightning_ring.gradients.delivery import average_
 
 _ABSENT, _DENSE = -1, -2  # in place of a number of entries
 

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.comm.replicate import check_same_description, described
+from lightning_ring.gradients.backward import check_outside_backward, has_closure
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 from lightning_ring.gradients.reducer import Reducer
-from lightning_ring.gradients.unreduced import check_outside_backward, has_closure
 from lightning_ring.horovod.attachments import attachments
 from lightning_ring.horovod.collectives import Adasum, Average, Sum, reduction
 from lightning_ring.horovod.compression import Compression
@@ -233,7 +233,6 @@ class _Gradients:
         label = f"optimizer {number}: " if number else ""
         self._world_size = comm.world_size
         self._sparse: set[Tensor] = set()  # with gradients that travel dense
-        kind = _DenseReducer if sparse_as_dense else Reducer
         frozen = [
             param for _, param in named if not param.requires_grad and param.is_floating_point()
         ]
@@ -250,10 +249,11 @@ class _Gradients:
         assert not isinstance(compressor, str)
         if compressor is not None:
             compressor.check_optimizers([optimizer])
-        self._reducer = kind(
+        self._reducer = Reducer(
             RecordedCommunicator(comm, [], label),
             named,
             compressor=compressor,
+            gathers_sparse=not sparse_as_dense,
             warn=_quiet,
             before_backward=self._before_backward,
         )
@@ -379,12 +379,6 @@ class _Gradients:
     def _after_step(self, *_: Any) -> None:
         self._stepped = True
         self._begin_step()
-
-
-class _DenseReducer(Reducer):
-    """Sparse gradients travel in the buckets too; an optimizer gets them sparse again."""
-
-    gathers_sparse = False
 
 
 def _quiet(_: str) -> None:

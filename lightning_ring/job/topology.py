@@ -30,7 +30,7 @@ def backend_between_nodes(members: Sequence[JobMember]) -> str:
     """The backend for CPU tensors between nodes, where MPI started the ranks: ``"gloo"`` or
     ``"mpi"``.
 
-    Over TCP Gloo is the faster one (``benchmarks/network.py``). It cannot use RDMA, which MPI
+    Over TCP Gloo is the faster one (docs/performance.md). It cannot use RDMA, which MPI
     libraries can.
     """
     return "mpi" if all(member.rdma for member in members) else "gloo"

@@ -202,10 +202,10 @@ class Replicas:
             began = timeline.now()
             forward.callback(lambda: timeline.forward(began, timeline.now()))
         if not torch.is_grad_enabled() or torch._C._current_autograd_node() is not None:
+            self.algorithm.wait_parameters()
             return  # an evaluation, or a checkpoint that computes its forward again
         self.algorithm.begin_batch()
         if isinstance(self.algorithm, ShardsState) and not self.algorithm.overlaps:
-            # the forward shows whether all reads of parameters can be seen
             self.algorithm.overlaps = True
         forward.enter_context(self.algorithm.forward())
 

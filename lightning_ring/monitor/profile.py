@@ -1,13 +1,10 @@
-"""Records what `lightning-ring plan` predicts from: when backward produces each gradient, and
-what a step takes.
-"""
+"""`RingProfile`: records what `lightning-ring plan` predicts from."""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -19,66 +16,34 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ring.comm.recording import CollectiveRecord
+from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.timing import Mark, now, seconds_between
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import gpu_module, is_gpu
-from lightning_ring.monitor.batch_size import first_dimension
-from lightning_ring.monitor.profiled_run import (
-    check_can_record,
-    communicator,
-    describe,
-    is_sharded,
-    measure_link,
-)
 from lightning_ring.monitor.step_record import StepRecord
 from lightning_ring.monitor.step_timer import StepTimer
-from lightning_ring.tools.plan.probing import (
-    measure_call,
-    measure_copying,
-    measure_encoding,
-    measure_processor,
-    measure_questions,
-)
-from lightning_ring.tools.plan.profile import (
-    Gradient,
-    Model,
-    Phases,
-    Profile,
-    fingerprint,
-    write_profile,
-)
+from lightning_ring.tools.plan.profile import Gradient, Model, Phases, Profile, Run, write_profile
 
 
 class RingProfile(Callback):
     """Writes a profile of ``steps`` training steps to ``path``, for ``lightning-ring plan``.
 
-    With any strategy on one rank, with ``ring`` and ``ring_sharded`` on any number. There the
-    ranks' slowest is recorded, and where they are all on one node, or each on its own, what a
-    message between them costs is measured after the last step (six sizes, each collective, a few
-    times). On CPUs all ranks also try every compressor on a million gradients. Rank 0 writes the
-    file. Training goes on as it was; while it records, each gradient costs a clock read (on CUDA an
-    event).
+    With any strategy on one rank, with ``strategy="ring"`` on any number, of which the slowest
+    rank is recorded. Rank 0 writes the file. Training goes on as it was; while it records, each
+    gradient costs a clock read (on CUDA an event).
 
     Args:
         path: The file; its folder exists.
         steps: Recorded.
         warmup: Steps before those.
-        batch_size: From a batch to its number of images; default: the length of its first tensor.
 
     Raises:
         ConfigurationError: When training starts: the path cannot be written, or steps cannot be
-            told apart (manual optimization, accumulated gradients, a sharded optimizer whose waits
-            happen on a GPU).
+            told apart (manual optimization, accumulated gradients, another strategy on several
+            ranks).
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        steps: int = 20,
-        warmup: int = 10,
-        batch_size: Callable[[Any], int] = first_dimension,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], steps: int = 20, warmup: int = 10) -> None:
         if steps < 1 or warmup < 0:
             raise ConfigurationError(
                 f"RingProfile needs steps >= 1 and warmup >= 0, got {steps} and {warmup}."
@@ -86,15 +51,11 @@ class RingProfile(Callback):
         self.path = Path(path)
         self.steps = steps
         self.warmup = warmup
-        self.batch_size = batch_size
         self._hooks: dict[Parameter, RemovableHandle] = {}
         self._ready: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
         self._times: list[StepRecord] = []
-        self._waits: list[float] = []  # of each step, for parameters of a sharded optimizer
-        self._waited = 0.0
         self._began: Mark | None = None
         self._seen = 0
-        self._batch_size = 0
         self._timer: StepTimer | None = None
 
     # -- what Lightning calls
@@ -104,21 +65,12 @@ class RingProfile(Callback):
             self._watch(pl_module)  # before the strategy does: its own hook may send a bucket
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        check_can_record(self.path, trainer, pl_module)
+        self._check(trainer, pl_module)
         self._watch(pl_module)
-        self._seen, self._times, self._waits = 0, [], []
+        self._seen, self._times = 0, []
         self._ready.clear()
         self._timer = StepTimer.attach(trainer)
         self._timer.listeners.append(self._on_step)
-        listeners = getattr(trainer.strategy, "listeners", None)
-        if listeners is not None:
-            listeners.append(self._on_collective)
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self._recording and not self._batch_size:
-            self._batch_size = self.batch_size(batch)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
@@ -152,26 +104,43 @@ class RingProfile(Callback):
     def _recording(self) -> bool:
         return self._timer is not None and self._seen >= self.warmup
 
+    def _check(self, trainer: Trainer, module: LightningModule) -> None:
+        """Raises `ConfigurationError`: names what stands in the way."""
+        path, name = self.path, f"RingProfile({str(self.path)!r})"
+        writable = os.access(path.absolute().parent, os.W_OK) and not path.is_dir()
+        if trainer.is_global_zero and not writable:
+            raise ConfigurationError(
+                f"{name} cannot be written. Name a file in a folder that is there."
+            )
+        if not module.automatic_optimization:
+            raise ConfigurationError(
+                f"{name} records steps of automatic optimization: with manual optimization "
+                "Lightning does not announce where backward begins and ends."
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise ConfigurationError(
+                f"{name} records steps of one batch, and accumulate_grad_batches is "
+                f"{trainer.accumulate_grad_batches}. Record without accumulation."
+            )
+        if trainer.world_size > 1 and (other := _not_the_ring(trainer)):
+            raise ConfigurationError(
+                f"{name} cannot record {other} on {trainer.world_size} ranks. Record with "
+                "strategy='ring', or on one rank: `lightning-ring plan` predicts from that."
+            )
+
     def _watch(self, module: LightningModule) -> None:
         for name, param in module.named_parameters():
             if param.requires_grad and param not in self._hooks:
-                self._hooks[param] = param.register_post_accumulate_grad_hook(
-                    partial(self._on_gradient, name)
-                )
+                hook = partial(self._on_gradient, name)
+                self._hooks[param] = param.register_post_accumulate_grad_hook(hook)
 
     def _on_gradient(self, name: str, param: Tensor) -> None:
         if self._began is not None:
             self._ready[name].append((self._began, now(param.device)))
 
     def _on_step(self, record: StepRecord) -> None:
-        waited, self._waited = self._waited, 0.0
         if self._recording:
             self._times.append(record)
-            self._waits.append(waited)
-
-    def _on_collective(self, record: CollectiveRecord) -> None:
-        if record.kind == "all_gather":
-            self._waited += record.waited_until - record.waited_from
 
     def _stop(self, trainer: Trainer) -> None:
         for hook in self._hooks.values():
@@ -180,48 +149,33 @@ class RingProfile(Callback):
         if self._timer is not None:
             self._timer.listeners.remove(self._on_step)
             self._timer.detach(trainer)
-        listeners = getattr(trainer.strategy, "listeners", [])
-        if self._on_collective in listeners:
-            listeners.remove(self._on_collective)
         self._timer = self._began = None
 
     # -- what comes out
 
     def _write(self, trainer: Trainer, module: LightningModule) -> None:
-        comm = communicator(trainer)
         gradients = self._gradients(module)
-        phases = self._phases(max(gradient.ready for gradient in gradients), trainer)
-        if comm is not None:
+        phases = self._phases(gradients[-1].ready, trainer)
+        if trainer.world_size > 1:
+            comm: Communicator = trainer.strategy._comm  # type: ignore[attr-defined]
             everyones = comm.all_gather_object((phases, gradients), name="profiles")
             phases, gradients = max(everyones, key=lambda own: own[0].forward + own[0].backward)
-        level, link = measure_link(comm, trainer)
-        on_gpu = is_gpu(trainer.strategy.root_device)
-        costs: dict[str, Any] = {}  # of communication, to cores that compute
-        if comm is not None and link is not None and not on_gpu:
-            costs = {"processor": measure_processor(comm), "call": measure_call(comm)}
-            costs |= {"questions": measure_questions(comm), "copying": measure_copying(comm)}
-        encoding = None if on_gpu else measure_encoding(comm)
         if trainer.is_global_zero:
-            parameters = list(module.named_parameters())
-            digest = fingerprint(
-                (name, tuple(param.shape), str(param.dtype)) for name, param in parameters
-            )
-            model = Model(
-                type(module).__name__, digest, sum(param.numel() for _, param in parameters)
-            )
-            run = describe(trainer, comm, self._batch_size, self.steps)
-            found = Profile(model, run, phases, tuple(gradients), level, link, encoding, **costs)
-            write_profile(found, self.path)
-            # without a measured one it has to be named
-            network = "" if level == "network" else " --network 10gbit"
+            num_parameters = sum(param.numel() for param in module.parameters())
+            model = Model(type(module).__name__, num_parameters)
+            environment = getattr(trainer.strategy, "ring_environment", None)
+            nodes = trainer.num_nodes if environment is None else environment.num_nodes()
+            device = trainer.strategy.root_device.type
+            run = Run(trainer.world_size, int(nodes), device, self.steps)
+            write_profile(Profile(model, run, phases, tuple(gradients)), self.path)
             rank_zero_info(
                 f"lightning_ring: RingProfile wrote {self.path}. Next: lightning-ring plan "
-                f"{self.path}{network}"
+                f"{self.path} --network 10gbit --ranks-per-node 1"
             )
 
     def _gradients(self, module: LightningModule) -> list[Gradient]:
-        """A parameter that got none still travels, and holds its bucket back until backward
-        ends.
+        """In the order in which backward produced them. A parameter that got none still travels,
+        and holds its bucket back until backward ends.
         """
         ready = {
             name: median(seconds_between(*pair, None) for pair in pairs)
@@ -235,35 +189,27 @@ class RingProfile(Callback):
         found = []
         for name, param in module.named_parameters():
             if param.requires_grad:
-                dtype = str(param.dtype).removeprefix("torch.")
-                num_bytes = param.numel() * param.element_size()
-                found.append(
-                    Gradient(
-                        name,
-                        param.numel(),
-                        dtype,
-                        num_bytes,
-                        ready.get(name, last),
-                        tuple(param.shape),
-                    )
-                )
+                dtype, num_bytes = str(param.dtype).removeprefix("torch."), param.nbytes
+                at = ready.get(name, last)
+                found.append(Gradient(name, param.numel(), dtype, num_bytes, at))
         return sorted(found, key=lambda gradient: gradient.ready)
 
     def _phases(self, backward: float, trainer: Trainer) -> Phases:
-        """Medians over the steps; waits for communication are taken out of forward and backward."""
+        """Medians over the steps; backward ends with its last gradient, and waits for nobody."""
         if is_gpu(device := trainer.strategy.root_device):
             gpu_module(device).synchronize(device)
         steps = [record.times() for record in self._times]
-        middle = {
-            part.name: median(getattr(step, part.name) for step in steps) for part in fields(Phases)
-        }
-        delay = median(self._waits)
-        exposed = median(max(0.0, step.backward - backward) for step in steps)
-        shards = trainer.world_size if is_sharded(trainer) else 1
-        return replace(
-            Phases(**middle),
-            forward=max(0.0, middle["forward"] - delay),
-            backward=backward,
-            optimizer=middle["optimizer"] * shards,
-            exposed=exposed + delay if trainer.world_size > 1 else 0.0,
-        )
+        names = [part.name for part in fields(Phases)]
+        middle = {name: median(getattr(step, name) for step in steps) for name in names}
+        return Phases(**middle | {"backward": backward})
+
+
+def _not_the_ring(trainer: Trainer) -> str:
+    """What keeps gradients from being averaged at each step by the ring; empty if nothing."""
+    strategy = trainer.strategy
+    algorithm = getattr(strategy, "algorithm", None)
+    if getattr(strategy, "_comm", None) is None:
+        return type(strategy).__name__
+    if algorithm is not None and (algorithm.steps_alone or algorithm.sharded):
+        return type(algorithm).__name__
+    return ""

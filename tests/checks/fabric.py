@@ -129,6 +129,7 @@ def check_a_copy_of_a_module_trains_alone() -> None:
         model, optimizer = fabric.setup(net, sgd(net))
         loss_of(model(batches(1)[0])).backward()
         optimizer.step()
+        fabric.strategy.wait_parameters()
         for copied in (copy.deepcopy(model), copy.deepcopy(net)):
             assert all(map(torch.equal, copied.parameters(), net.parameters()))
             if RANK == 0:

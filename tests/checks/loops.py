@@ -384,10 +384,12 @@ def check_modules_that_change_during_the_training_are_an_error() -> None:
         torch.utils.swap_tensors(net[0].weight, nn.Parameter(torch.ones(16, 6)))
 
     def converted(training: Any, net: nn.Sequential, optimizer: Optimizer) -> None:
+        training.wait_parameters()
         net.double()
         loss_of(net(batches(1)[0].double())).backward()
 
     def replaced(training: Any, net: nn.Sequential, optimizer: Optimizer) -> None:
+        training.wait_parameters()
         nn.utils.parametrizations.weight_norm(net[0])
         optimizer.add_param_group({"params": list(net[0].parametrizations.parameters())})
         net(batches(1)[0])
@@ -461,6 +463,10 @@ def check_a_copy_of_a_module_is_plain_and_whole() -> None:
                 loss_of(model(inputs)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                if algorithm == "ring_sharded":
+                    with pytest.raises(RuntimeError, match=r"wait_parameters\(\)"):
+                        copy.deepcopy(model)
+                    training.wait_parameters()
                 average.update_parameters(model)
             copied, file = copy.deepcopy(model), io.BytesIO()
             torch.save(model, file)

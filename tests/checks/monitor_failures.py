@@ -18,8 +18,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 
 from lightning_ring import RingStrategy
+from lightning_ring.gradients import layout
 from lightning_ring.gradients.layout import BucketLayout
-from lightning_ring.gradients.sizing import auto_buckets
 from lightning_ring.monitor import RingMonitor, dashboard, failures, ring_monitor, step_window
 from lightning_ring.monitor.optimizer_numbers import SkippedSteps
 from lightning_ring.monitor.rank_rows import RankMemory, RankRow
@@ -132,7 +132,7 @@ def check_two_optimizers_whose_buckets_are_laid_out_anew() -> None:
             asked: dict[str, Any] = {"bucket_cap_mb": cap, **FORCED}
             with (
                 patch.object(
-                    auto_buckets,
+                    layout,
                     "merge",
                     lambda sizes, ready, seconds: list(range(1, len(sizes) + 1)),
                 ),

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.loader import draw
+from benchmarks.data.loader import draw
 from lightning_ring.data import CenterCrop, DeviceTransform, RandomResizedCrop
 from lightning_ring.data.decoding import decode_rgb
 from lightning_ring.data.loading import pixels

@@ -12,8 +12,8 @@ from torch.nn import Parameter
 
 from lightning_ring.comm.cost import CostModel
 from lightning_ring.comm.recording import CollectiveRecord, RecordedCommunicator
-from lightning_ring.gradients.sizing import auto_buckets
-from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
+from lightning_ring.gradients import layout
+from lightning_ring.gradients.layout import AutoBuckets
 from tests.thread_ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def choose(
     second one.
     """
     clock = threading.local()
-    monkeypatch.setattr(auto_buckets, "now", lambda device: clock.now)
+    monkeypatch.setattr(layout, "now", lambda device: clock.now)
     monkeypatch.setattr(AutoBuckets, "_probe", lambda self, dtype, device: link)
 
     def rank(comm):

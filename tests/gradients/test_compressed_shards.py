@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ring.gradients.compression import Int8
-from lightning_ring.gradients.shard_reducer import ShardReducer
+from lightning_ring.gradients.reducer import Reducer
 from tests.thread_ranks import ThreadCommunicator, run_ranks
 
 SIZES = [(40,), (5, 3), (20,)]  # the last one is in the block of 256 that holds the flags
@@ -21,7 +21,7 @@ def average_three_times(comm: ThreadCommunicator, scale: float) -> list[list[Ten
     params = [nn.Parameter(torch.zeros(size)) for size in SIZES]
     named = [(f"p{index}", param) for index, param in enumerate(params)]
     compressor: Any = Int8(min_numel=0)
-    reducer = ShardReducer(comm, named, compressor=compressor)
+    reducer = Reducer(comm, named, compressor=compressor, shards=True)
     parts = []
     for _ in range(3):
         for param in params:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,11 @@ from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor, ErrorFeedback, PowerSGD
 from lightning_ring.gradients.reducer import Reducer
-from lightning_ring.gradients.shard_reducer import ShardReducer
 from tests.battery import Battery, check_names
 from tests.processes import clean_env
 from tests.thread_ranks import ThreadCommunicator, run_ranks
+
+SHARDS = partial(Reducer, shards=True)
 
 MODULE = "tests.checks.compression"
 FORMULAS = f"{MODULE}.formulas"
@@ -49,12 +51,8 @@ def test_formulas_on_four_ranks(battery: Battery, check: str) -> None:
 
 def test_the_registry_and_the_compressors_agree() -> None:
     for name, known in COMPRESSORS.items():
-        compressor = known.build()
-        assert compressor.name == name
-        told = known.wire_bytes(1001, 4) if known.wire_bytes is not None else None
-        assert compressor.wire_bytes(1001, 4) == told
+        assert known.build().name == name
         assert RingStrategy(compression=name).options.compression == name
-        assert (known.wire_bytes is None) == (known.shape_bytes is not None)
 
 
 def test_a_refused_compressor_is_named_alike_on_every_rank() -> None:
@@ -103,10 +101,10 @@ def test_powersgd_refuses_what_cannot_work(arguments: dict) -> None:
         PowerSGD(**arguments)
 
 
-@pytest.mark.parametrize("kind", [Reducer, ShardReducer])
+@pytest.mark.parametrize("kind", [Reducer, SHARDS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_gradients_travel_as_float32_and_are_rounded_once(
-    kind: type[Reducer], dtype: torch.dtype
+    kind: Callable[..., Reducer], dtype: torch.dtype
 ) -> None:
     gradients = torch.randn(3, 1000, generator=torch.Generator().manual_seed(1)).to(dtype)
     sent: list[torch.dtype] = []

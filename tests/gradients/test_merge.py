@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 
 from lightning_ring.comm.cost import CostModel
-from lightning_ring.gradients.sizing.merge import Seconds, last_arrival, merge
+from lightning_ring.gradients.layout import Seconds, last_arrival, merge
 
 
 def link(alpha: float, bandwidth: float) -> Seconds:

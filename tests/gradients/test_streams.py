@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import Parameter
 
 from lightning_ring.algorithms.sharded.parameters import ShardedParameters
-from lightning_ring.gradients import streams
+from lightning_ring.gradients import memory
 from lightning_ring.gradients.bucket import Bucket
-from lightning_ring.gradients.shard_reducer import ShardReducer
-from lightning_ring.gradients.streams import Fillers
+from lightning_ring.gradients.memory import Fillers
+from lightning_ring.gradients.reducer import Reducer
 from tests.thread_ranks import run_ranks
 
 
@@ -42,9 +42,9 @@ def device(monkeypatch):
     device = FakeDevice()
     device.current = device.main = FakeStream("main")
     device.kept_for = []
-    monkeypatch.setattr(streams, "current_stream", lambda _: device.current)
+    monkeypatch.setattr(memory, "current_stream", lambda _: device.current)
     monkeypatch.setattr(
-        streams, "keep_for", lambda stream, grad: device.kept_for.append(stream.name)
+        memory, "keep_for", lambda stream, grad: device.kept_for.append(stream.name)
     )
     return device
 
@@ -81,7 +81,7 @@ def test_one_stream_waits_for_nothing(device):
 def test_hooks_note_the_stream_also_where_gradients_accumulate(device):
     def rank(comm):
         param = Parameter(torch.ones(3))
-        reducer = ShardReducer(comm, [("p", param)])
+        reducer = Reducer(comm, [("p", param)], shards=True)
         bucket = reducer.buckets[0]
         bucket.fillers = Fillers(device)
         device.current = FakeStream("branch")
@@ -98,7 +98,7 @@ def test_hooks_note_the_stream_also_where_gradients_accumulate(device):
 def test_the_stream_that_stepped_waits_for_parameters_that_arrive_on_another(device):
     def rank(comm):
         net = nn.Linear(3, 2)
-        reducer = ShardReducer(comm, net.named_parameters())
+        reducer = Reducer(comm, net.named_parameters(), shards=True)
         with reducer.backward():
             net(torch.ones(1, 3)).sum().backward()
         parameters = ShardedParameters(comm, reducer)

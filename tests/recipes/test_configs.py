@@ -35,7 +35,7 @@ TINY_CATALOGUE = (
     "data.num_threads=1",
     "data.image_size=32",
     "data.resize=32",
-    "data.drawing={seen: 1, unseen: 1, most: 6, fewest: 4, val_photographs: 2, test_photographs: 2,"
+    "data.drawing={seen: 5, unseen: 5, most: 6, fewest: 4, val_photographs: 2, test_photographs: 2,"
     " unseen_photographs: 2, size: 32}",
     "schedule.warmup=0",
     "+trainer.limit_train_batches=2",
@@ -190,11 +190,7 @@ def test_scan_to_identify_takes_two_steps_and_retrieves(
         "test/accuracy_rare",
         "test_unseen/R@1",
     } <= set(metrics)
-    assert {
-        "test_unseen_in_all/MAP@R",
-        "test_unseen_equal/R@1",
-        "test_unseen_in_all/pixels_R@1",
-    } <= set(metrics)
+    assert "test_unseen_in_all/MAP@R" in metrics
     assert all(0 <= value <= 1 for value in metrics.values())
     assert "test, unseen: R@1 " in capsys.readouterr().out
     assert (

@@ -7,15 +7,14 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import recipes.train
-from recipes.pictures import confusion, framed, shown, strips, worst_classes
+from recipes.pictures import confusion, framed, shown, strips
 
 
-def test_run_writes_batches_confusions_and_curves(composed, tmp_path):
+def test_run_writes_batches_and_confusions(composed, tmp_path):
     recipes.train.train(composed("experiment=debug"))
-    logs = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0})
+    logs = EventAccumulator(str(tmp_path))
     logs.Reload()
     assert set(logs.Tags()["images"]) >= {"train/batch", "val/confusion", "test/confusion"}
-    assert len([tag for tag in logs.Tags()["tensors"] if tag.startswith("test/class ")]) == 5
     assert logs.Images("test/confusion")[0].width == 700, "a figure"
 
 
@@ -49,7 +48,6 @@ def test_confusion_has_axes_class_names_and_counts():
         [0.0, 1.0, 0.0],
         [0.0, 0.0, 0.0],
     ]
-    assert worst_classes(predicted, labels) == [0, 1]
 
 
 def test_confusion_of_many_classes_has_no_counts_and_names_that_can_be_read():

@@ -1,17 +1,15 @@
-"""Sweeps: folders, the table, and TensorBoard's HParams tab in a real browser."""
+"""Sweeps: folders, the table, and what TensorBoard's HParams tab is given."""
 
 from __future__ import annotations
 
 import csv
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from playwright.sync_api import Page
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
@@ -19,18 +17,9 @@ import recipes.train
 from recipes.run_folder import MOST_CHARACTERS, label, new_folder, quoted_path
 from recipes.sweep import read_rows, table
 from tests import forked
-from tests.monitor.browser import NAMES, executable, open_page, open_tensorboard, wait_for
 from tests.processes import ROOT, run
 
 SCRIPT = str(ROOT / "recipes" / "train.py")
-# elements of a page by their name: custom elements keep their children in shadow roots
-ALL = """
-function all(name, node = document) {
-  const roots = [...node.querySelectorAll('*')].map(one => one.shadowRoot).filter(Boolean);
-  return [...node.querySelectorAll(name), ...roots.flatMap(root => all(name, root))];
-}
-"""
-TEST_ACCURACY = 6  # columns before it: the name of the run, and five hyper-parameters
 
 
 def test_names_fit_a_file_system_and_keep_apart():
@@ -100,18 +89,12 @@ def test_a_run_logs_its_whole_configuration_and_what_the_test_found(composed, tm
     metrics = recipes.train.train(composed("experiment=debug", "optimizer=lars", "seed=7"))
     found = messages(tmp_path)
     shown = found["session_start_info"].hparams
-    assert shown["optimizer"].string_value == "lars"
-    assert shown["optimizer.lr"].number_value == 3.0
+    assert shown["optimizer/lr"].number_value == 3.0
     assert shown["seed"].number_value == 7
-    assert shown["model.network.widths"].string_value == "[16, 32, 64]"
+    assert shown["model/network/widths"].string_value == "[16, 32, 64]"
     assert shown["overrides"].string_value == "experiment=debug optimizer=lars seed=7"
-    assert shown["optimizer._partial_"].bool_value is True
-    columns = {info.name: info for info in found["experiment"].hparam_infos}
-    assert set(shown) < set(columns)
-    assert "optimizer.nesterov" in columns, "another run's, with sgd"
-    tags = [info.name.tag for info in found["experiment"].metric_infos]
-    assert tags[0] == "test/accuracy"
-    assert set(tags) == {*metrics, "best/val/loss"}
+    tags = {info.name.tag for info in found["experiment"].metric_infos}
+    assert tags == {*metrics, "best/val/loss"}
     scalars = EventAccumulator(str(tmp_path)).Reload()
     assert "hp_metric" not in scalars.Tags()["scalars"]
     assert scalars.Scalars("test/accuracy")[-1].value == pytest.approx(metrics["test/accuracy"])
@@ -134,63 +117,3 @@ def test_a_run_that_fails_is_a_row_and_the_others_go_on(tmp_path):
     assert rows[0]["ranks"] == "2"
     assert float(rows[0]["seconds"]) > 0
     assert result.stdout.count("| overrides ") == 1
-
-
-@pytest.mark.ranks
-@pytest.mark.skipif(executable() is None, reason=f"none of {', '.join(NAMES)} is installed")
-def test_two_optimizers_and_two_seeds_in_a_browser(tmp_path):
-    """The table in the terminal, the CSV and the tab, once it is sorted by accuracy, name the
-    runs in one order.
-    """
-    sweep = tmp_path / "sweep"
-    options = [
-        "experiment=debug",
-        "trainer.limit_train_batches=12",
-        "optimizer=sgd,lars",
-        "seed=1,2",
-    ]
-    result = run(
-        [sys.executable, SCRIPT, "-m", *options, f"hydra.sweep.dir={sweep}"], **forked.ranks()
-    )
-    assert result.returncode == 0, result.stdout
-    with (sweep / "sweep.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    best_first = [row["folder"] for row in rows]
-    assert sorted(best_first) == [
-        f"{number}_optimizer={optimizer},seed={seed},trainer.limit_train_batches=12"
-        for number, (optimizer, seed) in enumerate(
-            [("sgd", 1), ("sgd", 2), ("lars", 1), ("lars", 2)]
-        )
-    ]
-    accuracies = [float(row["test/accuracy"]) for row in rows]
-    assert accuracies == sorted(accuracies, reverse=True)
-    with open_tensorboard(sweep) as address, open_page(2200, 900) as page:
-        page.goto(f"{address}#hparams")
-        wait_for(page, "best/val/loss", *best_first)
-        for order, expected in (("Ascending", best_first[::-1]), ("Descending", best_first)):
-            trials = sorted_by(page, "test/accuracy", order)
-            assert [row[0] for row in trials] == expected
-        shown = [float(row[TEST_ACCURACY]) for row in trials]
-        assert shown == pytest.approx(accuracies, abs=1e-4)
-
-
-def sorted_by(page: Page, column: str, order: str) -> list[list[str]]:
-    """Choose it in the menus "Sort by" and "Direction", and read the rows as they are seen, from
-    top to bottom.
-    """
-    for item in (column, order):
-        page.evaluate(
-            f"{{ {ALL} all('paper-item').find(one => one.textContent.trim() === "
-            f"'{item}').click() }}"
-        )
-        time.sleep(1)  # the page asks the server
-    cells = page.evaluate(f"""{{ {ALL}
-        all('vaadin-grid-cell-content').map(cell => {{
-          const place = cell.getBoundingClientRect();
-          return [Math.round(place.y), place.x, cell.textContent.trim()];
-        }}).filter(([y, x, text]) => text) }}""")
-    lines: dict[int, list[tuple[float, str]]] = {}
-    for y, x, text in cells:
-        lines.setdefault(y, []).append((x, text))
-    rows = [[text for _, text in sorted(line)] for _, line in sorted(lines.items())]
-    return [row for row in rows if "optimizer=" in row[0]]  # without the heads

@@ -161,6 +161,18 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
     assert Timing("all_reduce", COPY, 10**9, 1.0, 1.0, 1.0, 5).bus_bandwidth(4) == 1e9
 
 
+@pytest.mark.parametrize(("last", "warned"), [(1.6e-3, False), (0.2e-3, True)])
+def test_a_line_that_is_far_from_the_times_is_said(last: float, warned: bool) -> None:
+    times = {2**14: 0.1e-3, 2**16: 0.4e-3, 2**17: 0.8e-3, 2**18: last}
+    timings = [
+        Timing("all_reduce", "mpi", size, seconds, seconds, seconds, 5)
+        for size, seconds in times.items()
+    ]
+    models = session.fitted_models(timings, 2)
+    assert (models[0]["residual"] > 0.5) == warned
+    assert ("warning: residuals above 50%" in "".join(session.model_lines(models))) == warned
+
+
 def test_ratios_are_the_peers_median_over_each_median() -> None:
     timings = [
         Timing("all_reduce", name, 1024, s, s, s, 5)

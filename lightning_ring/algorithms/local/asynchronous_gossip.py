@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.exchanges import Exchange, asynchronous_gossip, num_gossip_parts
 from lightning_ring.algorithms.local.gossip import Gossip
 from lightning_ring.algorithms.meeting import meet_for_pause, meet_to_stop
 from lightning_ring.algorithms.server.layout import ServerLayout, ServerPiece, layouts, write_
@@ -28,6 +27,13 @@ from lightning_ring.comm.requests import Answers, Requests
 from lightning_ring.errors import ConfigurationError
 
 _STOP = torch.ones(1, dtype=torch.uint8)  # a question that is no exchange
+
+
+def num_gossip_parts(num_bytes: int) -> int:
+    """In how many messages a rank sends its parameters: the answers to the first ones come while
+    the last ones go.
+    """
+    return min(16, max(1, num_bytes // 2**18))
 
 
 class AsynchronousGossip(Gossip):
@@ -267,9 +273,6 @@ class AsynchronousGossip(Gossip):
     @property
     def _may_differ(self) -> bool:
         return True  # other ranks may have taken steps
-
-    def exchange(self) -> Exchange:
-        return asynchronous_gossip(self.overlap)
 
     def _exchange(self) -> str:
         return (

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_ring.algorithms.exchanges import Exchange, diloco
 from lightning_ring.algorithms.local.averages import start_averages
 from lightning_ring.algorithms.local.fragments import Fragments
 from lightning_ring.algorithms.local.local_sgd import LocalSGD
@@ -273,9 +272,6 @@ class DiLoCo(LocalSGD):
     @property
     def _schedule(self) -> list[int]:
         return [self.every, self.fragments, self.overlap, self.warmup_steps]
-
-    def exchange(self) -> Exchange:
-        return diloco(self.every, self.fragments, self.overlap, self.outer_bits, self.in_nodes)
 
     def _exchange(self) -> str:
         parts = f" of each of {self.fragments} fragments" if self.fragments > 1 else ""

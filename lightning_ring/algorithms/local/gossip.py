@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.exchanges import Exchange, gossip
 from lightning_ring.algorithms.local.local_sgd import LocalSGD
 from lightning_ring.comm.communicator import ReduceOp, Work
 from lightning_ring.comm.recording import unrecorded
@@ -176,9 +175,6 @@ class Gossip(LocalSGD):
             if self._consensus_distance is None
             else {"consensus_distance": self._consensus_distance}
         )
-
-    def exchange(self) -> Exchange:
-        return gossip(self.topology)
 
     def _exchange(self) -> str:
         return f"parameters are averaged with neighbours ({self.topology})"

@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from lightning_ring.algorithms.algorithm import Algorithm, log
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.delegating import Delegating
-from lightning_ring.algorithms.exchanges import Exchange, local_sgd
-from lightning_ring.algorithms.local.averages import average_, optimizer_states, optimizer_tensors
+from lightning_ring.algorithms.local.averages import average_, optimizer_states
 from lightning_ring.algorithms.local.pace import FIRST_EVERY, MEASURED_ROUNDS, Pace
 from lightning_ring.algorithms.local.rank_states import collect, load_rank_state, rank_state
 from lightning_ring.comm.communicator import Communicator, ReduceOp, as_integers
@@ -90,7 +89,7 @@ class LocalSGD(Delegating):
             raise ConfigurationError(
                 f"{name} got compression={compression!r} with warmup_steps=0: it sends parameters, "
                 "whole, and gradients only during a warm-up. Leave compression out, or use "
-                "algorithm='ring'."
+                "strategy 'ring'."
             )
         self.every = FIRST_EVERY if isinstance(every, str) else every
         self.in_nodes = in_nodes
@@ -149,7 +148,7 @@ class LocalSGD(Delegating):
         if len(optimizers) > 1:
             raise ConfigurationError(
                 f"{type(self).__name__} got {len(optimizers)} optimizers, and a round counts the "
-                "steps of one. Use one optimizer for all parameters, or algorithm='ring'."
+                "steps of one. Use one optimizer for all parameters, or strategy 'ring'."
             )
         self._optimizers = optimizers
         self._gradients.set_optimizers(optimizers)
@@ -395,18 +394,6 @@ class LocalSGD(Delegating):
 
     def progress(self) -> str:
         return super().progress() or f"step {self.num_steps}"
-
-    def exchange(self) -> Exchange:
-        return local_sgd(
-            self.every, self.in_nodes, self._num_states() if self.average_optimizer else 0
-        )
-
-    def _num_states(self) -> int:
-        """Values for each parameter in the optimizer's state: before its first step one, as
-        those of momentum.
-        """
-        states = sum(state.numel() for state in optimizer_tensors(self._optimizers))
-        return round(states / sum(param.numel() for param in self._parameters())) if states else 1
 
     def description(self) -> str:
         if self.num_steps < self.warmup_steps:

@@ -17,7 +17,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import Algorithm, log
-from lightning_ring.algorithms.exchanges import Exchange, parameter_server
 from lightning_ring.algorithms.meeting import meet_for_pause, meet_to_stop
 from lightning_ring.algorithms.server.serving import Serving
 from lightning_ring.algorithms.server.stand_in import StandIn
@@ -333,9 +332,6 @@ class ParameterServer(Algorithm):
     def metrics(self) -> dict[str, float]:
         delays, self._delays = self._delays, []
         return {"delay": sum(delays) / len(delays)} if delays and self.mode != "bulk" else {}
-
-    def exchange(self) -> Exchange | None:
-        return None if self.dedicated else parameter_server(self.servers, self.mode)
 
     def description(self) -> str:
         how = {

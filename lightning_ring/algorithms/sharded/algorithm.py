@@ -26,8 +26,8 @@ from lightning_ring.algorithms.sharded.letting_in import LettingIn
 from lightning_ring.algorithms.sharded.memory import check_no_aliases
 from lightning_ring.algorithms.sharded.mirrors import Mirrors
 from lightning_ring.algorithms.sharded.optimizer import SlicedOptimizer
-from lightning_ring.algorithms.sharded.parameter_reads import ParameterReads
 from lightning_ring.algorithms.sharded.parameters import ShardedParameters
+from lightning_ring.algorithms.sharded.reads import ParameterReads
 from lightning_ring.algorithms.sharded.rebuilding import (
     Rebuilding,
     Standing,
@@ -39,7 +39,7 @@ from lightning_ring.algorithms.sharded.state import State
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
-from lightning_ring.gradients.shard_reducer import ShardReducer
+from lightning_ring.gradients.reducer import Reducer
 
 _ENDING_SECONDS = 1.0  # in which what all ranks have sent arrives
 
@@ -48,8 +48,8 @@ class Sharded(Delegating):
     """Gradients are reduce-scattered, each rank steps its shard, and parameters are all-gathered.
 
     A step starts an all-gather of each changed bucket. If ``overlaps`` is True the step returns at
-    once, and reading a parameter inside `forward` or `reading` waits for its bucket. Else the step
-    waits.
+    once, and a module that is called waits for the buckets of its parameters (`ParameterReads`).
+    Else the step waits.
 
     Args:
         bucket_cap_mb: As of `Averaging`.
@@ -163,23 +163,19 @@ class Sharded(Delegating):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} takes norms over all ranks in its step, which a rank "
                 "must be able to finish alone in an elastic training under ring_sharded. Use "
-                "algorithm='ring', or another optimizer."
+                "strategy 'ring', or another optimizer."
             )
         sliced = SlicedOptimizer(optimizer, self._attached, self._stepped, self._mirrors)
         self._sliced[id(optimizer)] = sliced
         return sliced
 
     @property
-    def reducer(self) -> ShardReducer | None:
-        reducer = self._averaging.reducer
-        assert reducer is None or isinstance(reducer, ShardReducer)
-        return reducer
+    def reducer(self) -> Reducer | None:
+        return self._averaging.reducer
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step returns before all parameters are complete. Reading a parameter then
-        waits for it.
-        """
+        """Whether a step returns before all parameters are complete."""
         return self._parameters is not None and self._overlaps
 
     @overlaps.setter
@@ -197,11 +193,11 @@ class Sharded(Delegating):
     @contextmanager
     def forward(self, *, wait: bool = True) -> Iterator[None]:
         assert self._parameters is not None, "attach() comes first"
-        reads = self._reads.forward() if self.overlaps else nullcontext()
+        self._reads.begin_forward()
         # the compiler takes the size of a parameter's memory, which is that of a whole bucket once
         # it lies in one
         splits = nullcontext() if self._parameters.buckets else self._averaging.forward()
-        with splits, reads:
+        with splits:
             yield
         if wait:
             self.wait_parameters()
@@ -218,7 +214,7 @@ class Sharded(Delegating):
             return
         parameters = self._attached
         parameters.gather(changed)
-        if self.overlaps and self._reads.may_overlap:
+        if self.overlaps and self._reads.trusted:
             parameters.hide()
         else:
             parameters.wait()

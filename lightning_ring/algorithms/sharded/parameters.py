@@ -16,20 +16,19 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import Parameter
 
-from lightning_ring.algorithms.sharded.intercept import intercepting_class
 from lightning_ring.algorithms.sharded.memory import is_held_elsewhere, num_holders
 from lightning_ring.comm.communicator import Communicator, Work
 from lightning_ring.errors import RingError
 from lightning_ring.gradients.bucket import Bucket
-from lightning_ring.gradients.shard_reducer import ShardReducer
-from lightning_ring.gradients.streams import current_stream, order_after_current
-from lightning_ring.gradients.unreadable import unreadable_like
+from lightning_ring.gradients.memory import current_stream, order_after_current, unreadable_like
+from lightning_ring.gradients.reducer import Reducer
 
 _TOO_EARLY = (
-    "{} was read before its new values had arrived from the ranks that stepped them, by code that "
-    "lightning_ring does not see reading (scripted or compiled code, torch.func, a thread, a "
-    "forked process, C++). Call self.trainer.strategy.wait_parameters() before that, or use "
-    "strategy='ring'."
+    "{} was read before its new values had arrived from the ranks that stepped them. Under "
+    "strategy='ring_sharded' they arrive while the next forward runs: a module waits for its own "
+    "parameters when it is called. Before other code reads or changes a parameter, call "
+    "wait_parameters() of the strategy (self.trainer.strategy, fabric.strategy), or of what "
+    "distribute(...) returned. Or use strategy='ring'."
 )
 
 
@@ -61,7 +60,7 @@ class ParameterBucket:
     rank's part.
     """
 
-    def __init__(self, bucket: Bucket, comm: Communicator, reducer: ShardReducer) -> None:
+    def __init__(self, bucket: Bucket, comm: Communicator, reducer: Reducer) -> None:
         like = bucket.flat
         self.name = bucket.describe()
         self.numel, self.device = like.numel(), like.device
@@ -70,7 +69,7 @@ class ParameterBucket:
         # memory of the parameters that stay outside
         self._shared_memory: dict[ParameterShard, Tensor] = {}
         self._views: list[Tensor] = []
-        self._hidden = False
+        self.hidden = False  # until it has arrived
         self._unreadable: list[Tensor] = []
         # parameters get a storage of their own over this memory: collectives hold aliases of `flat`
         shown = torch.from_dlpack(self.flat)
@@ -97,7 +96,7 @@ class ParameterBucket:
         """Move the parameters into the bucket; again, after other code has moved one
         (``param.data = ...``).
         """
-        if self._hidden:
+        if self.hidden:
             return
         self._shared_memory.clear()
         for shard, view in zip(self.shards, self._views, strict=True):
@@ -113,20 +112,15 @@ class ParameterBucket:
 
     @property
     def can_be_hidden(self) -> bool:
-        return not self._shared_memory and all(
-            type(shard.param) is Parameter for shard in self.shards
-        )
+        return not self._shared_memory
 
-    def hide(self, intercepting: type[Parameter]) -> None:
-        """Until `arrive`, the parameters are ``intercepting``, and a read that is not intercepted
-        is an error.
-
-        An alias of a parameter's memory stays readable.
+    def hide(self) -> None:
+        """Until `arrive`, reading a parameter is an error. An alias of its memory stays
+        readable.
         """
         for shard, unreadable in zip(self.shards, self._unreadable, strict=True):
             shard.param.data = unreadable
-            shard.param.__class__ = intercepting
-        self._hidden = True
+        self.hidden = True
 
     @property
     def has_aliases(self) -> bool:
@@ -138,11 +132,10 @@ class ParameterBucket:
     @torch.no_grad()
     def arrive(self) -> None:
         """The all-gather has finished: make the parameters readable."""
-        if self._hidden:
+        if self.hidden:
             for shard, view in zip(self.shards, self._views, strict=True):
-                shard.param.__class__ = Parameter
                 shard.param.data = view
-            self._hidden = False
+            self.hidden = False
         for shard, home in self._shared_memory.items():
             home.copy_(shard.full(self.flat))
 
@@ -150,12 +143,10 @@ class ParameterBucket:
     def move_out(self) -> None:
         """Give parameters memory of their own again. Only the description of the layout remains."""
         for shard, view in zip(self.shards, self._views, strict=True):
-            if self._hidden:
-                shard.param.__class__ = Parameter
-            if self._hidden or shard.param.data_ptr() == view.data_ptr():
+            if self.hidden or shard.param.data_ptr() == view.data_ptr():
                 shard.param.data = view.clone(memory_format=torch.preserve_format)
             shard.weight.data = self.flat.new_empty(0)
-        self._hidden = False
+        self.hidden = False
         self._views.clear()
         self._unreadable.clear()
         self._shared_memory.clear()
@@ -166,7 +157,7 @@ class ParameterBucket:
 class ShardedParameters:
     """All parameter buckets of a model, and the unfinished all-gathers."""
 
-    def __init__(self, comm: Communicator, reducer: ShardReducer) -> None:
+    def __init__(self, comm: Communicator, reducer: Reducer) -> None:
         self.comm = comm
         self.reducer = reducer
         self.buckets: list[ParameterBucket] = []
@@ -175,7 +166,6 @@ class ShardedParameters:
         self._bucket_of: dict[int, ParameterBucket] = {}
         self._gathers: dict[ParameterBucket, Work] = {}
         self._reader = (os.getpid(), threading.get_ident())
-        self._intercepting = intercepting_class(self._before_read)
         self._stepped_on: Any = None  # the stream
 
     def follow(self) -> None:
@@ -223,27 +213,29 @@ class ShardedParameters:
         return not self._gathers
 
     @property
+    def hidden(self) -> bool:
+        """Whether reading some parameter is an error."""
+        return any(bucket.hidden for bucket in self.buckets)
+
+    @property
     def device(self) -> torch.device:
         return self.reducer.buckets[0].flat.device
 
     def wait_for(self, param: Parameter) -> None:
         bucket = self._bucket_of.get(id(param))
-        if bucket is not None and bucket in self._gathers:
+        # A wait in another thread could overtake one of this thread. One in a forked child would
+        # answer the other ranks.
+        here = (os.getpid(), threading.get_ident()) == self._reader
+        if bucket is not None and bucket in self._gathers and here:
             self._wait_for(bucket)
 
-    def _before_read(self, param: Parameter) -> None:
-        # a wait in another thread could overtake one of this thread; one in a forked child would
-        # answer the other ranks
-        if (os.getpid(), threading.get_ident()) == self._reader:
-            self.wait_for(param)
-
     def hide(self) -> None:
-        """Until its bucket has arrived, reading a parameter waits for the bucket."""
+        """Until its bucket has arrived, reading a parameter is an error."""
         with torch._C.DisableTorchFunction():  # these are no reads
             for bucket in list(self._gathers):
                 hidden = bucket.can_be_hidden
                 if hidden:
-                    bucket.hide(self._intercepting)
+                    bucket.hide()
                 if not hidden or bucket.has_aliases:  # an alias cannot be hidden
                     self._wait_for(bucket)
 

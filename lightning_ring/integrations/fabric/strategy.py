@@ -247,6 +247,13 @@ class RingFabricStrategy(DDPStrategy):
         for replicas in self._all_replicas():
             replicas.show_averages()
 
+    def wait_parameters(self) -> None:
+        """Return when all parameters are complete, before code reads them between two steps under
+        ``"ring_sharded"``.
+        """
+        for replicas in self._all_replicas():
+            replicas.wait_parameters()
+
     # -- modules and optimizers
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]

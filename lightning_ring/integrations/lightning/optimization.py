@@ -195,5 +195,5 @@ def refuse_scaler(precision: Any, algorithm: str) -> None:
         raise ConfigurationError(
             f"algorithm {algorithm} got a precision with a loss scaler "
             f"({type(precision).__name__}, '16-mixed'): ranks would skip different steps. Use "
-            "precision 'bf16-mixed', or algorithm='ring'."
+            "precision 'bf16-mixed', or strategy 'ring'."
         )

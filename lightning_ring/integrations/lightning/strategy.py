@@ -33,7 +33,7 @@ from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.comm.replicate import broadcast_module, check_same_model
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
-from lightning_ring.gradients.squared_norms import sum_of_squares
+from lightning_ring.gradients.sharded_gradient import sum_of_squares
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
 from lightning_ring.integrations.lightning.buffers import BroadcastAfterSwap, BufferBroadcast
 from lightning_ring.integrations.lightning.checkpoints import (
@@ -189,14 +189,14 @@ class RingStrategy(RankedStrategy):
     # -- what users call
 
     def wait_parameters(self) -> None:
-        """Return when all parameters are complete. For code whose reads of parameters are not
-        detected.
+        """Return when all parameters are complete. Call it before code reads parameters between
+        two training steps.
 
-        Reads are detected in every module's forward, for its own parameters, and in
-        ``training_step`` and the hooks between two training steps, for the arguments of calls of
-        torch from Python. In all other hooks all parameters are complete. Not detected are reads in
-        threads, and in scripted or compiled code that no attribute or method of a module names.
-        With ``strategy="ring"`` parameters are always complete.
+        Parameters are complete in every module's forward (its own), in all hooks of callbacks and
+        modules between two steps, in ``state_dict()``, and always with manual optimization.
+        Elsewhere reading one is an error: in ``training_step`` before its module was called, in an
+        overridden ``optimizer_step`` after the step, and in hooks that move a batch. With
+        ``strategy="ring"`` parameters are always complete.
         """
         self.algorithm.wait_parameters()
 

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms import optional
@@ -53,9 +53,19 @@ class ShardedHooks:
         self._clip_all_shards()
 
     def begin_training(self) -> None:
-        """From now on a step returns before its parameters are complete."""
+        """From now on a step returns before its parameters are complete: between two steps nothing
+        reads them, unless the module steps optimizers itself, or a user's hook runs there.
+        """
         assert isinstance(self._algorithm, ShardsState)
-        self._algorithm.overlaps = True
+        self._algorithm.overlaps = self._trainer.lightning_module.automatic_optimization
+        owner = next(_with_own_batch_hooks(self._trainer), None)
+        self._first_callback.waits_each_batch = owner is not None
+        if owner is not None:
+            rank_zero_info(
+                f"lightning_ring: the hooks of {type(owner).__name__} at each training batch may "
+                "read parameters. All parameters are waited for before them, instead of arriving "
+                "while the next forward runs."
+            )
         self._stop_waiting()
         self._waiting = [
             _Waiting(owner, name, self._wait_parameters)
@@ -90,12 +100,18 @@ class _WaitForParameters(pl.Callback):
     """The first of all callbacks: its hooks wait for all parameters, before the hooks of other
     callbacks.
 
-    The two hooks of every training batch do not wait: there, reading a parameter waits for that
-    parameter.
+    The two hooks of every training batch wait only with ``waits_each_batch``.
     """
 
     def __init__(self, wait_parameters: Callable[[], None]) -> None:
         self.wait_parameters = wait_parameters
+        self.waits_each_batch = False
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.waits_each_batch:
+            self.wait_parameters()
+
+    on_train_batch_end = on_train_batch_start  # type: ignore[assignment]
 
 
 def _waiting_hook(name: str) -> Callable[..., None]:
@@ -109,6 +125,18 @@ def _waiting_hook(name: str) -> Callable[..., None]:
 for _name in dir(pl.Callback):
     if _name.startswith("on_") and _name not in (*_EACH_BATCH, *_ALONE):
         setattr(_WaitForParameters, _name, _waiting_hook(_name))
+
+
+def _with_own_batch_hooks(trainer: pl.Trainer) -> Iterator[Any]:
+    """Objects whose hooks at each training batch are not Lightning's or ours, and may read
+    parameters.
+    """
+    for owner in (*trainer.callbacks, trainer.lightning_module):  # type: ignore[attr-defined]
+        for name in _EACH_BATCH:
+            package = getattr(getattr(owner, name), "__module__", "")
+            known = package.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_ring")
+            if not known or package.endswith("weight_averaging"):
+                yield owner
 
 
 def _before_validation(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:

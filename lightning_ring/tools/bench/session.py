@@ -27,6 +27,7 @@ from lightning_ring.job.ranks import RankInfo, discover_ranks
 from lightning_ring.tools.bench import COPY
 from lightning_ring.tools.bench.contenders import open_contenders
 from lightning_ring.tools.bench.measure import Timing, measure
+from lightning_ring.tools.plan.networks import MOST_RESIDUAL
 from lightning_ring.tools.plan.profile import json_text
 
 GB = 1e9
@@ -86,17 +87,26 @@ def fitted_models(timings: Sequence[Timing], world_size: int) -> list[dict[str, 
         if len({t.num_bytes for t in these}) > 1:
             sizes, seconds = [t.num_bytes for t in these], [t.median for t in these]
             model = fit(sizes, seconds, world_size, collective=cast("Any", collective))
-            found.append({"collective": collective, "backend": backend} | asdict(model))
+            fitted = [model.seconds(size, world_size, collective) for size in sizes]
+            errors = [abs(one / other - 1) for one, other in zip(fitted, seconds, strict=True)]
+            about = {"collective": collective, "backend": backend, "residual": max(errors)}
+            found.append(about | asdict(model))
     return found
 
 
 def model_lines(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if models:
         yield "\nmessages of the ring: α + size / B, fitted to the medians"
-        yield f"{'collective':14} {'backend':12} {'α µs':>9} {'B GB/s':>9}"
+        yield f"{'collective':14} {'backend':12} {'α µs':>9} {'B GB/s':>9} {'residual':>9}"
     for model in models:
         alpha, bandwidth = 1e6 * model["alpha_seconds"], model["bandwidth"] / GB
-        yield f"{model['collective']:14} {model['backend']:12} {alpha:9.1f} {bandwidth:9.3f}"
+        name = f"{model['collective']:14} {model['backend']:12}"
+        yield f"{name} {alpha:9.1f} {bandwidth:9.3f} {model['residual']:9.0%}"
+    if any(model["residual"] > MOST_RESIDUAL for model in models):
+        yield (
+            f"warning: residuals above {MOST_RESIDUAL:.0%}: no line fits these times, and a plan "
+            "from them would be wrong. Measure again on an idle machine, or fewer sizes."
+        )
 
 
 _JSON_NAMES = {

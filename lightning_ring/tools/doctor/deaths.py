@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
+import time
 
 from lightning_ring.job.exit import MPI_LAUNCHERS
+from lightning_ring.membership.agreement import Report
+from lightning_ring.membership.member import Member
 from lightning_ring.tools.doctor.asking import DoctorRequest, ask
 from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
 
 _NAME = "a rank's death"
 _START = "ringrun -n N --min-ranks M python train.py, or plain python train.py"
 _ENDING_ALL = (*MPI_LAUNCHERS, "torchrun", "torch.distributed.run")
-_RANK = "lightning_ring.tools.doctor.dying_rank"
-_SECONDS = 30.0
+_RANK = "lightning_ring.tools.doctor.deaths"
+_SECONDS, _TRIAL_SECONDS = 30.0, 20.0
 _SLOW = 2.0  # seconds from a death to the word of it
 
 
@@ -29,7 +34,7 @@ def check(request: DoctorRequest) -> list[Finding]:
         findings.append(
             warning("launcher of ranks", found, f"strategy='ring_elastic' goes on under: {_START}.")
         )
-    return [*findings, _steward(request), _min_ranks(request)]
+    return findings
 
 
 def _planted(request: DoctorRequest) -> Finding:
@@ -63,22 +68,21 @@ def _planted(request: DoctorRequest) -> Finding:
     return ok(_NAME, found)
 
 
-def _steward(request: DoctorRequest) -> Finding:
-    if request.num_hosts == 1:
-        return ok("steward", "the process that starts the ranks: its death ends all of them")
-    found = (
-        "on the host that runs ringrun, whose loss ends the job; the other "
-        f"{request.num_hosts - 1} may go"
-    )
-    return ok("steward", found)
+def main() -> None:
+    """Process 1 kills itself. Process 0 prints when it knew, and how many ranks go on."""
+    member = Member()
+    member.open()
+    member.report(Report())
+    member.next_view(_TRIAL_SECONDS)
+    if member.number == 1:
+        print(f"died={time.monotonic():.6f}", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    member.is_over(_TRIAL_SECONDS)
+    print(f"known={time.monotonic():.6f}", flush=True)
+    member.report(Report(1))
+    print(f"ranks={len(member.next_view(_TRIAL_SECONDS).members)}", flush=True)
+    member.finish()
 
 
-def _min_ranks(request: DoctorRequest) -> Finding:
-    ranks = request.ranks * request.num_hosts
-    found = (
-        f"with {ranks} ranks any number up to {ranks - 1} may die; --min-ranks M (min_ranks=) lets "
-        f"{ranks} - M die"
-    )
-    if request.num_hosts > 1:
-        found += f", so a host of {request.ranks} needs M <= {ranks - request.ranks}"
-    return ok("min_ranks", found)
+if __name__ == "__main__":
+    main()

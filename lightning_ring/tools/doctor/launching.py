@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_ring.errors import RankDiscoveryError
-from lightning_ring.host.cores import available_cores
 from lightning_ring.job.exit import MPI_LAUNCHERS
 from lightning_ring.job.launchers import launcher_variables
 from lightning_ring.launch.hosts import in_allocation
@@ -95,7 +94,7 @@ _FAMILIES = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel(R) MPI": "intelmpi"
 def check_mpi(request: DoctorRequest) -> list[Finding]:
     path = locate_mpirun()
     mpirun, why = _identify(path, request) if path is not None else (None, "")
-    findings = [_mpirun(request, path, mpirun, why), *_on_path(request, mpirun), *_by_hand(mpirun)]
+    findings = [_mpirun(request, path, mpirun, why), *_on_path(request, mpirun)]
     library = ask(
         [sys.executable, "-c", _LIBRARY], request.at_most(2 * _SECONDS), request.child_environ
     )
@@ -162,25 +161,6 @@ def _on_path(request: DoctorRequest, mpirun: Mpirun | None) -> list[Finding]:
         "ringrun."
     )
     return [broken("mpirun on PATH", what, advice)]
-
-
-def _by_hand(mpirun: Mpirun | None) -> list[Finding]:
-    """What Open MPI refuses unless told otherwise, which ringrun and `python train.py` tell it."""
-    if mpirun is None or mpirun.family != "openmpi":
-        return []
-    cores, name = available_cores(), "mpirun by hand"
-    slots = (
-        f"more ranks than cores ({cores} here) end in 'not enough slots' without --oversubscribe"
-    )
-    if os.geteuid() != 0:
-        return [ok(name, slots)]
-    advice = (
-        "Start with `ringrun -n N python train.py` or plain `python train.py`, which add the "
-        "options, or do it too."
-    )
-    return [
-        warning(name, f"as root it refuses to run without --allow-run-as-root; {slots}", advice)
-    ]
 
 
 def _no_library(library: Answer, needed: bool) -> Finding:

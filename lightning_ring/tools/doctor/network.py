@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
 from collections.abc import Mapping
-from pathlib import Path
 
 from lightning_ring.job.rendezvous.interfaces import ipv4_addresses, reachable_candidates
 from lightning_ring.tools.doctor.asking import DoctorRequest
@@ -14,7 +11,6 @@ from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
 
 _SECONDS = 3.0
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_INFINIBAND = Path("/sys/class/infiniband")
 
 
 def check(request: DoctorRequest) -> list[Finding]:
@@ -23,7 +19,6 @@ def check(request: DoctorRequest) -> list[Finding]:
         _listening(request),
         *_named_interfaces(request.environ),
         *_master(request.environ),
-        *_infiniband(),
     ]
 
 
@@ -148,23 +143,3 @@ def _master(environ: Mapping[str, str]) -> list[Finding]:
         )
         return [broken("MASTER_PORT", f"rank 0 cannot listen on {port}: {error.strerror}", who)]
     return [ok(name, f"{found}, which is free")]
-
-
-def _infiniband() -> list[Finding]:
-    states: dict[str, str] = {}
-    for file in sorted(_INFINIBAND.glob("*/ports/*/state")):
-        with contextlib.suppress(OSError):
-            states[f"{file.parts[-4]}/{file.parts[-2]}"] = (
-                file.read_text().partition(":")[2].strip()
-            )
-    if not states:
-        return []
-    found = ", ".join(f"{port} {state}" for port, state in states.items())
-    if "ACTIVE" not in states.values():
-        return [
-            warning(
-                "InfiniBand", found, "No port is active: check cable and subnet manager (`ibstat`)."
-            )
-        ]
-    is_open = os.access("/dev/infiniband", os.R_OK)
-    return [ok("InfiniBand", found if is_open else f"{found}; not open to this account")]

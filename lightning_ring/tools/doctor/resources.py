@@ -14,14 +14,6 @@ from lightning_ring.host.cores import available_cores, bound_cores, cgroup_quota
 from lightning_ring.tools.doctor.asking import DoctorRequest, ask
 from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
 
-_PLACING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-_BINDING = (
-    "PRTE_MCA_hwloc_default_binding_policy",
-    "PRTE_MCA_rmaps_default_mapping_policy",
-    "OMPI_MCA_hwloc_base_binding_policy",
-    "OMPI_MCA_rmaps_base_mapping_policy",
-)
-
 
 def check_threads(request: DoctorRequest) -> list[Finding]:
     cores, quota = len(bound_cores()), cgroup_quota()
@@ -29,7 +21,6 @@ def check_threads(request: DoctorRequest) -> list[Finding]:
     return [
         _cores(cores, quota, usable, request.ranks),
         _threads(request.environ, usable, request.ranks),
-        _placing(request.environ, request.ranks),
     ]
 
 
@@ -75,47 +66,12 @@ def _threads(environ: Mapping[str, str], usable: int, ranks: int) -> Finding:
     return ok("threads", found)
 
 
-def _placing(environ: Mapping[str, str], ranks: int) -> Finding:
-    """OpenMP places each process's threads by itself, knowing nothing of other ranks: all from
-    the first core on.
-    """
-    unset = ("false", "none")
-    placed = [
-        f"{name}={environ[name]}"
-        for name in _PLACING
-        if environ.get(name, "false").lower() not in unset
-    ]
-    if placed and ranks > 1:
-        advice = (
-            "Every rank puts its threads on the same first cores. Unset it, or bind each rank to "
-            "cores of its own."
-        )
-        return warning("binding", ", ".join(placed), advice)
-    bound = [f"{name}={environ[name]}" for name in _BINDING if environ.get(name, "none") != "none"]
-    if bound:
-        advice = (
-            "ringrun binds nothing; with plain mpirun this may give a rank, with all its threads, "
-            "one core."
-        )
-        return warning("binding", ", ".join(bound), advice)
-    return ok(
-        "binding",
-        "nothing binds ranks (plain mpirun binds each to a core: add --bind-to "
-        "none, or use ringrun)",
-    )
-
-
 _SHM = Path("/dev/shm")
-_INFINIBAND = Path("/sys/class/infiniband")
 _MIB = 2**20
 _SHM_LEAST = 16 * _MIB  # two ranks' segments of Open MPI
 _SHM_GOOD = 512 * _MIB  # batches in flight of a few data-loader workers
 _TMP_LEAST = 64 * _MIB
 _FILES_LEAST, _FILES_GOOD = 256, 1024
-# bytes, Linux; Python's data-loader workers put "/pymp-xxxxxxxx/listener-xxxxxxxx" behind the
-# folder
-_SOCKET_PATH = 107
-_SOCKET_NAME = 36
 _MAP = """
 import mmap, os, sys
 file = os.open(sys.argv[1], os.O_RDWR)
@@ -126,7 +82,7 @@ memory[:5] = b"there"
 
 
 def check_memory(request: DoctorRequest) -> list[Finding]:
-    return [*_dev_shm(), _memfd(request), _temporary_folder(), _open_files(), *_locked_memory()]
+    return [*_dev_shm(), _memfd(request), _temporary_folder(), _open_files()]
 
 
 def _dev_shm() -> list[Finding]:
@@ -213,12 +169,6 @@ def _temporary_folder() -> Finding:
             f"{folder} has {free / _MIB:.0f} MiB free",
             "Free some, or point TMPDIR elsewhere.",
         )
-    if len(os.fsencode(folder)) + _SOCKET_NAME > _SOCKET_PATH:
-        advice = (
-            f"Sockets have room for {_SOCKET_PATH - _SOCKET_NAME}: point TMPDIR to a shorter path, "
-            "such as /tmp."
-        )
-        return broken(name, f"{folder} has {len(os.fsencode(folder))} letters", advice)
     return ok(name, f"{folder}, {free / _MIB:,.0f} MiB free")
 
 
@@ -235,16 +185,3 @@ def _open_files() -> Finding:
         f"{more}."
     )
     return (broken if soft < _FILES_LEAST else warning)("open files", f"limit {found}", advice)
-
-
-def _locked_memory() -> list[Finding]:
-    if not _INFINIBAND.is_dir() or not any(_INFINIBAND.iterdir()):
-        return []
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return [ok("locked memory", "unlimited")]
-    advice = (
-        "InfiniBand locks what it sends: `ulimit -l unlimited` (limits.conf: memlock; systemd: "
-        "LimitMEMLOCK)."
-    )
-    return [broken("locked memory", f"limit {soft / _MIB:.3g} MiB, with InfiniBand", advice)]

@@ -57,24 +57,18 @@ def line_chart(
     axes.set(xlabel=x_label, yscale="log" if log else "linear")
     if log:
         axes.yaxis.set_major_formatter("{x:g}")
-    for axis, numbers in (
-        (axes.xaxis, np.concatenate([a[:, 0] for a in arrays.values()])),
-        (axes.yaxis, finite),
-    ):
-        if (
-            numbers.size
-            and (numbers == np.round(numbers)).all()
-            and not (log and axis is axes.yaxis)
-        ):
+    steps = np.concatenate([array[:, 0] for array in arrays.values()])
+    for axis, numbers in ((axes.xaxis, steps), (axes.yaxis, finite)):
+        whole = numbers.size and (numbers == np.round(numbers)).all()
+        if whole and not (log and axis is axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    notes = {
-        "log scale": log,
-        "line: mean, band: least to greatest value": max(map(len, arrays.values()))
-        > _NUM_INTERVALS,
-        f"×: {values.size - finite.size:,} values that are NaN or infinite": values.size
-        > finite.size,
-    }
-    return _figure(figure, title, "; ".join(note for note, holds in notes.items() if holds))
+    num_lost = values.size - finite.size
+    notes = ["log scale"] if log else []
+    if max(map(len, arrays.values())) > _NUM_INTERVALS:
+        notes.append("line: mean, band: least to greatest value")
+    if num_lost:
+        notes.append(f"×: {num_lost:,} values that are NaN or infinite")
+    return _figure(figure, title, "; ".join(notes))
 
 
 def bar_chart(
@@ -98,15 +92,11 @@ def bar_chart(
 
 def key(number: int) -> Markup:
     """A short piece of run ``number``'s line."""
-    dashes = (
-        "none" if number < NUM_COLOURS else " ".join(map(str, DASHES[number // NUM_COLOURS][1]))
-    )
-    line = Markup(
-        '<path d="M0 5H26" style="stroke: var(--c{}); stroke-width: 2; stroke-dasharray: {}"/>'
-    )
-    return Markup('<svg class="key" viewBox="0 0 26 10">{}</svg>').format(
-        line.format(number % NUM_COLOURS, dashes)
-    )
+    dashes = DASHES[number // NUM_COLOURS]
+    array = "none" if dashes == "-" else " ".join(map(str, dashes[1]))
+    line = '<path d="M0 5H26" style="stroke: var(--c{}); stroke-width: 2; stroke-dasharray: {}"/>'
+    svg = Markup('<svg class="key" viewBox="0 0 26 10">' + line + "</svg>")
+    return svg.format(number % NUM_COLOURS, array)
 
 
 def short(value: float | None) -> str:
@@ -127,10 +117,9 @@ def intervals(array: np.ndarray) -> tuple[np.ndarray, ...]:
         return array[:, 0], *(finite.filled(math.nan),) * 3
     parts = np.array_split(finite, _NUM_INTERVALS)
     middle = np.array([part.mean() for part in np.array_split(array[:, 0], _NUM_INTERVALS)])
-    columns = zip(*((part.mean(), part.min(), part.max()) for part in parts), strict=True)
-    return middle, *(
-        np.array([np.ma.filled(value, math.nan) for value in column]) for column in columns
-    )
+    kinds = ([getattr(part, kind)() for part in parts] for kind in ("mean", "min", "max"))
+    filled = ([np.ma.filled(value, math.nan) for value in values] for values in kinds)
+    return middle, *map(np.array, filled)
 
 
 def _axes(width: float, height: float) -> tuple[Figure, Any]:
@@ -153,21 +142,17 @@ def _figure(figure: Figure, title: str, notes: str) -> Markup:
     file = StringIO()
     with rc_context(_STYLE):
         figure.savefig(file, format="svg", transparent=True)
-    svg = file.getvalue()
-    svg = re.sub(
-        r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->",
-        "",
-        svg[svg.index("<svg") :],
-        flags=re.DOTALL,
-    )
-    svg = re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", svg, count=5).replace(
-        "xlink:href", "href"
-    )
-    svg = re.sub(r'id="(run-\d+)"', r'class="\1"', svg).replace(_TEXT, "var(--soft)")
+    svg = file.getvalue().partition("<svg")
+    text = "<svg" + svg[2]
+    whole = r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->"
+    text = re.sub(whole, "", text, flags=re.DOTALL)
+    text = re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", text, count=5)
+    text = re.sub(r'id="(run-\d+)"', r'class="\1"', text.replace("xlink:href", "href"))
     # the same in every chart
-    svg = re.sub(r' id="[A-Za-z0-9.]+_[\w.]*"| font-family: [^;]+;', "", svg)
-    svg = " ".join(re.sub(r"#0100(\d)0\b", r"var(--c\1)", svg).split())
+    text = re.sub(r' id="[A-Za-z0-9.]+_[\w.]*"| font-family: [^;]+;', "", text)
+    text = re.sub(r"#0100(\d)0\b", r"var(--c\1)", text.replace(_TEXT, "var(--soft)"))
+    text = " ".join(text.split())
     head = Markup('<figure class="chart"><figcaption>{} <small>{}</small></figcaption>').format(
         title, notes
     )
-    return head + Markup(svg) + Markup("</figure>")
+    return head + Markup(text) + Markup("</figure>")

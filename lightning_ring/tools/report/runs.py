@@ -63,11 +63,6 @@ class LoggedRun:
         return self.scalars[tag][-1].value if tag in self.scalars else None
 
     @property
-    def first_time(self) -> float:
-        """Seconds since 1970 of the first logged value; 0 without values."""
-        return min((points[0].time for points in self.scalars.values()), default=0.0)
-
-    @property
     def last_time(self) -> float:
         """Seconds since 1970 of the last logged value; 0 without values."""
         return max((points[-1].time for points in self.scalars.values()), default=0.0)
@@ -79,13 +74,13 @@ class LoggedRun:
         """
         if isinstance(self.result.get("seconds"), (int, float)):
             return float(self.result["seconds"])
-        times = [
-            point.time
-            for tag, points in self.scalars.items()
-            if not tag.startswith("test")
-            for point in (points[0], points[-1])
-        ]
+        trained = [points for tag, points in self.scalars.items() if not tag.startswith("test")]
+        times = [point.time for points in trained for point in (points[0], points[-1])]
         return max(times) - min(times) if times else None
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return self.fits[-1].environment if self.fits else {}
 
     @property
     def end(self) -> str:

@@ -314,7 +314,7 @@ def test_parameters_read_on_several_streams_are_waited_for(
 
     def reads(comm: ThreadCommunicator) -> bool:
         current = ["first"]
-        monkeypatch.setattr(f"{module}.parameter_reads.current_stream", lambda device: current[0])
+        monkeypatch.setattr(f"{module}.reads.current_stream", lambda device: current[0])
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         optimizer = AdamW(net.parameters())
         sharding = Sharded()

@@ -9,6 +9,7 @@ import itertools
 import pickle
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 
 from lightning_ring.errors import RingError
 from lightning_ring.gradients.reducer import Reducer
-from lightning_ring.gradients.shard_reducer import ShardReducer
 from lightning_ring.gradients.sharded_gradient import ShardedGradient
 from tests.thread_ranks import ThreadCommunicator, run_ranks
+
+SHARDS = partial(Reducer, shards=True)
 
 RANKS = 3
 WAYS = [
@@ -55,7 +57,7 @@ def inputs(number: int, rank: int) -> Tensor:
 
 
 def run(
-    comm: ThreadCommunicator, kind: type[Reducer], ways: tuple[str, ...], keep: bool
+    comm: ThreadCommunicator, kind: Callable[..., Reducer], ways: tuple[str, ...], keep: bool
 ) -> list[Tensor | None]:
     """What of the gradients is valid on this rank after ``ways``; NaN elsewhere."""
     net = copy.deepcopy(START)
@@ -80,7 +82,7 @@ def run(
     return [_valid(reducer, param) for param in net.parameters()]
 
 
-def _own(reducer: ShardReducer, param: nn.Parameter) -> Tensor:
+def _own(reducer: Reducer, param: nn.Parameter) -> Tensor:
     """This rank's part of a gradient, which may have been added to since it was averaged."""
     grad, part = param.grad, reducer.shards.part(param)
     if not isinstance(grad, ShardedGradient):
@@ -91,7 +93,7 @@ def _own(reducer: ShardReducer, param: nn.Parameter) -> Tensor:
 
 
 def _valid(reducer: Reducer, param: nn.Parameter) -> Tensor | None:
-    if not isinstance(reducer, ShardReducer) or param.grad is None:
+    if not reducer.sharded or param.grad is None:
         return param.grad
     bucket, start, stop = reducer.shards.bounds(param)
     index = next(index for index, other in enumerate(bucket.params) if other is param)
@@ -107,7 +109,7 @@ def test_equals_whole_gradients(length: int) -> None:
     sequences = list(itertools.product(WAYS, repeat=length))
     for number, ways in enumerate(random.Random(0).sample(sequences, min(len(sequences), 24))):
         whole = run_ranks(RANKS, lambda comm: run(comm, Reducer, ways, False))  # noqa: B023
-        parts = run_ranks(RANKS, lambda comm: run(comm, ShardReducer, ways, number % 2 == 0))  # noqa: B023
+        parts = run_ranks(RANKS, lambda comm: run(comm, SHARDS, ways, number % 2 == 0))  # noqa: B023
         for index, expected in enumerate(whole[0]):
             # every element is valid on one rank
             found = torch.stack([rank[index] for rank in parts])
@@ -142,7 +144,7 @@ CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
 def test_changes_between_backwards_that_accumulate_equal_those_of_whole_gradients(
     change: Callable[[nn.Parameter], object],
 ) -> None:
-    def rank(comm: ThreadCommunicator, kind: type[Reducer]) -> list[Tensor | None]:
+    def rank(comm: ThreadCommunicator, kind: Callable[..., Reducer]) -> list[Tensor | None]:
         net = copy.deepcopy(START)
         reducer = kind(comm, net.named_parameters(), bucket_cap_mb=0.0001)
         for number in range(4):
@@ -155,7 +157,7 @@ def test_changes_between_backwards_that_accumulate_equal_those_of_whole_gradient
         return [_valid(reducer, param) for param in net.parameters()]
 
     whole = run_ranks(RANKS, lambda comm: rank(comm, Reducer))[0]
-    parts = run_ranks(RANKS, lambda comm: rank(comm, ShardReducer))
+    parts = run_ranks(RANKS, lambda comm: rank(comm, SHARDS))
     for index, expected in enumerate(whole):
         found = torch.stack([rank[index] for rank in parts])
         torch.testing.assert_close(found.nan_to_num().sum(0), expected)
@@ -195,7 +197,7 @@ def test_a_read_is_an_error_that_says_what_to_do(
 ) -> None:
     def rank(comm: ThreadCommunicator) -> None:
         net = copy.deepcopy(START)
-        reducer = ShardReducer(comm, net.named_parameters())
+        reducer = Reducer(comm, net.named_parameters(), shards=True)
         with reducer.backward():
             net(inputs(0, comm.rank), False).backward()
         assert "first.weight" in repr(net.first.weight.grad)
@@ -211,7 +213,7 @@ def test_gradients_that_other_code_holds_keep_their_values_or_cannot_be_read() -
     def rank(comm: ThreadCommunicator) -> None:
         net = copy.deepcopy(START)
         param = net.first.weight
-        reducer = ShardReducer(comm, net.named_parameters())
+        reducer = Reducer(comm, net.named_parameters(), shards=True)
 
         def backward(number: int) -> Any:
             with reducer.backward():
@@ -248,7 +250,7 @@ def test_a_sum_that_is_not_averaged_cannot_be_changed(
 ) -> None:
     def rank(comm: ThreadCommunicator) -> None:
         net = copy.deepcopy(START)
-        reducer = ShardReducer(comm, net.named_parameters())
+        reducer = Reducer(comm, net.named_parameters(), shards=True)
         with reducer.backward():
             net(inputs(0, comm.rank), False).backward()
         net(inputs(1, comm.rank), False).backward()
@@ -266,7 +268,7 @@ def test_a_gradient_of_an_earlier_training_is_an_error() -> None:
     def rank(comm: ThreadCommunicator) -> None:
         net = copy.deepcopy(START)
         for _ in range(2):
-            reducer = ShardReducer(comm, net.named_parameters())
+            reducer = Reducer(comm, net.named_parameters(), shards=True)
             with reducer.backward():
                 net(inputs(0, comm.rank), False).backward()
             reducer.remove()

@@ -21,12 +21,12 @@ from lightning_ring.gradients.compression import (
     OneBit,
     PowerSGD,
 )
-from lightning_ring.gradients.reducer import Reducer
-from lightning_ring.gradients.sending import (
+from lightning_ring.gradients.delivery import (
     average_compressed_,
     prepare_compressed,
     scatter_compressed_,
 )
+from lightning_ring.gradients.reducer import Reducer
 from tests.checks.compression.ways import (
     COARSE,
     ERROR_OF_THE_MEAN,

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import DGC, PowerSGD
-from lightning_ring.gradients.sending import average_compressed_, prepare_compressed
+from lightning_ring.gradients.delivery import average_compressed_, prepare_compressed
 from tests.checks.compression.ways import (
     WAYS,
     assert_same_bits,

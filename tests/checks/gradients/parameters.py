@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ring.gradients.bucket import plan_buckets
+from lightning_ring.gradients.layout import AutoBuckets
 from lightning_ring.gradients.reducer import Reducer
-from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 from tests.checks.gradients.nets import (
     Net,
     Recorder,

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ring.gradients.compression import COMPRESSORS
+from lightning_ring.gradients.layout import AutoBuckets
 from lightning_ring.gradients.reducer import Reducer
-from lightning_ring.gradients.shard_reducer import ShardReducer
-from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 from lightning_ring.gradients.sparse import sparse_weights
 from tests.checks.gradients.nets import fresh_gradients
 from tests.checks.world import communicator
@@ -200,9 +199,10 @@ def check_sharded_and_compressed_say_what_becomes_of_sparse_gradients() -> None:
     assert sum("does not take sparse gradients" in message for message in warned) == 1
     warned.clear()
     net = _Net(sparse=True)
-    reducer = ShardReducer(
+    reducer = Reducer(
         communicator(),
         net.named_parameters(),
+        shards=True,
         warn=warned.append,
         sparse_weights=partial(sparse_weights, net),
     )

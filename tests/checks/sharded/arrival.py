@@ -96,119 +96,47 @@ def doubled(x: Tensor, weight: Tensor) -> Tensor:
     return 2 * torch.mm(x, weight)
 
 
-OUT_OF_SIGHT = {"doubled": doubled}  # in a dict it is not found before training
-
-
-def check_reads_that_nobody_sees_switch_to_waiting_and_say_so() -> None:
+def check_reads_that_no_module_waits_for_are_waited_for_before_the_forward() -> None:
     class Hidden(Classifier):
         def __init__(self) -> None:
             super().__init__()
             self.hidden = nn.Linear(8, 8)
 
         def loss(self, batch: Any) -> Tensor:
-            return F.cross_entropy(
-                self.net(OUT_OF_SIGHT["doubled"](batch[0], self.hidden.weight)), batch[1]
-            )
+            return F.cross_entropy(self.net(doubled(batch[0], self.hidden.weight)), batch[1])
 
-    late, plain = Hidden(), Hidden()
-    plain.load_state_dict(late.state_dict())
-    with (
-        pytest.warns(UserWarning, match=r"hidden.weight got a gradient")
-        if RANK == 0
-        else contextlib.nullcontext()
-    ):
-        strategy = run_late(late)
-    assert not strategy.algorithm._reads.trusted
-    fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
-    assert_same(late, plain)
-
-    class Later(Hidden):
-        def loss(self, batch: Any) -> Tensor:
-            if len(self.seen["loss"]) < 2:
-                return F.cross_entropy(self.net(batch[0] @ self.hidden.weight), batch[1])
-            return super().loss(batch)
-
-    with pytest.raises(
-        RuntimeError, match=r"hidden.weight was read before its new values.*wait_parameters"
-    ):
-        run_late(Later())
-
-    class Told(Later):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.trainer.strategy.wait_parameters()
-            return super().training_step(batch, batch_idx)
-
-    told, plain = Told(), Told()
-    plain.load_state_dict(told.state_dict())
-    run_late(told)
-    fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
-    assert_same(told, plain)
-
-
-def check_scripted_and_compiled_code_is_found_before_it_reads() -> None:
     class Scripted(Classifier):
-        """Reads a weight unseen before it is read seen."""
-
-        def loss(self, batch: Any) -> Tensor:
-            x = batch[0]
-            return F.cross_entropy(
-                self.net(doubled(x, self.square.weight) + self.square(x)), batch[1]
-            )
-
         def __init__(self) -> None:
             super().__init__()
-            self.square = nn.Linear(8, 8)
-
-    class Compiled(Scripted):
-        def loss(self, batch: Any) -> Tensor:
-            x = batch[0]
-            return F.cross_entropy(
-                self.net(compiled(x, self.square.weight) + self.square(x)), batch[1]
-            )
-
-    class Within(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.also = torch.jit.script(nn.Linear(8, 8))
+            self.also = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
 
         def loss(self, batch: Any) -> Tensor:
             return F.cross_entropy(self.net(self.also(batch[0])), batch[1])
 
-    compiled = torch.compile(lambda x, weight: torch.mm(x, weight), backend="eager")
-    for make, name in ((Scripted, "doubled"), (Compiled, "compiled"), (Within, "also")):
-        late, plain = make(), make()
-        plain.load_state_dict(late.state_dict())
-        expected = pytest.warns(UserWarning, match=rf"{name} \(scripted, compiled.* may read")
-        with expected if RANK == 0 else contextlib.nullcontext():
-            run_late(late)
-        fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
-        assert_same(late, plain)
-
-
-def check_compiled_code_out_of_sight_is_noticed_when_it_is_called() -> None:
-    class Listed(Classifier):
-        """The module reads the weight of its compiled function too, so that a read of the weight
-        was seen.
-        """
+    class Attention(Classifier):
+        """Reads the weight of its projection without a call of that module."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.square = nn.Linear(8, 8)
+            self.attention = nn.MultiheadAttention(8, 2)
 
         def loss(self, batch: Any) -> Tensor:
             x = batch[0]
-            product = out_of_sight[0](x, self.square.weight)
-            return F.cross_entropy(self.net(product + self.square(x)), batch[1])
+            return F.cross_entropy(self.net(self.attention(x, x, x)[0]), batch[1])
 
-    out_of_sight = [torch.compile(torch.mm, backend="eager")]
-    late, plain = Listed(), Listed()
-    plain.load_state_dict(late.state_dict())
-    expected = pytest.warns(UserWarning, match="All parameters are waited for after each step")
-    with expected if RANK == 0 else contextlib.nullcontext():
-        strategy = run_late(late)
-    assert not strategy.algorithm._reads.trusted
-    fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
-    assert_same(late, plain)
+    for make, told in ((Hidden, "hidden.weight"), (Scripted, "also.0."), (Attention, "")):
+        late, plain = make(), make()
+        plain.load_state_dict(late.state_dict())
+        expected = (
+            pytest.warns(UserWarning, match=f"{told}.*gets gradients")
+            if RANK == 0 and told
+            else contextlib.nullcontext()
+        )
+        with expected:
+            strategy = run_late(late)
+        assert strategy.algorithm.overlaps
+        fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
+        assert_same(late, plain)
 
 
 def check_hooks_and_callbacks_see_whole_parameters() -> None:

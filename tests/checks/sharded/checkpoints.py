@@ -213,10 +213,11 @@ def check_weights_that_do_not_arrive_after_an_exception_are_a_warning(tmp_path: 
             self._job.communicator = self.late = Losing(self.late._comm)
 
     class Raising(Classifier):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 1:
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            if self.trainer.global_step == 1:
                 lost.append(True)
                 raise OSError("corrupt photo")
+            return batch
 
     lost: list[bool] = []
     saves = OnExceptionCheckpoint(tmp_path, "torn")

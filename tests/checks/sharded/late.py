@@ -73,13 +73,14 @@ class Tied(Classifier):
         self.lstm = nn.LSTM(8, 8)
 
     def loss(self, batch: Any) -> Tensor:
-        # before any module was called
-        penalty = sum(p.square().sum() for p in reversed(list(self.parameters())))
         # the embedding is used before, and without, its forward
         x = F.linear(batch[0], self.table.weight)
         x = self.head.forward(F.embedding(x.argmax(1), self.table.weight) * self.scale)
         x = self.lstm(F.linear(x, self.table.weight.t())[None])[0][0]
-        return F.cross_entropy(self.net(x), batch[1]) + 0.01 * penalty
+        logits = self.net(x)
+        # by now every parameter was waited for
+        penalty = sum(p.square().sum() for p in reversed(list(self.parameters())))
+        return F.cross_entropy(logits, batch[1]) + 0.01 * penalty
 
 
 class Patient(LateRing):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from lightning_ring.errors import ConfigurationError, RingError
-from lightning_ring.gradients.sizing import auto_buckets
+from lightning_ring.gradients import layout
 from lightning_ring.optim import LAMB, LARS, exclude_bias_and_norm
 from tests.checks.marks import by_world_size
 from tests.checks.models import RANK, Classifier, assert_all_ranks_equal, fit, parameters
@@ -260,7 +260,7 @@ def check_sizes_chosen_later_and_a_short_wire_equal_whole_ones() -> None:
 
 def check_automatic_bucket_sizes_price_the_collective_that_travels_in_backward() -> None:
     for is_sharded in (False, True):
-        with patch.object(auto_buckets, "fit", wraps=auto_buckets.fit) as priced:
+        with patch.object(layout, "fit", wraps=layout.fit) as priced:
             fit(ring(is_sharded, bucket_cap_mb="auto"), With(make_sgd))
         collective = "reduce_scatter" if is_sharded else "all_reduce"
         assert [call.kwargs["collective"] for call in priced.call_args_list] == [collective]

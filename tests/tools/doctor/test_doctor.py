@@ -26,7 +26,6 @@ from lightning_ring.tools.doctor.findings import (
     short,
     warning,
 )
-from lightning_ring.tools.doctor.gpus import pairs_by_link
 from lightning_ring.tools.doctor.reduction import what_was_said
 from tests.processes import clean_env, mpirun_path, run
 from tests.tools.doctor.planting import doctor, own_environment, program
@@ -172,19 +171,6 @@ def test_a_report_of_several_hosts_shows_what_is_not_ok_and_counts_the_rest():
     ]
     assert between[0].found == "2.9.0 on one; 2.8.0 on two"
     assert last_line([one, two], between) == "7 checks: 1 broken, 1 warning"
-
-
-def test_links_between_gpus_are_counted_by_pair():
-    table = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
-GPU0\t X \tNV18\tSYS\tPIX\t0-7\t0
-GPU1\tNV18\t X \tSYS\tSYS\t0-7\t0
-GPU2\tSYS\tSYS\t X \tSYS\t8-15\t1
-NIC0\tPIX\tSYS\tSYS\t X
-
-Legend:
-  X    = Self
-"""
-    assert pairs_by_link(table) == {"NV18": 1, "SYS": 2}
 
 
 def test_the_line_that_says_most_is_chosen():

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ring.launch.mpirun import Mpirun
-from lightning_ring.tools.doctor import launching
 from tests.processes import mpirun_path
 from tests.tools.doctor.planting import (
     Report,
@@ -151,19 +149,6 @@ def test_too_many_threads(healthy):
     assert report.code == 0, "warnings alone are no failure"
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ({"OMP_PROC_BIND": "true"}, "same first cores"),
-        ({"PRTE_MCA_hwloc_default_binding_policy": "core"}, "ringrun binds nothing"),
-    ],
-    ids=["OpenMP", "Open MPI"],
-)
-def test_setting_that_binds_ranks(healthy, setting, words):
-    report = doctor(only=["threads"], **setting)
-    assert_found(report, healthy, "binding", "warning", "=".join(*setting.items()), words)
-
-
 @pytest.mark.skipif(shutil.which("taskset") is None, reason="needs taskset")
 def test_both_ranks_bound_to_one_core():
     within = ["taskset", "--cpu-list", "0"]
@@ -203,13 +188,6 @@ def test_few_open_files(healthy):
 def test_temporary_folder_that_is_not_there(tmp_path, healthy):
     report = doctor(only=["memory"], TMPDIR=str(tmp_path / "gone"))
     assert_found(report, healthy, "temporary folder", "broken", "gone cannot be written", "TMPDIR")
-
-
-def test_temporary_folder_with_a_name_too_long_for_sockets(tmp_path, healthy):
-    folder = tmp_path / ("x" * 80)
-    folder.mkdir()
-    report = doctor(only=["memory"], TMPDIR=str(folder))
-    assert_found(report, healthy, "temporary folder", "broken", "letters", "shorter path")
 
 
 def test_compromised_release_of_lightning(tmp_path, healthy):
@@ -330,13 +308,3 @@ def test_setting_that_stops_mpirun_but_not_the_rest():
     assert gloo is not None
     assert gloo["state"] == "ok"
     assert gloo["found"].startswith("2 ranks without MPI: every sum right")
-
-
-@pytest.mark.parametrize(("uid", "state"), [(0, "warning"), (1000, "ok")])
-def test_what_mpirun_refuses_by_hand_is_told(uid, state, monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: uid)
-    (found,) = launching._by_hand(Mpirun("mpirun", "openmpi", 5, "mpirun (Open MPI) 5.0.11"))
-    assert found.state == state
-    assert "--oversubscribe" in found.found
-    assert ("--allow-run-as-root" in found.found) == (uid == 0)
-    assert launching._by_hand(Mpirun("mpirun", "mpich", 5, "")) == []

@@ -12,9 +12,7 @@ MIB = 2**20
 def gradient(name: str, mib: float, ready: float, dtype: str = "float32") -> Gradient:
     size = {"float32": 4, "float64": 8, "bfloat16": 2}[dtype]
     numel = int(mib * MIB) // size
-    return Gradient(
-        name, numel, dtype, numel * size, ready, (4, numel // 4) if numel % 4 == 0 else (numel,)
-    )
+    return Gradient(name, numel, dtype, numel * size, ready)
 
 
 def profile(
@@ -26,10 +24,9 @@ def profile(
     other: float = 0.0,
     run: Run | None = None,
 ) -> Profile:
-    alone = data + forward + backward + optimizer + other
-    phases = Phases(data, 0.0, forward, backward, optimizer, other, 0.0, alone)
-    run = run or Run(1, 1, "cpu", 16, 10)
-    return Profile(Model("Net", "0" * 64, 1000), run, phases, gradients)
+    phases = Phases(data, 0.0, forward, backward, optimizer, other)
+    run = run or Run(1, 1, "cpu", 10)
+    return Profile(Model("Net", 1000), run, phases, gradients)
 
 
 def link(alpha_us: float = 50, gbytes: float = 1.0) -> Link:

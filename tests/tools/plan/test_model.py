@@ -12,8 +12,6 @@ from torch import nn
 
 from lightning_ring.comm.cost import CostModel, num_nested_pieces
 from lightning_ring.gradients.bucket import plan_buckets
-from lightning_ring.gradients.compression.registry import COMPRESSORS
-from lightning_ring.tools.plan.advice import advise, in_words
 from lightning_ring.tools.plan.model import (
     Cluster,
     Link,
@@ -23,9 +21,8 @@ from lightning_ring.tools.plan.model import (
     world_sizes,
 )
 from lightning_ring.tools.plan.networks import NETWORKS
-from lightning_ring.tools.plan.probing import measure_call, measure_copying, measure_questions
 from lightning_ring.tools.plan.profile import Profile, Run
-from tests.thread_ranks import run_ranks
+from lightning_ring.tools.plan.report import AS_IT_IS, advice, changes, tabulate
 from tests.tools.plan.profiles import MIB, gradient, link, profile, several
 
 ONE = profile(gradient("w", 8, 0.1), data=0.004, other=0.006)
@@ -36,20 +33,18 @@ def flat(world_size: int, network: Link | None = None) -> Cluster:
     return Cluster(world_size, 1, network, network)
 
 
-@pytest.mark.parametrize(
-    "settings", [Settings(), Settings(shard_optimizer=True), Settings("hierarchical")]
-)
+@pytest.mark.parametrize("settings", [Settings(), Settings(sharded=True), Settings("flat")])
 def test_one_rank_takes_what_was_recorded(settings: Settings) -> None:
     step = predict(ONE, flat(1), settings)
     assert step.seconds == pytest.approx(0.17)
-    assert (step.exposed, step.communication, step.efficiency) == (0, 0, 1)
+    assert (step.exposed, step.efficiency) == (0, 1)
 
 
 def test_a_link_that_costs_nothing_hides_everything() -> None:
     free = Link.of("free", CostModel(0.0, float("inf")))
-    for settings in (Settings(), Settings("hierarchical")):
+    for settings in (Settings(), Settings("flat")):
         assert predict(ONE, Cluster(64, 8, free, free), settings).seconds == pytest.approx(0.17)
-    sharded = predict(ONE, flat(64, free), Settings(shard_optimizer=True))
+    sharded = predict(ONE, flat(64, free), Settings(sharded=True))
     assert sharded.seconds == pytest.approx(0.16 + 0.01 / 64)  # the optimizer steps 1/64
 
 
@@ -60,7 +55,7 @@ def test_buckets_have_their_default_size_at_each_number_of_ranks(
     device: str, world_size: int, cap: float
 ) -> None:
     found = profile(
-        *(gradient(str(number), 3, 0.1) for number in range(12)), run=Run(1, 1, device, 16, 10)
+        *(gradient(str(number), 3, 0.1) for number in range(12)), run=Run(1, 1, device, 10)
     )
     for other in (4, 25):
         same = predict(found, flat(world_size), Settings()) == predict(
@@ -74,7 +69,6 @@ def test_one_bucket_that_ends_backward_is_exposed_in_whole(world_size: int) -> N
     step = predict(ONE, flat(world_size), Settings())
     whole = 2 * (world_size - 1) * (50e-6 + 8 * MIB / (world_size * 1e9))
     assert step.exposed == pytest.approx(whole)
-    assert step.communication == pytest.approx(whole)
     assert step.seconds == pytest.approx(0.17 + whole)
     assert step.efficiency == pytest.approx(0.17 / (0.17 + whole))
 
@@ -86,13 +80,12 @@ def test_a_bucket_that_is_early_enough_is_hidden_and_one_that_is_not_shows_what_
     settings = Settings(bucket_cap_mb=1)
     step = predict(two, flat(4), settings)
     assert step.exposed == pytest.approx(tail)
-    assert step.communication == pytest.approx(took + tail)
     later = profile(gradient("late", 1, 0.1 - took / 2), gradient("head", 0.001, 0.1))
     assert predict(later, flat(4), settings).exposed == pytest.approx(took / 2 + tail)
 
 
 def test_sharded_halves_are_exposed_around_backward_and_forward() -> None:
-    step = predict(ONE, flat(4, link(50, 0.2)), Settings(shard_optimizer=True))
+    step = predict(ONE, flat(4, link(50, 0.2)), Settings(sharded=True))
     half = 3 * (50e-6 + 8 * MIB / 0.8e9)
     flags = 2 * 3 * (50e-6 + 4 / 0.8e9)
     between = 0.004 + 0.006  # of which the all-gather makes use before forward needs the parameter
@@ -107,9 +100,7 @@ def test_forward_waits_for_the_parameter_that_it_needs_first_and_computes_while_
     gradients = [gradient("last", 4, 0.05), gradient("first", 4, 0.1)]
     slow = link(0, 0.2)
     gather = 1 / 2 * 4 * MIB / 0.2e9  # 10.5 ms for each of two buckets
-    step = predict(
-        profile(*gradients), flat(2, slow), Settings(shard_optimizer=True, bucket_cap_mb=4)
-    )
+    step = predict(profile(*gradients), flat(2, slow), Settings(sharded=True, bucket_cap_mb=4))
     scattered = max(0.05 + gather, 0.1) + gather + 2 * 8 / (2 * 0.2e9)
     # `first` delays forward by its arrival; by the time `last` is needed (half of forward later) it
     # is there
@@ -120,41 +111,26 @@ def test_forward_waits_for_the_parameter_that_it_needs_first_and_computes_while_
 def test_nested_rings_of_one_piece_take_the_sum_of_their_stages() -> None:
     network, node = link(50, 1), link(2, 10)
     small = profile(gradient("w", 4, 0.1))
-    step = predict(small, Cluster(8, 2, network, node), Settings("hierarchical"))
+    step = predict(small, Cluster(8, 2, network, node), Settings())
     inside = 1 * (2e-6 + 4 * MIB / (2 * 10e9))
     across = 2 * 3 * (50e-6 + 4 * MIB / (4 * 1e9))  # both ranks' halves, over one link
     assert step.exposed == pytest.approx(inside + across + inside)
     large = profile(gradient("w", 40, 0.1))
     count = num_nested_pieces(40 * MIB, 2, 4)
     assert count > 1
-    step = predict(large, Cluster(8, 2, network, node), Settings("hierarchical"))
+    step = predict(large, Cluster(8, 2, network, node), Settings())
     inside, across = 2e-6 + 40 * MIB / count / 2 / 10e9, 6 * (50e-6 + 40 * MIB / count / 4 / 1e9)
     # pieces follow each other
     assert step.exposed == pytest.approx(inside + count * across + inside)
 
 
-@pytest.mark.parametrize(
-    ("compression", "share"), [("int8", 1.015625 / 4), ("onebit", 0.140625 / 4), ("dgc", 0.004)]
-)
-def test_some_compress_between_nodes_only(compression: str, share: float) -> None:
-    network, node = link(50, 1), link(2, 10)
-    settings = Settings("hierarchical", compression=compression)
-    step = predict(profile(gradient("w", 40, 0.1)), Cluster(8, 2, network, node), settings)
-    inside = 2e-6 + 40 * MIB / (2 * 10e9)  # whole gradients, in one piece
-    across = 2 * 3 * (50e-6 + share * 40 * MIB / (4 * 1e9))  # of 4 nodes
-    assert step.exposed == pytest.approx(inside + across + inside, rel=1e-3)
-
-
-@pytest.mark.parametrize("compression", COMPRESSORS)
-def test_every_predictable_compression_is_predicted_everywhere(compression: str) -> None:
-    for size in (2, 4, 16):
-        for cluster in (flat(size), Cluster(size, 2, link(50, 1), link(2, 10))):
-            found = predict(ONE, cluster, Settings(compression=compression))
-            assert (
-                ONE.phases.alone
-                < found.seconds
-                <= predict(ONE, cluster, Settings()).seconds * 1.001
-            ), cluster
+@pytest.mark.parametrize("steps", [1, 8, 32])
+def test_local_steps_share_an_all_reduce_of_the_parameters(steps: int) -> None:
+    two = profile(gradient("a", 3, 0.05), gradient("b", 5, 0.1))
+    step = predict(two, flat(4), Settings(local_steps=steps))
+    whole = 2 * 3 * (50e-6 + 8 * MIB / 4e9)
+    assert step.exposed == pytest.approx(whole / steps)
+    assert step.seconds == pytest.approx(two.phases.alone + whole / steps)
 
 
 @pytest.mark.parametrize("world_size", [32, 64, 128, 512])
@@ -164,10 +140,9 @@ def test_large_buckets_in_nested_rings_are_not_cut_into_pieces_that_cost_more_th
     found = profile(*several(), backward=0.1)
     cluster = Cluster(world_size, 4, Link.of("10gbit", NETWORKS["10gbit"]), link(10, 7))
     steps = {
-        way: predict(found, cluster, Settings(way, bucket_cap_mb=25))
-        for way in ("flat", "hierarchical")
+        way: predict(found, cluster, Settings(way, bucket_cap_mb=25)) for way in ("flat", "auto")
     }
-    assert steps["hierarchical"].seconds < steps["flat"].seconds
+    assert steps["auto"].seconds < steps["flat"].seconds
 
 
 def test_pieces_are_fewer_with_more_nodes_and_never_below_4_mib() -> None:
@@ -192,7 +167,7 @@ def test_a_flat_ring_over_nodes_pays_each_hop_on_its_own_link_and_on_cpu_all_on_
 
 def test_more_ranks_never_take_less_and_a_better_link_never_more() -> None:
     uneven = profile(*several())
-    for settings in (Settings(), Settings("hierarchical"), Settings(shard_optimizer=True)):
+    for settings in (Settings(), Settings("flat"), Settings(sharded=True)):
         without_optimizer = replace(uneven, phases=replace(uneven.phases, optimizer=0.0))
         steps = [
             predict(without_optimizer, Cluster(n, 4, link(), link(5, 10)), settings)
@@ -215,15 +190,13 @@ def simulated(found: Profile, cluster: Cluster, settings: Settings) -> float:
     cost = cluster.network.costs["all_reduce"]
     free = [0.0] * cluster.world_size  # when each rank's outgoing link has sent
     ended = 0.0
-    for bucket in cut_buckets(
-        found.gradients, settings.bucket_cap_mb, settings.compression, cluster.world_size
-    ):
+    for bucket in cut_buckets(found.gradients, settings.bucket_cap_mb, settings.sixteen_bits):
         begin = max(bucket.ready, ended)
         received = [begin] * cluster.world_size
         for _ in range(2 * (cluster.world_size - 1)):
             sent = [max(free[rank], received[rank]) for rank in ranks]
             sent = [
-                at + cost.alpha_seconds + bucket.wire_bytes / len(ranks) / cost.bandwidth
+                at + cost.alpha_seconds + bucket.num_bytes / len(ranks) / cost.bandwidth
                 for at in sent
             ]
             free = sent
@@ -234,13 +207,13 @@ def simulated(found: Profile, cluster: Cluster, settings: Settings) -> float:
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])
 @pytest.mark.parametrize("cap", [1, 4, 25, 100])
-@pytest.mark.parametrize("compression", [None, "bf16"])
+@pytest.mark.parametrize("sixteen_bits", [False, True])
 def test_flat_rings_end_when_a_simulation_of_every_message_ends(
-    world_size: int, cap: float, compression: str | None
+    world_size: int, cap: float, sixteen_bits: bool
 ) -> None:
     uneven, settings = (
         profile(*several(), backward=0.1),
-        Settings(compression=compression, bucket_cap_mb=cap),
+        Settings(sixteen_bits=sixteen_bits, bucket_cap_mb=cap),
     )
     step = predict(uneven, flat(world_size), settings)
     assert step.exposed == pytest.approx(
@@ -255,11 +228,9 @@ def pipelined(found: Profile, cluster: Cluster, settings: Settings) -> float:
     local, nodes = cluster.local_size, cluster.num_nodes
     node, network = cluster.node.costs["all_reduce"], cluster.network.costs["all_reduce"]
     waiting: list[tuple[float, float]] = []
-    for bucket in cut_buckets(
-        found.gradients, settings.bucket_cap_mb, settings.compression, cluster.world_size
-    ):
-        count = num_nested_pieces(bucket.wire_bytes, local, nodes)
-        waiting += [(bucket.ready, bucket.wire_bytes / count)] * count
+    for bucket in cut_buckets(found.gradients, settings.bucket_cap_mb, settings.sixteen_bits):
+        count = num_nested_pieces(bucket.num_bytes, local, nodes)
+        waiting += [(bucket.ready, bucket.num_bytes / count)] * count
     durations = [
         lambda size: (local - 1) * (node.alpha_seconds + size / local / node.bandwidth),
         lambda size: 2 * (nodes - 1) * (network.alpha_seconds + size / nodes / network.bandwidth),
@@ -284,7 +255,7 @@ def pipelined(found: Profile, cluster: Cluster, settings: Settings) -> float:
 
 @pytest.mark.parametrize("cap", [1, 25])
 def test_nested_rings_end_when_a_simulation_in_time_steps_ends(cap: float) -> None:
-    uneven, settings = profile(*several()), Settings("hierarchical", bucket_cap_mb=cap)
+    uneven, settings = profile(*several()), Settings(bucket_cap_mb=cap)
     cluster = Cluster(12, 4, link(50, 1), link(5, 2))
     step = predict(uneven, cluster, settings)
     assert step.exposed > 0.005
@@ -295,8 +266,6 @@ def test_nested_rings_end_when_a_simulation_in_time_steps_ends(cap: float) -> No
 def test_buckets_are_those_of_the_reducer(cap: float) -> None:
     gradients = [*several(20), *(gradient(f"d{i}", 0.6, 0.03 * i, "float64") for i in range(4))]
     gradients.sort(key=lambda one: one.ready)
-    import torch
-
     params = [
         (g.name, nn.Parameter(torch.empty(g.numel, dtype=getattr(torch, g.dtype))))
         for g in gradients
@@ -304,20 +273,18 @@ def test_buckets_are_those_of_the_reducer(cap: float) -> None:
     expected = [bucket.names for bucket in plan_buckets(params, cap)]
     assert len(expected) > 2
     assert [
-        [member.name for member in bucket.members]
-        for bucket in cut_buckets(gradients, cap, None, 2)
+        [member.name for member in bucket.members] for bucket in cut_buckets(gradients, cap, False)
     ] == expected
 
 
-def test_compression_halves_float32_and_nothing_else() -> None:
+def test_sixteen_bits_halve_float32_and_nothing_else() -> None:
     gradients = [
         gradient("w", 1, 0.1),
         gradient("h", 1, 0.1, "bfloat16"),
         gradient("d", 1, 0.1, "float64"),
     ]
     found = {
-        bucket.members[0].name: bucket.wire_bytes
-        for bucket in cut_buckets(gradients, 25, "bf16", 2)
+        bucket.members[0].name: bucket.num_bytes for bucket in cut_buckets(gradients, 25, True)
     }
     assert found == {"w": MIB / 2, "h": MIB, "d": MIB}
 
@@ -328,53 +295,44 @@ def test_numbers_of_ranks_fill_nodes() -> None:
     assert world_sizes(1)[-2:] == [8192, 10_000]
 
 
-def test_advice_names_what_saves_most_and_says_what_is_left() -> None:
-    wide = profile(*several(), data=0.001)
-    found = advise(wide, Cluster(64, 8, link(50, 0.2), link(2, 20)), Settings())
-    best = found.changes[0]
-    for words, settings in (
-        ("compression='bf16'", Settings(compression="bf16")),
-        ("", Settings("hierarchical")),
-    ):
-        saved = (
-            found.now.seconds
-            - predict(wide, Cluster(64, 8, link(50, 0.2), link(2, 20)), settings).seconds
-        )
-        assert best.saves >= saved / found.now.seconds - 1e-9, words
-    assert found.then.seconds == pytest.approx(
-        found.now.seconds * (1 - sum(change.saves for change in found.changes))
-    )
-    assert in_words(found).startswith(
-        f"on 64 ranks {found.now.exposed / found.now.seconds:.0%} of a step waits"
-    )
-    assert f"{best.argument} saves most" in in_words(found)
-    assert "A network twice as fast" in in_words(found)
+@pytest.mark.parametrize("gbytes", [0.001, 0.05, 0.2, 1.0, 20.0])
+@pytest.mark.parametrize("per_node", [1, 8])
+def test_advice_is_what_the_table_says(gbytes: float, per_node: int) -> None:
+    found = profile(*several(), data=0.001)
+    cluster = Cluster(64, per_node, link(50, gbytes), link(2, 20))
+    table = {way: steps[0] for way, steps in tabulate(found, [cluster]).items()}
+    now = table.pop(AS_IT_IS)
+    saves = changes(found, cluster)
+    for way, step in table.items():
+        assert dict(saves)[way] == pytest.approx(1 - step.seconds / now.seconds)
+    assert [saved for _, saved in saves] == sorted((saved for _, saved in saves), reverse=True)
+    said = " ".join(advice(now, saves, found.phases.data))
+    assert said.startswith(f"on 64 ranks {now.exposed / now.seconds:.0%} of a step waits")
+    for way, saved in saves:
+        assert (f"{way} {saved:.0%}" in said) == (saved >= 0.01)
+    alike = [pair for pair in saves if not pair[0].startswith(("compression", "LocalSGD"))]
+    first, saved = alike[0]
+    said_first = f"what to change first: {first} ({saved:.0%}), which trains as before"
+    assert (said_first in said) == (saved >= 0.01)
+    if saves[0][1] >= 0.01:
+        most = f"{saves[0][0]} saves most"
+        assert (most in said) == (saves[0] not in alike)
+    else:
+        assert "No change in this plan would save 1%" in said
 
 
 def test_advice_without_anything_to_gain_says_so() -> None:
     free = Link.of("free", CostModel(0.0, float("inf")))
-    lazy = profile(*several(), optimizer=0.0, data=0.5)
-    text = in_words(advise(lazy, Cluster(64, 1, free, free), Settings()))
-    assert "no argument of RingStrategy would save 1 %" in text
-    assert "77% of the step waits for data" in text
+    cluster, lazy = Cluster(64, 1, free, free), profile(*several(), optimizer=0.0, data=0.5)
+    now = predict(lazy, cluster, Settings())
+    nothing, waits = advice(now, changes(lazy, cluster), lazy.phases.data)
+    assert "No change in this plan would save 1%" in nothing
+    assert waits.startswith("77% of the step waits for data")
 
 
-def test_advice_for_cuda_never_names_a_topology_that_the_strategy_refuses() -> None:
+def test_a_topology_is_advised_only_where_the_strategy_has_a_choice() -> None:
     cuda = profile(*several(), run=replace(ONE.run, device="cuda"))
-    found = advise(cuda, Cluster(64, 8, link(50, 0.2), link(2, 20)), Settings())
-    assert found.changes
-    assert not any("topology" in change.argument for change in found.changes)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_questions_are_measured_wherever_there_is_somebody_to_ask(world_size: int) -> None:
-    found = run_ranks(world_size, measure_questions)
-    assert found == [found[0]] * world_size
-    assert (found[0] is None) == (world_size == 1)
-    assert all(seconds > 0 for seconds in run_ranks(world_size, measure_copying))
-
-
-def test_measuring_a_call_leaves_random_numbers_as_they_were() -> None:
-    before = torch.get_rng_state()
-    run_ranks(2, measure_call)
-    assert torch.equal(torch.get_rng_state(), before)
+    nodes = Cluster(64, 8, link(50, 0.2), link(2, 20))
+    assert not any("topology" in way for way, _ in changes(cuda, nodes))
+    slow_nodes = Cluster(64, 8, link(50, 0.2), link(5000, 0.01))
+    assert dict(changes(profile(*several()), slow_nodes))["topology='flat'"] > 0.01

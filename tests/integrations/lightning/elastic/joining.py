@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import sys
 
-from benchmarks.chaos import run_job
-from benchmarks.chaos_plan import Fault, Plan
+from tests.chaos.plan import Fault, Plan
+from tests.chaos.run import run_job
 
 DEATH = Fault(2, 2, "forward", "kill")  # process 3 takes its place, and asks process 1
 SHARDED = {

@@ -1,0 +1,89 @@
+"""How long samplers of 20 million entries take to start and to resume, and how much memory that
+takes.
+
+    python -m benchmarks.data.samplers
+
+Each sampler runs in a process of its own. Memory is how far the largest resident size grows beyond
+what imports and labels take, until samples are drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from lightning_ring.data import BalancedSampler, PKSampler, ShuffledSampler
+from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
+
+DRAWN = 100_000
+
+
+def samplers(labels: Ints) -> dict[str, Callable[[], OrderedSampler]]:
+    return {
+        "shuffled": lambda: ShuffledSampler(len(labels), rank=0, world_size=1),
+        "balanced": lambda: BalancedSampler(labels, rank=0, world_size=1),
+        "square root": lambda: BalancedSampler(labels, beta=0.5, rank=0, world_size=1),
+        "P x K": lambda: PKSampler(labels, 16, 4, rank=0, world_size=1),
+    }
+
+
+def resident_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(name: str, entries: int, classes: int) -> None:
+    generator = np.random.default_rng(0)
+    labels = np.empty(entries, dtype=np.int32)
+    # in pieces: a large temporary would hide the samplers' memory
+    for start in range(0, entries, 1 << 20):
+        part = labels[start : start + (1 << 20)]
+        # some classes are far larger
+        part[:] = (classes * generator.random(len(part)) ** 2).astype(np.int32)
+    before = resident_mib()
+    began = time.perf_counter()
+    sampler = samplers(labels)[name]()
+    order = iter(sampler)
+    first = next(order)
+    started = time.perf_counter() - began
+    began = time.perf_counter()
+    count = sum(1 for _ in itertools.islice(order, DRAWN))
+    each = (time.perf_counter() - began) / count
+    grown = resident_mib() - before
+    sampler.load_state_dict(sampler.state_dict(len(sampler) // 64 * 48))
+    began = time.perf_counter()
+    next(iter(sampler))
+    resumed = time.perf_counter() - began
+    assert 0 <= first < entries
+    print(
+        f"| {name} | {started:.2f} s | {grown:.0f} MiB | {each * 1e6:.1f} µs | {resumed:.2f} s |",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--entries", type=int, default=20_000_000)
+    parser.add_argument("--classes", type=int, default=50_000)
+    arguments = parser.parse_args()
+    print(f"{arguments.entries:,} entries, {arguments.classes:,} classes")
+    print("| sampler | to the first sample | memory | a sample | to resume at 3/4 of the epoch |")
+    print("| --- | --- | --- | --- | --- |", flush=True)
+    for name in samplers(np.zeros(1, dtype=np.int64)):
+        process = multiprocessing.get_context("spawn").Process(
+            target=measure, args=(name, arguments.entries, arguments.classes)
+        )
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""The same death under `ring_elastic`, torchelastic, torchft and Horovod: when training goes on,
+and what is lost.
+
+    python -m benchmarks.elastic.outlive --ranks 4 --mib 256 --jobs 5 --horovod PYTHON
+
+Ranks on this host train the same layers with SGD. One of them kills itself (SIGKILL) between
+forward and backward of step 13. The clock runs from then to the end of the next optimizer step of
+any other rank; beside it to the end of the first step that had not been finished before, and the
+number of finished steps that are lost. Jobs run one after the other, and the libraries take turns.
+
+- ``ring_elastic``: a Trainer's fit under ``ringrun --min-ranks 1``, over shared memory; with
+  ``:gloo`` over Gloo.
+- ``torchelastic``: DDP over Gloo under ``torchrun --standalone --max-restarts 3``, which starts all
+  ranks again after a death; they load a checkpoint, which rank 0 saves every 5 steps. All time
+  limits are torchrun's defaults. Its store is not shared over restarts
+  (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), with which they fail under torch 2.15.
+- ``torchft``: one replica group a rank, its manager over Gloo, the lighthouse with its README's
+  time limits: a rank is dead 5 s after its last heartbeat, and late ranks are waited for 10 s. With
+  ``:1s`` both are 1 s.
+- ``horovod``: `hvd.elastic` over Gloo under ``horovodrun``, ``--min-np`` one rank less, its state
+  committed after each step; with ``:every5`` after every fifth, and after the others only changes
+  of hosts are asked for. All else is horovodrun's default: Gloo waits 30 s for a message (with
+  ``:5s`` 5 s), hosts are listed anew every second, and the whole host of a rank that fails is left
+  out for good. Each rank is therefore on a host of its own. They are names of 127.0.0.1
+  (127.0.0.01, 127.0.0.001), on which Horovod starts ranks without ssh.
+
+PYTHON are interpreters that have these two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from benchmarks.elastic.outlive_rank import DEADLY, STEPS
+from benchmarks.turns import prepare
+
+JOB_SECONDS = 600.0  # of a job that comes no further
+END_SECONDS = 40.0  # for a job's end after its last step, and after SIGTERM
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one job. Times are in seconds from the death; ``step`` is the median step before it."""
+
+    step: float
+    next_step: float
+    new_step: float
+    lost: int
+
+
+class Job:
+    """The processes of a job, each the leader of a session; a context manager that leaves none
+    behind.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._servers: list[subprocess.Popen[bytes]] = []
+
+    def serve(self, *command: str) -> None:
+        """Start a process that does not end by itself."""
+        self.start(*command)
+        self._servers.append(self._processes.pop())
+
+    def start(self, *command: str, **environ: str) -> None:
+        number = len(self._processes) + len(self._servers)
+        with (self._folder / f"{number}.log").open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                env=os.environ | environ,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+
+    def wait(self) -> None:
+        """Return once a process has finished the last step.
+
+        Raises:
+            SystemExit: None has, and all have ended, or nothing came in time.
+        """
+        until = time.monotonic() + JOB_SECONDS
+        while not any(steps[-1][0] >= STEPS for steps in finished_steps(self._folder).values()):
+            if (
+                all(process.poll() is not None for process in self._processes)
+                or time.monotonic() > until
+            ):
+                logs = "\n".join(
+                    path.read_text(errors="replace")[-2000:] for path in self._folder.glob("*.log")
+                )
+                raise SystemExit(f"a job came to no end:\n{logs}")
+            time.sleep(0.05)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wait_for_ends()
+        self._processes += self._servers
+        for end in (subprocess.Popen.terminate, kill_session):
+            for process in self._processes:
+                end(process)
+            self._wait_for_ends()
+
+    def _wait_for_ends(self) -> None:
+        until = time.monotonic() + END_SECONDS
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+
+
+def kill_session(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def rank(loop: str, folder: Path, asked: argparse.Namespace) -> list[str]:
+    words = [loop, str(folder), "--mib", str(asked.mib), "--ranks", str(asked.ranks)]
+    return ["-m", "benchmarks.elastic.outlive_rank", *words]
+
+
+def ring_elastic(job: Job, folder: Path, asked: argparse.Namespace, backend: str) -> None:
+    ringrun = [
+        sys.executable,
+        "-m",
+        "lightning_ring.cli.ringrun",
+        "-n",
+        str(asked.ranks),
+        "--min-ranks",
+        "1",
+    ]
+    job.start(*ringrun, sys.executable, *rank("ring_elastic", folder, asked), "--backend", backend)
+
+
+def torchelastic(job: Job, folder: Path, asked: argparse.Namespace) -> None:
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--max-restarts",
+        "3",
+    ]
+    # else ranks that start again meet in the store of those before, and connect to addresses of the
+    # dead: https://github.com/pytorch/pytorch/issues/135712
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    job.start(
+        *torchrun,
+        "--nproc-per-node",
+        str(asked.ranks),
+        *rank("torchelastic", folder, asked),
+        **own_store,
+    )
+
+
+def torchft(
+    job: Job, folder: Path, asked: argparse.Namespace, heartbeats: int = 5000, join: int = 10000
+) -> None:
+    """Time limits of the lighthouse are in milliseconds."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    limits = ["--heartbeat_timeout_ms", str(heartbeats), "--join_timeout_ms", str(join)]
+    options = ["--min_replicas", "1", "--quorum_tick_ms", "100", *limits, "--bind", f"[::]:{port}"]
+    job.serve(str(Path(asked.torchft).with_name("torchft_lighthouse")), *options)
+    for number in range(asked.ranks):
+        command = [asked.torchft, *rank("torchft", folder, asked), "--number", str(number)]
+        job.start(*command, TORCHFT_LIGHTHOUSE=f"http://localhost:{port}")
+
+
+def horovod(
+    job: Job, folder: Path, asked: argparse.Namespace, gloo: int = 30, commit_every: int = 1
+) -> None:
+    """``gloo`` is a time limit in seconds."""
+    hosts = folder / "hosts"
+    listed = "".join(f"echo 127.0.0.{'0' * number}1:1\n" for number in range(asked.ranks))
+    hosts.write_text(f"#!/bin/sh\n{listed}")
+    hosts.chmod(0o755)
+    horovodrun = [str(Path(asked.horovod).with_name("horovodrun")), "-np", str(asked.ranks)]
+    horovodrun += ["--min-np", str(asked.ranks - 1), "--host-discovery-script", str(hosts)]
+    horovodrun += ["--gloo-timeout-seconds", str(gloo)]
+    command = [asked.horovod, *rank("horovod", folder, asked), "--commit-every", str(commit_every)]
+    job.start(*horovodrun, *command)
+
+
+Start = Callable[[Job, Path, argparse.Namespace], None]
+CONTENDERS: dict[str, Start] = {
+    "ring_elastic": lambda *job: ring_elastic(*job, "auto"),
+    "ring_elastic:gloo": lambda *job: ring_elastic(*job, "gloo"),
+    "torchelastic": torchelastic,
+    "torchft": torchft,
+    "torchft:1s": lambda *job: torchft(*job, heartbeats=1000, join=1000),
+    "horovod": horovod,
+    "horovod:5s": lambda *job: horovod(*job, gloo=5),
+    "horovod:every5": lambda *job: horovod(*job, commit_every=5),
+}
+PEERS = ("torchft", "horovod")  # each runs under an interpreter of its own
+
+
+def finished_steps(folder: Path) -> dict[int, list[tuple[int, float]]]:
+    """Steps and when they were finished, of each process that has finished any, by its pid."""
+    found = {}
+    for path in folder.glob("*.steps"):
+        lines = path.read_text().split("\n")[:-1]  # the last one may be half written
+        if lines:
+            found[int(path.stem)] = [(step, when) for step, when in map(json.loads, lines)]
+    return found
+
+
+def outcome(died: float, processes: Sequence[Sequence[tuple[int, float]]]) -> Outcome:
+    """What the steps of the processes of a job tell, one of which died in step `DEADLY`."""
+    before = [
+        later[1] - earlier[1] for steps in processes for earlier, later in pairs_until(steps, died)
+    ]
+    afterwards = [
+        (step, when)
+        for steps in processes
+        for number, (step, when) in enumerate(steps)
+        # a step that another rank was finishing at the death may end a moment later
+        if when > died and (step >= DEADLY or steps[0][1] > died or step in dict(steps[:number]))
+    ]
+    return Outcome(
+        step=statistics.median(before),
+        next_step=min(when for _, when in afterwards) - died,
+        new_step=min(when for step, when in afterwards if step >= DEADLY) - died,
+        lost=len({step for step, _ in afterwards if step < DEADLY}),
+    )
+
+
+def pairs_until(
+    steps: Sequence[tuple[int, float]], died: float
+) -> Iterator[tuple[tuple[int, float], tuple[int, float]]]:
+    """Neighbours among the steps before the death, without the first ones, which make buckets
+    and connections.
+    """
+    known = [(step, when) for step, when in steps if 2 < step < DEADLY and when <= died]
+    return pairwise(known)
+
+
+def run(start: Start, asked: argparse.Namespace) -> Outcome:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with Job(folder) as job:
+            start(job, folder, asked)
+            job.wait()
+        return outcome(float((folder / "died").read_text()), list(finished_steps(folder).values()))
+
+
+def report(found: dict[str, list[Outcome]]) -> Iterator[str]:
+    yield (
+        "| | a step before | the next step ends after | a new step ends after | finished steps "
+        "lost |"
+    )
+    yield "|---|---|---|---|---|"
+    for name, jobs in found.items():
+        times = [[getattr(job, field) for job in jobs] for field in ("next_step", "new_step")]
+        shown = [f"{statistics.median(each):.2f} s (largest {max(each):.2f})" for each in times]
+        lost = statistics.median(job.lost for job in jobs)
+        step = 1e3 * statistics.median(job.step for job in jobs)
+        yield f"| {name} | {step:.0f} ms | {shown[0]} | {shown[1]} | {lost:g} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.elastic.outlive",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--mib", type=float, default=256.0, help="of gradients")
+    parser.add_argument("--jobs", type=int, default=5, help="of each")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=CONTENDERS, help="by default all that are there"
+    )
+    parser.add_argument(
+        "--torchft",
+        metavar="PYTHON",
+        help="interpreter with torchft; its lighthouse lies beside it",
+    )
+    parser.add_argument(
+        "--horovod",
+        metavar="PYTHON",
+        help="interpreter with horovod; its horovodrun lies beside it",
+    )
+    asked = parser.parse_args()
+    prepare()
+    missing = tuple(peer for peer in PEERS if not getattr(asked, peer))
+    for name in asked.contenders or ():
+        if name.startswith(missing):
+            parser.error(f"{name} runs under the interpreter that --{name.partition(':')[0]} names")
+    names = asked.contenders or [name for name in CONTENDERS if not name.startswith(missing)]
+    found: dict[str, list[Outcome]] = {name: [] for name in names}
+    loads = [os.getloadavg()[0]]
+    for _ in range(asked.jobs):
+        for name in names:
+            found[name].append(run(CONTENDERS[name], asked))
+            print(f"{name}: {found[name][-1]}", file=sys.stderr, flush=True)
+    loads.append(os.getloadavg()[0])
+    print(*report(found), sep="\n")
+    said = f"load average {loads[0]:.1f} at the beginning, {loads[1]:.1f} at the end"
+    print(f"\n{asked.ranks} ranks, {asked.mib:g} MiB, {asked.jobs} jobs each; {said}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""Times the optimizers against timm's and torch's, and prints ratios.
+
+``python -m benchmarks.step.optim`` needs the ``bench`` extra; ``--help`` shows what can be chosen.
+All optimizers of a table take turns, round after round, and a ratio is the median over rounds of
+the ratio within a round, so that what else the machine does hits all of them alike. Each table
+comes from a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ring.optim import LAMB, LARS
+from lightning_ring.optim.engine import compiler
+
+Shapes = list[tuple[int, ...]]
+Step = Callable[[], Any]
+
+
+def resnet50() -> Shapes:
+    """Parameter shapes of torchvision's ResNet-50: 25.6 million in 161 tensors."""
+
+    def convolution(out: int, into: int, kernel: int) -> Shapes:
+        return [(out, into, kernel, kernel), (out,), (out,)]  # and its batch normalization
+
+    shapes = convolution(64, 3, 7)
+    into = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            shapes += (
+                convolution(width, into, 1)
+                + convolution(width, width, 3)
+                + convolution(4 * width, width, 1)
+            )
+            if block == 0:
+                shapes += convolution(4 * width, into, 1)
+            into = 4 * width
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+def bert_base() -> Shapes:
+    """Parameter shapes of BERT-base: 109.5 million in 199 tensors."""
+    width, inner = 768, 3072
+
+    def linear(out: int, into: int) -> Shapes:
+        return [(out, into), (out,)]
+
+    norm: Shapes = [(width,), (width,)]
+    attention = [shape for _ in range(4) for shape in linear(width, width)]
+    layer = attention + norm + linear(inner, width) + linear(width, inner) + norm
+    return [(30522, width), (512, width), (2, width), *norm, *(layer * 12), *linear(width, width)]
+
+
+MODELS = {"resnet50": resnet50, "bert_base": bert_base}
+
+
+def make_params(shapes: Shapes, device: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    params = []
+    for shape in shapes:
+        param = (torch.randn(shape, generator=generator) * 0.05).to(device).requires_grad_()
+        param.grad = (torch.randn(shape, generator=generator) * 1e-3).to(device)
+        params.append(param)
+    return params
+
+
+def contenders(params: list[Tensor], fused: bool) -> dict[str, torch.optim.Optimizer]:
+    """Optimizers of the same parameters, with the same settings where they have the same maths."""
+    from timm.optim import Lamb, Lars
+
+    lars = {"lr": 1.0, "momentum": 0.9, "weight_decay": 1e-4}
+    lamb = {"lr": 1e-4, "weight_decay": 0.01}
+    found = {
+        "timm Lamb": Lamb(params, max_grad_norm=None, **lamb),
+        "LAMB": LAMB(params, **lamb),
+        "timm Lamb, clipped": Lamb(params, max_grad_norm=1.0, **lamb),  # timm's default
+        "LAMB, clipped": LAMB(params, max_grad_norm=1.0, **lamb),
+        "timm Lars": Lars(params, **lars),
+        "LARS": LARS(params, **lars),
+    }
+    if fused:
+        found |= {
+            "torch AdamW fused": torch.optim.AdamW(params, lr=1e-4, fused=True),
+            "LAMB fused": LAMB(params, fused=True, **lamb),
+            "LARS fused": LARS(params, fused=True, **lars),
+        }
+    return found
+
+
+COMPARISONS = [  # ours, the peer, what is asked for
+    ("LAMB", "timm Lamb, clipped", ">= 2, both as installed: timm's default clips, ours does not"),
+    ("LAMB", "timm Lamb", ""),
+    ("LAMB, clipped", "timm Lamb, clipped", ""),
+    ("LARS", "timm Lars", ">= 1.3"),
+    ("LAMB fused", "torch AdamW fused", ">= 0.5"),
+    ("LARS fused", "torch AdamW fused", ""),
+]
+
+
+def rounds_of_times(
+    steps: dict[str, Step], num_rounds: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Seconds of each step, by round; the first two rounds (state, compilation) are left out."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(num_rounds + 2):
+        for name, step in steps.items():
+            start = clock()
+            step()
+            times[name].append(clock() - start)
+    return {name: values[2:] for name, values in times.items()}
+
+
+def on_cpu(model: str, threads: int, num_rounds: int) -> Iterator[str]:
+    """One table: milliseconds, ratios and extra memory."""
+    torch.set_num_threads(threads)
+    params = make_params(MODELS[model](), "cpu")
+    optimizers = contenders(params, fused=compiler.find_compiler() is not None)
+    # One thread: time on the processor, which waiting for other processes does not lengthen.
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    times = rounds_of_times({name: o.step for name, o in optimizers.items()}, num_rounds, clock)
+    unit = "processor time" if threads == 1 else "wall time"
+    yield (
+        f"\n{model}, {sum(p.numel() for p in params) / 1e6:.1f} M parameters, {threads} thread(s), "
+        f"{unit}\n"
+    )
+    yield "| optimizer | ms, median | ms, least | extra memory, % of parameters |"
+    yield "|---|---|---|---|"
+    for name, values in times.items():
+        extra = 100 * peak_bytes(optimizers[name].step) / sum(p.nbytes for p in params)
+        yield (
+            f"| {name} | {statistics.median(values) * 1e3:.1f} | {min(values) * 1e3:.1f} | "
+            f"{extra:.1f} |"
+        )
+    yield ""
+    for ours, peer, wanted in COMPARISONS:
+        if ours in times and peer in times:
+            ratio = statistics.median(p / o for o, p in zip(times[ours], times[peer], strict=True))
+            yield f"- {ours}: {ratio:.2f} times the speed of {peer}" + (
+                f" (wanted: {wanted})" if wanted else ""
+            )
+    if compiler.find_compiler() is None:
+        yield "- no C++ compiler on this machine: fused was not run"
+
+
+def peak_bytes(step: Step) -> int:
+    """Largest sum of tensor memory that ``step`` took and had not yet given back."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        step()
+    running = peak = 0
+    for event in sorted(
+        profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()
+    ):
+        if event.name() == "[memory]":
+            running += event.nbytes()
+            peak = max(peak, running)
+    return peak
+
+
+BYTES_PER_PARAMETER = {
+    "LARS": 28,
+    "LAMB": 40,
+    "timm Lars": 28,
+    "timm Lamb": 40,
+    "torch AdamW foreach": 28,
+}
+
+
+def on_cuda(model: str, num_rounds: int) -> Iterator[str]:
+    """One table: the share of the speed that the bytes of each optimizer allow at the measured
+    copy bandwidth.
+    """
+    params = make_params(MODELS[model](), "cuda")
+    optimizers = {
+        name: o
+        for name, o in contenders(params, fused=False).items()
+        if name in BYTES_PER_PARAMETER
+    }
+    optimizers["torch AdamW foreach"] = torch.optim.AdamW(params, lr=1e-4, foreach=True)
+    count = sum(p.numel() for p in params)
+    source = torch.empty(1 << 28, device="cuda")
+    target = torch.empty_like(source)
+    steps = {name: o.step for name, o in optimizers.items()} | {
+        "copy": lambda: target.copy_(source)
+    }
+    graph = torch.cuda.CUDAGraph()
+    captured = LARS(params, lr=1.0, momentum=0.9, weight_decay=1e-4, capturable=True)
+    captured.step()
+    with torch.cuda.graph(graph):
+        captured.step()
+    steps["LARS, CUDA graph"] = graph.replay
+
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(num_rounds + 2):
+        for name, step in steps.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            begin.record()
+            for _ in range(10):
+                step()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end) / 10)
+    best = {name: statistics.median(values[2:]) for name, values in times.items()}
+    bandwidth = 2 * source.nbytes / best["copy"] / 1e6  # GB/s
+    yield (
+        f"\n{model} on {torch.cuda.get_device_name()}, copy {bandwidth:.0f} GB/s (wanted: 80 % for "
+        "LARS and LAMB)\n"
+    )
+    yield "| optimizer | ms | bytes a parameter | % of the speed that they allow |"
+    yield "|---|---|---|---|"
+    for name, ms in best.items():
+        if name != "copy":
+            needed = BYTES_PER_PARAMETER.get(name, 28)
+            yield (
+                f"| {name} | {ms:.3f} | {needed} | "
+                f"{100 * needed * count / (bandwidth * 1e6) / ms:.0f} |"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--table", nargs=2, metavar=("MODEL", "THREADS"), help="one CPU table, in this process"
+    )
+    arguments = parser.parse_args()
+    if arguments.table:
+        print(
+            *on_cpu(arguments.table[0], int(arguments.table[1]), arguments.rounds),
+            sep="\n",
+            flush=True,
+        )
+        return
+    for model in arguments.models:
+        for threads in arguments.threads:
+            table = [
+                sys.executable,
+                "-m",
+                "benchmarks.step.optim",
+                "--table",
+                model,
+                str(threads),
+                "--rounds",
+                str(arguments.rounds),
+            ]
+            subprocess.run(table, check=True)
+        if torch.cuda.is_available():
+            print(*on_cuda(model, arguments.rounds), sep="\n", flush=True)
+    if not torch.cuda.is_available():
+        print("\nno CUDA device: the Triton kernels were not timed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""One rank of one job of `benchmarks/step/compare.py` and `benchmarks/gpu.py`: trains through
+`L.Trainer`, in turns.
+
+``python -m benchmarks.step.rank MODEL CONTENDER``. Contenders are written like ``ddp``, ``ring`` or
+``ring:backend=gloo,bucket_cap_mb=4``: a strategy, and arguments of `RingStrategy`. Of those the
+others know ``keep_freed_memory=True``, which gives them what is ring's default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import atexit
+import gc
+import logging
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.environments import (
+    LightningEnvironment,
+    TorchElasticEnvironment,
+)
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from benchmarks.turns import Turns
+from lightning_ring import ElasticStrategy, RingStrategy
+from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.data import ShuffledSampler
+from lightning_ring.host.malloc import keep_freed_memory
+
+
+class ManySmall(nn.Module):
+    """``count`` parameters of 1,000 elements, each used once: little computation, many
+    gradients.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(1000)) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+def resnet(name: str, num_classes: int) -> nn.Module:
+    import torchvision
+
+    model: nn.Module = getattr(torchvision.models, name)(num_classes=num_classes)
+    return model
+
+
+# name: model, shape of a sample, default batch a rank
+MODELS: dict[str, Any] = {
+    "resnet18": (lambda: resnet("resnet18", 1000), (3, 64, 64), 16),
+    "resnet50": (lambda: resnet("resnet50", 1000), (3, 224, 224), 256),
+    "many_small": (lambda: ManySmall(500), (1000,), 1),
+    "tiny": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 10)),
+        (3, 8, 8),
+        4,
+    ),
+}
+
+
+class Trained(L.LightningModule):
+    """``model`` on one random batch, again and again, with SGD and momentum."""
+
+    def __init__(self, model: nn.Module, channels_last: bool) -> None:
+        super().__init__()
+        self.model = model.to(memory_format=torch.channels_last) if channels_last else model
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        return F.cross_entropy(self.model(images), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-6, momentum=0.9)
+
+
+class OneBatch:
+    """The same batch for ever: no time goes into loading."""
+
+    def __init__(
+        self, shape: tuple[int, ...], batch_size: int, device: str, channels_last: bool
+    ) -> None:
+        self._images = torch.randn(batch_size, *shape, device=device)
+        if channels_last:
+            self._images = self._images.to(memory_format=torch.channels_last)
+        self._labels = torch.zeros(batch_size, dtype=torch.int64, device=device)
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(len(self)):
+            yield self._images, self._labels
+
+
+class AnyBatch:
+    """Samples of which `sampled` makes the same batch, whichever they are."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
+def sampled(batches: OneBatch, batch_size: int) -> DataLoader[Any]:
+    """The batch of ``batches`` from a loader with a sampler, which an elastic fit needs to
+    divide an epoch anew.
+    """
+    batch = next(iter(batches))
+    length = len(batches) * batch_size
+    order = ShuffledSampler(length, shuffle=False, remainder="drop", seed=0)
+    return DataLoader(AnyBatch(length), batch_size, sampler=order, collate_fn=lambda _: batch)  # type: ignore[arg-type]
+
+
+class InTurns(L.Callback):
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if not self._turns.wait():
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        algorithm = getattr(trainer.strategy, "algorithm", None)
+        # sharded state is hidden otherwise
+        with algorithm.states_shown() if algorithm is not None else nullcontext():
+            held = optimizer_state_bytes()
+        self._turns.leave({"strategy": type(trainer.strategy).__name__, "state_bytes": held})
+
+
+def optimizer_state_bytes() -> int:
+    """Bytes of all tensors in the state of all optimizers of this process, each memory once."""
+    seen: dict[int, int] = {}
+    for optimizer in [
+        found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer)
+    ]:
+        for value in (value for state in optimizer.state.values() for value in state.values()):
+            if isinstance(value, Tensor) and value.dim():
+                seen[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+    return sum(seen.values())
+
+
+def strategy(contender: str, device: str) -> tuple[Any, dict[str, Any]]:
+    """The strategy, and what the Trainer has to be told besides."""
+    name, _, text = contender.partition(":")
+    settings = dict(setting.split("=", 1) for setting in text.split(",")) if text else {}
+    by_ringrun = os.environ.get("RING_WORLD_SIZE", "1")  # on one host
+    world_size = int(os.environ.get("WORLD_SIZE", by_ringrun))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", by_ringrun))
+    if name in ("auto", "alone", "ddp") and settings.get("keep_freed_memory") == "True":
+        keep_freed_memory()
+    devices = {"devices": local_size, "num_nodes": world_size // local_size}
+    if name == "auto":
+        return "auto", {"devices": 1}
+    if name == "alone":  # every rank by itself: computation without communication
+        return SingleDeviceStrategy(device=torch.device(device)), {
+            "devices": 1,
+            "plugins": [LightningEnvironment()],
+        }
+    if name == "ddp":
+        alone = world_size == 1
+        environment: Any = LightningEnvironment() if alone else TorchElasticEnvironment()
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        return DDPStrategy(cluster_environment=environment, process_group_backend=backend), devices
+    values = {key: _value(value) for key, value in settings.items()}
+    if name == "ring_elastic":
+        return ElasticStrategy(**values), devices
+    if name == "ring_sharded":
+        wire = {key: values.pop(key, None) for key in ("bucket_cap_mb", "compression")}
+        values["algorithm"] = Sharded(**wire)
+    elif name != "ring":
+        raise SystemExit(
+            f"{contender}: contenders are auto, alone, ddp, ring, ring_sharded and ring_elastic"
+        )
+    return RingStrategy(**values), devices
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("contender")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument(
+        "--logger", action="store_true", help="log to TensorBoard, in a temporary folder"
+    )
+    parser.add_argument(
+        "--sampled", action="store_true", help="read the batch through a DataLoader with a sampler"
+    )
+    asked = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore", module="lightning")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    L.seed_everything(0, verbose=False)
+    build, shape, batch_size = MODELS[asked.model]
+    on_cuda = asked.device == "cuda"
+    on_gpu: dict[str, Any] = {
+        "synchronize": torch.cuda.synchronize,
+        "pause": torch.cuda.empty_cache,
+    }
+    turns = Turns(asked.contender, **(on_gpu if on_cuda else {}))
+    chosen, settings = strategy(asked.contender, "cuda:0" if on_cuda else "cpu")
+    trainer = L.Trainer(
+        strategy=chosen,
+        accelerator="gpu" if on_cuda else "cpu",
+        precision=asked.precision,
+        callbacks=[InTurns(turns)],
+        benchmark=on_cuda,
+        max_epochs=1,
+        logger=TensorBoardLogger(tempfile.mkdtemp(prefix="ring-step-")) if asked.logger else False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **settings,
+    )
+    for logger in trainer.loggers:
+        atexit.register(shutil.rmtree, logger.save_dir, ignore_errors=True)
+    batch_size = asked.batch or batch_size
+    batches = OneBatch(shape, batch_size, asked.device, asked.channels_last)
+    trainer.fit(
+        Trained(build(), asked.channels_last),
+        sampled(batches, batch_size) if asked.sampled else batches,
+    )
+
+
+if __name__ == "__main__":
+    main()

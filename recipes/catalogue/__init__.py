@@ -1,3 +1,0 @@
-"""A catalogue of procedurally drawn products, plants, animals, vehicles and landmarks, and
-photographs of them.
-"""

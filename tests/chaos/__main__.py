@@ -1,0 +1,103 @@
+"""Planted faults in elastic fits: hangs, lost steps, ranks that differ, samples read twice, and
+what is left behind.
+
+    python -m tests.chaos --faults 100 --seed 0 --json
+
+Each job is a Trainer's fit of 2 to 6 ranks, with a batch norm, an optimizer with state, a schedule,
+validation, checkpoints, and sometimes accumulated batches, loader processes or sharded optimizers,
+over shared memory or Gloo. It runs under this package's launcher and agents, on this host or on two
+or three network namespaces. A seed decides about everything: what fails at which step, where in it,
+whether others replace it.
+
+- Ranks are killed, exit, are stopped, or run out of memory (a cgroup).
+- Links are cut, and mended or not; hosts fail; agents, and the launcher, which is the steward, die
+  or are stopped for seconds.
+- The disk of checkpoints and logs is full, or /dev/shm.
+
+A job ends with its training finished, or says why not: the steward died, a disk is full, or, with
+sharded optimizers, both ranks that held a shard have died and there was no checkpoint yet. Hosts,
+full disks and memory limits take Linux and root; elsewhere such jobs are left out. The exit code is
+1 if any job went wrong; its seed is printed, its files are kept, and ``--seed SEED --faults 1``
+runs it again. Files of a job that stood still for ten seconds are kept too, and ``NUMBER.stacks``
+shows where its ranks were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict
+
+from benchmarks.hosts import why_not
+from tests.chaos import host as chaos_host
+from tests.chaos.plan import draw
+from tests.chaos.run import Result, run_job
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--faults", type=int, default=20, help="jobs run until so many faults were carried out"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first job; the next ones have the next numbers"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="no job starts after so many"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="the summary on one line, and no line for each job"
+    )
+    options = parser.parse_args()
+    mounts, no_hosts = chaos_host.own_mounts(), why_not()
+    if no_hosts is not None:
+        print(f"jobs on several hosts are left out: {no_hosts}", file=sys.stderr)
+    results: list[Result] = []
+    seed, until = options.seed, time.monotonic() + options.seconds
+    while (
+        sum(len(result.faults) for result in results) < options.faults and time.monotonic() < until
+    ):
+        plan = draw(seed)
+        seed += 1
+        if seed - options.seed > 10 + 3 * options.faults:
+            raise SystemExit("hardly any fault was carried out: see what is wrong with these jobs")
+        if plan.hosts and no_hosts is not None:
+            continue
+        result = run_job(plan, mounts=mounts)
+        results.append(result)
+        if not options.json or result.wrong:
+            faults = ", ".join(" ".join(fault) for fault in result.faults)
+            times = f"{result.seconds:.1f} s, the longest standstill {result.standstill:.1f} s"
+            print(f"seed {result.plan.seed}: {faults or 'no fault'}, {times}", file=sys.stderr)
+            for line in result.wrong:
+                print(f"  WRONG: {line}", file=sys.stderr)
+    kinds = Counter(" ".join(fault[2:]) for result in results for fault in result.faults)
+    summary = {
+        "seeds": [options.seed, seed - 1],
+        "jobs": len(results),
+        "faults": sum(kinds.values()),
+        "finished": sum(result.finished for result in results),
+        "joined": sum(result.joined for result in results),
+        "lost_shards": sum(result.lost for result in results),
+        "new_starts": sum(result.new_starts for result in results),
+        "longest_standstill": max(
+            (round(result.standstill, 1), result.plan.seed) for result in results
+        ),
+        "wrong": {result.plan.seed: result.wrong for result in results if result.wrong},
+        "by_kind": dict(Counter(fault[3] for result in results for fault in result.faults)),
+        "by_place_and_kind": dict(sorted(kinds.items())),
+        "plans_of_failures": [asdict(result.plan) for result in results if result.wrong],
+    }
+    print(json.dumps(summary, indent=None if options.json else 2))
+    return 1 if summary["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""A rank of `chaos.py`: a fit with faults planted in it."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ring import ElasticStrategy
+from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.algorithms.sharded.letting_in import LettingIn
+from lightning_ring.algorithms.sharded.mirrors import Mirrors
+from lightning_ring.algorithms.sharded.state import ShardedState
+from lightning_ring.comm.communicator import Work
+from lightning_ring.data import ShuffledSampler
+from lightning_ring.elastic import generations
+from lightning_ring.elastic.catch_up.source import _Feed
+from lightning_ring.elastic.catch_up.stream import StateStream
+from lightning_ring.elastic.recovery import Recovery
+from lightning_ring.elastic.store import StewardStore
+from lightning_ring.gradients.delivery import WholeAverages
+from lightning_ring.integrations.lightning.elastic import fit as elastic_fit
+from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
+from tests.chaos import host as chaos_host
+from tests.chaos.plan import BATCH, EPOCHS, SAMPLES, Fault, Plan
+
+
+class Faults:
+    """Carries out those of this process, each once."""
+
+    def __init__(self, folder: Path, number: int, faults: tuple[Fault, ...]) -> None:
+        self._folder, self._number = folder, number
+        self._own = [fault for fault in faults if fault.number == number]
+        self.step: Callable[[], int] = lambda: 0
+
+    def reach(self, place: str) -> None:
+        for fault in list(self._own):
+            if fault.place == place and self.step() >= fault.step:
+                self._own.remove(fault)
+                self._carry_out(fault)
+
+    def _carry_out(self, fault: Fault) -> None:
+        kind = fault.kind
+        if kind == "oom" and not chaos_host.limit_memory():
+            kind = "kill"
+        full = {"disk": self._folder / "disk", "shm": Path("/dev/shm")}.get(kind)
+        if full is not None and not chaos_host.is_small(full):
+            return  # everybody's
+        place = fault.place.split()[0]
+        with (self._folder / f"{self._number}.fault").open("a") as log:
+            log.write(f"{self._number} {os.uname().nodename} {place} {kind}\n")
+        if kind == "exit":
+            os._exit(9)
+        elif kind == "oom":
+            chaos_host.run_out_of_memory()
+        elif full is not None:
+            chaos_host.fill(full)
+        elif kind in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+        else:
+            self._ask(kind, fault.seconds)
+
+    def _ask(self, kind: str, seconds: float) -> None:
+        """Have the driver of the job do it, while this process stays where it is."""
+        ask = self._folder / f"{self._number}.ask"
+        written = ask.with_suffix(".asking")
+        written.write_text(
+            json.dumps({"kind": kind, "host": os.uname().nodename, "seconds": seconds})
+        )
+        written.rename(ask)
+        while not ask.with_suffix(".done").exists():
+            time.sleep(0.001)
+        ask.with_suffix(".done").unlink()
+
+    def plant(self, owner: Any, name: str, place: str) -> None:
+        """Reach ``place`` before each call of the function ``name`` of ``owner``."""
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def reaching(*args: Any, **kwargs: Any) -> Any:
+            self.reach(place)
+            return function(*args, **kwargs)
+
+        setattr(owner, name, reaching)
+
+
+class Module(pl.LightningModule):
+    def __init__(self, faults: Faults, folder: Path, number: int, pace: float) -> None:
+        super().__init__()
+        self.pace = pace
+        self.net = nn.Sequential(
+            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 1)
+        )
+        self.faults = faults
+        self.attempts: Counter[int] = Counter()
+        self.samples_log, self.steps_log = folder / f"{number}.samples", folder / f"{number}.steps"
+        for index, param in enumerate(self.parameters()):
+            param.register_post_accumulate_grad_hook(
+                lambda _, index=index: faults.reach(f"gradient {index}")
+            )
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y, samples = batch
+        fit = self.trainer.strategy._fit
+        assert fit is not None
+        assert fit.recovery.view is not None
+        generation, attempt = fit.recovery.view.generation, self.attempts[self.global_step]
+        entry = [self.current_epoch, self.global_step, generation, attempt, samples.tolist()]
+        with self.samples_log.open("a") as log:
+            log.write(json.dumps(entry) + "\n")
+        self.faults.reach("forward")
+        time.sleep(self.pace)
+        loss = nn.functional.mse_loss(self.net(x), y)
+        self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.faults.reach("averages")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        digest = hashlib.blake2b(digest_size=8)
+        state = self.trainer.optimizers[0].state
+        for param in self.parameters():
+            digest.update(param.detach().numpy().tobytes())
+            for value in () if isinstance(state, ShardedState) else state[param].values():
+                digest.update(value.numpy().tobytes())
+        with self.steps_log.open("a") as log:
+            log.write(
+                json.dumps([self.global_step, digest.hexdigest()]) + "\n"
+                if self.global_step
+                else ""
+            )
+        self.faults.reach("batch_end")
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.faults.reach("validation")
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.faults.reach("save")
+
+    def on_train_epoch_end(self) -> None:
+        self.faults.reach("epoch_end")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+class _Planted:
+    """The work of a bucket, whose wait is a place of faults."""
+
+    def __init__(self, work: Work, faults: Faults, place: str) -> None:
+        self._work, self._faults, self._place = work, faults, place
+
+    def wait(self, *args: Any) -> Any:
+        self._faults.reach(self._place)
+        return self._work.wait(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def live(folder: Path, number: int, train: Callable[[int], None]) -> NoReturn:
+    """The life of a forked process, which writes to ``FOLDER/NUMBER.out``."""
+    out = os.open(folder / f"{number}.out", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    stacks = (folder / f"{number}.stacks").open("w")
+    faulthandler.enable(stacks)  # where it crashes, it or a loader process
+    faulthandler.register(signal.SIGUSR1, stacks)  # where it hangs
+    (folder / f"{number}.pid").write_text(str(os.getpid()))
+    code = 1
+    try:
+        train(number)
+        code = 0
+    except BaseException as error:  # as an interpreter ends
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        if code == 0:
+            elastic_fit.elastic_process.__globals__["_process"].member.finish()
+        os._exit(code)
+
+
+def fit(folder: Path, number: int, plan: Plan) -> None:
+    """A fit of process ``number`` of ``plan``, with its faults."""
+    seed, planted = plan.seed, plan.faults
+    faults = Faults(folder, number, planted)
+    if plan.nodes > 1:
+        os.environ["RING_NODE_RANK"] = str(number % plan.nodes)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    module = Module(faults, folder, number, plan.pace)
+    faults.step = lambda: module.global_step if module._trainer is not None else 0
+    faults.plant(Recovery, "agree", "commit")
+    faults.plant(Recovery, "committed", "step")
+    faults.plant(Recovery, "after", "recovery")
+    faults.plant(elastic_fit.ElasticFit, "enter", "connect")
+    faults.plant(elastic_fit, "hand_over_fit", "hand_over")
+    faults.plant(_Feed, "_state", "feed")
+    faults.plant(StateStream, "_take", "catch_up")
+    faults.plant(Mirrors, "receive", "mirror")
+    faults.plant(Sharded, "after_commit", "gather")
+    faults.plant(Sharded, "move", "move")
+    faults.plant(LettingIn, "run", "let_in")
+    faults.plant(generations, "prefer_interface", "open")
+    get = StewardStore.get
+
+    def get_address(store: StewardStore, key: str) -> bytes:
+        if "members" not in key:
+            faults.reach("address")
+        return get(store, key)
+
+    StewardStore.get = get_address  # type: ignore[method-assign]
+    send = WholeAverages.send
+    WholeAverages.send = (  # type: ignore[method-assign]
+        lambda self, number, *others: [
+            _Planted(work, faults, f"bucket {number}") for work in send(self, number, *others)
+        ]
+    )
+    go_back = TrainingPosition.go_back
+
+    def counted(position: TrainingPosition) -> Any:
+        module.attempts[module.global_step] += 1
+        return go_back(position)
+
+    TrainingPosition.go_back = counted  # type: ignore[method-assign]
+    x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
+    order = ShuffledSampler(SAMPLES, remainder="drop", seed=seed)
+    trainer = pl.Trainer(
+        strategy=ElasticStrategy(
+            algorithm=(Sharded if plan.sharded else Averaging)(bucket_cap_mb=0.0005),
+            backend=plan.backend,
+        ),
+        accelerator="cpu",
+        max_epochs=EPOCHS,
+        accumulate_grad_batches=plan.accumulate,
+        logger=CSVLogger(folder / "disk", name="csv"),
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+        callbacks=[
+            ModelCheckpoint(
+                folder / "disk" / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True
+            )
+        ],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(
+        data, batch_size=BATCH, sampler=order, drop_last=True, num_workers=plan.workers
+    )
+    trainer.fit(module, loader, DataLoader(data, batch_size=BATCH))

@@ -1,0 +1,122 @@
+"""Planted faults: a few of ``python -m tests.chaos``, and that its checks find what they look
+for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.checks import check_samples, check_steps
+from tests.chaos.plan import BATCH, SAMPLES, Plan, draw
+from tests.processes import run
+
+SEED, FAULTS = 5034, 5
+
+
+@pytest.mark.ranks
+def test_fits_with_planted_faults_lose_nothing() -> None:
+    """One hundred: ``python -m tests.chaos --faults 100``."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.chaos",
+        "--seed",
+        str(SEED),
+        "--faults",
+        str(FAULTS),
+    ]
+    done = run([*command, "--json"])
+    assert done.returncode == 0, done.stdout
+    assert json.loads(done.stdout.splitlines()[-1])["faults"] >= FAULTS
+
+
+def write(folder: Path, name: str, *lines: object) -> None:
+    (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("second", "wrong"),
+    [
+        ([[2, "b"], [3, "c"]], []),
+        ([[2, "b"], [3, "other"]], ["ranks differ after step 3"]),
+        ([[5, "e"]], ["steps are missing: [1, 2, 3, 5]"]),
+    ],
+)
+def test_steps_that_differ_or_are_missing_are_found(
+    second: list[object], wrong: list[str], tmp_path: Path
+) -> None:
+    write(tmp_path, "0.steps", [1, "a"], [2, "b"], [3, "c"])
+    write(tmp_path, "1.steps", *second)
+    with (tmp_path / "1.steps").open("a") as log:
+        log.write("[4, ")  # of a process that was killed
+    assert check_steps(tmp_path) == wrong
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (lambda samples: samples[: -BATCH + 1], []),
+        (lambda samples: samples[:-BATCH], [f"epoch 0 left out {BATCH} samples"]),
+        (lambda samples: [samples[5], *samples], ["epoch 0 trained on 1 samples twice"]),
+    ],
+)
+def test_samples_that_are_read_twice_or_left_out_are_found(
+    change, wrong: list[str], tmp_path: Path
+) -> None:
+    """The first attempt of a step that was done again does not count."""
+    every = list(range(SAMPLES))
+    write(
+        tmp_path,
+        "0.samples",
+        [0, 0, 0, 0, [1, 1]],
+        [0, 0, 0, 1, change(every)],
+        [1, 1, 0, 0, every],
+    )
+    assert check_samples(tmp_path, Plan(0, ranks=1)) == wrong
+
+
+def test_a_batch_of_a_killed_rank_counts_where_the_others_were_in_its_step(tmp_path: Path) -> None:
+    """Rank 1 read a batch of step 0 and was killed; rank 0 began the step behind that, and did
+    it at its second try.
+    """
+    every = list(range(SAMPLES))
+    write(tmp_path, "1.samples", [0, 0, 0, 0, every[:4]])
+    write(tmp_path, "0.samples", [0, 0, 1, 0, every[:9]], [0, 0, 1, 1, every], [1, 1, 1, 0, every])
+    assert check_samples(tmp_path, Plan(0, ranks=1)) == []
+    write(tmp_path, "1.samples", [0, 0, 1, 0, every[:4]])  # it was there
+    assert check_samples(tmp_path, Plan(0, ranks=1)) == ["epoch 0 trained on 4 samples twice"]
+
+
+def test_an_epoch_that_was_not_trained_is_found(tmp_path: Path) -> None:
+    write(tmp_path, "0.samples", [0, 0, 0, 0, list(range(SAMPLES))])
+    assert check_samples(tmp_path, Plan(0, ranks=1)) == [f"epoch 1 left out {SAMPLES} samples"]
+
+
+@pytest.mark.parametrize(("resumes", "wrong"), [(1, []), (3, ["steps are missing: [4]"])])
+def test_a_job_that_began_again_has_another_history_from_its_checkpoint_on(
+    resumes: int, wrong: list[str], tmp_path: Path
+) -> None:
+    """Processes 0 and 1 have lost steps 2 and 3, which process 2 does again, behind a checkpoint
+    of step 1.
+    """
+    every = list(range(SAMPLES))
+    write(tmp_path, "lives", 2)
+    write(tmp_path, "0.steps", [1, "a"], [2, "b"])
+    write(tmp_path, "2.steps", *([step, f"other {step}"] for step in range(resumes + 1, 5)))
+    assert check_steps(tmp_path) == wrong
+    first = [0, 0, 0, 0, every], [1, 1, 0, 0, every[:9]], [1, 1, 0, 1, every], [1, 2, 0, 0, every]
+    write(tmp_path, "0.samples", *first)
+    write(tmp_path, "2.samples", [1, 1, 0, 0, every])
+    assert check_samples(tmp_path, Plan(0, ranks=1)) == []
+
+
+def test_a_seed_is_a_plan_and_one_rank_beside_the_steward_lives() -> None:
+    for seed in range(300):
+        plan = draw(seed)
+        assert plan == draw(seed)
+        faulty = {fault.number for fault in plan.faults}
+        here = [number for number in range(plan.ranks) if plan.host_of(number) == 0]
+        assert set(here) - faulty, plan
