@@ -14,8 +14,7 @@ from lightning_ring.comm.communicator import (
     shard,
 )
 from lightning_ring.gradients.bucket import Bucket
-from lightning_ring.gradients.compression.between_nodes import bounds_of
-from lightning_ring.gradients.compression.compressor import Compressor
+from lightning_ring.gradients.compression.compressor import Compressor, bounds_of
 
 
 def average_(flat: Tensor, comm: Communicator, active_ranks: int | None, name: str) -> Work:

@@ -26,7 +26,7 @@ from lightning_ring.gradients.compression import (
     OneBit,
     TernGrad,
     TopK,
-    digits,
+    terngrad,
 )
 from lightning_ring.gradients.compression.top_k import largest
 from lightning_ring.gradients.reducer import Reducer
@@ -360,10 +360,10 @@ def test_digits_arrive(base: int) -> None:
         sent = torch.randint(0, base, (numel,), generator=torch.Generator().manual_seed(numel)).to(
             kind
         )
-        message = torch.full((digits.num_bytes(numel, base) + 2,), 255, dtype=torch.uint8)
-        digits.pack(sent, base, message)
+        message = torch.full((terngrad.num_bytes(numel, base) + 2,), 255, dtype=torch.uint8)
+        terngrad.pack(sent, base, message)
         found = torch.empty_like(sent)
-        digits.unpack(message, base, found)
+        terngrad.unpack(message, base, found)
         assert torch.equal(found, sent)
 
 

@@ -96,9 +96,9 @@ def low_rank_bytes(rank: int, min_compression: float, shape: Sequence[int], nume
 
 
 COMPRESSORS: Mapping[str, RegisteredCompressor] = {
-    "fp16": RegisteredCompressor("sixteen_bit", "FP16", two_bytes, flags_apart=False),
-    "bf16": RegisteredCompressor("sixteen_bit", "BF16", two_bytes, flags_apart=False),
-    "fp32": RegisteredCompressor("float32", "FP32", four_bytes, flags_apart=False),
+    "fp16": RegisteredCompressor("cast", "FP16", two_bytes, flags_apart=False),
+    "bf16": RegisteredCompressor("cast", "BF16", two_bytes, flags_apart=False),
+    "fp32": RegisteredCompressor("cast", "FP32", four_bytes, flags_apart=False),
     "int8": RegisteredCompressor("int8", "Int8", int8_bytes, between_nodes=True, rounds=2),
     "onebit": RegisteredCompressor(
         "one_bit", "OneBit", one_bit_bytes, between_nodes=True, rounds=2

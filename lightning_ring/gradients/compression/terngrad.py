@@ -17,15 +17,13 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work, shard
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.gradients.compression import digits
 from lightning_ring.gradients.compression.between_nodes import (
     MIN_NUMEL,
     BetweenNodes,
     Part,
-    bounds_of,
 )
-from lightning_ring.gradients.compression.compressor import GradientLayout
-from lightning_ring.gradients.compression.registry import ternary_bytes
+from lightning_ring.gradients.compression.compressor import GradientLayout, bounds_of
+from lightning_ring.gradients.compression.registry import digits_a_byte, ternary_bytes
 from lightning_ring.host.random_state import own_memory
 
 _SMALLEST = 1e-15  # a layer whose largest gradient is smaller is not clipped
@@ -101,9 +99,9 @@ class TernGrad(BetweenNodes):
             _scale(part.lost, layers, scalers)
             torch.sub(values, part.lost, out=part.lost)
         longest = -(-values.numel() // size)
-        sent = _messages(size, digits.num_bytes(longest, 3), values)
+        sent = _messages(size, num_bytes(longest, 3), values)
         for index, message in enumerate(sent):
-            digits.pack(shard(ternary, size, index), 3, message)
+            pack(shard(ternary, size, index), 3, message)
         received = torch.empty_like(sent)
         yield group.all_to_all(
             [sent[index] for index in group.shard_indices], list(received), name=part.name
@@ -115,14 +113,14 @@ class TernGrad(BetweenNodes):
             torch.zeros_like(shard(ternary, size, mine), dtype=kind),
         )
         for message in received:
-            digits.unpack(message, 3, digit)
+            unpack(message, 3, digit)
             total += digit
-        sums = _messages(size, digits.num_bytes(longest, base), values)
-        digits.pack(total, base, sums[mine])
+        sums = _messages(size, num_bytes(longest, base), values)
+        pack(total, base, sums[mine])
         yield group.all_gather_(sums.view(-1), name=f"{part.name}, sums")
         every = ternary if kind is torch.uint8 else torch.empty_like(ternary, dtype=kind)
         for index, message in enumerate(sums):
-            digits.unpack(message, base, shard(every, size, index))
+            unpack(message, base, shard(every, size, index))
         values.copy_(every).sub_(size).div_(size)
         _scale(values, layers, scalers)
 
@@ -178,3 +176,39 @@ def _scale(values: Tensor, layers: list[tuple[int, int]], scalers: Tensor) -> No
 
 def _messages(count: int, length: int, like: Tensor) -> Tensor:
     return torch.zeros(count, length + length % 2, dtype=torch.uint8, device=like.device)
+
+
+def num_bytes(numel: int, base: int) -> int:
+    """Length of the message of ``numel`` digits of ``base``: two bytes each from 257 on."""
+    return 2 * numel if base > 256 else -(-numel // int(digits_a_byte(base)))
+
+
+def pack(digits: Tensor, base: int, message: Tensor) -> None:
+    """Write the 1-D ``digits`` (uint8, from 257 on int16; each below ``base``) to ``message``,
+    which may be longer.
+
+    Byte i holds digits i, i + m, i + 2m, ... of the m bytes, the last one in the highest place.
+    """
+    if base > 256:
+        message.view(torch.int16)[: digits.numel()].copy_(digits)
+        return
+    per_byte, length = int(digits_a_byte(base)), num_bytes(digits.numel(), base)
+    out = message[:length].zero_()
+    for place in reversed(range(per_byte)):
+        row = digits[place * length : (place + 1) * length]
+        out.mul_(base)
+        out[: row.numel()].add_(row)
+
+
+def unpack(message: Tensor, base: int, digits: Tensor) -> None:
+    """Replace ``digits`` by those that were packed."""
+    if base > 256:
+        digits.copy_(message.view(torch.int16)[: digits.numel()])
+        return
+    per_byte, length = int(digits_a_byte(base)), num_bytes(digits.numel(), base)
+    value = torch.arange(256, device=message.device)
+    for place in range(per_byte):
+        row = digits[place * length : (place + 1) * length]
+        # a table: vectors have no division of integers
+        digit_of = (value // base**place % base).to(torch.uint8)
+        torch.index_select(digit_of, 0, message[: row.numel()].int(), out=row)

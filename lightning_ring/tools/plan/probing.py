@@ -14,7 +14,7 @@ from lightning_ring.comm.communicator import Communicator, CompletedWork, Reduce
 from lightning_ring.comm.cost import Collective, CostModel, fit
 from lightning_ring.comm.timing import time_collective
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
-from lightning_ring.gradients.compression.four_bit import FourBit
+from lightning_ring.gradients.compression.int8 import FourBit
 from lightning_ring.tools.plan.profile import SHORT_BYTES, Questions
 
 PROBE_BYTES = (2**16, 2**18, 2**19, 2**20, 2**22, 2**24)
