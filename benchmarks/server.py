@@ -4,7 +4,7 @@
 
 One rank on each host trains a matrix of --mb MB. Counted are ``tx_bytes`` and ``rx_bytes`` of each
 host's interface, headers included, as shares of the gradients' bytes: of the first host, where a
-single server is, and of the last one, where a dedicated one is. Needs Linux, root, ip and tc
+single server is, and of the last one. Needs Linux, root, ip and tc
 (`benchmarks.hosts`).
 """
 
@@ -21,23 +21,19 @@ from lightning_ring import distribute
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.local import AsynchronousGossip
 from lightning_ring.algorithms.server import ParameterServer
-from lightning_ring.loops.training import Training
 
 _STEPS = 10
 WAYS: dict[str, str | Algorithm] = {
     "ring": "ring",
     "servers on all ranks": ParameterServer(),
     "one server": ParameterServer(servers=1),
-    "one dedicated server": ParameterServer(servers=1, dedicated=True),
     "one server, async": ParameterServer(servers=1, mode="async"),
     "asynchronous gossip": AsynchronousGossip(),
 }
 
 
-def take_steps(
-    number: int, net: nn.Module, optimizer: torch.optim.Optimizer, training: Training
-) -> None:
-    for _ in range(number if training.rank < training.num_workers else 0):
+def take_steps(number: int, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(number):
         net(torch.ones(1, 1000)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -50,9 +46,9 @@ def in_rank(num_bytes: int) -> None:
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         with distribute(net, optimizer, algorithm=algorithm) as training:
             assert training.communicator is not None
-            take_steps(2, net, optimizer, training)
+            take_steps(2, net, optimizer)
             before = torch.tensor(passed_by_all(training.communicator))
-            take_steps(_STEPS, net, optimizer, training)
+            take_steps(_STEPS, net, optimizer)
             after = torch.tensor(passed_by_all(training.communicator))
             shares = (after - before) / (_STEPS * net.weight.nbytes)
             first, *_, last = training.all_gather(shares)

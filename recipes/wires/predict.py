@@ -9,7 +9,6 @@ from typing import Any
 from hydra.utils import instantiate
 
 from lightning_ring.algorithms.algorithm import Algorithm
-from lightning_ring.algorithms.server import ParameterServer
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.tools.plan.choice import Paces, predict_paces
 from lightning_ring.tools.plan.model import Cluster, Link, Settings, predict
@@ -74,9 +73,7 @@ def _step_of(
         exchange = algorithm.exchange()
         if exchange is None:
             return True, None
-        bound = isinstance(algorithm, ParameterServer) and algorithm.staleness is not None
-        together = algorithm.steps_together or bound
-        return together, lambda profile: _even_and_odd(
+        return algorithm.steps_together, lambda profile: _even_and_odd(
             predict_paces(profile, cluster, Settings(), exchange)
         )
     compression = made.get("compression", distribute.get("compression"))

@@ -171,7 +171,6 @@ def test_only_ranks_at_their_own_pace_go_on_without_a_slow_one(study: Any) -> No
         "local": 0.32,
         "gossip": 0.32,
         "gossip_async": 2 / (1 / 0.16 + 1 / 0.32) + meeting,
-        "servers_stale": 0.32,  # but for its first steps
         "servers_async": 2 / (1 / 0.16 + 1 / 0.32) + meeting,
     }.items():
         found = predicted_seconds(methods[name], free, True, settings, 0.16)
