@@ -24,7 +24,7 @@ import torch
 from benchmarks.wire_bytes import passed_by_all, run_on_hosts
 from lightning_ring.comm.communicator import ReduceOp
 from lightning_ring.gradients.compression import DGC, Compressor, Int8, OneBit, TernGrad, TopK
-from lightning_ring.gradients.compression.int8 import BLOCKS
+from lightning_ring.gradients.compression.int8 import INT8
 from lightning_ring.gradients.compression.one_bit import SIGNS
 from lightning_ring.host.malloc import keep_freed_memory
 from lightning_ring.tools.plan.probing import OneGradient, times_to_encode
@@ -56,7 +56,7 @@ def codes(device: str, num_bytes: int) -> Iterator[str]:
     from torch.utils.benchmark import Timer  # deferred: it says so where there is no CUDA
 
     values = torch.randn(num_bytes // 4, device=device)
-    for name, code in {"int8": BLOCKS, "onebit": SIGNS}.items():
+    for name, code in {"int8": INT8, "onebit": SIGNS}.items():
         message = torch.empty(code.num_bytes(values.numel()), dtype=torch.uint8, device=device)
         given = {"code": code, "values": values, "message": message}
         calls = {"encode": "code.encode(values, message)", "decode": "code.decode(message, values)"}

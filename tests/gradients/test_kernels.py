@@ -16,21 +16,21 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 COMPARE_BLOCKS = """
 import sys, torch
-from lightning_ring.gradients.compression import int8, kernels
+from lightning_ring.gradients.compression import blocks, int8, kernels
 
 device = sys.argv[1]
 for numel in (0, 1, 255, 256, 5003, 40_000):
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 1e-3
     values[300:520] = 0
-    count = -(-numel // int8.BLOCK)
+    count = -(-numel // blocks.BLOCK)
     found = []
     for way, place in ((int8, "cpu"), (kernels, device)):
         x = values.to(place)
-        numbers = torch.zeros(count * int8.BLOCK, dtype=torch.int8, device=place)
+        numbers = torch.zeros(count * blocks.BLOCK, dtype=torch.int8, device=place)
         scales = torch.zeros(count, device=place)
-        way.encode_blocks(x, numbers, scales)
+        way.encode_int8(x, numbers, scales)
         out = torch.full_like(x, torch.nan)
-        way.decode_blocks(numbers, scales, out)
+        way.decode_int8(numbers, scales, out)
         found.append([each.cpu() for each in (numbers, scales, out)])
     (numbers, scales, out), (others, other_scales, other_out) = found
     # a tie, behind a reciprocal
@@ -43,8 +43,8 @@ for bad in (torch.inf, -torch.inf, torch.nan):
     x[300] = bad
     numbers = torch.zeros(1024, dtype=torch.int8, device=device)
     scales = torch.zeros(4, device=device)
-    kernels.encode_blocks(x, numbers, scales)
-    kernels.decode_blocks(numbers, scales, x)
+    kernels.encode_int8(x, numbers, scales)
+    kernels.decode_int8(numbers, scales, x)
     assert not x[256:512].isfinite().any() and x[:256].isfinite().all() and x[512:].isfinite().all()
 print("equal")
 """
@@ -52,7 +52,7 @@ print("equal")
 
 COMPARE_SIGNS = """
 import sys, torch
-from lightning_ring.gradients.compression import int8, kernels, one_bit
+from lightning_ring.gradients.compression import blocks, kernels, one_bit
 
 device = sys.argv[1]
 for numel in (0, 1, 255, 256, 5003, 40_000):
@@ -60,11 +60,11 @@ for numel in (0, 1, 255, 256, 5003, 40_000):
     values[300:520] = 0
     values[600:900] = torch.nan
     values[1030:1031] = -torch.inf
-    count = -(-numel // int8.BLOCK)
+    count = -(-numel // blocks.BLOCK)
     found = []
     for way, place in ((one_bit, "cpu"), (kernels, device)):
         x = values.to(place)
-        bits = torch.zeros(count * int8.BLOCK // 8, dtype=torch.int8, device=place)
+        bits = torch.zeros(count * blocks.BLOCK // 8, dtype=torch.int8, device=place)
         scales = torch.zeros(count, device=place)
         way.encode_signs(x, bits, scales)
         out = torch.full_like(x, torch.nan)
@@ -77,7 +77,7 @@ for numel in (0, 1, 255, 256, 5003, 40_000):
 print("equal")
 """
 every_code = pytest.mark.parametrize(
-    "compare", [COMPARE_BLOCKS, COMPARE_SIGNS], ids=["blocks", "signs"]
+    "compare", [COMPARE_BLOCKS, COMPARE_SIGNS], ids=["int8", "signs"]
 )
 
 
@@ -98,7 +98,7 @@ def test_kernels_on_a_gpu_equal_those_of_the_cpu(compare):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("way", ["encode", "decode"])
-@pytest.mark.parametrize("what", ["blocks", "signs"])
+@pytest.mark.parametrize("what", ["int8", "signs"])
 def test_they_compile_for_real_gpus(what, way, tmp_path, monkeypatch):
     """To machine code, which needs no GPU: the interpreter takes what the compiler refuses."""
     compiler = pytest.importorskip("triton.compiler")

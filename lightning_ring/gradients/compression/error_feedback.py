@@ -8,6 +8,7 @@ fixes SignSGD and other gradient compression schemes" (2019), arXiv:1901.09847, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -112,12 +113,9 @@ class ErrorFeedback(Compressor):
         buffer = flat.to(dtype)
 
         def arrived() -> None:
-            finite = buffer.sum(dtype=flat.dtype).isfinite()
-            if not on_host(flat):
-                torch.where(finite, flat - flat.to(dtype), residual, out=residual)
-            elif finite:
-                torch.sub(flat, flat.to(dtype), out=residual)
+            error = flat - flat.to(dtype)
             flat.copy_(buffer)
+            keep_if_finite(flat, [(residual, error)])
 
         return ChainedWork(self.compressor.all_reduce(buffer, comm, name=name), arrived)
 
@@ -209,17 +207,20 @@ class NamedBuffers:
             _restore(self._views[name], self._loaded.pop(name))
 
 
-def keep_if_finite(average: Tensor, updates: list[tuple[Tensor, Tensor]]) -> None:
+def keep_if_finite(average: Tensor, updates: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Give each first tensor the second one's values, unless ``average`` holds inf or NaN: its
     step is then skipped.
     """
-    if not updates:
-        return
-    finite = average.sum().isfinite()
-    if not on_host(average):  # to ask would make the host wait
+    if updates:
+        replace_if(average.sum().isfinite(), updates)
+
+
+def replace_if(condition: Tensor, updates: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Give each first tensor the second one's values if the 0-d ``condition`` holds."""
+    if not on_host(condition):  # to ask would make the host wait
         for place, value in updates:
-            torch.where(finite, value, place, out=place)
-    elif finite:
+            torch.where(condition, value, place, out=place)
+    elif condition:
         for place, value in updates:
             place.copy_(value)
 

@@ -17,24 +17,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work
-from lightning_ring.gradients.compression.between_nodes import (
-    MIN_NUMEL,
-    BetweenNodes,
-    Part,
-    SteppedWork,
+from lightning_ring.gradients.compression.between_nodes import BetweenNodes, Part, SteppedWork
+from lightning_ring.gradients.compression.blocks import (
+    BLOCK,
+    BlockCode,
     average_in_two_legs,
+    rows_of,
     triton_kernels,
 )
 from lightning_ring.gradients.compression.registry import int8_bytes
 
-BLOCK = 256  # values that share a scale
-CHUNK = 1 << 16  # values of a piece: 256 KiB, beside which its copy fits into 1 MiB of cache
 LARGEST = 127
 TINY = 1e-30  # the least maximum, whose reciprocal is finite
-
-
-# the magnitudes of a block, as shares of its largest: 0, 1/64, 1/32, ... 1
-_MAGNITUDES = [0.0, *(2.0**power for power in range(-6, 1))]
 
 
 class Int8(BetweenNodes):
@@ -53,14 +47,11 @@ class Int8(BetweenNodes):
     name = "int8"
     can_shard = True
 
-    def __init__(self, min_numel: int = MIN_NUMEL) -> None:
-        super().__init__(min_numel)
-
     def wire_bytes(self, numel: int, world_size: int) -> float | None:
         return int8_bytes(numel, world_size)
 
     def average(self, part: Part) -> Iterator[Work]:
-        return average_in_two_legs(part, BLOCKS)
+        return average_in_two_legs(part, INT8)
 
     def reduce_scatter(self, flat: Tensor, comm: Communicator, *, name: str = "") -> Work:
         """The first leg. On nested rings both, as a rank's shard is not its part of the node's
@@ -71,86 +62,39 @@ class Int8(BetweenNodes):
         if comm.is_nested:  # on a copy: flags in ``flat`` are read while it travels
             whole = flat.clone()
             return ChainedWork(self.all_reduce(whole, comm, name=name), lambda: flat.copy_(whole))
-        part = Part(flat, flat, comm, comm.world_size, None, name)
-        return SteppedWork(average_in_two_legs(part, BLOCKS, shard_only=True))
+        part = Part(flat, flat, comm, None, name)
+        return SteppedWork(average_in_two_legs(part, INT8, shard_only=True))
 
 
-class BlockCode:
-    """Messages of `blocks`: the 8-bit values of whole blocks, then a scale for each."""
-
-    def num_bytes(self, numel: int) -> int:
-        return -(-numel // BLOCK) * (BLOCK + 4)
-
-    def encode(self, values: Tensor, message: Tensor) -> None:
-        numbers, scales = _cut(message)
-        encode_blocks(values, numbers, scales)
-
-    def decode(self, message: Tensor, values: Tensor) -> None:
-        numbers, scales = _cut(message)
-        decode_blocks(numbers, scales, values)
-
-
-BLOCKS = BlockCode()
-
-
-def _cut(message: Tensor) -> tuple[Tensor, Tensor]:
-    num_blocks = message.numel() // (BLOCK + 4)
-    numbers, scales = message.split([num_blocks * BLOCK, num_blocks * 4])
-    return numbers.view(torch.int8), scales.view(torch.float32)
-
-
-def encode_blocks(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
-    """Write s = max|x|/127 of each block x to ``scales``, and round(x/s) to ``numbers``.
-
-    Args:
-        values: 1-D, float32. The last block may be shorter.
-        numbers: int8, with room for whole blocks.
-        scales: float32, one a block.
-    """
+def encode_int8(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
+    """Write s = max|x|/127 of each block x to ``scales``, and round(x/s) to ``numbers``."""
     if kernels := triton_kernels(values):
-        kernels.encode_blocks(values, numbers, scales)
+        kernels.encode_int8(values, numbers, scales)
         return
-    whole = values.numel() // BLOCK * BLOCK
-    _encode_whole_blocks(values[:whole], numbers[:whole], scales[: whole // BLOCK])
-    if rest := values.numel() - whole:
-        last = slice(whole, whole + BLOCK)
-        _encode_whole_blocks(
-            pad(values[whole:], (0, BLOCK - rest)), numbers[last], scales[whole // BLOCK :][:1]
-        )
+    for first, rows in rows_of(values):
+        scale = scales[first : first + len(rows)]
+        scratch = rows.abs()
+        torch.amax(scratch, dim=1, out=scale)  # four times as fast as one aminmax
+        scale.clamp_min_(TINY).div_(LARGEST)
+        torch.mul(rows, scale.reciprocal().unsqueeze(1), out=scratch).round_()
+        numbers[first * BLOCK :][: rows.numel()].view_as(rows).copy_(scratch)
 
 
-def decode_blocks(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
+def decode_int8(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
     """Replace ``values`` by ``numbers`` times the scale of their block."""
     if kernels := triton_kernels(values):
-        kernels.decode_blocks(numbers, scales, values)
+        kernels.decode_int8(numbers, scales, values)
         return
-    whole = values.numel() // BLOCK * BLOCK
-    size = piece_size(values)
-    for start in range(0, whole, size):
-        out = values[start : min(start + size, whole)].view(-1, BLOCK)
-        out.copy_(numbers[start : start + out.numel()].view_as(out))
-        out.mul_(scales[start // BLOCK :][: len(out)].unsqueeze(1))
-    if rest := values.numel() - whole:
-        values[whole:].copy_(numbers[whole : whole + rest]).mul_(scales[whole // BLOCK])
+    for first, rows in rows_of(values):
+        rows.copy_(numbers[first * BLOCK :][: rows.numel()].view_as(rows))
+        rows.mul_(scales[first : first + len(rows)].unsqueeze(1))
 
 
-def _encode_whole_blocks(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
-    size = piece_size(values)
-    memory = torch.empty(min(size, values.numel()), device=values.device)
-    for start in range(0, values.numel(), size):
-        piece = values[start : start + size].view(-1, BLOCK)
-        scratch = memory[: piece.numel()].view_as(piece)
-        scale = scales[start // BLOCK :][: len(piece)]
-        # four times as fast as one aminmax
-        torch.amax(torch.abs(piece, out=scratch), dim=1, out=scale)
-        scale.clamp_min_(TINY).div_(LARGEST)
-        torch.mul(piece, scale.reciprocal().unsqueeze(1), out=scratch).round_()
-        numbers[start : start + size].view_as(piece).copy_(scratch)
+INT8 = BlockCode(BLOCK, encode_int8, decode_int8)
 
 
-def piece_size(values: Tensor) -> int:
-    """How many values are worked on at once: on CPUs as many as stay in a cache."""
-    return CHUNK if values.device.type == "cpu" else max(values.numel(), BLOCK)
+# the magnitudes of a block, as shares of its largest: 0, 1/64, 1/32, ... 1
+_MAGNITUDES = [0.0, *(2.0**power for power in range(-6, 1))]
 
 
 class FourBit(BetweenNodes):
@@ -158,46 +102,39 @@ class FourBit(BetweenNodes):
     the next average.
 
     A block of 256 values x travels as s = max|x|, in float32, and for each value its sign and the
-    nearest of 0, s/64, s/32, ... s: the eight magnitudes of E3M0, whose largest is at s. The paper
-    says of its range only that it is E3M0. As with `Int8` owners of shards sum in float32. They
-    send the average in the same form, which the paper does not say either: there 4 bits are those
-    of the replicas' own gradients.
+    nearest of 0, s/64, s/32, ... s: the eight magnitudes of E3M0 (a sign, three bits of exponent,
+    none of mantissa), whose largest is at s. The paper says of its range only that it is E3M0. As
+    with `Int8` owners of shards sum in float32. They send the average in the same form, which the
+    paper does not say either: there 4 bits are those of the replicas' own gradients.
+
+    Source: Douillard et al., "Streaming DiLoCo with overlapping communication: towards a
+    distributed free lunch" (2025), arXiv:2501.18512, section 2.4.
     """
 
     name = "4 bits"
 
     def average(self, part: Part) -> Iterator[Work]:
-        return average_in_two_legs(part, _FourBitCode())
+        return average_in_two_legs(part, FOUR_BIT)
 
 
-class _FourBitCode:
-    """Messages of the numbers of whole blocks, two to a byte, then a scale for each block."""
-
-    def num_bytes(self, numel: int) -> int:
-        return -(-numel // BLOCK) * (BLOCK // 2 + 4)
-
-    def encode(self, values: Tensor, message: Tensor) -> None:
-        rows = pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
-        numbers, scales = _cut_4_bits(message, len(rows))
-        scale = rows.abs().amax(1, keepdim=True)
-        scales.copy_(scale.view(-1))
-        middles = torch.tensor(_MAGNITUDES, device=values.device).unfold(0, 2, 1).mean(1)
-        code = torch.bucketize(rows.abs() / scale.clamp_min(TINY), middles, out_int32=True)
-        code += 8 * rows.signbit()
-        low, high = code.to(torch.uint8).view(2, -1)
-        torch.add(low, high, alpha=16, out=numbers)
-
-    def decode(self, message: Tensor, values: Tensor) -> None:
-        numbers, scales = _cut_4_bits(message, -(-values.numel() // BLOCK))
-        code = numbers.new_empty(2 * numbers.numel())
-        torch.stack([numbers & 15, numbers >> 4], out=code.view(2, -1))
-        table = torch.tensor(
-            [*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device=values.device
-        )
-        rows = table[code.int()].view(-1, BLOCK) * scales.unsqueeze(1)
-        values.copy_(rows.view(-1)[: values.numel()])
+def _encode_4_bits(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
+    """Two to a byte, those of the second half of all values in the high bits."""
+    rows = pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+    scale = rows.abs().amax(1, keepdim=True)
+    scales[: len(rows)].copy_(scale.view(-1))
+    middles = torch.tensor(_MAGNITUDES, device=values.device).unfold(0, 2, 1).mean(1)
+    code = torch.bucketize(rows.abs() / scale.clamp_min(TINY), middles, out_int32=True)
+    low, high = (code + 8 * rows.signbit()).to(torch.uint8).view(2, -1)
+    numbers.view(torch.uint8)[: low.numel()].copy_(low + 16 * high)
 
 
-def _cut_4_bits(message: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    end = num_blocks * BLOCK // 2
-    return message[:end], message[end : end + 4 * num_blocks].view(torch.float32)
+def _decode_4_bits(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
+    num_blocks = -(-values.numel() // BLOCK)
+    packed = numbers.view(torch.uint8)[: num_blocks * BLOCK // 2]
+    code = torch.cat([packed & 15, packed >> 4]).int()
+    table = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)], device=values.device)
+    rows = table[code].view(-1, BLOCK) * scales[:num_blocks].unsqueeze(1)
+    values.copy_(rows.view(-1)[: values.numel()])
+
+
+FOUR_BIT = BlockCode(BLOCK // 2, _encode_4_bits, _decode_4_bits)

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_ring.gradients.compression.int8 import BLOCK, LARGEST, TINY
+from lightning_ring.gradients.compression.blocks import BLOCK
+from lightning_ring.gradients.compression.int8 import LARGEST, TINY
 
 ROWS = 16  # blocks of one program
 
 
-def encode_blocks(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
-    num_blocks = triton.cdiv(values.numel(), BLOCK)
-    if num_blocks:
-        grid = (triton.cdiv(num_blocks, ROWS),)
-        encode_blocks_kernel[grid](
-            values, numbers, scales, values.numel(), TINY, 1 / LARGEST, BLOCK=BLOCK, ROWS=ROWS
-        )
+def encode_int8(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
+    _launch(encode_int8_kernel, values, numbers, scales, TINY, 1 / LARGEST)
 
 
-def decode_blocks(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
-    num_blocks = triton.cdiv(values.numel(), BLOCK)
-    if num_blocks:
-        decode_blocks_kernel[(triton.cdiv(num_blocks, ROWS),)](
-            numbers, scales, values, values.numel(), BLOCK=BLOCK, ROWS=ROWS
+def decode_int8(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
+    _launch(decode_int8_kernel, values, numbers, scales)
+
+
+def encode_signs(values: Tensor, bits: Tensor, scales: Tensor) -> None:
+    _launch(encode_signs_kernel, values, bits, scales)
+
+
+def decode_signs(bits: Tensor, scales: Tensor, values: Tensor) -> None:
+    _launch(decode_signs_kernel, values, bits, scales)
+
+
+def _launch(
+    kernel: Any, values: Tensor, numbers: Tensor, scales: Tensor, *constants: float
+) -> None:
+    if programs := triton.cdiv(values.numel(), BLOCK * ROWS):
+        kernel[(programs,)](
+            values, numbers, scales, values.numel(), *constants, BLOCK=BLOCK, ROWS=ROWS
         )
 
 
 @triton.jit
-def encode_blocks_kernel(  # type: ignore[no-untyped-def]
+def encode_int8_kernel(  # type: ignore[no-untyped-def]
     values, numbers, scales, numel, tiny, step, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -47,8 +58,8 @@ def encode_blocks_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def decode_blocks_kernel(  # type: ignore[no-untyped-def]
-    numbers, scales, values, numel, BLOCK: tl.constexpr, ROWS: tl.constexpr
+def decode_int8_kernel(  # type: ignore[no-untyped-def]
+    values, numbers, scales, numel, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     offsets = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -56,20 +67,6 @@ def decode_blocks_kernel(  # type: ignore[no-untyped-def]
     q = tl.load(numbers + offsets, mask=inside, other=0).to(tl.float32)
     scale = tl.load(scales + rows, mask=rows * BLOCK < numel, other=0.0)
     tl.store(values + offsets, q * scale[:, None], mask=inside)
-
-
-def encode_signs(values: Tensor, bits: Tensor, scales: Tensor) -> None:
-    if num_blocks := triton.cdiv(values.numel(), BLOCK):
-        encode_signs_kernel[(triton.cdiv(num_blocks, ROWS),)](
-            values, bits, scales, values.numel(), BLOCK=BLOCK, ROWS=ROWS
-        )
-
-
-def decode_signs(bits: Tensor, scales: Tensor, values: Tensor) -> None:
-    if num_blocks := triton.cdiv(values.numel(), BLOCK):
-        decode_signs_kernel[(triton.cdiv(num_blocks, ROWS),)](
-            values, bits, scales, values.numel(), BLOCK=BLOCK, ROWS=ROWS
-        )
 
 
 @triton.jit

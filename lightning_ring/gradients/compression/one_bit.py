@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, Work, shard
-from lightning_ring.gradients.compression.between_nodes import (
-    MIN_NUMEL,
-    BetweenNodes,
-    Part,
+from lightning_ring.gradients.compression.between_nodes import MIN_NUMEL, BetweenNodes, Part
+from lightning_ring.gradients.compression.blocks import (
+    BLOCK,
+    BlockCode,
     average_in_two_legs,
+    rows_of,
     triton_kernels,
 )
 from lightning_ring.gradients.compression.compressor import GradientLayout, bounds_of
 from lightning_ring.gradients.compression.error_feedback import ErrorFeedback, NamedBuffers
-from lightning_ring.gradients.compression.int8 import BLOCK, piece_size
 from lightning_ring.gradients.compression.registry import one_bit_bytes
 
 # times 8 bytes that are 0 or 1: their bits in the highest byte, the first one lowest
@@ -128,86 +128,40 @@ class OneBit(ErrorFeedback):
         super().__init__(Signs(min_numel))
 
 
-class SignCode:
-    """Messages of `signs`: the bits of whole blocks, then a scale for each."""
-
-    def num_bytes(self, numel: int) -> int:
-        return -(-numel // BLOCK) * (BLOCK // 8 + 4)
-
-    def encode(self, values: Tensor, message: Tensor) -> None:
-        bits, scales = _cut(message)
-        encode_signs(values, bits, scales)
-
-    def decode(self, message: Tensor, values: Tensor) -> None:
-        bits, scales = _cut(message)
-        decode_signs(bits, scales, values)
-
-
-SIGNS = SignCode()
-
-
-def _cut(message: Tensor) -> tuple[Tensor, Tensor]:
-    num_blocks = message.numel() // (BLOCK // 8 + 4)
-    bits, scales = message.split([num_blocks * BLOCK // 8, num_blocks * 4])
-    return bits.view(torch.int8), scales.view(torch.float32)
-
-
 def encode_signs(values: Tensor, bits: Tensor, scales: Tensor) -> None:
     """Write mean|x| of each block x to ``scales``, and x ≥ 0 to ``bits``, the first value in the
     lowest of a byte.
-
-    Args:
-        values: 1-D, float32. The last block may be shorter.
-        bits: int8, with room for whole blocks.
-        scales: float32, one a block.
     """
     if kernels := triton_kernels(values):
         kernels.encode_signs(values, bits, scales)
         return
-    whole = values.numel() // BLOCK * BLOCK
-    _encode_blocks(values[:whole], bits, scales)
-    if rest := values.numel() - whole:  # the mean of the values that are there
-        row = whole // BLOCK
-        _encode_blocks(pad(values[whole:], (0, BLOCK - rest)), bits[whole // 8 :], scales[row:])
-        scales[row].mul_(BLOCK / rest)
+    for first, rows in rows_of(values):
+        missing = BLOCK - rows.shape[1]
+        whole = pad(rows, (0, missing)) if missing else rows
+        scale = scales[first : first + len(rows)]
+        torch.mean(whole.abs(), dim=1, out=scale)
+        if missing:  # the mean of the values that are there
+            scale.mul_(BLOCK / rows.shape[1])
+        words = whole.ge(0).view(torch.int64)
+        words.mul_(_GATHER).bitwise_right_shift_(56)
+        bits[first * BLOCK // 8 :][: words.numel()].copy_(words.view(-1))
 
 
 def decode_signs(bits: Tensor, scales: Tensor, values: Tensor) -> None:
-    """Replace ``values`` by the scale of their block where their bit is set, else by what is
-    opposite to it.
-    """
+    """Replace ``values`` by the scale of their block if their bit is set, else by its opposite."""
     if kernels := triton_kernels(values):
         kernels.decode_signs(bits, scales, values)
         return
-    whole = values.numel() // BLOCK * BLOCK
-    _decode_blocks(bits, scales, values[:whole])
-    if rest := values.numel() - whole:
-        last = values.new_empty(BLOCK)
-        _decode_blocks(bits[whole // 8 :], scales[whole // BLOCK :], last)
-        values[whole:].copy_(last[:rest])
-
-
-def _encode_blocks(values: Tensor, bits: Tensor, scales: Tensor) -> None:
-    size = piece_size(values)
-    scratch = torch.empty(min(size, values.numel()), device=values.device)
-    flags = torch.empty(scratch.numel(), dtype=torch.bool, device=values.device)
-    for start in range(0, values.numel(), size):
-        piece = values[start : start + size]
-        absolute = torch.abs(piece, out=scratch[: piece.numel()]).view(-1, BLOCK)
-        torch.mean(absolute, dim=1, out=scales[start // BLOCK :][: len(absolute)])
-        words = torch.ge(piece, 0, out=flags[: piece.numel()]).view(torch.int64)
-        words.mul_(_GATHER).bitwise_right_shift_(56)
-        bits[start // 8 :][: words.numel()].copy_(words)
-
-
-def _decode_blocks(bits: Tensor, scales: Tensor, values: Tensor) -> None:
-    size = piece_size(values)
     bytes_ = torch.arange(256, device=values.device).unsqueeze(1)
-    # of each byte
-    signs = ((bytes_ >> torch.arange(8, device=values.device)) & 1).float().mul_(2).sub_(1)
-    for start in range(0, values.numel(), size):
-        piece = values[start : start + size]
-        packed = bits[start // 8 :][: piece.numel() // 8].view(torch.uint8).int()
-        torch.index_select(signs, 0, packed, out=piece.view(-1, 8))
-        rows = piece.view(-1, BLOCK)
-        rows.mul_(scales[start // BLOCK :][: len(rows)].unsqueeze(1))
+    places = torch.arange(8, device=values.device)
+    signs = ((bytes_ >> places) & 1).float().mul_(2).sub_(1)  # of each byte
+    for first, rows in rows_of(values):
+        whole = rows if rows.shape[1] == BLOCK else rows.new_empty(1, BLOCK)
+        packed = bits[first * BLOCK // 8 :][: whole.numel() // 8].view(torch.uint8).int()
+        torch.index_select(signs, 0, packed, out=whole.view(-1, 8))
+        whole.mul_(scales[first : first + len(rows)].unsqueeze(1))
+        if whole is not rows:
+            rows.copy_(whole[:, : rows.shape[1]])
+
+
+SIGNS = BlockCode(BLOCK // 8, encode_signs, decode_signs)
