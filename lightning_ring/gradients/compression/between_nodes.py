@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work
-from lightning_ring.errors import ConfigurationError
+from lightning_ring.errors import check_arguments
 from lightning_ring.gradients.compression.compressor import Compressor, counterpart
 from lightning_ring.gradients.compression.error_feedback import keep_if_finite
 
@@ -68,10 +68,8 @@ class BetweenNodes(Compressor):
     """
 
     def __init__(self, min_numel: int = MIN_NUMEL) -> None:
-        if type(min_numel) is not int or min_numel < 0:
-            raise ConfigurationError(
-                f"{type(self).__name__} got min_numel={min_numel!r}, expected 0 or more gradients."
-            )
+        works = type(min_numel) is int and min_numel >= 0
+        check_arguments(type(self).__name__, works, "0 or more gradients", min_numel=min_numel)
         self.min_numel = min_numel
 
     @abstractmethod
