@@ -73,8 +73,12 @@ class Server:
         num_workers: Each has a number from 0.
         bulk: Step with the average when all workers have pushed, else with each push at once.
         compensation: λ of `ParameterServer`.
+
+    Attributes:
         check: Called while a push waits; what it raises ends the wait.
     """
+
+    check: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -85,12 +89,11 @@ class Server:
         *,
         bulk: bool = False,
         compensation: float | None = None,
-        check: Callable[[], object] = lambda: None,
     ) -> None:
         self.num_updates = 0
         self.told_to_stop = False  # some worker has asked for it
         self._params, self._layout, self._num_workers = params, layout, num_workers
-        self._bulk, self._compensation, self._check = bulk, compensation, check
+        self._bulk, self._compensation = bulk, compensation
         self._given = settings_of(optimizer)
         self._managed: set[tuple[int, str]] = set()  # what the user has changed since
         self._optimizer, weights = _twin(optimizer, params, layout)
@@ -180,7 +183,7 @@ class Server:
                 )
             self._changed.wait(CHECK_SECONDS)
             self._raise_failure()
-            self._check()
+            self.check()
 
     def _step(self, gradients: Sequence[Tensor | None], settings: Settings) -> None:
         # what an optimizer changes in its groups itself stays

@@ -257,9 +257,11 @@ class ParameterServer(Algorithm):
     def agreed_to_stop(self) -> bool:
         if not self._told_to_stop or self._worker is None:
             return False
-        if not self.steps_together and not meet_to_stop(self._communicator):
-            return False
-        self._told_to_stop = self._worker.server.told_to_stop = False
+        if not self.steps_together:
+            if not meet_to_stop(self._communicator):
+                return False
+            self._worker.server.told_to_stop = False  # nobody asks it meanwhile
+        self._told_to_stop = False
         return True
 
     def progress(self) -> str:
@@ -314,19 +316,20 @@ class _Worker:
             rank: part for rank, part in zip(servers, parts, strict=True) if part.pieces
         }
         mine = self._layouts.get(comm.rank, ServerLayout((), 0))
-        self.server = Server(optimizer, params, mine, comm.world_size, check=self._check, **how)
+        self.server = Server(optimizer, params, mine, comm.world_size, **how)
         held = set(map(id, params))
         self._unheld = {key: value for key, value in optimizer.state.items() if id(key) not in held}
         self._hidden: dict[Parameter, Tensor] = {}  # gradients, in a step
+        self._questions = dict.fromkeys(self._layouts, torch.empty(0, dtype=torch.uint8))
+        self._requests = comm.open_requests(self.server.answer)
+        self.server.check = self._requests.check
+        self._requests.start()
         self._note_parameters()
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._show),
         ]
         self._show()
-        self._questions = dict.fromkeys(self._layouts, torch.empty(0, dtype=torch.uint8))
-        self._requests = comm.open_requests(self.server.answer)
-        self._requests.start()
 
     def exchange(self, asks_to_stop: bool, step: int) -> list[int]:
         """Push this rank's gradients, and pull. Returns whether to stop, and the delay."""
@@ -396,9 +399,6 @@ class _Worker:
     def _note_parameters(self) -> None:
         """The parameters hold the servers' weights."""
         self._versions = [param._version for param in self.params]
-
-    def _check(self) -> None:
-        self._requests.check()
 
     # -- in a step of the user's optimizer
 
