@@ -68,15 +68,14 @@ class ErrorFeedback(Compressor):
             return self.compressor.all_reduce(flat, comm, name=name)
         residual, absent = self._residuals[flat], self._residuals.before(flat)
         flat.add_(residual)
-        if self.compressor.buffer_dtype is None:
+        dtype = self.compressor.buffer_dtype
+        if dtype is None:
             work = self.compressor.all_reduce(flat, comm, lost=residual, name=name)
         else:
-            work = self._all_reduce_converted(
-                flat, residual, self.compressor.buffer_dtype, comm, name
-            )
-        return (
-            ChainedWork(work, lambda: self._residuals.keep_unused(flat, absent)) if absent else work
-        )
+            buffer = flat.to(dtype)
+            work = self.compressor.all_reduce(buffer, comm, name=name)
+            work = ChainedWork(work, lambda: _convert_back(buffer, flat, residual))
+        return ChainedWork(work, lambda: self._residuals.keep_unused(flat, absent))
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
         """Every rank's residuals, on rank 0 only: for N ranks up to N times the model's bytes."""
@@ -91,33 +90,30 @@ class ErrorFeedback(Compressor):
                 f"the checkpoint holds no state of {self.name}, which starts anew, with residuals "
                 "of zero."
             )
-        if "errors" not in state:
-            problem = self.compressor.load_state_dict(state, rank, world_size)
-            return (
-                f"the checkpoint is of {self.name} without error feedback: residuals begin at "
-                f"zero. {problem or ''}"
-            ).rstrip()
-        problem = self.compressor.load_state_dict(state["compressor"], rank, world_size)
-        if len(state["errors"]) != world_size:
-            return (
-                f"the checkpoint holds the {self.name} residuals of {len(state['errors'])} ranks, "
-                f"and this job has {world_size} ranks. They start again at zero: what the steps "
-                f"before the checkpoint left out of the gradients is lost. {problem or ''}".rstrip()
+        errors = state.get("errors")
+        inner = state if errors is None else state["compressor"]
+        problem = self.compressor.load_state_dict(inner, rank, world_size)
+        if errors is None:
+            lost = (
+                f"the checkpoint is of {self.name} without error feedback: residuals begin at zero."
             )
-        self._residuals.load(state["errors"][rank])
-        return problem
+        elif len(errors) != world_size:
+            lost = (
+                f"the checkpoint holds the {self.name} residuals of {len(errors)} ranks, and this "
+                f"job has {world_size} ranks. They start again at zero: what the steps before the "
+                "checkpoint left out of the gradients is lost."
+            )
+        else:
+            self._residuals.load(errors[rank])
+            return problem
+        return f"{lost} {problem or ''}".rstrip()
 
-    def _all_reduce_converted(
-        self, flat: Tensor, residual: Tensor, dtype: torch.dtype, comm: Communicator, name: str
-    ) -> Work:
-        buffer = flat.to(dtype)
 
-        def arrived() -> None:
-            error = flat - flat.to(dtype)
-            flat.copy_(buffer)
-            keep_if_finite(flat, [(residual, error)])
-
-        return ChainedWork(self.compressor.all_reduce(buffer, comm, name=name), arrived)
+def _convert_back(buffer: Tensor, flat: Tensor, residual: Tensor) -> None:
+    """The average has arrived in ``buffer``, where ``flat`` has lost some of its precision."""
+    error = flat - flat.to(buffer.dtype)
+    flat.copy_(buffer)
+    keep_if_finite(flat, [(residual, error)])
 
 
 class NamedBuffers:
