@@ -46,14 +46,6 @@ class StepsAlone(Protocol):
         """
 
 
-@runtime_checkable
-class TrainsOnSome(Protocol):
-    """Some ranks only serve the others."""
-
-    def num_workers(self, world_size: int) -> int:
-        """How many ranks train, of ``world_size``: the first ones. The others get no batch."""
-
-
 class HasMetrics(Protocol):
     def metrics(self) -> dict[str, float]:
         """Numbers about the training for the loggers, by name; the monitor logs rank 0's under
@@ -123,13 +115,6 @@ class SurvivesDeaths(Protocol):
         """What this rank can send to processes that catch up, until the next step. `None`: not
         yet.
         """
-
-
-def num_workers(algorithm: Algorithm, world_size: int) -> int:
-    """How many of ``world_size`` ranks train with ``algorithm``."""
-    if isinstance(algorithm, TrainsOnSome):
-        return algorithm.num_workers(world_size)
-    return world_size
 
 
 def show_averages(algorithm: Algorithm) -> None:

@@ -22,8 +22,7 @@ from lightning_ring.comm.communicator import (
 from lightning_ring.comm.host_copy import on_host
 from lightning_ring.errors import RingError
 from lightning_ring.gradients.bucket import Bucket
-from lightning_ring.gradients.compression.between_nodes import bounds_of
-from lightning_ring.gradients.compression.compressor import Compressor
+from lightning_ring.gradients.compression.compressor import Compressor, bounds_of
 from lightning_ring.gradients.sharded_gradient import GradientShards, ShardedGradient
 
 Named = Callable[[str], str]  # the name of a collective of this backward, from what it carries

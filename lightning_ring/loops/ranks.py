@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DistributedSampler
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
@@ -86,8 +84,3 @@ def connect_ranks(
         topology=options.topology,
     )
     return job, comm
-
-
-def leave_out(sampler: DistributedSampler[Any]) -> None:
-    """Give this rank no sample of what ``sampler`` divides, in place."""
-    sampler.rank, sampler.num_samples = sampler.total_size, 0

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from lightning_ring.algorithms.optional import num_workers
 from lightning_ring.comm.communicator import Communicator, ReduceOp
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.job import Job
 from lightning_ring.job.ranks import RankInfo
-from lightning_ring.loops.ranks import leave_out
 from lightning_ring.loops.replicas import Replicas
 from lightning_ring.loops.timeline import LoopTimeline
 
@@ -33,8 +31,6 @@ class Training(Replicas):
 
     Attributes:
         rank, world_size, local_rank: Of this process.
-        num_workers: How many ranks train, the first ones: all, except with
-            ``ParameterServer(dedicated=True)``.
         device: Where the module is.
         communicator: What all ranks exchange tensors through; `None` in a single process.
     """
@@ -46,7 +42,6 @@ class Training(Replicas):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.rank, self.world_size, self.local_rank = info.rank, info.world_size, info.local_rank
-        self.num_workers = num_workers(self.algorithm, self.world_size)
         self.device = device
         self._job = job
         self._closed = False
@@ -61,12 +56,11 @@ class Training(Replicas):
         """This rank's part of ``dataset``, for a `DataLoader`. Call its ``set_epoch`` at the start
         of each epoch.
 
-        Not collective. Ranks that do not train have no sample. Where the samples do not divide by
-        the others, some are repeated, or dropped with ``drop_last``; rank 0 warns of it.
+        Not collective. If the samples do not divide by the ranks, some are repeated, or dropped
+        with ``drop_last``; rank 0 warns of it.
         """
-        number, rank = self.num_workers, min(self.rank, self.num_workers - 1)
         sampler: DistributedSampler[Any] = DistributedSampler(
-            dataset, number, rank, shuffle, seed, drop_last
+            dataset, self.world_size, self.rank, shuffle, seed, drop_last
         )
         num_samples = len(cast(Sized, dataset))
         padded = sampler.total_size - num_samples
@@ -78,11 +72,9 @@ class Training(Replicas):
                 "%d samples do not divide by %d ranks: each epoch %s, so that all ranks have "
                 "equally many.",
                 num_samples,
-                number,
+                self.world_size,
                 what,
             )
-        if self.rank >= number:
-            leave_out(sampler)
         return sampler
 
     def all_reduce(self, tensor: Tensor, op: str = "mean") -> Tensor:

@@ -1,11 +1,7 @@
-"""One parameter server by itself: delay compensation, the bound on staleness, averages, parts of
-parameters.
-"""
+"""One parameter server by itself: delay compensation, averages, parts of parameters."""
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import Any
 
 import pytest
@@ -14,30 +10,26 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_ring.algorithms.server.layout import layouts, write_
-from lightning_ring.algorithms.server.shard import Push, ServerShard, _average
-from lightning_ring.algorithms.server.twin import Twin, settings_of
+from lightning_ring.algorithms.server.server import Push, Server, average, settings_of
 
 
-def shard_of(num_workers: int, **how: Any) -> tuple[ServerShard, list[Tensor]]:
+def server_of(num_workers: int, **how: Any) -> tuple[Server, list[Tensor]]:
     """A server of one parameter, and where a worker's weights go."""
     weight = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64))
     layout = layouts([weight], 1, cut=True)[0]
-    shard = ServerShard(Twin(SGD([weight], 0.1), [weight], layout), num_workers, **how)
-    return shard, shard.weights()
+    server = Server(SGD([weight], 0.1), [weight], layout, num_workers, **how)
+    return server, [torch.zeros(6, dtype=torch.float64)]
 
 
 SETTINGS = settings_of(SGD([nn.Parameter(torch.zeros(1))], 0.1))
 
 
-@pytest.mark.parametrize("how", [{}, {"staleness": 10}])
 @pytest.mark.parametrize("compensation", [None, 0.3])
-def test_delay_compensation_is_equation_10_of_the_paper(
-    compensation: float | None, how: dict[str, Any]
-) -> None:
+def test_delay_compensation_is_equation_10_of_the_paper(compensation: float | None) -> None:
     """w ← w - lr · (g + λ g ⊙ g ⊙ (w - w_r)), for pushes that come in an order of their own;
     three workers.
     """
-    shard, pulled = shard_of(3, compensation=compensation, **how)
+    server, pulled = server_of(3, compensation=compensation)
     weights = torch.linspace(-1, 1, 6, dtype=torch.float64).numpy()
     seen = [weights.copy() for _ in range(3)]
     generator = torch.Generator().manual_seed(1)
@@ -45,7 +37,7 @@ def test_delay_compensation_is_equation_10_of_the_paper(
     last = [0, 0, 0]
     for number, worker in enumerate(order):
         gradient = torch.randn(6, dtype=torch.float64, generator=generator)
-        delay = shard.push(worker, Push([gradient.clone()], SETTINGS), pulled)
+        delay = server.push(worker, Push([gradient.clone()], SETTINGS), pulled)
         g = gradient.numpy()
         weights = weights - 0.1 * (g + (compensation or 0.0) * g * g * (weights - seen[worker]))
         seen[worker] = weights.copy()
@@ -54,53 +46,14 @@ def test_delay_compensation_is_equation_10_of_the_paper(
         torch.testing.assert_close(pulled[0], torch.from_numpy(weights), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_no_worker_is_more_than_the_bound_ahead(staleness: int) -> None:
-    shard, _ = shard_of(2, staleness=staleness)
-    clocks, ahead = [0, 0], []
-
-    def fast() -> None:
-        pulled = shard.weights()
-        for _ in range(12):
-            shard.push(0, Push([torch.zeros(6, dtype=torch.float64)], SETTINGS), pulled)
-            clocks[0] += 1
-            ahead.append(clocks[0] - clocks[1])
-
-    thread = threading.Thread(target=fast, daemon=True)
-    thread.start()
-    pulled = shard.weights()
-    for step in range(12):
-        until = time.monotonic() + 60
-        while step < 4 and clocks[0] - clocks[1] < staleness and time.monotonic() < until:
-            time.sleep(0.001)
-        time.sleep(0.01)  # in which a fast one that is not held up goes on
-        clocks[1] += 1  # the fast one may see the push before this thread comes back from it
-        shard.push(1, Push([torch.zeros(6, dtype=torch.float64)], SETTINGS), pulled)
-    thread.join(60)
-    assert not thread.is_alive()
-    assert max(ahead) <= staleness
-    assert max(ahead[:4]) == staleness  # it did run ahead
-
-
 def test_a_gradient_that_some_ranks_lack_counts_as_zero_there() -> None:
     gradient = torch.tensor([3.0, 6.0])
     for dtype in (torch.float32, torch.bfloat16):
-        mean = _average([None, gradient.to(dtype), None])
+        mean = average([None, gradient.to(dtype), None])
         assert mean is not None
         assert mean.dtype == dtype
         assert mean.tolist() == [1.0, 2.0]
-    assert _average([None, None]) is None
-
-
-def test_a_worker_that_rests_holds_nobody_up() -> None:
-    shard, pulled = shard_of(2, staleness=1)
-    shard.rest(1)
-    for _ in range(5):
-        shard.push(0, Push([torch.zeros(6, dtype=torch.float64)], SETTINGS), pulled)
-    assert shard.num_updates == 5
-    shard.meet()
-    # the bound counts from here
-    shard.push(0, Push([torch.zeros(6, dtype=torch.float64)], SETTINGS), pulled)
+    assert average([None, None]) is None
 
 
 def test_parameters_are_cut_into_equal_parts_or_spread_whole() -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 COMPARE_BLOCKS = """
 import sys, torch
-from lightning_ring.gradients.compression import blocks, blocks_triton
+from lightning_ring.gradients.compression import blocks, int8, kernels
 
 device = sys.argv[1]
 for numel in (0, 1, 255, 256, 5003, 40_000):
@@ -24,13 +24,13 @@ for numel in (0, 1, 255, 256, 5003, 40_000):
     values[300:520] = 0
     count = -(-numel // blocks.BLOCK)
     found = []
-    for way, place in ((blocks, "cpu"), (blocks_triton, device)):
+    for way, place in ((int8, "cpu"), (kernels, device)):
         x = values.to(place)
         numbers = torch.zeros(count * blocks.BLOCK, dtype=torch.int8, device=place)
         scales = torch.zeros(count, device=place)
-        way.encode(x, numbers, scales)
+        way.encode_int8(x, numbers, scales)
         out = torch.full_like(x, torch.nan)
-        way.decode(numbers, scales, out)
+        way.decode_int8(numbers, scales, out)
         found.append([each.cpu() for each in (numbers, scales, out)])
     (numbers, scales, out), (others, other_scales, other_out) = found
     # a tie, behind a reciprocal
@@ -43,8 +43,8 @@ for bad in (torch.inf, -torch.inf, torch.nan):
     x[300] = bad
     numbers = torch.zeros(1024, dtype=torch.int8, device=device)
     scales = torch.zeros(4, device=device)
-    blocks_triton.encode(x, numbers, scales)
-    blocks_triton.decode(numbers, scales, x)
+    kernels.encode_int8(x, numbers, scales)
+    kernels.decode_int8(numbers, scales, x)
     assert not x[256:512].isfinite().any() and x[:256].isfinite().all() and x[512:].isfinite().all()
 print("equal")
 """
@@ -52,7 +52,7 @@ print("equal")
 
 COMPARE_SIGNS = """
 import sys, torch
-from lightning_ring.gradients.compression import signs, signs_triton
+from lightning_ring.gradients.compression import blocks, kernels, one_bit
 
 device = sys.argv[1]
 for numel in (0, 1, 255, 256, 5003, 40_000):
@@ -60,15 +60,15 @@ for numel in (0, 1, 255, 256, 5003, 40_000):
     values[300:520] = 0
     values[600:900] = torch.nan
     values[1030:1031] = -torch.inf
-    count = -(-numel // signs.BLOCK)
+    count = -(-numel // blocks.BLOCK)
     found = []
-    for way, place in ((signs, "cpu"), (signs_triton, device)):
+    for way, place in ((one_bit, "cpu"), (kernels, device)):
         x = values.to(place)
-        bits = torch.zeros(count * signs.BLOCK // 8, dtype=torch.int8, device=place)
+        bits = torch.zeros(count * blocks.BLOCK // 8, dtype=torch.int8, device=place)
         scales = torch.zeros(count, device=place)
-        way.encode(x, bits, scales)
+        way.encode_signs(x, bits, scales)
         out = torch.full_like(x, torch.nan)
-        way.decode(bits, scales, out)
+        way.decode_signs(bits, scales, out)
         found.append([each.cpu() for each in (bits, scales, out)])
     (bits, *others), (found_bits, *found_others) = found
     assert torch.equal(bits, found_bits)
@@ -77,7 +77,7 @@ for numel in (0, 1, 255, 256, 5003, 40_000):
 print("equal")
 """
 every_code = pytest.mark.parametrize(
-    "compare", [COMPARE_BLOCKS, COMPARE_SIGNS], ids=["blocks", "signs"]
+    "compare", [COMPARE_BLOCKS, COMPARE_SIGNS], ids=["int8", "signs"]
 )
 
 
@@ -97,20 +97,20 @@ def test_kernels_on_a_gpu_equal_those_of_the_cpu(compare):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["encode_kernel", "decode_kernel"])
-@pytest.mark.parametrize("module", ["blocks", "signs"])
-def test_they_compile_for_real_gpus(module, name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("way", ["encode", "decode"])
+@pytest.mark.parametrize("what", ["int8", "signs"])
+def test_they_compile_for_real_gpus(what, way, tmp_path, monkeypatch):
     """To machine code, which needs no GPU: the interpreter takes what the compiler refuses."""
     compiler = pytest.importorskip("triton.compiler")
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     if tuple(map(int, version("triton").split(".")[:2])) < (3, 3):
         pytest.skip("this Triton takes other arguments")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernels = importlib.import_module(f"lightning_ring.gradients.compression.{module}_triton")
+    kernels = importlib.import_module("lightning_ring.gradients.compression.kernels")
     constants = {"BLOCK": kernels.BLOCK, "ROWS": kernels.ROWS}
     types = {"values": "*fp32", "numbers": "*i8", "bits": "*i8", "scales": "*fp32", "numel": "i64"}
     signature = types | {"tiny": "fp32", "step": "fp32"} | dict.fromkeys(constants, "constexpr")
-    kernel = getattr(kernels, name)
+    kernel = getattr(kernels, f"{way}_{what}_kernel")
     source = compiler.ASTSource(
         kernel, {key: signature[key] for key in kernel.arg_names}, constants
     )

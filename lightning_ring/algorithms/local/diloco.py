@@ -22,7 +22,7 @@ from lightning_ring.algorithms.local.local_sgd import LocalSGD
 from lightning_ring.comm.communicator import Communicator, Work, advance
 from lightning_ring.errors import ConfigurationError, check_arguments
 from lightning_ring.gradients.compression import Compressor, Int8
-from lightning_ring.gradients.compression.four_bit import FourBit
+from lightning_ring.gradients.compression.int8 import FourBit
 
 _COMPRESSORS: dict[int, type[Compressor] | None] = {32: None, 8: Int8, 4: FourBit}
 

@@ -1,5 +1,5 @@
 """Servers that hold the parameters, which ranks send gradients to."""
 
-from lightning_ring.algorithms.server.parameter_server import ParameterServer
+from lightning_ring.algorithms.server.worker import ParameterServer
 
 __all__ = ["ParameterServer"]

@@ -1,4 +1,6 @@
-"""Which server holds which part of the parameters, and where each part lies in a message."""
+"""Parameters in messages of bytes: which message holds which part of them, and where. Gossip cuts
+its messages this way too.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ class ServerPiece:
     offset: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The piece of a tensor that has the parameter's shape; 1-D, a view where ``tensor`` is
+        """The piece of a tensor that has the parameter's shape; 1-D, a view if ``tensor`` is
         contiguous.
         """
         return tensor.detach().reshape(-1)[self.start : self.stop]
@@ -31,9 +33,7 @@ class ServerPiece:
 
 @dataclass(frozen=True, slots=True)
 class ServerLayout:
-    """The pieces of one server, and the length of a message with a value for each of their
-    elements.
-    """
+    """The pieces of one server, and the length of a message with a value for each element."""
 
     pieces: tuple[ServerPiece, ...]
     nbytes: int
@@ -43,10 +43,8 @@ class ServerLayout:
         found = []
         for piece in self.pieces:
             dtype = like[piece.index].dtype
-            memory = message[
-                piece.offset : piece.offset + (piece.stop - piece.start) * dtype.itemsize
-            ]
-            found.append(memory.view(dtype))
+            end = piece.offset + (piece.stop - piece.start) * dtype.itemsize
+            found.append(message[piece.offset : end].view(dtype))
         return found
 
 
@@ -54,63 +52,55 @@ def layouts(params: Sequence[Tensor], num_servers: int, *, cut: bool) -> list[Se
     """Each server's part of ``params``. With ``cut`` equally many bytes each, else whole
     parameters, balanced.
     """
-    ranges = _cut(params, num_servers) if cut else _whole(params, num_servers)
-    return [_layout(each, params) for each in ranges]
+    found: list[list[Range]] = [[] for _ in range(num_servers)]
+    if cut:
+        _cut(params, found)
+    else:
+        _spread(params, found)
+    return [_layout(sorted(ranges), params) for ranges in found]
 
 
 Range = tuple[int, int, int]  # of a parameter: index, start, stop
 
 
-def _cut(params: Sequence[Tensor], num_servers: int) -> list[list[Range]]:
+def _cut(params: Sequence[Tensor], found: list[list[Range]]) -> None:
     total = sum(param.nbytes for param in params)
-    found: list[list[Range]] = [[] for _ in range(num_servers)]
     first = 0  # byte at which the parameter begins, in all of them
     for index, param in enumerate(params):
-        size = param.element_size()
-        for server in range(num_servers):
-            start, stop = (
-                min(max(-(-(total * bound // num_servers - first) // size), 0), param.numel())
-                for bound in (server, server + 1)
-            )
+        bounds = [
+            min(max(-(-(total * server // len(found) - first) // param.itemsize), 0), param.numel())
+            for server in range(len(found) + 1)
+        ]
+        for server, ranges in enumerate(found):
+            start, stop = bounds[server : server + 2]
             if start < stop or (server == 0 and not param.numel()):  # an empty one has state too
-                found[server].append((index, start, stop))
+                ranges.append((index, start, stop))
         first += param.nbytes
-    return found
 
 
-def _whole(params: Sequence[Tensor], num_servers: int) -> list[list[Range]]:
+def _spread(params: Sequence[Tensor], found: list[list[Range]]) -> None:
     """The largest first, to the server that has least."""
-    loads = [0] * num_servers
-    found: list[list[Range]] = [[] for _ in range(num_servers)]
-    for index in sorted(range(len(params)), key=lambda index: (-params[index].nbytes, index)):
+    loads = [0] * len(found)
+    for index in sorted(range(len(params)), key=lambda index: -params[index].nbytes):
         server = loads.index(min(loads))
         loads[server] += params[index].nbytes
         found[server].append((index, 0, params[index].numel()))
-    return [sorted(each) for each in found]
 
 
 def _layout(ranges: Iterable[Range], params: Sequence[Tensor]) -> ServerLayout:
     pieces, offset = [], 0
     for index, start, stop in ranges:
         pieces.append(ServerPiece(index, start, stop, offset))
-        offset += -(-(stop - start) * params[index].element_size() // _ALIGNMENT) * _ALIGNMENT
+        offset += -(-(stop - start) * params[index].itemsize // _ALIGNMENT) * _ALIGNMENT
     return ServerLayout(tuple(pieces), offset)
 
 
 @torch.no_grad()
 def write_(params: Sequence[Tensor], pieces: Iterable[tuple[ServerPiece, Tensor]]) -> None:
-    """Copy values into ``params``, which together get a value for each of their elements."""
-    scattered: dict[int, Tensor] = {}
-    targets, values = [], []
+    """Copy values into ``params``, in place."""
     for piece, value in pieces:
         param = params[piece.index]
-        if param.is_contiguous():
-            flat = param.detach().view(-1)
-        else:  # channels_last: a view of some elements in a row is none of the parameter's memory
-            flat = scattered.setdefault(piece.index, param.new_empty(param.numel()))
-        targets.append(flat[piece.start : piece.stop])
-        values.append(value)
-    if targets:
-        torch._foreach_copy_(targets, values)
-    for index, flat in scattered.items():
-        params[index].copy_(flat.view(params[index].shape))
+        flat = param.detach().reshape(-1)
+        flat[piece.start : piece.stop].copy_(value)
+        if not param.is_contiguous():  # channels_last: ``flat`` is a copy
+            param.copy_(flat.view(param.shape))

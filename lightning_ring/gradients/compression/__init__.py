@@ -6,24 +6,23 @@ from typing import TYPE_CHECKING, Any
 from lightning_ring.gradients.compression.registry import COMPRESSORS
 
 if TYPE_CHECKING:
+    from lightning_ring.gradients.compression.cast import BF16, FP16, FP32
     from lightning_ring.gradients.compression.compressor import Compressor, GradientLayout
     from lightning_ring.gradients.compression.dgc import DGC
     from lightning_ring.gradients.compression.error_feedback import ErrorFeedback
-    from lightning_ring.gradients.compression.float32 import FP32
     from lightning_ring.gradients.compression.int8 import Int8
     from lightning_ring.gradients.compression.one_bit import OneBit
     from lightning_ring.gradients.compression.powersgd import PowerSGD
-    from lightning_ring.gradients.compression.sixteen_bit import BF16, FP16
     from lightning_ring.gradients.compression.terngrad import TernGrad
     from lightning_ring.gradients.compression.top_k import TopK
 
 _MODULES = {
-    "BF16": "sixteen_bit",
+    "BF16": "cast",
     "Compressor": "compressor",
     "DGC": "dgc",
     "ErrorFeedback": "error_feedback",
-    "FP16": "sixteen_bit",
-    "FP32": "float32",
+    "FP16": "cast",
+    "FP32": "cast",
     "GradientLayout": "compressor",
     "Int8": "int8",
     "OneBit": "one_bit",

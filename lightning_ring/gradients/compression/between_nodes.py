@@ -4,7 +4,6 @@ where there are any.
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,12 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work
-from lightning_ring.errors import ConfigurationError
-from lightning_ring.gradients.compression.compressor import Compressor, GradientLayout
-from lightning_ring.gradients.compression.low_rank import counterpart
-from lightning_ring.gradients.compression.named_buffers import keep_if_finite
-
-log = logging.getLogger(__name__)
+from lightning_ring.errors import check_arguments
+from lightning_ring.gradients.compression.compressor import Compressor, counterpart
+from lightning_ring.gradients.compression.error_feedback import keep_if_finite
 
 MIN_NUMEL = 4096  # 16 KiB of float32: the most that an all-reduce sends as one message to everybody
 
@@ -32,7 +28,6 @@ class Part:
         whole: The tensor that `Compressor.all_reduce` was called with.
         values: The part of it, a view. An average takes its place.
         group: The ranks to average over.
-        num_ranks: Ranks of the whole job: those of ``group``, each with the ranks of its node.
         lost: Filled with the part of ``values`` that does not travel; `None` if nobody asks.
         updates: State, and what it becomes if the average is finite.
     """
@@ -40,7 +35,6 @@ class Part:
     whole: Tensor
     values: Tensor
     group: Communicator
-    num_ranks: int
     lost: Tensor | None
     name: str
     updates: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -53,10 +47,8 @@ class Part:
         """What is in ``values`` of stretches of ``whole``: starts and ends there, empty ones
         left out.
         """
-        before, size = (
-            int(self.values.storage_offset() - self.whole.storage_offset()),
-            self.values.numel(),
-        )
+        before = int(self.values.storage_offset() - self.whole.storage_offset())
+        size = self.values.numel()
         inside = [(max(start - before, 0), min(end - before, size)) for start, end in bounds]
         return [(start, end) for start, end in inside if start < end]
 
@@ -76,12 +68,9 @@ class BetweenNodes(Compressor):
     """
 
     def __init__(self, min_numel: int = MIN_NUMEL) -> None:
-        if type(min_numel) is not int or min_numel < 0:
-            raise ConfigurationError(
-                f"{type(self).__name__} got min_numel={min_numel!r}, expected 0 or more gradients."
-            )
+        works = type(min_numel) is int and min_numel >= 0
+        check_arguments(type(self).__name__, works, "0 or more gradients", min_numel=min_numel)
         self.min_numel = min_numel
-        self._told = False
 
     @abstractmethod
     def average(self, part: Part) -> Iterator[Work]:
@@ -95,7 +84,6 @@ class BetweenNodes(Compressor):
         self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = ""
     ) -> Work:
         if flat.numel() < max(self.min_numel, 1):
-            self._tell(flat, comm)
             if lost is not None:
                 lost.zero_()
             return comm.all_reduce_(flat, op=ReduceOp.AVG, name=name)
@@ -103,30 +91,11 @@ class BetweenNodes(Compressor):
 
         def start(values: Tensor, group: Communicator) -> Work:
             error = None if lost is None else torch.empty_like(values)
-            parts.append(Part(flat, values, group, comm.world_size, error, name))
+            parts.append(Part(flat, values, group, error, name))
             return SteppedWork(self.average(parts[0]) if values.numel() else iter(()))
 
         work = comm.average_by(flat, start, name=name)
-        return ChainedWork(work, lambda: _keep(flat, lost, parts[0]))
-
-    def _tell(self, flat: Tensor, comm: Communicator) -> None:
-        if not self._told and comm.rank == 0 and comm.world_size > 1:
-            log.info(
-                "lightning_ring: a bucket of %d gradients travels as it is: compression %r "
-                "begins with %d.",
-                flat.numel(),
-                self.name,
-                self.min_numel,
-            )
-        self._told = True
-
-
-def bounds_of(flat: Tensor, layout: GradientLayout) -> list[tuple[int, int]]:
-    """Start and end of each gradient in ``flat``, in the order of memory."""
-    starts = [int(view.storage_offset() - flat.storage_offset()) for view in layout.views]
-    return sorted(
-        (start, start + view.numel()) for start, view in zip(starts, layout.views, strict=True)
-    )
+        return ChainedWork(work, lambda: _keep(lost, parts[0], comm.world_size))
 
 
 class SteppedWork:
@@ -154,19 +123,23 @@ class SteppedWork:
         return self._current is None
 
 
-def _keep(flat: Tensor, lost: Tensor | None, part: Part) -> None:
+def _keep(lost: Tensor | None, part: Part, num_ranks: int) -> None:
     """Take over state and ``lost``, unless the average is not finite: a loss scaler then skips
     the step.
     """
     updates = list(part.updates)
     if lost is not None and part.lost is not None:
-        if part.lost.numel() < lost.numel():
+        error = part.lost
+        if error.numel() < lost.numel():
             # The error of the node's average, which this rank alone keeps, is divided by the ranks
             # of the node next time. What this rank owed elsewhere has travelled with the node's
             # sum.
             error = torch.zeros_like(lost)
-            part.of(error).copy_(part.lost).mul_(part.num_ranks // part.group.world_size)
-            updates.append((lost, error))
-        else:
-            updates.append((lost, part.lost))
-    keep_if_finite(flat, updates)
+            part.of(error).copy_(part.lost).mul_(num_ranks // part.group.world_size)
+        updates.append((lost, error))
+    keep_if_finite(part.whole, updates)
+
+
+def messages(count: int, length: int, like: Tensor) -> Tensor:
+    """Room for as many messages of bytes, on the device of ``like``."""
+    return torch.zeros(count, length, dtype=torch.uint8, device=like.device)

@@ -131,3 +131,19 @@ class Compressor(ABC):
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:
         """Go on from `state_dict`. Returns what the user should know if that was not possible."""
         return None
+
+
+def counterpart(other: Tensor, flat: Tensor, part: Tensor) -> Tensor:
+    """The elements of ``other`` at the place of ``part`` in ``flat``, with the shape of
+    ``part``.
+    """
+    start = part.storage_offset() - flat.storage_offset()
+    return other[start : start + part.numel()].view_as(part)
+
+
+def bounds_of(flat: Tensor, layout: GradientLayout) -> list[tuple[int, int]]:
+    """Start and end of each gradient in ``flat``, in the order of memory."""
+    starts = [int(view.storage_offset() - flat.storage_offset()) for view in layout.views]
+    return sorted(
+        (start, start + view.numel()) for start, view in zip(starts, layout.views, strict=True)
+    )

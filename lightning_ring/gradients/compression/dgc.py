@@ -18,8 +18,11 @@ from lightning_ring.comm.communicator import ChainedWork, Communicator, Work
 from lightning_ring.errors import ConfigurationError, check_arguments
 from lightning_ring.gradients.compression.between_nodes import MIN_NUMEL
 from lightning_ring.gradients.compression.compressor import GradientLayout
-from lightning_ring.gradients.compression.error_feedback import ErrorFeedback
-from lightning_ring.gradients.compression.named_buffers import NamedBuffers, keep_if_finite
+from lightning_ring.gradients.compression.error_feedback import (
+    ErrorFeedback,
+    NamedBuffers,
+    keep_if_finite,
+)
 from lightning_ring.gradients.compression.top_k import Largest, checked_ratio
 
 WARM_UP_RATIOS = (0.25, 0.0625, 0.015625, 0.004)  # section 3.3: of an epoch each

@@ -8,6 +8,7 @@ fixes SignSGD and other gradient compression schemes" (2019), arXiv:1901.09847, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from lightning_ring.comm.communicator import ChainedWork, Communicator, Work
 from lightning_ring.comm.host_copy import on_host
 from lightning_ring.gradients.compression.compressor import Compressor, GradientLayout
-from lightning_ring.gradients.compression.named_buffers import NamedBuffers
 
 
 class ErrorFeedback(Compressor):
@@ -68,15 +68,14 @@ class ErrorFeedback(Compressor):
             return self.compressor.all_reduce(flat, comm, name=name)
         residual, absent = self._residuals[flat], self._residuals.before(flat)
         flat.add_(residual)
-        if self.compressor.buffer_dtype is None:
+        dtype = self.compressor.buffer_dtype
+        if dtype is None:
             work = self.compressor.all_reduce(flat, comm, lost=residual, name=name)
         else:
-            work = self._all_reduce_converted(
-                flat, residual, self.compressor.buffer_dtype, comm, name
-            )
-        return (
-            ChainedWork(work, lambda: self._residuals.keep_unused(flat, absent)) if absent else work
-        )
+            buffer = flat.to(dtype)
+            work = self.compressor.all_reduce(buffer, comm, name=name)
+            work = ChainedWork(work, lambda: _convert_back(buffer, flat, residual))
+        return ChainedWork(work, lambda: self._residuals.keep_unused(flat, absent))
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
         """Every rank's residuals, on rank 0 only: for N ranks up to N times the model's bytes."""
@@ -91,33 +90,137 @@ class ErrorFeedback(Compressor):
                 f"the checkpoint holds no state of {self.name}, which starts anew, with residuals "
                 "of zero."
             )
-        if "errors" not in state:
-            problem = self.compressor.load_state_dict(state, rank, world_size)
-            return (
-                f"the checkpoint is of {self.name} without error feedback: residuals begin at "
-                f"zero. {problem or ''}"
-            ).rstrip()
-        problem = self.compressor.load_state_dict(state["compressor"], rank, world_size)
-        if len(state["errors"]) != world_size:
-            return (
-                f"the checkpoint holds the {self.name} residuals of {len(state['errors'])} ranks, "
-                f"and this job has {world_size} ranks. They start again at zero: what the steps "
-                f"before the checkpoint left out of the gradients is lost. {problem or ''}".rstrip()
+        errors = state.get("errors")
+        inner = state if errors is None else state["compressor"]
+        problem = self.compressor.load_state_dict(inner, rank, world_size)
+        if errors is None:
+            lost = (
+                f"the checkpoint is of {self.name} without error feedback: residuals begin at zero."
             )
-        self._residuals.load(state["errors"][rank])
-        return problem
+        elif len(errors) != world_size:
+            lost = (
+                f"the checkpoint holds the {self.name} residuals of {len(errors)} ranks, and this "
+                f"job has {world_size} ranks. They start again at zero: what the steps before the "
+                "checkpoint left out of the gradients is lost."
+            )
+        else:
+            self._residuals.load(errors[rank])
+            return problem
+        return f"{lost} {problem or ''}".rstrip()
 
-    def _all_reduce_converted(
-        self, flat: Tensor, residual: Tensor, dtype: torch.dtype, comm: Communicator, name: str
-    ) -> Work:
-        buffer = flat.to(dtype)
 
-        def arrived() -> None:
-            finite = buffer.sum(dtype=flat.dtype).isfinite()
-            if not on_host(flat):
-                torch.where(finite, flat - flat.to(dtype), residual, out=residual)
-            elif finite:
-                torch.sub(flat, flat.to(dtype), out=residual)
-            flat.copy_(buffer)
+def _convert_back(buffer: Tensor, flat: Tensor, residual: Tensor) -> None:
+    """The average has arrived in ``buffer``, where ``flat`` has lost some of its precision."""
+    error = flat - flat.to(buffer.dtype)
+    flat.copy_(buffer)
+    keep_if_finite(flat, [(residual, error)])
 
-        return ChainedWork(self.compressor.all_reduce(buffer, comm, name=name), arrived)
+
+class NamedBuffers:
+    """A buffer, zero at first, for each flat tensor of `Compressor.prepare`.
+
+    Contents are kept by the parameters' names, survive buckets that are built anew, and go into
+    checkpoints.
+    """
+
+    def __init__(self) -> None:
+        # by the flat tensor that is sent
+        self._buffers: dict[Tensor, tuple[Tensor, GradientLayout]] = {}
+        self._views: dict[str, Tensor] = {}
+        self._loaded: dict[str, Tensor] = {}
+
+    def __getitem__(self, flat: Tensor) -> Tensor:
+        return self._buffers[flat][0]
+
+    def layout(self, flat: Tensor) -> GradientLayout:
+        return self._buffers[flat][1]
+
+    def of_parameter(self, name: str) -> Tensor:
+        """A view of the buffer with the parameter's shape."""
+        return self._views[name]
+
+    def prepare(self, flat: Tensor, layout: GradientLayout) -> None:
+        buffer = torch.zeros_like(flat)
+        for name, view in zip(layout.names, layout.views, strict=True):
+            place = buffer.as_strided(
+                view.size(), view.stride(), view.storage_offset() - flat.storage_offset()
+            )
+            _restore(place, self._views.get(name))
+            _restore(place, self._loaded.pop(name, None))
+            self._views[name] = place
+        replaced = set(layout.names)
+        self._buffers = {
+            other: kept
+            for other, kept in self._buffers.items()
+            if replaced.isdisjoint(kept[1].names)
+        }
+        self._buffers[flat] = buffer, layout
+
+    def forget_tensors(self) -> None:
+        self._buffers.clear()  # by parameter they stay
+
+    def zero_(self) -> None:
+        for view in self._views.values():
+            view.zero_()
+
+    def before(self, flat: Tensor) -> dict[int, Tensor]:
+        """Copies of the contents for parameters without a gradient on this rank, by their index
+        in the layout.
+        """
+        layout = self.layout(flat)
+        return {
+            index: self._views[name].clone()
+            for index, (name, contributed) in enumerate(
+                zip(layout.names, layout.contributed, strict=True)
+            )
+            if not contributed
+        }
+
+    def keep_unused(self, flat: Tensor, before: dict[int, Tensor]) -> None:
+        """Restore the contents for parameters without a gradient on any rank: nothing is handed
+        to them.
+        """
+        layout = self.layout(flat)
+        for index, earlier in before.items():  # the host waits for no device
+            view = self._views[layout.names[index]]
+            view.copy_(torch.where(layout.used[index] > 0, view, earlier))
+
+    def state(self, comm: Communicator, what: str) -> list[dict[str, Tensor]]:
+        """The contents on every rank, by rank and name; on rank 0 only, elsewhere empty.
+        Collective.
+        """
+        states: list[dict[str, Tensor]] = [{} for _ in range(comm.world_size)]
+        for name, view in sorted(self._views.items()):
+            for rank, each in enumerate(comm.all_gather(view, name=f"{what} of {name}")):
+                if comm.rank == 0:
+                    states[rank][name] = comm.read(each)
+        return states
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Continue from this rank's part of `state`, before or after `prepare`."""
+        self._loaded = dict(state)
+        for name in self._views.keys() & self._loaded.keys():
+            _restore(self._views[name], self._loaded.pop(name))
+
+
+def keep_if_finite(average: Tensor, updates: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Give each first tensor the second one's values, unless ``average`` holds inf or NaN: its
+    step is then skipped.
+    """
+    if updates:
+        replace_if(average.sum().isfinite(), updates)
+
+
+def replace_if(condition: Tensor, updates: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Give each first tensor the second one's values if the 0-d ``condition`` holds."""
+    if not on_host(condition):  # to ask would make the host wait
+        for place, value in updates:
+            torch.where(condition, value, place, out=place)
+    elif condition:
+        for place, value in updates:
+            place.copy_(value)
+
+
+def _restore(place: Tensor, earlier: Tensor | None) -> None:
+    if earlier is not None and earlier.shape == place.shape:
+        place.copy_(earlier)

@@ -15,20 +15,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, Work, shard
-from lightning_ring.gradients.compression import signs
-from lightning_ring.gradients.compression.between_nodes import (
-    MIN_NUMEL,
-    BetweenNodes,
-    Part,
-    bounds_of,
+from lightning_ring.gradients.compression.between_nodes import MIN_NUMEL, BetweenNodes, Part
+from lightning_ring.gradients.compression.blocks import (
+    BLOCK,
+    BlockCode,
+    average_in_two_legs,
+    rows_of,
+    triton_kernels,
 )
-from lightning_ring.gradients.compression.compressor import GradientLayout
-from lightning_ring.gradients.compression.error_feedback import ErrorFeedback
-from lightning_ring.gradients.compression.named_buffers import NamedBuffers
+from lightning_ring.gradients.compression.compressor import GradientLayout, bounds_of
+from lightning_ring.gradients.compression.error_feedback import ErrorFeedback, NamedBuffers
 from lightning_ring.gradients.compression.registry import one_bit_bytes
-from lightning_ring.gradients.compression.two_legs import average_in_two_legs
+
+# times 8 bytes that are 0 or 1: their bits in the highest byte, the first one lowest
+_GATHER = 0x0102040810204080
 
 
 class Signs(BetweenNodes):
@@ -125,25 +128,40 @@ class OneBit(ErrorFeedback):
         super().__init__(Signs(min_numel))
 
 
-class SignCode:
-    """Messages of `signs`: the bits of whole blocks, then a scale for each."""
+def encode_signs(values: Tensor, bits: Tensor, scales: Tensor) -> None:
+    """Write mean|x| of each block x to ``scales``, and x ≥ 0 to ``bits``, the first value in the
+    lowest of a byte.
+    """
+    if kernels := triton_kernels(values):
+        kernels.encode_signs(values, bits, scales)
+        return
+    for first, rows in rows_of(values):
+        missing = BLOCK - rows.shape[1]
+        whole = pad(rows, (0, missing)) if missing else rows
+        scale = scales[first : first + len(rows)]
+        torch.mean(whole.abs(), dim=1, out=scale)
+        if missing:  # the mean of the values that are there
+            scale.mul_(BLOCK / rows.shape[1])
+        words = whole.ge(0).view(torch.int64)
+        words.mul_(_GATHER).bitwise_right_shift_(56)
+        bits[first * BLOCK // 8 :][: words.numel()].copy_(words.view(-1))
 
-    def num_bytes(self, numel: int) -> int:
-        return -(-numel // signs.BLOCK) * (signs.BLOCK // 8 + 4)
 
-    def encode(self, values: Tensor, message: Tensor) -> None:
-        bits, scales = _cut(message)
-        signs.encode(values, bits, scales)
+def decode_signs(bits: Tensor, scales: Tensor, values: Tensor) -> None:
+    """Replace ``values`` by the scale of their block if their bit is set, else by its opposite."""
+    if kernels := triton_kernels(values):
+        kernels.decode_signs(bits, scales, values)
+        return
+    bytes_ = torch.arange(256, device=values.device).unsqueeze(1)
+    places = torch.arange(8, device=values.device)
+    signs = ((bytes_ >> places) & 1).float().mul_(2).sub_(1)  # of each byte
+    for first, rows in rows_of(values):
+        whole = rows if rows.shape[1] == BLOCK else rows.new_empty(1, BLOCK)
+        packed = bits[first * BLOCK // 8 :][: whole.numel() // 8].view(torch.uint8).int()
+        torch.index_select(signs, 0, packed, out=whole.view(-1, 8))
+        whole.mul_(scales[first : first + len(rows)].unsqueeze(1))
+        if whole is not rows:
+            rows.copy_(whole[:, : rows.shape[1]])
 
-    def decode(self, message: Tensor, values: Tensor) -> None:
-        bits, scales = _cut(message)
-        signs.decode(bits, scales, values)
 
-
-SIGNS = SignCode()
-
-
-def _cut(message: Tensor) -> tuple[Tensor, Tensor]:
-    num_blocks = message.numel() // (signs.BLOCK // 8 + 4)
-    bits, scales = message.split([num_blocks * signs.BLOCK // 8, num_blocks * 4])
-    return bits.view(torch.int8), scales.view(torch.float32)
+SIGNS = BlockCode(BLOCK // 8, encode_signs, decode_signs)

@@ -11,27 +11,89 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work
-from lightning_ring.comm.host_copy import on_host
 from lightning_ring.errors import check_arguments
-from lightning_ring.gradients.compression.compressor import Compressor, GradientLayout
-from lightning_ring.gradients.compression.error_feedback import ErrorFeedback
-from lightning_ring.gradients.compression.low_rank import (
-    Matrix,
-    Plan,
-    as_matrix,
-    counterpart,
-    in_memory_order,
-    orthonormal,
-    side_by_side,
-)
+from lightning_ring.gradients.compression.compressor import Compressor, GradientLayout, counterpart
+from lightning_ring.gradients.compression.error_feedback import ErrorFeedback, replace_if
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Matrix:
+    """One gradient, n × m, with the factors P (n × r) and Q (m × r) that travel for it.
+
+    ``q`` is the same on every rank and starts the next power iteration.
+    """
+
+    name: str
+    gradient: Tensor
+    p: Tensor
+    q: Tensor
+    drawn: Tensor  # the random Q it starts from, and starts from again after an overflow
+
+
+@dataclass(slots=True)
+class Plan:
+    """The two messages of a flat tensor of gradients: ``matrices`` travel as factors, the ``rest``
+    as it is.
+
+    ``first`` holds all P and then the rest, ``second`` all Q.
+    """
+
+    names: list[str]
+    matrices: list[Matrix]
+    rest: list[Tensor]
+    sent: list[Tensor]  # the rest's places in the first message
+    first: Tensor
+    second: Tensor
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def orthonormal(factor: Tensor) -> Tensor:
+    """Columns that span the same space; where that has fewer dimensions, such as for zeros, some
+    of the rest too.
+    """
+    return torch.linalg.qr(factor).Q
+
+
+def in_memory_order(flat: Tensor, view: Tensor) -> Tensor:
+    """The elements of the dense ``view`` of ``flat`` as one vector."""
+    start = view.storage_offset() - flat.storage_offset()
+    return flat[start : start + view.numel()]
+
+
+def as_matrix(flat: Tensor, view: Tensor) -> Tensor:
+    """``view`` as a matrix without moving anything: a row for each index of the dimension that
+    varies slowest.
+
+    For a weight, contiguous or channels-last, those are its outputs.
+    """
+    strides = [
+        (stride, size) for stride, size in zip(view.stride(), view.size(), strict=True) if size > 1
+    ]
+    rows = max(strides)[1] if strides and view.numel() else 1
+    return in_memory_order(flat, view).view(rows, view.numel() // rows)
+
+
+def side_by_side(parts: Sequence[Tensor], like: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Copies of ``parts`` in one new vector, and views of the copies."""
+    flat = like.new_zeros(sum(part.numel() for part in parts))
+    views, start = [], 0
+    for part in parts:
+        views.append(flat[start : start + part.numel()].view_as(part).copy_(part))
+        start += part.numel()
+    return flat, views
 
 
 class LowRank(Compressor):
@@ -127,9 +189,8 @@ class LowRank(Compressor):
         work = comm.all_reduce_(plan.first, op=ReduceOp.AVG, name=name)
         return ChainedWork(
             work,
-            lambda: torch._foreach_copy_(plan.rest, plan.sent) if plan.rest else None,
             lambda: _send_second(plan, comm, name),
-            lambda: self._decompress(plan, flat, lost),
+            lambda: _decompress(plan, flat, lost),
         )
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
@@ -154,71 +215,18 @@ class LowRank(Compressor):
 
     def _remember(self, name: str, gradient: Tensor) -> Matrix:
         known = self._matrices.get(name)
-        if known is not None and all(
-            getattr(known.gradient, same) == getattr(gradient, same)
-            for same in ("shape", "dtype", "device")
-        ):
+        if known is not None and _kind(known.gradient) == _kind(gradient):
             known.gradient = gradient
             return known
         n, m = gradient.shape
         columns = min(n, m, self.rank)
-        matrix = Matrix(
-            name, gradient, gradient.new_zeros(n, columns), gradient.new_zeros(m, columns)
-        )
+        # by name: the same on every rank and in every order of buckets
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self.seed)
+        drawn = torch.randn(m, columns, generator=generator, dtype=gradient.dtype).to(gradient)
+        matrix = Matrix(name, gradient, gradient.new_zeros(n, columns), drawn.clone(), drawn)
         self._matrices[name] = matrix
-        self._draw(matrix)
         self._restore(matrix)
         return matrix
-
-    def _random(self, matrix: Matrix) -> Tensor:
-        # by name: the same on every rank and in every order of buckets
-        generator = torch.Generator().manual_seed(zlib.crc32(matrix.name.encode()) + self.seed)
-        return torch.randn(matrix.q.shape, generator=generator, dtype=matrix.q.dtype)
-
-    def _draw(self, matrix: Matrix) -> None:
-        matrix.q.copy_(self._random(matrix))
-
-    def _decompress(self, plan: Plan, flat: Tensor, lost: Tensor | None) -> None:
-        """Put the product of the factors into ``flat``, and the rest of this rank's gradients
-        into ``lost``.
-        """
-        finite = plan.second.sum().isfinite()
-        if not on_host(flat):
-            self._decompress_on_device(plan, flat, lost, finite)
-            return
-        if not finite:  # a loss scaler will skip this step: it has not been taken
-            for matrix in plan.matrices:
-                matrix.gradient.fill_(torch.nan)
-                self._draw(matrix)
-            return
-        for matrix in plan.matrices:
-            if lost is None:
-                torch.mm(matrix.p, matrix.q.t(), out=matrix.gradient)
-                continue
-            error = counterpart(lost, flat, matrix.gradient).copy_(matrix.gradient)
-            torch.mm(matrix.p, matrix.q.t(), out=matrix.gradient)
-            error.sub_(matrix.gradient)
-        if lost is not None and plan.rest:
-            torch._foreach_zero_([counterpart(lost, flat, part) for part in plan.rest])
-
-    def _decompress_on_device(
-        self, plan: Plan, flat: Tensor, lost: Tensor | None, finite: Tensor
-    ) -> None:
-        """The same, by selection: to ask whether the sums are ``finite`` would make the host
-        wait in every bucket.
-        """
-        for matrix in plan.matrices:
-            product = torch.mm(matrix.p, matrix.q.t())
-            if lost is not None:
-                error = counterpart(lost, flat, matrix.gradient)
-                error.copy_(torch.where(finite, matrix.gradient - product, error))
-            matrix.gradient.copy_(torch.where(finite, product, torch.nan))
-            if matrix.drawn is None:
-                matrix.drawn = self._random(matrix).to(matrix.q.device)
-            matrix.q.copy_(torch.where(finite, matrix.q, matrix.drawn))
-        if lost is not None and plan.rest:
-            for place in [counterpart(lost, flat, part) for part in plan.rest]:
-                place.copy_(torch.where(finite, 0.0, place))
 
     def _restore(self, matrix: Matrix) -> None:
         q = self._loaded.pop(matrix.name, None)
@@ -248,7 +256,27 @@ class PowerSGD(ErrorFeedback):
 
 
 def _send_second(plan: Plan, comm: Communicator, name: str) -> None:
+    if plan.rest:
+        torch._foreach_copy_(plan.rest, plan.sent)
     for matrix in plan.matrices:
         matrix.p.copy_(orthonormal(matrix.p))
         torch.mm(matrix.gradient.t(), matrix.p, out=matrix.q)
     comm.all_reduce_(plan.second, op=ReduceOp.AVG, name=f"{name}, second factors").wait()
+
+
+def _decompress(plan: Plan, flat: Tensor, lost: Tensor | None) -> None:
+    """Put the product of the factors into ``flat``, and the rest of this rank's gradients
+    into ``lost``. If sums are not finite, a loss scaler skips this step: it has not been taken.
+    """
+    finite = plan.second.sum().isfinite()
+    for matrix in plan.matrices:
+        product = torch.mm(matrix.p, matrix.q.t())
+        if lost is not None:
+            error = counterpart(lost, flat, matrix.gradient)
+            replace_if(finite, [(error, matrix.gradient.sub_(product))])
+        matrix.gradient.copy_(product)
+        nan = flat.new_full((), torch.nan)
+        replace_if(~finite, [(matrix.gradient, nan), (matrix.q, matrix.drawn)])
+    if lost is not None:
+        zero = flat.new_zeros(())
+        replace_if(finite, [(counterpart(lost, flat, part), zero) for part in plan.rest])

@@ -47,15 +47,15 @@ def ternary_bytes(numel: int, world_size: int) -> float:
     return numel * (1 / digits_a_byte(3) + 1 / digits_a_byte(2 * world_size + 1)) / 2
 
 
-def digits_a_byte(base: int) -> float:
-    """How many digits of ``base`` fit into a byte; a half where each takes two bytes."""
-    return next((count for count in (8, 5, 4, 3, 2, 1) if base**count <= 256), 0.5)
+def digits_a_byte(base: int) -> int:
+    """How many digits of ``base``, which is 256 at most, fit into a byte."""
+    return next((count for count in (8, 5, 4, 3, 2) if base**count <= 256), 1)
 
 
 COMPRESSORS: Mapping[str, RegisteredCompressor] = {
-    "fp16": RegisteredCompressor("sixteen_bit", "FP16"),
-    "bf16": RegisteredCompressor("sixteen_bit", "BF16"),
-    "fp32": RegisteredCompressor("float32", "FP32"),
+    "fp16": RegisteredCompressor("cast", "FP16"),
+    "bf16": RegisteredCompressor("cast", "BF16"),
+    "fp32": RegisteredCompressor("cast", "FP32"),
     "int8": RegisteredCompressor("int8", "Int8"),
     "onebit": RegisteredCompressor("one_bit", "OneBit"),
     "terngrad": RegisteredCompressor("terngrad", "TernGrad"),

@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work, shard
-from lightning_ring.errors import ConfigurationError
-from lightning_ring.gradients.compression import digits
+from lightning_ring.errors import ConfigurationError, check_arguments
 from lightning_ring.gradients.compression.between_nodes import (
     MIN_NUMEL,
     BetweenNodes,
     Part,
-    bounds_of,
+    messages,
 )
-from lightning_ring.gradients.compression.compressor import GradientLayout
-from lightning_ring.gradients.compression.registry import ternary_bytes
+from lightning_ring.gradients.compression.compressor import GradientLayout, bounds_of
+from lightning_ring.gradients.compression.registry import digits_a_byte, ternary_bytes
 from lightning_ring.host.random_state import own_memory
 
 _SMALLEST = 1e-15  # a layer whose largest gradient is smaller is not clipped
@@ -42,6 +41,8 @@ class TernGrad(BetweenNodes):
     rank sends between nodes. σ is taken about 0, so that a layer of equal gradients is not clipped.
     A clipped value is biased. A layer below 1e-15 is not clipped.
 
+    It takes up to 127 ranks, or nodes.
+
     Args:
         clip: In units of σ; ``math.inf`` clips nothing.
         seed: Of the random numbers, of which every rank draws others.
@@ -55,10 +56,7 @@ class TernGrad(BetweenNodes):
 
     def __init__(self, clip: float = 2.5, seed: int = 0, min_numel: int = MIN_NUMEL) -> None:
         super().__init__(min_numel)
-        if not clip > 0:
-            raise ConfigurationError(
-                f"TernGrad got clip={clip!r}, expected a number of σ above 0, such as 2.5."
-            )
+        check_arguments("TernGrad", clip > 0, "a number of σ above 0, such as 2.5", clip=clip)
         self.clip = clip
         self.seed = seed
         # start and end of each gradient in a flat tensor
@@ -88,6 +86,12 @@ class TernGrad(BetweenNodes):
     def average(self, part: Part) -> Iterator[Work]:
         values, group = part.values, part.group
         size, mine = group.world_size, group.shard_index
+        base = 2 * size + 1  # a sum of `size` digits from 0 to 2
+        if base > 256:
+            raise ConfigurationError(
+                f"compression 'terngrad' got {size} ranks or nodes, and sums of more than 127 do "
+                "not fit into a byte. Use 'int8' or 'onebit'."
+            )
         layers = part.cut(self._layers[part.whole])
         if not layers:  # padding between gradients
             if part.lost is not None:
@@ -100,30 +104,24 @@ class TernGrad(BetweenNodes):
             part.lost.copy_(ternary).sub_(1)
             _scale(part.lost, layers, scalers)
             torch.sub(values, part.lost, out=part.lost)
-        longest = -(-values.numel() // size)
-        sent = _messages(size, digits.num_bytes(longest, 3), values)
-        for index, message in enumerate(sent):
-            digits.pack(shard(ternary, size, index), 3, message)
+        digits = [shard(ternary, size, index) for index in range(size)]
+        longest = digits[0].numel()
+        sent = messages(size, num_bytes(longest, 3), values)
+        for own, message in zip(digits, sent, strict=True):
+            pack(own, 3, message)
         received = torch.empty_like(sent)
-        yield group.all_to_all(
-            [sent[index] for index in group.shard_indices], list(received), name=part.name
-        )
-        base = 2 * size + 1  # a sum of `size` digits from 0 to 2
-        kind = torch.uint8 if base <= 256 else torch.int16
-        digit, total = (
-            shard(ternary, size, mine),
-            torch.zeros_like(shard(ternary, size, mine), dtype=kind),
-        )
+        targets = [sent[index] for index in group.shard_indices]
+        yield group.all_to_all(targets, list(received), name=part.name)
+        total = torch.zeros_like(digits[mine])
         for message in received:
-            digits.unpack(message, 3, digit)
-            total += digit
-        sums = _messages(size, digits.num_bytes(longest, base), values)
-        digits.pack(total, base, sums[mine])
+            unpack(message, 3, digits[mine])
+            total += digits[mine]
+        sums = messages(size, num_bytes(longest, base), values)
+        pack(total, base, sums[mine])
         yield group.all_gather_(sums.view(-1), name=f"{part.name}, sums")
-        every = ternary if kind is torch.uint8 else torch.empty_like(ternary, dtype=kind)
-        for index, message in enumerate(sums):
-            digits.unpack(message, base, shard(every, size, index))
-        values.copy_(every).sub_(size).div_(size)
+        for message, own in zip(sums, digits, strict=True):
+            unpack(message, base, own)
+        values.copy_(ternary).sub_(size).div_(size)
         _scale(values, layers, scalers)
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
@@ -176,5 +174,30 @@ def _scale(values: Tensor, layers: list[tuple[int, int]], scalers: Tensor) -> No
     torch._foreach_mul_([values[start:end] for start, end in layers], list(scalers))
 
 
-def _messages(count: int, length: int, like: Tensor) -> Tensor:
-    return torch.zeros(count, length + length % 2, dtype=torch.uint8, device=like.device)
+def num_bytes(numel: int, base: int) -> int:
+    """Length of the message of ``numel`` digits of ``base``, which is 256 at most."""
+    return -(-numel // digits_a_byte(base))
+
+
+def pack(digits: Tensor, base: int, message: Tensor) -> None:
+    """Write the 1-D uint8 ``digits``, each below ``base``, to ``message``, which may be longer.
+
+    Byte i holds digits i, i + m, i + 2m, ... of the m bytes, the last one in the highest place.
+    """
+    length = num_bytes(digits.numel(), base)
+    out = message[:length].zero_()
+    for place in reversed(range(digits_a_byte(base))):
+        row = digits[place * length : (place + 1) * length]
+        out.mul_(base)
+        out[: row.numel()].add_(row)
+
+
+def unpack(message: Tensor, base: int, digits: Tensor) -> None:
+    """Replace ``digits`` by those that were packed."""
+    length = num_bytes(digits.numel(), base)
+    value = torch.arange(256, device=message.device)
+    for place in range(digits_a_byte(base)):
+        row = digits[place * length : (place + 1) * length]
+        # a table: vectors have no division of integers
+        digit_of = (value // base**place % base).to(torch.uint8)
+        torch.index_select(digit_of, 0, message[: row.numel()].int(), out=row)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import ReduceOp, Work
 from lightning_ring.comm.host_copy import on_host
-from lightning_ring.errors import ConfigurationError
+from lightning_ring.errors import check_arguments
 from lightning_ring.gradients.compression.between_nodes import MIN_NUMEL, BetweenNodes, Part
 from lightning_ring.gradients.compression.error_feedback import ErrorFeedback
 from lightning_ring.gradients.compression.registry import sparse_bytes
@@ -87,11 +87,9 @@ class TopK(ErrorFeedback):
 
 
 def checked_ratio(caller: str, ratio: float) -> float:
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < 1:
-        raise ConfigurationError(
-            f"{caller} got ratio={ratio!r}, expected the share of the gradients that travels, such "
-            "as 0.01."
-        )
+    works = isinstance(ratio, (int, float)) and 0 < ratio < 1
+    what = "the share of the gradients that travels, such as 0.01"
+    check_arguments(caller, works, what, ratio=ratio)
     return float(ratio)
 
 

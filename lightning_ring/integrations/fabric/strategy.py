@@ -24,11 +24,9 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DistributedSampler
 
 from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.algorithms.algorithm import Algorithm
-from lightning_ring.algorithms.optional import num_workers
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener, RecordedCommunicator
 from lightning_ring.errors import ConfigurationError
@@ -46,7 +44,7 @@ from lightning_ring.integrations.ranks.environment import (
 )
 from lightning_ring.integrations.ranks.reduce import agree_on_gather, reduce_, reduce_op_of
 from lightning_ring.job.job import Job
-from lightning_ring.loops.ranks import connect_ranks, leave_out
+from lightning_ring.loops.ranks import connect_ranks
 from lightning_ring.loops.replicas import Replicas
 from lightning_ring.loops.timeline import LoopTimeline
 from lightning_ring.options import Backend, BucketCap, RingOptions, StartMethod, Topology
@@ -157,21 +155,7 @@ class RingFabricStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {
-            "num_replicas": self.num_workers,
-            "rank": min(self.global_rank, self.num_workers - 1),
-        }
-
-    @property
-    def num_workers(self) -> int:
-        """How many ranks train, the first ones: all, except with
-        ``ParameterServer(dedicated=True)``.
-        """
-        return (
-            num_workers(self.options.new_algorithm(), self.world_size)
-            if self.communicator
-            else self.world_size
-        )
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def communicator(self) -> Communicator | None:
@@ -305,15 +289,7 @@ class RingFabricStrategy(DDPStrategy):
         return found[0].algorithm if found else Algorithm()
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        number, sampler = self.num_workers, getattr(dataloader, "sampler", None)
-        warn_of_padding(dataloader, number)
-        if (
-            self.global_rank >= number
-            and isinstance(sampler, DistributedSampler)
-            and sampler.num_replicas == number
-        ):
-            # one of the user's, over all ranks, stays: it may be for an evaluation
-            leave_out(sampler)
+        warn_of_padding(dataloader, self.world_size)
         return super().process_dataloader(dataloader)
 
     # -- gradients

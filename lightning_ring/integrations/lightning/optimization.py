@@ -18,7 +18,6 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 
 from lightning_ring.algorithms.algorithm import Algorithm
-from lightning_ring.algorithms.optional import num_workers
 from lightning_ring.errors import ConfigurationError
 
 _NAME = "no_sync"
@@ -141,15 +140,8 @@ def check_algorithm(
 
     Raises:
         ConfigurationError: ``algorithm`` cannot train with this loss scaler, this clipping or this
-            timeline, or by a Trainer.
+            timeline.
     """
-    if num_workers(algorithm, trainer.world_size) < trainer.world_size:
-        raise ConfigurationError(
-            f"{type(algorithm).__name__} got dedicated=True under a Trainer, whose epochs, "
-            "callbacks and checkpoints need training batches, and what training_step logs, on "
-            "every rank. Use lightning_ring.distribute or Fabric, where ranks may have none, or "
-            "leave dedicated out: every server then also trains."
-        )
     if algorithm.steps_alone:
         refuse_scaler(trainer.precision_plugin, type(algorithm).__name__)
     if trainer.gradient_clip_val and (why := algorithm.refuses_clipping):

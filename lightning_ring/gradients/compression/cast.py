@@ -1,5 +1,5 @@
-"""float32 gradients that travel as a 16-bit type: rounded on the way into the buffer, and once more
-as an average.
+"""Gradients that travel as another floating-point type: rounded on the way into the buffer, and
+once more as an average.
 
 bfloat16 has 8 bits of precision and the range of float32; float16 has 11 bits, and goes from 6e-8
 to 65,504.
@@ -20,19 +20,16 @@ from lightning_ring.gradients.compression.compressor import Compressor
 log = logging.getLogger(__name__)
 
 
-class SixteenBit(Compressor):
-    """Half the bytes; each value is rounded to nearest.
+class Cast(Compressor):
+    """Gradients in another dtype.
 
     The average is rounded before it leaves its owner, which takes the rounded value too. Sums in
-    between are float32 over MPI, Gloo and shared memory (rounded once more where several nodes hold
+    between are float32 over MPI, Gloo and shared memory (rounded once more if several nodes hold
     several ranks each, between the two levels); NCCL may round each of them.
     """
 
     can_shard = True
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name = name
-        self.buffer_dtype: torch.dtype = dtype
+    buffer_dtype: torch.dtype
 
     def wire_bytes(self, numel: int, world_size: int) -> float | None:
         return numel * self.buffer_dtype.itemsize
@@ -40,39 +37,72 @@ class SixteenBit(Compressor):
     def all_reduce(
         self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = ""
     ) -> Work:
-        work = comm.all_reduce_(flat, op=ReduceOp.AVG, name=name)
-        return ChainedWork(work, lambda: self.inspect(flat, comm, name)) if comm.rank == 0 else work
+        return comm.all_reduce_(flat, op=ReduceOp.AVG, name=name)
 
     def reduce_scatter(self, flat: Tensor, comm: Communicator, *, name: str = "") -> Work:
-        work = comm.reduce_scatter_(flat, op=ReduceOp.AVG, name=name)
-        own = shard(flat, comm.world_size, comm.shard_index)
-        # no other rank sees this shard
-        return ChainedWork(work, lambda: self.inspect(own, comm, name))
-
-    def inspect(self, average: Tensor, comm: Communicator, name: str) -> None:
-        """``average`` has arrived. Called on one rank for each part of it."""
+        """As of `Compressor`; float32 sums of `all_reduce`, in another order, may round to
+        another last bit.
+        """
+        return comm.reduce_scatter_(flat, op=ReduceOp.AVG, name=name)
 
 
-class BF16(SixteenBit):
-    """``compression="bf16"``: relative error of a rounding 2⁻⁹ at most; nothing overflows."""
+class FP32(Cast):
+    """``compression="fp32"``: twice the bytes of bfloat16 or float16 gradients, and one rounding,
+    of their average.
 
-    def __init__(self) -> None:
-        super().__init__("bf16", torch.bfloat16)
+    For models whose parameters are 16-bit (``precision="bf16-true"``), over NCCL, which sums 16-bit
+    values in 16 bits: each addition rounds. MPI, Gloo and shared memory add them in float32 in any
+    case. FSDP calls it ``reduce_dtype``. Gradients in float32 and float64 travel as they are.
+    """
+
+    name = "fp32"
+    buffer_dtype = torch.float32
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype in (torch.bfloat16, torch.float16)
+
+    def is_lossy(self) -> bool:
+        return False
 
 
-class FP16(SixteenBit):
-    """``compression="fp16"``: relative error of a rounding 2⁻¹² at most, for values that float16
-    can hold.
+class BF16(Cast):
+    """``compression="bf16"``: half the bytes; relative error of a rounding 2⁻⁹ at most; nothing
+    overflows.
+    """
+
+    name = "bf16"
+    buffer_dtype = torch.bfloat16
+
+
+class FP16(Cast):
+    """``compression="fp16"``: half the bytes; relative error of a rounding 2⁻¹² at most, for values
+    that float16 can hold.
 
     A larger one becomes inf on every rank, as a gradient in float16 would: a loss scaler sees it,
     skips the step on all ranks and scales less. One smaller than 6e-8 becomes 0. What overflowed is
     reported once.
     """
 
+    name = "fp16"
+    buffer_dtype = torch.float16
+
     def __init__(self) -> None:
-        super().__init__("fp16", torch.float16)
         self._sums: deque[tuple[str, HostCopy]] = deque()
         self._reported = False
+
+    def all_reduce(
+        self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = ""
+    ) -> Work:
+        work = super().all_reduce(flat, comm, name=name)
+        if comm.rank > 0:  # one rank reports
+            return work
+        return ChainedWork(work, lambda: self._inspect(flat, comm, name))
+
+    def reduce_scatter(self, flat: Tensor, comm: Communicator, *, name: str = "") -> Work:
+        work = super().reduce_scatter(flat, comm, name=name)
+        own = shard(flat, comm.world_size, comm.shard_index)
+        # no other rank sees this shard
+        return ChainedWork(work, lambda: self._inspect(own, comm, name))
 
     def begin_backward(self) -> None:
         """Report what overflowed on a GPU, as far as the host knows by now: it waits for
@@ -83,7 +113,7 @@ class FP16(SixteenBit):
             if not self._reported and not total.value().isfinite():
                 self._report(name)
 
-    def inspect(self, average: Tensor, comm: Communicator, name: str) -> None:
+    def _inspect(self, average: Tensor, comm: Communicator, name: str) -> None:
         if self._reported:
             return
         if not on_host(average):
