@@ -176,17 +176,6 @@ class Algorithm:
 
     # -- checkpoints
 
-    def optimizer_state_dict(self, optimizer: Any, *, is_rank_zero: bool) -> dict[str, Any]:
-        """The ordinary, full state dict of the optimizer; under a sharded algorithm on rank 0
-        only.
-        """
-        state: dict[str, Any] = optimizer.state_dict()
-        return state
-
-    def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Load an ordinary, full state dict of the optimizer."""
-        optimizer.load_state_dict(state)
-
     def state_dict(self) -> dict[str, Any]:
         """State of the algorithm itself (residuals, anchors, counters), on rank 0 for all ranks.
         Collective.

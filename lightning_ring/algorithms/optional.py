@@ -37,6 +37,17 @@ class ShardsState(Protocol):
 
 
 @runtime_checkable
+class ShardsOptimizers(Protocol):
+    """Each rank holds a part of the optimizers' state."""
+
+    def optimizer_state_dict(self, optimizer: Any, *, is_rank_zero: bool) -> dict[str, Any]:
+        """The ordinary, full state dict of the optimizer on rank 0; empty elsewhere. Collective."""
+
+    def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Load an ordinary, full state dict of the optimizer."""
+
+
+@runtime_checkable
 class StepsAlone(Protocol):
     """Ranks hold different parameters between two steps."""
 
@@ -115,6 +126,24 @@ class SurvivesDeaths(Protocol):
         """What this rank can send to processes that catch up, until the next step. `None`: not
         yet.
         """
+
+
+def optimizer_state_dict(
+    algorithm: Algorithm, optimizer: Any, *, is_rank_zero: bool
+) -> dict[str, Any]:
+    """The ordinary, full state dict of ``optimizer``; under a sharded algorithm on rank 0 only."""
+    if isinstance(algorithm, ShardsOptimizers):
+        return algorithm.optimizer_state_dict(optimizer, is_rank_zero=is_rank_zero)
+    state: dict[str, Any] = optimizer.state_dict()
+    return state
+
+
+def load_optimizer_state_dict(algorithm: Algorithm, optimizer: Any, state: dict[str, Any]) -> None:
+    """Load an ordinary, full state dict of ``optimizer``."""
+    if isinstance(algorithm, ShardsOptimizers):
+        algorithm.load_optimizer_state_dict(optimizer, state)
+    else:
+        optimizer.load_state_dict(state)
 
 
 def show_averages(algorithm: Algorithm) -> None:

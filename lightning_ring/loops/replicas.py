@@ -15,7 +15,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import Algorithm
-from lightning_ring.algorithms.optional import ShardsState, show_averages
+from lightning_ring.algorithms.optional import (
+    ShardsState,
+    load_optimizer_state_dict,
+    optimizer_state_dict,
+    show_averages,
+)
 from lightning_ring.algorithms.step_hooks import StepHooks
 from lightning_ring.algorithms.uncopied_hook import UncopiedHook
 from lightning_ring.comm.communicator import Communicator
@@ -161,8 +166,8 @@ class Replicas:
         """The ordinary, full state dict. Collective; under a sharded algorithm it is empty on
         all ranks but rank 0.
         """
-        return self.algorithm.optimizer_state_dict(
-            optimizer, is_rank_zero=self.comm is None or self.comm.rank == 0
+        return optimizer_state_dict(
+            self.algorithm, optimizer, is_rank_zero=self.comm is None or self.comm.rank == 0
         )
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -172,7 +177,7 @@ class Replicas:
         if self.comm is not None and self.algorithm.sharded:
             # a shard of each is kept
             state = self.comm.broadcast_object(state, name="load_optimizer_state_dict")
-        self.algorithm.load_optimizer_state_dict(optimizer, state)
+        load_optimizer_state_dict(self.algorithm, optimizer, state)
         if self.comm is not None and not self.algorithm.sharded:
             broadcast_optimizer_state(optimizer, self.comm)
 

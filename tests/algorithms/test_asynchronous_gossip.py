@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from lightning_ring import RingStrategy
+from lightning_ring import ElasticStrategy, RingStrategy
 from lightning_ring.algorithms.local import AsynchronousGossip, asynchronous_gossip
 from lightning_ring.errors import ConfigurationError
 from tests.algorithms.test_local import OPTIMIZERS, loss
@@ -278,9 +278,10 @@ def test_what_cannot_work_is_refused() -> None:
             AsynchronousGossip(overlap=overlap)  # type: ignore[arg-type]
     for arguments in (
         {"uneven": "join"},
-        {"elastic": True},
         {"broadcast_buffers": "step"},
         {"compression": "int8"},
     ):
         with pytest.raises(ConfigurationError, match="AsynchronousGossip"):
             RingStrategy(algorithm=AsynchronousGossip(), **arguments)
+    with pytest.raises(ConfigurationError, match="AsynchronousGossip"):
+        ElasticStrategy(algorithm=AsynchronousGossip())

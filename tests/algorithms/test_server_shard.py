@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_ring.algorithms.server.layout import layouts, write_
-from lightning_ring.algorithms.server.server import Push, Server, average, settings_of
+from lightning_ring.algorithms.server.server import Push, WeightServer, average, settings_of
 
 
-def server_of(num_workers: int, **how: Any) -> tuple[Server, list[Tensor]]:
+def server_of(num_workers: int, **how: Any) -> tuple[WeightServer, list[Tensor]]:
     """A server of one parameter, and where a worker's weights go."""
     weight = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64))
     layout = layouts([weight], 1, cut=True)[0]
-    server = Server(SGD([weight], 0.1), [weight], layout, num_workers, **how)
+    server = WeightServer(SGD([weight], 0.1), [weight], layout, num_workers, **how)
     return server, [torch.zeros(6, dtype=torch.float64)]
 
 

@@ -65,7 +65,7 @@ def encode(memory: Tensor, layout: ServerLayout, params: Sequence[Parameter], *t
     return memory
 
 
-class Server:
+class WeightServer:
     """The pieces of one server, and a twin of the user's ``optimizer`` that steps them on the CPU.
 
     Args:

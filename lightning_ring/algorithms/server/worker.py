@@ -16,7 +16,7 @@ from lightning_ring.algorithms.meeting import meet_for_pause, meet_to_stop
 from lightning_ring.algorithms.server.layout import ServerLayout, layouts, write_
 from lightning_ring.algorithms.server.server import (
     TOLD_BYTES,
-    Server,
+    WeightServer,
     encode,
     settings_of,
     whole_state,
@@ -287,7 +287,7 @@ class _Worker:
     Args:
         params: What the servers hold, from the values and the state on their ranks.
         servers: Their ranks.
-        how: Arguments of `Server`.
+        how: Arguments of `WeightServer`.
 
     Raises:
         ModelMismatchError: Ranks train different parameters.
@@ -310,7 +310,7 @@ class _Worker:
             rank: part for rank, part in zip(servers, parts, strict=True) if part.pieces
         }
         mine = self._layouts.get(comm.rank, ServerLayout((), 0))
-        self.server = Server(optimizer, params, mine, comm.world_size, **how)
+        self.server = WeightServer(optimizer, params, mine, comm.world_size, **how)
         held = set(map(id, params))
         self._unheld = {key: value for key, value in optimizer.state.items() if id(key) not in held}
         self._hidden: dict[Parameter, Tensor] = {}  # gradients, in a step

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.optional import load_optimizer_state_dict, optimizer_state_dict
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener, RecordedCommunicator
 from lightning_ring.errors import ConfigurationError
@@ -382,7 +383,7 @@ class RingFabricStrategy(DDPStrategy):
         algorithm = self._algorithm_of(optimizer)
         if not algorithm.sharded:
             return super().get_optimizer_state(optimizer)
-        return algorithm.optimizer_state_dict(optimizer, is_rank_zero=self.is_global_zero)
+        return optimizer_state_dict(algorithm, optimizer, is_rank_zero=self.is_global_zero)
 
     def save_checkpoint(
         self,
@@ -485,4 +486,4 @@ class LoadedState:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._algorithm.load_optimizer_state_dict(self._optimizer, state)
+        load_optimizer_state_dict(self._algorithm, self._optimizer, state)

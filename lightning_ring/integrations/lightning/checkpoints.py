@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.optional import load_optimizer_state_dict, optimizer_state_dict
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.replicate import broadcast_optimizer_state
 from lightning_ring.host.random_state import collect_random_state, restore_random_state
@@ -99,7 +100,7 @@ def sharded_optimizer_state(
             "of it, may be gone."
         )
         return {}
-    return algorithm.optimizer_state_dict(optimizer, is_rank_zero=is_rank_zero)
+    return optimizer_state_dict(algorithm, optimizer, is_rank_zero=is_rank_zero)
 
 
 def load_optimizer_states(
@@ -120,7 +121,7 @@ def load_optimizer_states(
             "start without state."
         )
     for optimizer, state in held:
-        algorithm.load_optimizer_state_dict(optimizer, state)
+        load_optimizer_state_dict(algorithm, optimizer, state)
         if not algorithm.sharded:
             _optimizer_to_device(optimizer, device)
     if comm is not None and not algorithm.sharded:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lightning_ring.algorithms.optional import load_optimizer_state_dict, optimizer_state_dict
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.differences import broadcast_differing
 from lightning_ring.comm.replicate import (
@@ -78,10 +79,10 @@ def hand_over_fit(
         if counted is not None:
             broadcast_groups(optimizer, comm)
         elif strategy.algorithm.sharded:
-            whole = strategy.algorithm.optimizer_state_dict(optimizer, is_rank_zero=comm.rank == 0)
+            whole = optimizer_state_dict(strategy.algorithm, optimizer, is_rank_zero=comm.rank == 0)
             whole = comm.broadcast_object(whole)
             if receives:
-                strategy.algorithm.load_optimizer_state_dict(optimizer, whole)
+                load_optimizer_state_dict(strategy.algorithm, optimizer, whole)
         else:
             broadcast_optimizer_state(optimizer, comm, send=send)
     if comm.rank == 0 and (counted is not None or not strategy.algorithm.sharded):

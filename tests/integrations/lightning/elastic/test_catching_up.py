@@ -50,7 +50,7 @@ def test_memory_is_taken_before_the_join(
         fit_model=None,
         optimizers=[],
         keeps_freed_memory=keeps,
-        options=SimpleNamespace(new_algorithm=algorithm),
+        survivor=algorithm(),
     )
     recovery: Any = SimpleNamespace(parted=algorithm.sharded)
     member: Any = SimpleNamespace(
