@@ -6,6 +6,9 @@ from __future__ import annotations
 
 from tests.fuzz.option import Option, option
 
+# a loop by hand has to wait before it reads sharded parameters between two steps; a Trainer does
+WAIT = "getattr(self.trainer, 'wait', int)()\n"
+
 BLOCKS = {
     "Linear()": option(4),
     "Large()": option(),
@@ -199,11 +202,11 @@ HOOKS = {  # what the user's hooks do with gradients and weights; any number of 
         "self.weight().register_post_accumulate_grad_hook(note)"
     ),
     "clamps weights after a step": option(
-        batch_end="with torch.no_grad():\n    for p in self.parameters():\n"
+        batch_end=WAIT + "with torch.no_grad():\n    for p in self.parameters():\n"
         "        p.clamp_(-0.5, 0.5) if not p.is_complex() else p.mul_(0.99)"
     ),
     "reads weights after a step": option(
-        batch_end="self.seen += [p.detach().abs().sum().item() for p in self.parameters()]"
+        batch_end=WAIT + "self.seen += [p.detach().abs().sum().item() for p in self.parameters()]"
     ),
     "best weights by state_dict": option(
         batch_end="if batch_idx == 0:\n    self.best = copy.deepcopy(self.state_dict())\n"
@@ -225,11 +228,12 @@ HOOKS = {  # what the user's hooks do with gradients and weights; any number of 
         "self.seen.append(self.average.abs().sum().item())",
     ),
     "evaluates a copy of itself": option(
-        batch_end="self.seen.append(copy.deepcopy(self).evaluate(torch.ones(2, 2, 6)).item())"
+        batch_end=WAIT
+        + "self.seen.append(copy.deepcopy(self).evaluate(torch.ones(2, 2, 6)).item())"
     ),
     "evaluates an AveragedModel": option(
         init="self.ema = []",
-        batch_end="self.ema = self.ema or [AveragedModel(self, "
+        batch_end=WAIT + "self.ema = self.ema or [AveragedModel(self, "
         "multi_avg_fn=get_ema_multi_avg_fn(0.9))]\nself.ema[0].update_parameters(self)\n"
         "self.seen.append(self.ema[0].module.evaluate(torch.ones(2, 2, 6)).item())",
     ),

@@ -280,6 +280,11 @@ class Loop:
                 optimizer.synchronize()
         clip([p for o in self.optimizers for group in o.param_groups for p in group["params"]], limit)
 
+    def wait(self):
+        """Before a hook of the program reads parameters between two steps."""
+        if self.training:
+            self.training.wait_parameters()
+
     def zero_grad(self):
         for optimizer in self.optimizers:
             optimizer.zero_grad()

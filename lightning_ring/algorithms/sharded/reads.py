@@ -35,8 +35,10 @@ class ParameterReads:
         self._parameters = parameters
         self._module = module
         self._warn = warn
-        self._read_by: dict[nn.Module, list[Parameter]] = {}
-        self._called: set[nn.Module] = set()
+        # By id: a metric of torchmetrics, which is a module, changes its hash with its state.
+        self._read_by: dict[int, list[Parameter]] = {}
+        self._called: set[int] = set()
+        self._hooked: list[nn.Module] = []  # keeps ids from being used again
         self._known: set[int] = set()  # ids of parameters that have had a gradient
         self._stream: Any = None  # of this forward
         self._told = False
@@ -47,17 +49,22 @@ class ParameterReads:
     def follow(self) -> None:
         """Put hooks on modules that are new. A module keeps the parameters that it waits for."""
         for module in _called_from_python(self._module):
-            own = self._read_by.setdefault(module, [])
-            if not own and not isinstance(module, torch.jit.ScriptModule):
-                self._handles += [
-                    module.register_forward_pre_hook(UncopiedHook(self._before), prepend=True),
-                    module.register_state_dict_pre_hook(UncopiedHook(self._wait_for_all)),
-                    module.register_load_state_dict_pre_hook(UncopiedHook(self._wait_for_all)),
-                ]
+            if id(module) not in self._read_by:
+                self._hook(module)
+            own = self._read_by.setdefault(id(module), [])
             compiled = getattr(module, "_orig_mod", None) is not None
             found = module.parameters(recurse=compiled)
             known = {id(param) for param in own}
             own += [param for param in found if id(param) not in known]
+
+    def _hook(self, module: nn.Module) -> None:
+        self._hooked.append(module)
+        if not isinstance(module, torch.jit.ScriptModule):  # which allows none
+            self._handles += [
+                module.register_forward_pre_hook(UncopiedHook(self._before), prepend=True),
+                module.register_state_dict_pre_hook(UncopiedHook(self._wait_for_all)),
+                module.register_load_state_dict_pre_hook(UncopiedHook(self._wait_for_all)),
+            ]
 
     def begin_forward(self) -> None:
         """The whole module is about to compute a loss, whether it is called or a method of it."""
@@ -69,13 +76,14 @@ class ParameterReads:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._hooked.clear()
         self._parameters.reducer.on_gradient = None
 
     def _before(self, module: nn.Module, *_: Any) -> None:
         if torch.compiler.is_compiling():  # compiled code would not contain this
             return
-        self._called.add(module)
-        for param in () if self._parameters.complete else self._read_by[module]:
+        self._called.add(id(module))
+        for param in () if self._parameters.complete else self._read_by[id(module)]:
             self._parameters.wait_for(param)
         if (
             self._stream is not None
@@ -102,9 +110,9 @@ class ParameterReads:
         reader = inner = self._module
         for part in name.split(".")[:-1]:
             inner = getattr(inner, part)
-            if inner in self._called:
+            if id(inner) in self._called:
                 reader = inner
-        self._read_by[reader].append(param)
+        self._read_by[id(reader)].append(param)
         if reader is self._module and not self._told:
             self._told = True
             self._warn(

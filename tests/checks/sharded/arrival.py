@@ -136,7 +136,8 @@ def check_reads_that_no_module_waits_for_are_waited_for_before_the_forward() -> 
             strategy = run_late(late)
         assert strategy.algorithm.overlaps
         fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
-        assert_same(late, plain)
+        # kernels differ in the last bit for a weight that lies within a bucket
+        assert_same(late, plain, tolerance=1e-6)
 
 
 def check_hooks_and_callbacks_see_whole_parameters() -> None:
