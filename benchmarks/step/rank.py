@@ -143,7 +143,8 @@ class InTurns(L.Callback):
     def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
         algorithm = getattr(trainer.strategy, "algorithm", None)
         # sharded state is hidden otherwise
-        with algorithm.states_shown() if algorithm is not None else nullcontext():
+        shown = getattr(algorithm, "states_shown", nullcontext)
+        with shown():
             held = optimizer_state_bytes()
         self._turns.leave({"strategy": type(trainer.strategy).__name__, "state_bytes": held})
 
