@@ -189,7 +189,7 @@ class Module(pl.LightningModule):
         while self.global_step == WAIT and not READY.exists() and time.monotonic() < until:
             time.sleep(0.05)
         if self.global_step == WAIT:
-            time.sleep(1.5)  # it reports now
+            time.sleep(4.0)  # it catches up and reports now, also on a loaded machine
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         if "FIT_MOMENTUM" in os.environ:
