@@ -86,8 +86,8 @@ class Algorithm:
         hooks.remove()
         algorithm.detach()
 
-    What only some algorithms have, `lightning_ring.algorithms.optional` names: `ShardsState`,
-    `SurvivesDeaths`, `StepsAlone`.
+    The protocols in `lightning_ring.algorithms.optional` name what only some algorithms have. With
+    a method ``metrics() -> dict[str, float]``, the monitor logs its numbers under ``ring/``.
 
     Attributes:
         backwards: Which backward passes average their gradients.

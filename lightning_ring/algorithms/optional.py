@@ -1,5 +1,5 @@
-"""What an algorithm may have besides `Algorithm`: for sharded state, for ranks that step alone, for
-ranks that die, for loggers.
+"""What an algorithm may have besides `Algorithm`: for sharded state, for ranks that step alone, and
+for ranks that die.
 """
 
 from __future__ import annotations
@@ -54,13 +54,6 @@ class StepsAlone(Protocol):
     def show_averages(self) -> None:
         """Before an evaluation, a checkpoint or the end: have parameters be what the training
         stands for, until the next `Algorithm.begin_batch`. Collective.
-        """
-
-
-class HasMetrics(Protocol):
-    def metrics(self) -> dict[str, float]:
-        """Numbers about the training for the loggers, by name; the monitor logs rank 0's under
-        ``ring/``.
         """
 
 

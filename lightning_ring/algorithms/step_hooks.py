@@ -11,7 +11,7 @@ from torch.optim.optimizer import (
 )
 
 from lightning_ring.algorithms.algorithm import Algorithm
-from lightning_ring.gradients.backward import has_closure
+from lightning_ring.gradients.backward import closure_of
 
 
 class StepHooks:
@@ -27,7 +27,7 @@ class StepHooks:
         ]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._algorithm.before_step(optimizer, has_closure=has_closure(args, kwargs))
+        self._algorithm.before_step(optimizer, has_closure=closure_of(args, kwargs) is not None)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._algorithm.after_step(optimizer)

@@ -412,9 +412,36 @@ def check_outside_backward(optimizer: Optimizer) -> None:
         )
 
 
-def has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether ``step(closure)`` was called, from the arguments of a hook before the step."""
-    return len(args) > 1 or kwargs.get("closure") is not None  # args[0] is the optimizer
+def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """The closure of a step, from the arguments of a hook before it."""
+    closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
+    return closure  # args[0] is the optimizer
+
+
+def around_closure(
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    enter: Callable[[], object],
+    leave: Callable[[], object],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """What a hook before the step returns so that ``enter`` is called before its closure, and
+    ``leave`` after it. Without a closure ``leave`` is called now.
+    """
+    closure = closure_of(args, kwargs)
+    if closure is None:
+        leave()
+        return None
+
+    def entered() -> Any:
+        enter()
+        loss = closure()
+        leave()
+        return loss
+
+    if len(args) > 1:
+        return (args[0], entered, *args[2:]), kwargs
+    return tuple(args), kwargs | {"closure": entered}
 
 
 def _values(grad: Tensor) -> Tensor:

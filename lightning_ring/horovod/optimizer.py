@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.comm.replicate import check_same_description, described
-from lightning_ring.gradients.backward import check_outside_backward, has_closure
+from lightning_ring.gradients.backward import check_outside_backward, closure_of
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.horovod.attachments import attachments
@@ -358,7 +358,7 @@ class _Gradients:
         self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         check_outside_backward(optimizer)
-        if self._op == Sum and has_closure(args, kwargs):
+        if self._op == Sum and closure_of(args, kwargs) is not None:
             raise ValueError(
                 "step(closure) was called with DistributedOptimizer(op=Sum). The gradients of the "
                 "closure would be averaged, not summed. Use op=Average and multiply the learning "

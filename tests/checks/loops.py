@@ -380,6 +380,11 @@ def check_modules_that_change_during_the_training_are_an_error() -> None:
             loss_of(net(batches(1)[0])).backward()
         optimizer.step()
 
+    def without_a_closure(training: Any, net: nn.Sequential, optimizer: Optimizer) -> None:
+        with training.no_sync():
+            loss_of(net(batches(1)[0])).backward()
+        optimizer.step(None)
+
     def swapped(training: Any, net: nn.Sequential, optimizer: Optimizer) -> None:
         torch.utils.swap_tensors(net[0].weight, nn.Parameter(torch.ones(16, 6)))
 
@@ -402,6 +407,7 @@ def check_modules_that_change_during_the_training_are_an_error() -> None:
 
     cases: list[tuple[Callable[..., None], type[Exception], str]] = [
         (unaveraged, RingError, r"the last backward was inside no_sync\(\)"),
+        (without_a_closure, RingError, r"the last backward was inside no_sync\(\)"),
         (swapped, RuntimeError, "Cannot swap"),
         (converted, RingError, "has become torch.float64, but was torch.float32"),
         (later, RingError, r"training.add_optimizers\(\[optimizer\]\)"),
@@ -412,7 +418,7 @@ def check_modules_that_change_during_the_training_are_an_error() -> None:
         ),
     ]
     for algorithm in ("ring", "ring_sharded"):
-        for change, kind, message in cases[: 4 + (algorithm == "ring_sharded")]:
+        for change, kind, message in cases[: 5 + (algorithm == "ring_sharded")]:
             net = network()
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             with distribute(net, optimizer, algorithm=algorithm) as training:
@@ -451,6 +457,23 @@ def check_buffers_and_gradients_of_samples_that_come_later() -> None:
             loss_of(net(inputs)).backward()
             optimizer.step()
             assert not net.get_buffer("mask").any()
+
+
+def check_a_compiled_module_trains_and_its_state_is_whole() -> None:
+    results = []
+    for algorithm in ("ring", "ring_sharded"):
+        model = network()
+        compiled = torch.compile(model, backend="eager")
+        optimizer = adamw(model)
+        with distribute(compiled, optimizer, algorithm=algorithm):
+            for inputs in batches(3):
+                loss_of(compiled(inputs)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                states = compiled.state_dict(), model.state_dict()
+                assert all(map(torch.equal, *(state.values() for state in states)))
+        results.append(model)
+    assert_same(*results)
 
 
 def check_a_copy_of_a_module_is_plain_and_whole() -> None:

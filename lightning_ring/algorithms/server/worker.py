@@ -27,6 +27,7 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.replicate import check_same_description
 from lightning_ring.errors import ConfigurationError, RingError, check_arguments
+from lightning_ring.gradients.backward import around_closure
 
 _STATE = (
     "the state of this optimizer is with the parameter servers, which step in its place. For the "
@@ -404,18 +405,7 @@ class _Worker:
                 f"{_HOW_TO_LOAD}"
             )
         self._show()  # after a step that raised
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._hide()
-            return None
-
-        def closure_with_gradients() -> Any:
-            self._show()
-            loss = closure()
-            self._hide()
-            return loss
-
-        return args[:1], kwargs | {"closure": closure_with_gradients}
+        return around_closure(args, kwargs, enter=self._show, leave=self._hide)
 
     def _hide(self) -> None:
         if [param._version for param in self.params] != self._versions:

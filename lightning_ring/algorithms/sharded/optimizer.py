@@ -15,6 +15,7 @@ from lightning_ring.algorithms.sharded.mirrors import Mirrors
 from lightning_ring.algorithms.sharded.parameters import ParameterShard, ShardedParameters
 from lightning_ring.algorithms.sharded.state import ShardedState, State, gather_state, shard_state
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.gradients.backward import around_closure
 
 _sliced: WeakSet[Optimizer] = WeakSet()  # those of all trainings
 
@@ -234,20 +235,7 @@ class SlicedOptimizer:
     # -- in a step
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self.use_shards()
-            return None
-
-        def closure_with_parameters() -> Any:
-            self.use_parameters()
-            loss = closure()
-            self.use_shards()
-            return loss
-
-        if len(args) > 1:
-            return (args[0], closure_with_parameters, *args[2:]), kwargs
-        return args, kwargs | {"closure": closure_with_parameters}
+        return around_closure(args, kwargs, enter=self.use_parameters, leave=self.use_shards)
 
     def _after_step(self, *_: Any) -> None:
         self.use_parameters()

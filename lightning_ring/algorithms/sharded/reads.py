@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -48,14 +49,23 @@ class ParameterReads:
 
     def follow(self) -> None:
         """Put hooks on modules that are new. A module keeps the parameters that it waits for."""
-        for module in _called_from_python(self._module):
+        owners: Counter[int] = Counter()
+        modules = {id(module): module for module in _called_from_python(self._module)}
+        for module in modules.values():
             if id(module) not in self._read_by:
                 self._hook(module)
-            own = self._read_by.setdefault(id(module), [])
+            owners.update(id(param) for param in module.parameters(recurse=False))
+            # The code of ``torch.compile(module)`` reads what is in the module.
             compiled = getattr(module, "_orig_mod", None) is not None
-            found = module.parameters(recurse=compiled)
-            known = {id(param) for param in own}
-            own += [param for param in found if id(param) not in known]
+            self._add(module, module.parameters(recurse=compiled))
+        # Code may read a tied parameter before it calls a module that holds it.
+        tied = [param for param in self._module.parameters() if owners[id(param)] > 1]
+        self._add(self._module, tied)
+
+    def _add(self, module: nn.Module, params: Iterable[Parameter]) -> None:
+        own = self._read_by.setdefault(id(module), [])
+        known = {id(param) for param in own}
+        own += [param for param in params if id(param) not in known]
 
     def _hook(self, module: nn.Module) -> None:
         self._hooked.append(module)
@@ -104,7 +114,8 @@ class ParameterReads:
         if id(param) in self._known:
             return
         self._known.add(id(param))
-        if any(one is param for module in self._called for one in self._read_by[module]):
+        # a copy: backward has threads of its own, and a module may be called in another meanwhile
+        if any(one is param for module in list(self._called) for one in self._read_by[module]):
             return
         name = next((name for name, one in self._module.named_parameters() if one is param), "")
         reader = inner = self._module
@@ -123,9 +134,8 @@ class ParameterReads:
 
 
 def _called_from_python(module: nn.Module) -> Iterator[nn.Module]:
-    """``module`` and all modules in it, except compiled and scripted code."""
+    """``module`` and all modules in it, except scripted ones."""
     yield module
-    if getattr(module, "_orig_mod", None) is None:  # that of ``torch.compile(module)``
-        for child in module.children():
-            if not isinstance(child, torch.jit.ScriptModule):
-                yield from _called_from_python(child)
+    for child in module.children():
+        if not isinstance(child, torch.jit.ScriptModule):
+            yield from _called_from_python(child)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -139,6 +139,7 @@ class RingStrategy(RankedStrategy):
     """
 
     strategy_name = "ring"
+    _options: ClassVar[type[RingOptions]] = RingOptions
 
     def __init__(
         self,
@@ -164,7 +165,8 @@ class RingStrategy(RankedStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         given = locals()
-        options = RingOptions(**{option.name: given[option.name] for option in fields(RingOptions)})
+        kind = self._options
+        options = kind(**{option.name: given[option.name] for option in fields(kind)})
         super().__init__(
             options,
             accelerator=accelerator,
@@ -194,9 +196,8 @@ class RingStrategy(RankedStrategy):
 
         Parameters are complete in every module's forward (its own), in all hooks of callbacks and
         modules between two steps, in ``state_dict()``, and always with manual optimization.
-        Elsewhere reading one is an error: in ``training_step`` before its module was called, in an
-        overridden ``optimizer_step`` after the step, and in hooks that move a batch. With
-        ``strategy="ring"`` parameters are always complete.
+        Elsewhere reading one may be an error: in ``training_step`` before its module was called,
+        and in other threads. With ``strategy="ring"`` parameters are always complete.
         """
         self.algorithm.wait_parameters()
 
@@ -453,9 +454,8 @@ class RingStrategy(RankedStrategy):
                 return loss
             return None  # no rank has a gradient: a loss scaler must not look for one
 
-        with algorithm.backwards.plain_backwards(
-            reduced=False
-        ):  # a backward in on_before_optimizer_step
+        # A backward in on_before_optimizer_step stays local.
+        with algorithm.backwards.plain_backwards(reduced=False):
             return super().optimizer_step(optimizer, closure_or_none, model, **kwargs)
 
     def _wait_parameters(self) -> None:

@@ -23,6 +23,14 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import RingError
 
 _EACH_BATCH = ("on_train_batch_start", "on_train_batch_end")
+_BETWEEN_STEPS = (  # of a module, after a step and before the next forward
+    *_EACH_BATCH,
+    "optimizer_step",
+    "lr_scheduler_step",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+)
 _ALONE = ("on_exception", "on_load_checkpoint")  # on one rank alone, or with nothing to wait for
 _BEFORE_VALIDATION = ("val_dataloader", "on_validation_model_zero_grad", "on_validation_model_eval")
 
@@ -58,14 +66,13 @@ class ShardedHooks:
         """
         assert isinstance(self._algorithm, ShardsState)
         self._algorithm.overlaps = self._trainer.lightning_module.automatic_optimization
-        owner = next(_with_own_batch_hooks(self._trainer), None)
-        self._first_callback.waits_each_batch = owner is not None
-        if owner is not None:
+        for owner, hook in _between_steps(self._trainer):
+            self._algorithm.overlaps = False
             rank_zero_info(
-                f"lightning_ring: the hooks of {type(owner).__name__} at each training batch may "
-                "read parameters. All parameters are waited for before them, instead of arriving "
-                "while the next forward runs."
+                f"lightning_ring: {type(owner).__name__}.{hook} may read parameters. Each step "
+                "waits for all of them, instead of having them arrive while the next forward runs."
             )
+            break
         self._stop_waiting()
         self._waiting = [
             _Waiting(owner, name, self._wait_parameters)
@@ -100,18 +107,11 @@ class _WaitForParameters(pl.Callback):
     """The first of all callbacks: its hooks wait for all parameters, before the hooks of other
     callbacks.
 
-    The two hooks of every training batch wait only with ``waits_each_batch``.
+    The two hooks of every training batch do not wait. If one may read parameters, each step waits.
     """
 
     def __init__(self, wait_parameters: Callable[[], None]) -> None:
         self.wait_parameters = wait_parameters
-        self.waits_each_batch = False
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        if self.waits_each_batch:
-            self.wait_parameters()
-
-    on_train_batch_end = on_train_batch_start  # type: ignore[assignment]
 
 
 def _waiting_hook(name: str) -> Callable[..., None]:
@@ -127,16 +127,16 @@ for _name in dir(pl.Callback):
         setattr(_WaitForParameters, _name, _waiting_hook(_name))
 
 
-def _with_own_batch_hooks(trainer: pl.Trainer) -> Iterator[Any]:
-    """Objects whose hooks at each training batch are not Lightning's or ours, and may read
-    parameters.
+def _between_steps(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
+    """Callbacks and modules with hooks between two steps that may read parameters: those that are
+    neither Lightning's nor ours, and of Lightning's `WeightAveraging`.
     """
-    for owner in (*trainer.callbacks, trainer.lightning_module):  # type: ignore[attr-defined]
-        for name in _EACH_BATCH:
-            package = getattr(getattr(owner, name), "__module__", "")
-            known = package.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_ring")
-            if not known or package.endswith("weight_averaging"):
-                yield owner
+    hooks = [(callback, name) for callback in trainer.callbacks for name in _EACH_BATCH]  # type: ignore[attr-defined]
+    for owner, name in (*hooks, *((trainer.lightning_module, name) for name in _BETWEEN_STEPS)):
+        package = getattr(getattr(owner, name), "__module__", "")
+        known = package.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_ring")
+        if not known or package.endswith("weight_averaging"):
+            yield owner, name
 
 
 def _before_validation(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:

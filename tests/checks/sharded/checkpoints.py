@@ -213,11 +213,11 @@ def check_weights_that_do_not_arrive_after_an_exception_are_a_warning(tmp_path: 
             self._job.communicator = self.late = Losing(self.late._comm)
 
     class Raising(Classifier):
-        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.trainer.global_step == 1:
                 lost.append(True)
                 raise OSError("corrupt photo")
-            return batch
+            return super().training_step(batch, batch_idx)
 
     lost: list[bool] = []
     saves = OnExceptionCheckpoint(tmp_path, "torn")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -50,9 +50,14 @@ from lightning_ring.membership.endings import TooFewRanks
 from lightning_ring.membership.member import RESUME_FROM
 from lightning_ring.monitor.ring_monitor import add_monitor
 from lightning_ring.monitor.terminal import widen_terminal
+from lightning_ring.options import RingOptions
 from lightning_ring.timeline.settings import SWITCH_VARIABLE
 
 T = TypeVar("T")
+
+
+class _ElasticOptions(RingOptions):
+    caller: ClassVar[str] = "ElasticStrategy"
 
 
 class ElasticStrategy(RingStrategy):
@@ -82,6 +87,7 @@ class ElasticStrategy(RingStrategy):
     """
 
     strategy_name = "ring_elastic"
+    _options = _ElasticOptions
 
     def __init__(
         self,
@@ -241,7 +247,7 @@ class ElasticStrategy(RingStrategy):
         """The algorithm of this fit, or of the fit that this process is about to join."""
         if isinstance(self.algorithm, SurvivesDeaths):
             return self.algorithm
-        algorithm = self.options.new_algorithm()
+        algorithm = self._new_algorithm()
         assert isinstance(algorithm, SurvivesDeaths)  # the options have checked it
         return algorithm
 
