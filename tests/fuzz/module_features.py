@@ -167,7 +167,8 @@ EXTRA = {  # other backwards than the training's
         "self.zero_grad()"
     ),
     "a copy of the model learns by itself": option(
-        batch_end="twin = copy.deepcopy(self.layers)\nh = x = batch[0].to(DTYPE)\nfor layer in "
+        batch_end=WAIT
+        + "twin = copy.deepcopy(self.layers)\nh = x = batch[0].to(DTYPE)\nfor layer in "
         "twin:\n    h = layer(h, x, 0, 0)\n(h.pow(2).mean() * (1 + self.global_rank)).backward()"
     ),
     "regulariser over all parameters": option(
