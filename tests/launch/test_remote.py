@@ -270,14 +270,14 @@ def test_ranks_start_on_a_host_that_is_listed_later_and_not_on_one_that_is_liste
 
 def ps(parent: int) -> list[str]:
     """Pid and command of the children of ``parent``, and theirs."""
-    found = []
     lines = subprocess.run(
         ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, timeout=60
     ).stdout
-    parents = {parent}
-    for line in lines.splitlines()[1:]:
-        pid, ppid, command = line.split(maxsplit=2)
-        if int(ppid) in parents:
-            parents.add(int(pid))
-            found.append(f"{pid} {command}")
-    return found
+    processes = [line.split(maxsplit=2) for line in lines.splitlines()[1:]]
+    known, found = {str(parent)}, []
+    while True:  # pids begin anew at a limit: a child may be listed before its parent
+        new = [one for one in processes if one[1] in known and one[0] not in known]
+        if not new:
+            return found
+        known |= {pid for pid, _, _ in new}
+        found += [f"{pid} {command}" for pid, _, command in new]
