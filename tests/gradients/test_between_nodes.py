@@ -72,7 +72,7 @@ def sent_bytes(compressor: Compressor | None, comm: ThreadCommunicator, numel: i
     ids=["int8", "terngrad", "onebit", "dgc", "topk"],
 )
 def test_bytes_that_leave(make: Callable[[], Compressor], share: float, world_size: int) -> None:
-    numel = 200_000
+    numel = 400_000
 
     def count(comm: ThreadCommunicator) -> tuple[int, int]:
         return sent_bytes(None, comm, numel), sent_bytes(make(), comm, numel)
@@ -81,7 +81,7 @@ def test_bytes_that_leave(make: Callable[[], Compressor], share: float, world_si
         assert compressed <= share * whole
         told = make().wire_bytes(numel, world_size)
         if told is not None:
-            # headers
+            # headers, and the end of rows of 128 bytes
             assert told / (4 * numel) == pytest.approx(compressed / whole, rel=0.04, abs=6e-4)
 
 
