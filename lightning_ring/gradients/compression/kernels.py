@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_ring.gradients.compression.blocks import BLOCK
 from lightning_ring.gradients.compression.int8 import LARGEST, TINY
 
-ROWS = 16  # blocks of one program
+ROWS = 8  # blocks of one program: 56 registers at most
 _TINY = tl.constexpr(TINY)
 _STEP = tl.constexpr(1 / LARGEST)
 
@@ -32,7 +32,7 @@ def decode(
     """Replace each ``length`` of ``values`` by the average of ``num_messages`` rows."""
     kernel = {"int8": decode_int8_kernel, "signs": decode_signs_kernel}[code]
     num_shards = len(numbers) // num_messages
-    _launch(kernel, num_shards, values, numbers, scales, length, num_messages)
+    _launch(kernel, num_shards, values, numbers, scales, length, NUM_MESSAGES=num_messages)
 
 
 def _launch(
@@ -42,15 +42,14 @@ def _launch(
     numbers: Tensor,
     scales: Tensor,
     length: int,
-    *num_messages: int,
+    **constants: int,
 ) -> None:
     numel = values.numel()
     if numel:
         grid = triton.cdiv(min(length, numel), BLOCK * ROWS), num_shards
         strides = numbers.stride(0), scales.stride(0)
-        kernel[grid](
-            values, numbers, scales, numel, length, *strides, *num_messages, BLOCK=BLOCK, ROWS=ROWS
-        )
+        given = values, numbers, scales, numel, length, *strides
+        kernel[grid](*given, BLOCK=BLOCK, ROWS=ROWS, **constants)
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -110,25 +109,25 @@ def decode_int8_kernel(  # type: ignore[no-untyped-def]
     length,
     numbers_stride,
     scales_stride,
-    num_messages,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    NUM_MESSAGES: tl.constexpr,
 ):
     shard = tl.program_id(1).to(tl.int64)
     values += shard * length
-    numbers += shard * num_messages * numbers_stride
-    scales += shard * num_messages * scales_stride
+    numbers += shard * NUM_MESSAGES * numbers_stride
+    scales += shard * NUM_MESSAGES * scales_stride
     count = tl.minimum(numel - shard * length, length)
     first = tl.program_id(0).to(tl.int64) * ROWS
     blocks = first + tl.arange(0, ROWS)
     in_rows = blocks * BLOCK < count
     total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for _ in range(num_messages):
+    for _ in range(NUM_MESSAGES):
         q = tl.load(numbers + _offsets(blocks, BLOCK), mask=in_rows[:, None], other=0)
         total += q.to(tl.float32) * tl.load(scales + blocks, mask=in_rows, other=0.0)[:, None]
         numbers += numbers_stride
         scales += scales_stride
-    _store_average(values, total, num_messages, count, first, BLOCK, ROWS)
+    _store_average(values, total, count, first, BLOCK, ROWS, NUM_MESSAGES)
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -185,27 +184,27 @@ def decode_signs_kernel(  # type: ignore[no-untyped-def]
     length,
     bits_stride,
     scales_stride,
-    num_messages,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    NUM_MESSAGES: tl.constexpr,
 ):
     shard = tl.program_id(1).to(tl.int64)
     values += shard * length
-    bits += shard * num_messages * bits_stride
-    scales += shard * num_messages * scales_stride
+    bits += shard * NUM_MESSAGES * bits_stride
+    scales += shard * NUM_MESSAGES * scales_stride
     count = tl.minimum(numel - shard * length, length)
     first = tl.program_id(0).to(tl.int64) * ROWS
     blocks = first + tl.arange(0, ROWS)
     in_rows = blocks * BLOCK < count
     total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for _ in range(num_messages):
+    for _ in range(NUM_MESSAGES):
         packed = tl.load(bits + _offsets(blocks, BLOCK // 8), mask=in_rows[:, None], other=0)
         flags = (packed.to(tl.int32)[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
         signs = (2 * tl.reshape(flags, (ROWS, BLOCK)) - 1).to(tl.float32)
         total += signs * tl.load(scales + blocks, mask=in_rows, other=0.0)[:, None]
         bits += bits_stride
         scales += scales_stride
-    _store_average(values, total, num_messages, count, first, BLOCK, ROWS)
+    _store_average(values, total, count, first, BLOCK, ROWS, NUM_MESSAGES)
 
 
 @triton.jit
@@ -225,9 +224,15 @@ def _load(values, count, blocks, BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # t
 
 @triton.jit
 def _store_average(  # type: ignore[no-untyped-def]
-    values, total, num_messages, count, first, BLOCK: tl.constexpr, ROWS: tl.constexpr
+    values,
+    total,
+    count,
+    first,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    NUM_MESSAGES: tl.constexpr,
 ):
-    average = tl.div_rn(total, tl.full((ROWS, BLOCK), num_messages, tl.float32))
+    average = tl.div_rn(total, tl.full((ROWS, BLOCK), NUM_MESSAGES, tl.float32))
     offsets = _offsets(first + tl.arange(0, ROWS), BLOCK)
     if (first + ROWS) * BLOCK <= count:
         tl.store(values + offsets, average)

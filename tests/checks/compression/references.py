@@ -46,8 +46,7 @@ def int8() -> Step:
         size = len(gradients)
         parts = [shards(g, size) for g in gradients]
         means = [
-            sum(rounded(parts[rank][owner]) for rank in range(size)) / size
-            for owner in range(size)
+            sum(rounded(parts[rank][owner]) for rank in range(size)) / size for owner in range(size)
         ]
         return np.concatenate([rounded(mean.astype(np.float32)) for mean in means])
 
