@@ -73,8 +73,8 @@ class BlockCode:
             return
         self.decode(messages[:1], values)
         other = torch.empty_like(values)
-        for row in messages[1:].split(1):
-            self.decode(row, other)
+        for index in range(1, len(messages)):
+            self.decode(messages[index : index + 1], other)
             values += other
         values.div_(len(messages))
 
