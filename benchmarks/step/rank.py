@@ -1,4 +1,4 @@
-"""One rank of one job of `benchmarks/step/compare.py` and `benchmarks/gpu.py`: trains through
+"""One rank of one job of `benchmarks/step/compare.py` and `benchmarks/gpu/steps.py`: trains through
 `L.Trainer`, in turns.
 
 ``python -m benchmarks.step.rank MODEL CONTENDER``. Contenders are written like ``ddp``, ``ring`` or
@@ -210,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("contender")
     parser.add_argument("--batch", type=int)
+    parser.add_argument("--image", type=int, help="pixels a side, of a model of images")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--channels-last", action="store_true")
@@ -224,6 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     L.seed_everything(0, verbose=False)
     build, shape, batch_size = MODELS[asked.model]
+    if asked.image:
+        shape = (3, asked.image, asked.image)
     on_cuda = asked.device == "cuda"
     on_gpu: dict[str, Any] = {
         "synchronize": torch.cuda.synchronize,

@@ -1,5 +1,11 @@
-"""Sparse gradients (``nn.Embedding(sparse=True)``): ranks gather indices and values, and
-averages stay sparse.
+"""Sparse gradients (``nn.Embedding(sparse=True)``): ranks gather indices and values, and averages
+stay sparse.
+
+At the end of backward the ranks gather the number of entries, then indices and values, if those of
+all ranks together are shorter than the parameter; otherwise one dense all-reduce carries them. Sums
+are made rank by rank, so that all ranks hold the same bits. Embeddings are known to be sparse
+beforehand. Other parameters are found in the first backward, after which ranks exchange the names;
+a first sparse gradient later than that is sent dense, with one warning.
 """
 
 from __future__ import annotations
