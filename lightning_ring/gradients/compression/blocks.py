@@ -51,8 +51,9 @@ class BlockCode:
         if self.kernels and (kernels := triton_kernels(values)):
             kernels.encode(self.kernels, values, numbers, scales, length)
             return
-        for own, *row in zip(values.split(length), numbers, scales, strict=False):
-            self.encode_blocks(own, *row)
+        shards = zip(values.split(length), numbers, scales, strict=False)
+        for own, own_numbers, own_scales in shards:
+            self.encode_blocks(own, own_numbers, own_scales)
 
     def decode(self, messages: Tensor, values: Tensor) -> None:
         """Replace each shard of ``values`` by the one that was encoded in its row."""
@@ -61,8 +62,9 @@ class BlockCode:
         if self.kernels and (kernels := triton_kernels(values)):
             kernels.decode(self.kernels, values, numbers, scales, length)
             return
-        for own, *row in zip(values.split(length), numbers, scales, strict=False):
-            self.decode_blocks(*row, own)
+        shards = zip(values.split(length), numbers, scales, strict=False)
+        for own, own_numbers, own_scales in shards:
+            self.decode_blocks(own_numbers, own_scales, own)
 
     def average(self, messages: Tensor, values: Tensor) -> None:
         """Replace ``values`` by the average of all rows, each of which holds as many values."""
