@@ -97,7 +97,8 @@ def check_average(name: str, values: Tensor, device: str) -> None:
     kernels.decode(name, own, numbers, scales, shard_length(own.numel(), 1), 3)
     assert found[own.numel() :].eq(GUARD).all()
     wanted = torch.stack(parts).mean(0).float()
-    torch.testing.assert_close(own, wanted, rtol=1e-6, atol=1e-6 * float(values.abs().sum() + 1))
+    largest = float(values.abs().amax()) if values.numel() else 0.0
+    torch.testing.assert_close(own, wanted, rtol=1e-6, atol=2e-6 * largest)
 
 
 def check_broken_values(name: str, bad: float, device: str) -> None:
@@ -118,7 +119,7 @@ def check_against_the_cpu(name: str, device: str) -> None:
     code.encode(values, ours)
     numbers, scales = code._cut(ours)
     others, other_scales = (each.cpu() for each in code._cut(encoded(name, values.to(device), 3)))
-    torch.testing.assert_close(other_scales, scales, rtol=1e-6, atol=0)
+    torch.testing.assert_close(other_scales, scales, rtol=1e-5, atol=0)
     if name == "signs":
         assert torch.equal(others, numbers)
     assert (others.int() - numbers.int()).abs().max() <= 1

@@ -59,6 +59,7 @@ def test_codes_take_the_kernels_on_a_gpu(code: str) -> None:
     """Three ranks' shards of a bucket of any length, there and back."""
     values = torch.randn(100_003, generator=torch.Generator().manual_seed(0))
     found = []
+    assert blocks.triton_kernels(values.cuda()) is not None
     for place in (values.cuda(), values):
         length = blocks.shard_length(values.numel(), 3)
         sent = messages(3, CODES[code].num_bytes(length), place)
@@ -90,6 +91,8 @@ def test_values_beyond_two_to_the_31_on_a_gpu(code: str) -> None:
     assert values[: 2**20].allclose(values.new_ones(()))
     assert values[2**31 - 2**20 : -2 * blocks.BLOCK].allclose(values.new_ones(()))
     assert values[-5:].allclose(values.new_full((), -2.0))
+    del values, sent
+    torch.cuda.empty_cache()  # for the tests beside this one
 
 
 @pytest.mark.parametrize("make", [Int8, OneBit], ids=["int8", "onebit"])
