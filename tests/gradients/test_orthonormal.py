@@ -56,7 +56,7 @@ def test_columns_without_a_direction_get_one(
         factors[:, :, -1] = factors[:, :, :-1].sum(2)
     else:
         factors.zero_()[:, 3] = 1
-    assert_orthonormal(orthonormal(factors, noise_for(factors)).double(), atol=1e-4)
+    assert_orthonormal(orthonormal(factors, noise_for(factors)).double())
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
@@ -68,22 +68,53 @@ def test_what_is_not_finite_is_seen_in_the_average(bad: float) -> None:
     assert found[0].isfinite().all()
 
 
-def assert_orthonormal(found: Tensor, atol: float = 1e-5) -> None:
+def test_products_are_not_rounded_to_tensorfloat_32() -> None:
+    """As float32 ones are under `torch.set_float32_matmul_precision`."""
+    factors = some_factors(4)
+    with Calls() as calls:
+        orthonormal(factors, noise_for(factors))
+    assert calls.products == {torch.float64}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_the_host_does_not_wait_for_a_gpu(precision: str) -> None:
+    factors = some_factors(4, 4608)
+    factors[:, :, 1] = factors[:, :, 0]
+    factors[:, :, 3] = factors[:, :, :3].sum(2)
+    noise, factors = noise_for(factors).cuda(), factors.cuda()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        orthonormal(factors, noise)  # libraries start
+        torch.cuda.set_sync_debug_mode("error")
+        found = orthonormal(factors, noise)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.set_float32_matmul_precision(before)
+    assert_orthonormal(found.double().cpu())
+
+
+def assert_orthonormal(found: Tensor) -> None:
     products = found.mT @ found
     torch.testing.assert_close(
-        products, torch.eye(found.shape[2]).expand_as(products).to(products), rtol=0, atol=atol
+        products, torch.eye(found.shape[2]).expand_as(products).to(products), rtol=0, atol=1e-5
     )
 
 
 class Calls(TorchDispatchMode):
-    """Counts QR decompositions and norms."""
+    """Notes operations."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.products: set[torch.dtype] = set()  # dtypes of matrix products
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         self.names.append(func.overloadpacket.__name__)
+        if self.names[-1] in ("bmm", "mm", "baddbmm"):
+            self.products.add(args[0].dtype)
         return func(*args, **(kwargs or {}))
 
 

@@ -73,9 +73,10 @@ def orthonormal(factors: Tensor, noise: Tensor) -> Tensor:
     """Columns that span the same space, for each n × r matrix of a batch; where that has fewer
     dimensions, such as for zeros, some of the rest too.
 
-    Up to rank 4 by Gram-Schmidt, whose few operations serve the whole batch. Each column is
-    projected twice, which makes it orthogonal to rounding. In between ``noise``, n · r random
-    numbers or more, of the size of a rounding gives a direction to columns that have lost theirs.
+    Up to rank 4 by Gram-Schmidt, whose few operations serve the whole batch, in float64: float32
+    products may be rounded to TensorFloat-32. Each column is projected twice, which makes it
+    orthogonal to rounding. In between ``noise``, n · r random numbers or more, of the size of a
+    rounding gives a direction to columns that have lost theirs.
 
     Source: Giraud, Langou, Rozložník and van den Eshof, "Rounding error analysis of the classical
     Gram-Schmidt orthogonalization process" (2005).
@@ -83,9 +84,7 @@ def orthonormal(factors: Tensor, noise: Tensor) -> Tensor:
     _, n, r = factors.shape
     if r > _GRAM_SCHMIDT_RANK:
         return torch.linalg.qr(factors).Q
-    # by the largest first: squares of large or small numbers are beyond float32's range
-    columns = factors / _sizes(factors, math.inf)
-    columns /= _sizes(columns, 2)
+    columns = factors / _sizes(factors.double())
     share = torch.finfo(factors.dtype).eps / math.sqrt(n)
     directions = noise[: n * r].view(n, r, 1)
     for index in range(r):
@@ -95,13 +94,13 @@ def orthonormal(factors: Tensor, noise: Tensor) -> Tensor:
         column.add_(directions[:, index], alpha=share)
         if index:
             column -= before @ (before.mT @ column)
-        column /= _sizes(column, 2)
-    return columns
+        column /= _sizes(column)
+    return columns.to(factors.dtype)
 
 
-def _sizes(columns: Tensor, order: float) -> Tensor:
+def _sizes(columns: Tensor) -> Tensor:
     """Norms of columns, and no zeros."""
-    sizes = torch.linalg.vector_norm(columns, order, dim=1, keepdim=True)
+    sizes = torch.linalg.vector_norm(columns, dim=1, keepdim=True)
     return sizes.clamp_min_(torch.finfo(sizes.dtype).tiny)
 
 
