@@ -19,8 +19,10 @@ import torch
 from benchmarks import hosts
 from benchmarks.elastic.outlive import Job, Outcome, horovod, outcome
 from benchmarks.elastic.outlive_rank import DEADLY
+from benchmarks.gpu import thread_ranks
 from benchmarks.step import compare as step
 from benchmarks.turns import Conductor
+from tests.comm.backends import fake_nccl
 from tests.processes import ROOT, run
 
 JOB = """
@@ -222,6 +224,32 @@ def test_the_gpu_benchmark_walks_its_whole_way_on_the_cpu() -> None:
         tests,
     ):
         assert said in result.stdout, result.stdout
+
+
+@pytest.mark.ranks
+def test_thread_ranks_walk_their_whole_way_on_the_cpu() -> None:
+    result = run([sys.executable, "-m", "benchmarks.gpu.thread_ranks", "--device", "cpu"])
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row for row in rows if not row["ok"]] == []
+    assert result.returncode == 0
+    assert {"ring, 4 ranks", "sharded, LAMB, 3 ranks", "terngrad, 3 ranks"} <= {
+        row["check"] for row in rows
+    }
+
+
+@pytest.mark.ranks
+def test_wrong_sums_among_thread_ranks_are_rows_that_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fake_nccl, "reduced", lambda rows, op: rows[-1].clone())
+    assert thread_ranks.main(["--device", "cpu"]) == 1
+    rows = {row["check"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    wrong = {name for name, row in rows.items() if not row["ok"]}
+    # these codes travel by other collectives than sums
+    coded = ("int8", "onebit", "topk", "dgc", "terngrad", "powersgd, 1 ranks")
+    assert all(name.startswith(coded) for name in rows.keys() - wrong)
+    assert rows["ring, 2 ranks"]["largest"] > 1e-3
+    assert rows["sharded, LAMB, 3 ranks"]["at"].startswith("gradients/delivery.py:")
 
 
 @pytest.mark.ranks

@@ -1,4 +1,4 @@
-"""One rank of one job of `benchmarks/step/compare.py` and `benchmarks/gpu.py`: trains through
+"""One rank of one job of `benchmarks/step/compare.py` and `benchmarks/gpu`: trains through
 `L.Trainer`, in turns.
 
 ``python -m benchmarks.step.rank MODEL CONTENDER``. Contenders are written like ``ddp``, ``ring`` or
