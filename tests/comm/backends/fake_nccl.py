@@ -53,7 +53,8 @@ def reduced(rows: Sequence[Tensor], op: Any) -> Tensor:
     with first.
     """
     if op == dist.ReduceOp.AVG:
-        factor = torch.tensor(1 / len(rows), dtype=rows[0].dtype, device=rows[0].device)
+        # a copy from the host would make it wait for the stream
+        factor = torch.full((), 1 / len(rows), dtype=rows[0].dtype, device=rows[0].device)
         rows, op = [row * factor for row in rows], dist.ReduceOp.SUM
     total = rows[0].clone()
     for row in rows[1:]:
@@ -211,9 +212,8 @@ class FakeDistributed:
 
     def broadcast(self, tensor: Tensor, src: int, *, group: FakeGroup, async_op: bool) -> FakeWork:
         def how(sent: Sent, outputs: Sent) -> None:
-            for rank, output in enumerate(outputs):
-                if rank != src:
-                    output.copy_(sent[src])
+            for output in outputs:
+                output.copy_(sent[src])
 
         return group.start("broadcast", src, tensor, tensor, how)
 
