@@ -250,7 +250,7 @@ def test_wrong_sums_among_thread_ranks_are_rows_that_fail(
     rows = {row["check"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
     wrong = {name for name, row in rows.items() if not row["ok"]}
     # these codes travel by other collectives than sums
-    coded = ("int8", "onebit", "topk", "dgc", "terngrad", "powersgd, 1 ranks")
+    coded = ("int8", "onebit", "topk", "dgc", "terngrad", "powersgd, 1 rank")
     assert all(name.startswith(coded) for name in rows.keys() - wrong)
     assert rows["ring, 2 ranks"]["largest"] > 1e-3
     assert rows["sharded, LAMB, 3 ranks"]["at"].startswith("gradients/delivery.py:")

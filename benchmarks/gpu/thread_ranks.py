@@ -226,14 +226,21 @@ def mirrored() -> Sharded:
 
 
 def scaled(
-    comm: Communicator, net: nn.Module, device: str, algorithm: Averaging | Sharded, layer: int
+    comm: Communicator,
+    net: nn.Module,
+    device: str,
+    algorithm: Averaging | Sharded,
+    layer: str,
+    *,
+    fused: bool,
 ) -> list[tuple[float, Tensor]]:
     """For each step the scale after it, and the parameters. On rank 1 a gradient of ``layer``
-    becomes infinite.
+    becomes infinite. A fused optimizer unscales, and skips, in its own step.
     """
     net = copy.deepcopy(net).to(device)
-    layers = [module for module in net if next(module.parameters(), None) is not None]  # type: ignore[attr-defined]
-    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer = (
+        AdamW(net.parameters(), lr=0.01, fused=True) if fused else SGD(net.parameters(), 0.1)
+    )
     algorithm.attach(net, [optimizer], comm)
     scaler = torch.amp.GradScaler(device, init_scale=16.0, growth_interval=100)
     steps = []
@@ -244,13 +251,15 @@ def scaled(
         optimizer.zero_grad()
         handle = None
         if step == INFINITE_AT and comm.rank == 1:
-            handle = layers[layer].bias.register_hook(lambda grad: grad * torch.inf)
+            bias = net.get_submodule(layer).bias
+            handle = bias.register_hook(lambda grad: grad * torch.inf)  # type: ignore[operator]
         with algorithm.backward():
             scaler.scale(loss).backward()
         if handle is not None:
             handle.remove()
         algorithm.before_step(optimizer, has_closure=False)
-        scaler.unscale_(optimizer)
+        if not fused:
+            scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
         algorithm.after_step(optimizer)
@@ -260,14 +269,14 @@ def scaled(
     return steps
 
 
-def scaler(ranks: ThreadRanks, algorithm: Callable[[], Averaging | Sharded]) -> Found:
+def scaler(
+    ranks: ThreadRanks, algorithm: Callable[[], Averaging | Sharded], *, fused: bool
+) -> Found:
     """An infinity on one rank skips the step on all."""
     net = net_of(torch.float32)
-    for layer in (0, 3):  # of different ranks' shards
-        found = ranks.run(
-            3,
-            lambda comm: scaled(comm, net, ranks.device, algorithm(), layer),  # noqa: B023
-        )
+    for layer in ("0", "7"):  # of different ranks' shards
+        fn = partial(scaled, net=net, device=ranks.device, layer=layer, fused=fused)
+        found = ranks.run(3, lambda comm: fn(comm, algorithm=algorithm()))  # noqa: B023
         for steps in found:
             scales = [scale for scale, _ in steps]
             assert scales == [16, 16, 8, 8, 8], f"scales are {scales}"
@@ -383,37 +392,31 @@ def checks(ranks: ThreadRanks) -> Iterator[tuple[str, Callable[[], Found]]]:
     adamw: Make = partial(AdamW, lr=0.01, eps=1e-4)
     lamb: Make = partial(LAMB, lr=0.01, eps=1e-3)
     ring, sharded = partial(Averaging, bucket_cap_mb=0.02), partial(Sharded, bucket_cap_mb=0.02)
-    both = {"accumulates": True, "clips": True}
-    single: dict[str, Any] = {"dtype": torch.float32}
+    run = partial(training, ranks)
     for size in (2, 3, 4):
-        yield f"ring, {size} ranks", partial(training, ranks, size, ring, sgd, 1e-12)
-    yield "ring, LAMB", partial(training, ranks, 3, ring, lamb, 2e-5, **single)
-    yield (
-        "ring, accumulation and clipping",
-        partial(training, ranks, 3, ring, sgd, 1e-12, **both),
-    )
+        yield f"ring, {size} ranks", partial(run, size, ring, sgd, 1e-12)
+    yield "ring, LAMB", partial(run, 3, ring, lamb, 2e-5, dtype=torch.float32)
     for size in (2, 3):
+        name = f"{size} ranks"
+        yield f"sharded, AdamW, {name}", partial(run, size, sharded, adamw, 1e-9)
         yield (
-            f"sharded, AdamW, {size} ranks",
-            partial(training, ranks, size, sharded, adamw, 1e-9),
+            f"sharded, LAMB, {name}",
+            partial(run, size, sharded, lamb, 2e-5, dtype=torch.float32),
         )
+    yield "sharded, mirrors", partial(run, 3, mirrored, adamw, 1e-9)
+    for name, algorithm in (("ring", ring), ("sharded", sharded)):
         yield (
-            f"sharded, LAMB, {size} ranks",
-            partial(training, ranks, size, sharded, lamb, 2e-5, **single),
+            f"{name}, accumulation and clipping",
+            partial(run, 3, algorithm, sgd, 1e-12, accumulates=True, clips=True),
         )
-    yield (
-        "sharded, accumulation and clipping",
-        partial(training, ranks, 3, sharded, sgd, 1e-12, **both),
-    )
-    yield "sharded, mirrors", partial(training, ranks, 3, mirrored, adamw, 1e-9)
-    yield "ring, loss scaler", partial(scaler, ranks, ring)
-    yield "sharded, loss scaler", partial(scaler, ranks, sharded)
+        yield f"{name}, loss scaler", partial(scaler, ranks, algorithm, fused=False)
+        yield f"{name}, loss scaler, fused", partial(scaler, ranks, algorithm, fused=True)
     for dtype in (torch.bfloat16, torch.float16):
         yield f"averages, {dtype}", partial(sixteen_bits, ranks, dtype)
     for name, make in COMPRESSORS.items():
         # one rank first: kernels are compiled by one thread
         for size in (1, 2, 3):
-            yield f"{name}, {size} ranks", partial(messages, ranks, make, size)
+            yield f"{name}, {size} rank{'s'[: size - 1]}", partial(messages, ranks, make, size)
     yield "terngrad, 3 ranks", partial(random_messages, ranks)
 
 
