@@ -18,8 +18,8 @@ channels-last:
 - ``step_ms``: the median time of a step by the GPU's clock, in turns of a few steps;
 - ``exposed_ms``: the median of that less the time of ``plain`` in the same round;
 - ``of_ddp``: the ratio of the two medians of exposed time;
-- ``wire_ms``: how long collectives slept in a step; ``host_ms``: how long the host took to launch
-  one. A host slower than the GPU makes all times the host's.
+- ``wire_ms``: how long collectives slept in a step;
+- ``host_ms``: how long the host took to launch one, and to wait where the GPU's queue was full.
 
 It proves the order of streams (each contender trains to the same parameters as ``plain``), and how
 much of a wire's time backward hides, for ``sharded`` also the next forward. It does not prove what
@@ -68,21 +68,21 @@ CHECKED_STEPS = 3
 CALIBRATION_CYCLES = 2_000_000  # about 1 ms
 WHOLE = ("all_reduce", "broadcast")  # the other collectives are halves of an all-reduce
 
-
 Finish = Callable[[list[Tensor]], object]
 
 
 class Wire:
-    """Carries tensors at ``gb_s`` GB/s on a stream of its own. 0: at once, and nothing is NaN.
+    """Carries tensors at ``gb_s`` GB/s on a stream of its own. 0: at once, and the caller waits.
 
     Attributes:
         sleeps: On a GPU, events before and after each delay since the list was last cleared.
+        cycles_per_second: Of the GPU's clock, as `calibrate` found it.
     """
 
     def __init__(self, device: str, gb_s: float) -> None:
         self.gb_s = gb_s
         self.sleeps: list[tuple[Any, Any]] = []
-        self._cycles_per_second = 1.5e9
+        self.cycles_per_second = 1.5e9
         # as NCCL's kernels, it does not queue for SMs after all blocks of a convolution
         self.stream = torch.cuda.Stream(priority=-1) if device == "cuda" else None
 
@@ -91,6 +91,14 @@ class Wire:
         self, sent: Sequence[Tensor], outputs: Sequence[Tensor], num_bytes: float, finish: Finish
     ) -> LateWork:
         """``finish(copies)`` writes ``outputs`` from copies of ``sent``."""
+        work = self._start(sent, outputs, num_bytes, finish)
+        if not self.gb_s:
+            work.wait()
+        return work
+
+    def _start(
+        self, sent: Sequence[Tensor], outputs: Sequence[Tensor], num_bytes: float, finish: Finish
+    ) -> LateWork:
         if self.stream is None:
             aside = self._take_away(sent, outputs)
             return LateWork((sent, outputs), arrive=lambda: arrive(sent, aside, finish))
@@ -112,15 +120,14 @@ class Wire:
         """
         places = {tensor.data_ptr(): tensor for tensor in outputs}
         aside = {t.data_ptr(): t.clone() for t in sent if t.data_ptr() in places}
-        if self.gb_s:
-            for tensor in places.values():
-                as_bytes(tensor).fill_(255)  # NaN in every type that has one
+        for tensor in places.values():
+            as_bytes(tensor).fill_(255)  # NaN in every type that has one
         return aside
 
     def _sleep(self, seconds: float) -> None:
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
-        torch.cuda._sleep(int(seconds * self._cycles_per_second))
+        torch.cuda._sleep(int(seconds * self.cycles_per_second))
         ended.record()
         self.sleeps.append((began, ended))
 
@@ -136,8 +143,8 @@ class Wire:
         self.sleeps.clear()
         with torch.cuda.stream(self.stream):
             for _ in range(9):
-                self._sleep(CALIBRATION_CYCLES / self._cycles_per_second)
-        self._cycles_per_second = CALIBRATION_CYCLES / statistics.median(self.take_sleeps())
+                self._sleep(CALIBRATION_CYCLES / self.cycles_per_second)
+        self.cycles_per_second = CALIBRATION_CYCLES / statistics.median(self.take_sleeps())
 
     def take_sleeps(self) -> list[float]:
         """The delays since the last call, in seconds. Waits for the GPU."""
@@ -353,32 +360,34 @@ class Study:
             inputs = torch.randn(shape, device=device).to(memory_format=torch.channels_last)
             labels = torch.randint(num_classes, (shape[0],), device=device)
             self.data.append((inputs, labels))
-        self.contenders = {name: self.new(name) for name in ("plain", "ddp", "ring", "sharded")}
-
-    def new(self, name: str) -> Contender:
-        return Contender(name, self._model, self.wire, self.device)
+        self.contenders: dict[str, Contender] = {}
 
     def checks(self) -> Iterator[tuple[str, Callable[[], Found]]]:
-        """The first steps, against those of ``plain``, and by how much another ``plain`` differs.
+        """The first steps of each contender, against those of ``plain``. One that raises an error
+        is not timed.
 
-        cuDNN is asked for the same bits every time; not all operators have them.
+        cuDNN is asked for the same bits every time. Not all operators have them: another ``plain``
+        shows by how much steps differ.
         """
         torch.backends.cudnn.deterministic = True
-        again = self.new("plain")
-        for contender in (*self.contenders.values(), again):
-            for _ in range(CHECKED_STEPS):
-                contender.step(self.data)
-        expected = self.contenders["plain"].parameters()
-        noise = float((again.parameters() - expected).abs().max())
+        expected = self._first_steps("plain")
+        noise = float((self._first_steps("plain") - expected).abs().max())
 
         def differs(name: str) -> Found:
-            found = self.contenders[name].parameters()
+            found = self._first_steps(name)
             assert found.isfinite().all(), "a parameter is not finite"
             return float((found - expected).abs().max()), max(10 * noise, 1e-7)
 
         for name in ("ddp", "ring", "sharded"):
             yield f"{name} trains as plain does", partial(differs, name)
         torch.backends.cudnn.deterministic = False
+
+    def _first_steps(self, name: str) -> Tensor:
+        contender = Contender(name, self._model, self.wire, self.device)
+        for _ in range(CHECKED_STEPS):
+            contender.step(self.data)
+        self.contenders[name] = contender
+        return contender.parameters()
 
     def finite(self, name: str) -> Found:
         return float((~self.contenders[name].parameters().isfinite()).sum()), 0.0
@@ -426,6 +435,7 @@ class Study:
             )
             for name in names
         }
+        of_ddp = exposed.get("ddp", 0.0)
         for name in names:
             step, wire, host = map(statistics.median, zip(*turns[name], strict=True))
             found = {"step_ms": step, "exposed_ms": exposed[name], "wire_ms": wire, "host_ms": host}
@@ -433,8 +443,9 @@ class Study:
                 "gb_s": gb_s,
                 "contender": name,
                 **{key: round(1e3 * value, 3) for key, value in found.items()},
-                "of_ddp": round(exposed[name] / exposed["ddp"], 3) if exposed["ddp"] > 0 else None,
+                "of_ddp": round(exposed[name] / of_ddp, 3) if of_ddp > 0 else None,
                 "rounds": len(turns[name]),
+                "clock_ghz": round(self.wire.cycles_per_second / 1e9, 3),
             }
 
 
@@ -455,12 +466,6 @@ def main(arguments: list[str] | None = None) -> int:
         print("no NVIDIA GPU that torch can use on this machine", file=sys.stderr)
         return NO_GPU
     began, failed = time.monotonic(), False
-    dist.init_process_group(
-        "nccl" if asked.device == "cuda" else "gloo",
-        store=dist.TCPStore("127.0.0.1", 0, 1, is_master=True),
-        rank=0,
-        world_size=1,
-    )
 
     def report(checks: Iterator[tuple[str, Callable[[], Found]]]) -> None:
         nonlocal failed
@@ -473,6 +478,12 @@ def main(arguments: list[str] | None = None) -> int:
         patch.setattr(nccl, "dist", FakeDistributed())
         torch.backends.cudnn.deterministic = True
         report(small_checks(asked.device))
+        dist.init_process_group(
+            "nccl" if asked.device == "cuda" else "gloo",
+            store=dist.TCPStore("127.0.0.1", 0, 1, is_master=True),
+            rank=0,
+            world_size=1,
+        )
         study = Study(asked.device, asked.batch, tiny=asked.tiny)
         report(study.checks())
         torch.backends.cudnn.benchmark = True
