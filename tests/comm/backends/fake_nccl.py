@@ -35,7 +35,7 @@ from lightning_ring.comm.communicator import shard
 from lightning_ring.comm.waiting import CHECK_SECONDS
 from tests.thread_ranks import ThreadCommunicator, ThreadWorld
 
-LATE_CYCLES = 200_000  # of a GPU's clock, some 0.1 ms: who does not wait reads the old values
+LATE_CYCLES = 2_000_000  # of a GPU's clock, some 1 ms: who does not wait reads the old values
 
 _REDUCE = {
     dist.ReduceOp.SUM: torch.add,
