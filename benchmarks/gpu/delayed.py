@@ -466,7 +466,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5, help="that are timed in a turn")
-    parser.add_argument("--seconds", type=float, default=75, help="after which no round begins")
+    parser.add_argument("--seconds", type=float, default=65, help="after which no round begins")
     asked = parser.parse_args(arguments)
     if asked.device == "cuda" and not torch.cuda.is_available():
         print("no NVIDIA GPU that torch can use on this machine", file=sys.stderr)
