@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
+from lightning_ring.algorithms.sharded import parameters, reads
 from lightning_ring.comm import communicator
 from lightning_ring.comm.backends import nccl
 from lightning_ring.comm.backends.nccl import NCCLCommunicator
@@ -161,18 +162,16 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FakeGPUCo
     """Tensors made inside have no values, and may be on ``"cuda"``. Yields what makes a
     communicator.
     """
-    aliases: dict[int, int] = {}
+    memory_of: dict[int, tuple[int, Tensor]] = {}  # by storage: an address, and what keeps it
 
-    def same_memory(tensor: Tensor, view: Tensor) -> bool:
-        places = [
-            (aliases.get(t.untyped_storage()._cdata, t.untyped_storage()._cdata), t.stride())
-            for t in (tensor, view)
-        ]
-        return places[0] == places[1] and tensor.storage_offset() == view.storage_offset()
+    def address(tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()._cdata
+        start, _ = memory_of.setdefault(storage, ((len(memory_of) + 1) << 32, tensor.detach()))
+        return start + tensor.storage_offset() * tensor.element_size()
 
     def from_dlpack(flat: Tensor) -> Tensor:
         alias = torch.empty_like(flat)
-        aliases[alias.untyped_storage()._cdata] = flat.untyped_storage()._cdata
+        memory_of[alias.untyped_storage()._cdata] = (address(flat), alias.detach())
         return alias
 
     def pin_memory(tensor: Tensor) -> Tensor:
@@ -180,12 +179,12 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FakeGPUCo
 
     monkeypatch.setattr(Tensor, "pin_memory", pin_memory)  # which such tensors lack
     monkeypatch.setattr(torch, "from_dlpack", from_dlpack)
-    monkeypatch.setattr(bucket, "same_memory", same_memory)
+    monkeypatch.setattr(Tensor, "data_ptr", address)
     monkeypatch.setattr(bucket, "make_unreadable", lambda *_: None)
-    monkeypatch.setattr(memory, "current_stream", lambda device: None)
-    monkeypatch.setattr(
-        sharded_gradient, "unreadable_like", lambda like, message: torch.empty_like(like)
-    )
+    for module in (memory, parameters, reads):
+        monkeypatch.setattr(module, "current_stream", lambda device: None)
+    for module in (sharded_gradient, parameters):
+        monkeypatch.setattr(module, "unreadable_like", lambda like, _: torch.empty_like(like))
     monkeypatch.setattr(sharded_gradient.ShardedGradient, "__new__", _sharded_gradient)
     for module in (int8, one_bit):
         monkeypatch.setattr(module, "triton_kernels", lambda values: None)

@@ -1,17 +1,22 @@
-"""A warm backward copies nothing to the GPU that the host would have to wait for, and reads
-nothing; the GPU is a fake.
+"""A warm step copies nothing to or from the GPU that the host would have to wait for; the GPU is a
+fake.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.comm.communicator import Communicator
 from lightning_ring.gradients.compression import (
-    BF16,
     DGC,
     FP16,
     Compressor,
@@ -23,37 +28,58 @@ from lightning_ring.gradients.compression import (
     TopK,
 )
 from lightning_ring.gradients.compression.int8 import FourBit
-from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.gradients.sharded_gradient import sum_of_squares
 from tests.fake_gpu import HostWaits, NoHostWaits, fake_gpu
 
 
-def terngrad() -> TernGrad:
-    compressor = TernGrad(min_numel=0)
-    compressor._generator = torch.Generator()  # one of a GPU needs the driver
-    return compressor
+class WithoutDriver(TernGrad):
+    def all_reduce(self, *args, **kwargs):
+        self._generator = self._generator or torch.Generator()  # one of a GPU needs the driver
+        return super().all_reduce(*args, **kwargs)
 
 
-COMPRESSORS: dict[str, Callable[[], Compressor | None]] = {
-    "": lambda: None,
-    "fp16": FP16,
-    "bf16": BF16,
+COMPRESSORS: dict[str, Callable[[], Compressor | str | None]] = {
+    "none": lambda: None,
+    "fp16": lambda: "fp16",
+    "bf16": lambda: "bf16",
     "int8": lambda: Int8(0),
-    "int8, with error feedback": lambda: ErrorFeedback(Int8(0)),
-    "fp16, with error feedback": lambda: ErrorFeedback(FP16()),
+    "int8 with error feedback": lambda: ErrorFeedback(Int8(0)),
+    "fp16 with error feedback": lambda: ErrorFeedback(FP16()),
     "4 bits": lambda: FourBit(0),
     "onebit": lambda: OneBit(0),
-    "terngrad": terngrad,
+    "terngrad": lambda: WithoutDriver(min_numel=0),
     "topk": lambda: TopK(0.1, 0),
-    "dgc": lambda: DGC(0.1, warmup_steps=0, min_numel=0),
-    "dgc, clipping": lambda: DGC(0.1, clip_norm=1.0, warmup_steps=0, min_numel=0),
+    "dgc": lambda: DGC(0.1, momentum=0, warmup_steps=0, min_numel=0),
+    "dgc, clipping": lambda: DGC(0.1, 0, clip_norm=1.0, warmup_steps=0, min_numel=0),
     "powersgd": lambda: PowerSGD(rank=1, start_iter=0),
+}
+CAN_SHARD = ("none", "fp16", "bf16", "int8")
+
+
+def ring(compression: str = "none") -> Averaging:
+    return Averaging(bucket_cap_mb=0.002, compression=COMPRESSORS[compression]())
+
+
+def ring_sharded(compression: str = "none") -> Sharded:
+    return Sharded(bucket_cap_mb=0.002, compression=COMPRESSORS[compression]())
+
+
+WAYS: dict[str, Callable[[], Averaging | Sharded]] = {
+    **{f"ring, {name}": partial(ring, name) for name in COMPRESSORS},
+    **{
+        f"ring_sharded, {name}": partial(ring_sharded, name)
+        for name in ("none", "fp16", "bf16", "int8")
+    },
 }
 
 
-def backward(reducer: Reducer, net: nn.Module) -> None:
+def net_on_gpu() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(24, 24, device="cuda") for _ in range(4)))
+
+
+def backward(algorithm: Averaging | Sharded, net: nn.Module) -> None:
     """What autograd does, which does not run without a driver."""
-    with reducer.backward():
+    with algorithm.backward():
         for param in reversed(list(net.parameters())):
             grad = torch.ones_like(param)
             param.grad = grad if param.grad is None else param.grad.add_(grad)
@@ -62,55 +88,45 @@ def backward(reducer: Reducer, net: nn.Module) -> None:
                 hook(param)
 
 
-def train(reducer: Reducer, net: nn.Module, *, clips: bool = False) -> None:
-    for step in range(4):
-        for param in net.parameters():
-            param.grad = None
-        if step < 2:  # layout, plans and tables
-            backward(reducer, net)
-            continue
-        with NoHostWaits():
-            backward(reducer, net)
-            assert all(param.grad is not None for param in net.parameters())
-            reducer.agreed_to_stop()
-            if clips:
-                sum_of_squares(list(net.parameters()), 2)
+def step(algorithm: Averaging | Sharded, net: nn.Module, optimizer: Optimizer) -> None:
+    algorithm.begin_batch()
+    with algorithm.forward():
+        net(torch.ones(2, 24, device="cuda"))
+    backward(algorithm, net)
+    assert all(param.grad is not None for param in net.parameters())
+    sum_of_squares(list(net.parameters()), 2)
+    algorithm.clip_grad_norm_(net.parameters(), 0.1)
+    optimizer.step()
+    algorithm.agreed_to_stop()
 
 
-def net_on_gpu() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(24, 24, device="cuda") for _ in range(4)))
+def train(algorithm: Averaging | Sharded, net: nn.Module, comm: Communicator) -> None:
+    """Two steps that may wait, for layout and tables, and two that may not."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    algorithm.attach(net, [optimizer], comm)
+    for number in range(4):
+        with NoHostWaits() if number > 1 else nullcontext():
+            step(algorithm, net, optimizer)
+            if number < 3:
+                optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("compression", "shards"),
-    [
-        *((name, False) for name in COMPRESSORS),
-        *((name, True) for name in ("", "fp16", "bf16", "int8")),
-    ],
-)
-def test_a_warm_backward_makes_the_host_wait_for_nothing(monkeypatch, compression, shards):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_warm_step_makes_the_host_wait_for_nothing(monkeypatch, way):
     with fake_gpu(monkeypatch) as connect:
-        net = net_on_gpu()
-        reducer = Reducer(
-            connect(),
-            net.named_parameters(),
-            bucket_cap_mb=0.002,
-            compressor=COMPRESSORS[compression](),
-            shards=shards,
-        )
-        assert len(reducer.buckets) > 1
-        train(reducer, net, clips=True)
-        reducer.remove()
+        net, algorithm = net_on_gpu(), WAYS[way]()
+        train(algorithm, net, connect())
+        assert len(algorithm.reducer.buckets) > 1
+        algorithm.detach()
 
 
 def test_averages_that_are_kept_cost_one_read(monkeypatch):
     """Ranks compare how many of them they keep; what they send for that waits for nothing."""
     with fake_gpu(monkeypatch) as connect:
-        net = net_on_gpu()
-        reducer = Reducer(connect(), net.named_parameters(), shards=True)
-        train(reducer, net)
+        net, algorithm = net_on_gpu(), ring_sharded()
+        train(algorithm, net, connect())
         with NoHostWaits(), pytest.raises(HostWaits, match="a read of a tensor"):
-            backward(reducer, net)
+            backward(algorithm, net)
 
 
 def _index(values: Tensor) -> object:
