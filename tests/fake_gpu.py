@@ -36,6 +36,7 @@ _READS = {
     aten.bincount,
     aten.repeat_interleave,
 }
+_COPIES = {aten._to_copy, aten.copy_, aten._foreach_copy_}
 _INDEXING = {aten.index, aten.index_put, aten.index_put_}
 
 
@@ -66,6 +67,10 @@ class NoHostWaits(TorchDispatchMode):
             for index in args[1]:
                 if index is not None and (index.is_cpu or index.dtype in (torch.bool, torch.uint8)):
                     raise HostWaits(f"{func} by {index.dtype} on {index.device}")
+        on_both = 0 < len(on_gpu) < len(tensors) and packet not in _COPIES
+        # elementwise kernels take a number on the CPU as an argument; others copy it
+        if on_both and (packet is aten.where or torch.Tag.pointwise not in func.tags):
+            raise HostWaits(f"{func} with a tensor on the CPU")
         if packet is aten._to_copy:
             target = torch.device(kwargs.get("device") or args[0].device)
             self._check_copy(func, args[0], target, kwargs.get("non_blocking", False))

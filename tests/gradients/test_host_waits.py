@@ -49,8 +49,8 @@ COMPRESSORS: dict[str, Callable[[], Compressor | str | None]] = {
     "onebit": lambda: OneBit(0),
     "terngrad": lambda: WithoutDriver(min_numel=0),
     "topk": lambda: TopK(0.1, 0),
-    "dgc": lambda: DGC(0.1, momentum=0, warmup_steps=0, min_numel=0),
-    "dgc, clipping": lambda: DGC(0.1, 0, clip_norm=1.0, warmup_steps=0, min_numel=0),
+    "dgc": lambda: DGC(0.1, warmup_steps=0, min_numel=0),
+    "dgc, clipping": lambda: DGC(0.1, clip_norm=1.0, warmup_steps=0, min_numel=0),
     "powersgd": lambda: PowerSGD(rank=1, start_iter=0),
 }
 CAN_SHARD = ("none", "fp16", "bf16", "int8")
@@ -102,7 +102,7 @@ def step(algorithm: Averaging | Sharded, net: nn.Module, optimizer: Optimizer) -
 
 def train(algorithm: Averaging | Sharded, net: nn.Module, comm: Communicator) -> None:
     """Two steps that may wait, for layout and tables, and two that may not."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     algorithm.attach(net, [optimizer], comm)
     for number in range(4):
         with NoHostWaits() if number > 1 else nullcontext():
@@ -148,6 +148,8 @@ def _index(values: Tensor) -> object:
         lambda values: values.nonzero(),
         lambda values: values[values > 0],
         lambda values: values[[0, 1]],
+        lambda values: values.__setitem__(torch.zeros(1, dtype=torch.int64, device="cuda"), 0.0),
+        lambda values: torch.where(values > 0, values, torch.tensor(0.0)),
         lambda values: torch.unique(values),
         _index,
     ],
