@@ -19,11 +19,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+import lightning_ring
 from lightning_ring import distribute
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.averaging import Averaging
@@ -55,27 +57,12 @@ class Way:
 
 
 def ways() -> dict[str, Way]:
-    """By name. Compressors are new ones."""
-    named: dict[str, Way] = {}
-    for name, algorithm in (("ring", Averaging), ("ring_sharded", Sharded)):
-        for cast in ("fp16", "bf16"):
-            named[f"{name}, {cast}"] = Way(algorithm, {"compression": cast})
-        named |= {
-            name: Way(algorithm),
-            f"{name}, fp32 of bfloat16": Way(
-                algorithm, {"compression": "fp32"}, dtype=torch.bfloat16
-            ),
-            f"{name}, int8": Way(algorithm, {"compression": "int8"}),
-            f"{name}, clipping": Way(algorithm, clips=True),
-            f"{name}, accumulating": Way(algorithm, backwards=2),
-            f"{name}, with a listener": Way(algorithm, listens=True),
-            f"{name}, AdamW": Way(algorithm, optimizer=torch.optim.AdamW),
-            f"{name}, LAMB": Way(algorithm, optimizer=lambda params: LAMB(params, lr=1e-3)),
-            f"{name}, LARS": Way(algorithm, optimizer=lambda params: LARS(params, lr=1e-3)),
-        }
-    compressors = {
+    """By name, those that most depend on first."""
+    algorithms = {"ring": Averaging, "ring_sharded": Sharded}
+    named: dict[str, Way] = {name: Way(made) for name, made in algorithms.items()}
+    compressors: dict[str, Any] = {name: name for name in ("int8", "fp16", "bf16", "onebit")}
+    compressors |= {
         "int8 with error feedback": ErrorFeedback(Int8()),
-        "onebit": "onebit",
         "terngrad": "terngrad",
         "topk": "topk",
         "dgc": DGC(warmup_steps=0),
@@ -84,6 +71,22 @@ def ways() -> dict[str, Way]:
     }
     for name, compressor in compressors.items():
         named[f"ring, {name}"] = Way(Averaging, {"compression": compressor})
+        if name in ("int8", "fp16", "bf16"):
+            named[f"ring_sharded, {name}"] = Way(Sharded, {"compression": name})
+    optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "LAMB": lambda params: LAMB(params, lr=1e-3),
+        "LARS": lambda params: LARS(params, lr=1e-3),
+        "AdamW": torch.optim.AdamW,
+    }
+    for name, made in algorithms.items():
+        named |= {
+            f"{name}, with a listener": Way(made, listens=True),
+            f"{name}, clipping": Way(made, clips=True),
+            f"{name}, accumulating": Way(made, backwards=2),
+            f"{name}, fp32 of bfloat16": Way(made, {"compression": "fp32"}, dtype=torch.bfloat16),
+        }
+        for optimizer, build in optimizers.items():
+            named[f"{name}, {optimizer}"] = Way(made, optimizer=build)
     return named
 
 
@@ -156,9 +159,10 @@ def refusing_waits(device: str) -> Iterator[None]:
 def _told(error: BaseException) -> str:
     lines = "\n".join(str(error).splitlines()[:3])
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "/lightning_ring/" in frame.filename]
+    package = Path(lightning_ring.__file__).parent
+    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
     where = (ours or frames)[-1]
-    place = where.filename.rpartition("/lightning_ring/")[2]
+    place = Path(where.filename).relative_to(package.parent) if ours else where.filename
     return f"{type(error).__name__}: {lines} [{place}:{where.lineno} in {where.name}: {where.line}]"
 
 
