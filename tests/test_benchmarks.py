@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from benchmarks import hosts
+from benchmarks.comm.compression import code_speeds
 from benchmarks.elastic.outlive import Job, Outcome, horovod, outcome
 from benchmarks.elastic.outlive_rank import DEADLY
 from benchmarks.gpu import delayed, thread_ranks
@@ -313,3 +314,14 @@ def test_turns_are_compared_by_their_means() -> None:
     peer = [1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
     middle, low, high = step.ratio_of_turns([1.1, 1.1, 1.0, 3.2, 4.8, 4.8], peer, steps=2)
     assert (middle, low, high) == pytest.approx((1.1, 1.05, 1.2))
+
+
+def test_the_codes_are_timed_with_aligned_rows_and_others() -> None:
+    told = list(code_speeds("cpu", 2**16, copy_gb_s=10.0))
+    assert [(each["code"], each["rows"]) for each in told] == [
+        (code, rows) for code in ("int8", "onebit") for rows in ("aligned", "unaligned")
+    ]
+    for each in told:
+        for way in ("encode", "decode", "average"):
+            assert float(each[f"{way}_gb_s"]) >= 0  # type: ignore[arg-type]
+            assert f"{way}_of_copy" in each

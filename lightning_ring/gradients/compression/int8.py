@@ -20,10 +20,10 @@ from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp
 from lightning_ring.gradients.compression.between_nodes import BetweenNodes, Part, SteppedWork
 from lightning_ring.gradients.compression.blocks import (
     BLOCK,
+    SHARD_VALUES,
     BlockCode,
     average_in_two_legs,
     rows_of,
-    triton_kernels,
 )
 from lightning_ring.gradients.compression.registry import int8_bytes
 from lightning_ring.host.accelerator import send
@@ -56,11 +56,13 @@ class Int8(BetweenNodes):
 
     def reduce_scatter(self, flat: Tensor, comm: Communicator, *, name: str = "") -> Work:
         """The first leg. On nested rings both, as a rank's shard is not its part of the node's
-        average there.
+        average there; so where shards do not begin at multiples of 128 bytes, as those of sharded
+        buckets do.
         """
         if flat.numel() < max(self.min_numel, 1):
             return comm.reduce_scatter_(flat, op=ReduceOp.AVG, name=name)
-        if comm.is_nested:  # on a copy: flags in ``flat`` are read while it travels
+        aligned = flat.numel() % (comm.world_size * SHARD_VALUES) == 0
+        if comm.is_nested or not aligned:  # on a copy: flags in ``flat`` are read while it travels
             whole = flat.clone()
             return ChainedWork(self.all_reduce(whole, comm, name=name), lambda: flat.copy_(whole))
         part = Part(flat, flat, comm, None, name)
@@ -69,9 +71,6 @@ class Int8(BetweenNodes):
 
 def encode_int8(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
     """Write s = max|x|/127 of each block x to ``scales``, and round(x/s) to ``numbers``."""
-    if kernels := triton_kernels(values):
-        kernels.encode_int8(values, numbers, scales)
-        return
     for first, rows in rows_of(values):
         scale = scales[first : first + len(rows)]
         scratch = rows.abs()
@@ -83,15 +82,12 @@ def encode_int8(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
 
 def decode_int8(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
     """Replace ``values`` by ``numbers`` times the scale of their block."""
-    if kernels := triton_kernels(values):
-        kernels.decode_int8(numbers, scales, values)
-        return
     for first, rows in rows_of(values):
         rows.copy_(numbers[first * BLOCK :][: rows.numel()].view_as(rows))
         rows.mul_(scales[first : first + len(rows)].unsqueeze(1))
 
 
-INT8 = BlockCode(BLOCK, encode_int8, decode_int8)
+INT8 = BlockCode(BLOCK, encode_int8, decode_int8, "int8")
 
 
 # the magnitudes of a block, as shares of its largest: 0, 1/64, 1/32, ... 1
