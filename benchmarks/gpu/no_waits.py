@@ -3,9 +3,9 @@ benchmarks.gpu.no_waits``.
 
 One rank trains a small network in a plain loop, all collectives running over NCCL, in every way.
 After three steps torch is told to refuse whatever waits for the GPU
-(`torch.cuda.set_sync_debug_mode`), and three more follow. Prints a line for each way: "no host
-waits", or the error and the line of lightning_ring that waited. ``--device cpu`` walks the same way
-and refuses nothing. Exit code 1: some way waits, or failed.
+(`torch.cuda.set_sync_debug_mode`), and three more follow. Prints a line of JSON for each way: "no
+host waits", or the error and the line of lightning_ring that waited. ``--device cpu`` walks the
+same way and refuses nothing. Exit code 1: some way waits, or failed.
 
 Left out, because they wait by design: loss scalers, which read whether a gradient is infinite, and
 sparse gradients, whose sizes ranks exchange.
@@ -14,6 +14,7 @@ sparse gradients, whose sizes ranks exchange.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -95,7 +96,7 @@ def main(device: str) -> dict[str, str]:
     results = {}
     for name, way in ways().items():
         results[name] = outcome(way, device)
-        print(f"{name}: {results[name]}", flush=True)
+        print(json.dumps({"way": name, "told": results[name]}), flush=True)
     return results
 
 
@@ -169,5 +170,6 @@ def _told(error: BaseException) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.no_waits")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="the model is small anyway")
     results = main(parser.parse_args().device)
     sys.exit(any(result != GOOD for result in results.values()))

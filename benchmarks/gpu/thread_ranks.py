@@ -473,6 +473,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="the models are small anyway")
     parser.add_argument("--seconds", type=float, default=50, help="after which no check begins")
     asked = parser.parse_args(arguments)
     if asked.device == "cuda" and not torch.cuda.is_available():
