@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
@@ -133,6 +134,8 @@ def test_accumulated(monkeypatch, algorithm):
 
 @pytest.mark.parametrize("algorithm", [Averaging, Sharded])
 def test_compiled(monkeypatch, algorithm):
+    with FakeTensorMode():  # torch 2.11 keeps a pointer into the first thread that compiles
+        pass
     check(monkeypatch, lambda: algorithm(bucket_cap_mb=CAP), compiles=True)
 
 
