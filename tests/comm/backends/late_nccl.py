@@ -20,7 +20,7 @@ from lightning_ring.comm.backends import nccl
 from lightning_ring.comm.backends.nccl import NCCLCommunicator
 from lightning_ring.comm.communicator import as_bytes, shard
 from lightning_ring.comm.recording import RecordedCommunicator
-from tests.comm.backends.fake_nccl import CPUTensorsOverNCCL, FakeDistributed, FakeGroup
+from tests.comm.backends.fake_nccl import CPUTensorsOverNCCL, FakeDistributed, reduced
 from tests.fake_device import on_fake_device
 from tests.thread_ranks import ThreadCommunicator
 
@@ -104,6 +104,15 @@ def _place(tensor: Tensor) -> Callable[[], Tensor]:
     return find
 
 
+class _Group(SimpleNamespace):
+    """One rank's group among the thread-ranks of ``comm``."""
+
+    comm: ThreadCommunicator
+
+    def _get_backend(self, device: torch.device) -> object:
+        return object()  # it registers no memory
+
+
 class LateDistributed(FakeDistributed):
     """In place of `torch.distributed`. Unless ``late``, collectives are over when they are
     called.
@@ -113,18 +122,18 @@ class LateDistributed(FakeDistributed):
         self._streams = streams
         self._late = late
 
-    def all_reduce(self, tensor: Tensor, *, op: Any, group: FakeGroup, async_op: bool) -> LateWork:
-        return self._start([], [tensor], [group.reduce(tensor.clone(), op)])
+    def all_reduce(self, tensor: Tensor, *, op: Any, group: _Group, async_op: bool) -> LateWork:
+        return self._start([], [tensor], [reduced(group.comm.all_gather(tensor), op)])
 
     def reduce_scatter_tensor(
-        self, output: Tensor, sent: Tensor, *, op: Any, group: Any, async_op: bool
+        self, output: Tensor, sent: Tensor, *, op: Any, group: _Group, async_op: bool
     ) -> LateWork:
-        total = group.reduce(sent.clone(), op)
+        total = reduced(group.comm.all_gather(sent), op)
         result = shard(total, group.comm.world_size, group.comm.rank).clone()
         return self._start([sent], [output], [result])
 
     def all_gather_into_tensor(
-        self, output: Tensor, sent: Tensor, *, group: FakeGroup, async_op: bool
+        self, output: Tensor, sent: Tensor, *, group: _Group, async_op: bool
     ) -> LateWork:
         own, result = sent.clone(), torch.cat(group.comm.all_gather(sent.clone()))
         as_bytes(output).fill_(_POISON)
@@ -132,18 +141,18 @@ class LateDistributed(FakeDistributed):
         return self._launched([output], [output], [result])
 
     def all_to_all(
-        self, outputs: list[Tensor], inputs: list[Tensor], *, group: FakeGroup, async_op: bool
+        self, outputs: list[Tensor], inputs: list[Tensor], *, group: _Group, async_op: bool
     ) -> LateWork:
         results = [torch.empty_like(output) for output in outputs]
         group.comm.all_to_all([each.clone() for each in inputs], results).wait()
         return self._start(inputs, outputs, results)
 
-    def broadcast(self, tensor: Tensor, src: int, *, group: FakeGroup, async_op: bool) -> LateWork:
+    def broadcast(self, tensor: Tensor, src: int, *, group: _Group, async_op: bool) -> LateWork:
         result = tensor.clone()
         group.comm.broadcast_(result, src=src).wait()
         return self._start([], [tensor], [result])
 
-    def get_global_rank(self, group: FakeGroup, rank: int) -> int:
+    def get_global_rank(self, group: _Group, rank: int) -> int:
         return rank
 
     def _start(
@@ -177,7 +186,7 @@ def over_late_nccl(
         monkeypatch.setattr(recording, name, lambda device: SimpleNamespace(record=lambda: None))
 
     def connect(host: ThreadCommunicator) -> RecordedCommunicator:
-        comm: NCCLCommunicator = CPUTensorsOverNCCL(FakeGroup(host), host, host._policy)  # type: ignore[arg-type]
+        comm: NCCLCommunicator = CPUTensorsOverNCCL(_Group(comm=host), host, host._policy)  # type: ignore[arg-type]
         return RecordedCommunicator(comm, [lambda record: None])
 
     return connect
