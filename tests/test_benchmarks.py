@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,13 @@ from benchmarks import hosts
 from benchmarks.comm.compression import code_speeds
 from benchmarks.elastic.outlive import Job, Outcome, horovod, outcome
 from benchmarks.elastic.outlive_rank import DEADLY
+from benchmarks.gpu import delayed, thread_ranks
 from benchmarks.step import compare as step
 from benchmarks.turns import Conductor
+from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.comm.backends import nccl
+from tests.comm.backends import fake_nccl
 from tests.processes import ROOT, run
 
 JOB = """
@@ -223,6 +229,76 @@ def test_the_gpu_benchmark_walks_its_whole_way_on_the_cpu() -> None:
         tests,
     ):
         assert said in result.stdout, result.stdout
+
+
+@pytest.mark.ranks
+def test_thread_ranks_walk_their_whole_way_on_the_cpu() -> None:
+    result = run([sys.executable, "-m", "benchmarks.gpu.thread_ranks", "--device", "cpu"])
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row for row in rows if not row["ok"]] == []
+    assert result.returncode == 0
+    assert {"ring, 4 ranks", "sharded, LAMB, 3 ranks", "terngrad, 3 ranks"} <= {
+        row["check"] for row in rows
+    }
+
+
+@pytest.mark.ranks
+def test_wrong_sums_among_thread_ranks_are_rows_that_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fake_nccl, "reduced", lambda rows, op: rows[-1].clone())
+    assert thread_ranks.main(["--device", "cpu"]) == 1
+    rows = {row["check"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    wrong = {name for name, row in rows.items() if not row["ok"]}
+    # these codes travel by other collectives than sums
+    coded = ("int8", "onebit", "topk", "dgc", "terngrad", "powersgd, 1 rank")
+    assert all(name.startswith(coded) for name in rows.keys() - wrong)
+    assert rows["ring, 2 ranks"]["largest"] > 1e-3
+    assert rows["sharded, LAMB, 3 ranks"]["at"].startswith("gradients/delivery.py:")
+
+
+@pytest.mark.ranks
+def test_delayed_collectives_walk_their_whole_way_on_the_cpu() -> None:
+    pytest.importorskip("torchvision")
+    result = run([sys.executable, "-m", "benchmarks.gpu.delayed", "--device", "cpu", "--tiny"])
+    rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert result.returncode == 0, result.stdout
+    checks = {row["check"]: row["ok"] for row in rows if "check" in row}
+    assert all(checks.values())
+    assert {
+        "delayed sharded, recorded",
+        "ddp trains as plain does",
+        "ring is finite at the end",
+    } <= {*checks}
+    timed = {(row["gb_s"], row["contender"]) for row in rows if "gb_s" in row}
+    assert timed == {
+        (gb_s, name) for gb_s in (10, 25, 50) for name in ("plain", "ddp", "ring", "sharded")
+    }
+
+
+@pytest.mark.parametrize("algorithm", [Averaging, Sharded])
+def test_who_does_not_wait_for_a_delayed_collective_fails_its_check(
+    monkeypatch: pytest.MonkeyPatch, algorithm: type[Averaging | Sharded]
+) -> None:
+    monkeypatch.setattr(nccl, "dist", fake_nccl.FakeDistributed())
+    check = partial(delayed.small, "cpu", algorithm)
+    assert thread_ranks.row("waits", check)["ok"]
+    monkeypatch.setattr(delayed.LateWork, "wait", lambda self: True)
+    assert not thread_ranks.row("does not wait", check)["ok"]
+
+
+def test_under_a_delayed_collective_reads_are_nan_and_writes_are_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nccl, "dist", fake_nccl.FakeDistributed())
+    comm, flat = delayed.ring_over(delayed.Wire("cpu", 10)), torch.arange(5.0)
+    for start in (comm.all_reduce_, comm.reduce_scatter_, comm.all_gather_, comm.broadcast_):
+        work = start(flat)
+        assert flat.isnan().all()
+        flat.zero_()
+        assert not work.done()
+        work.wait()
+        assert torch.equal(flat, torch.arange(5.0))
 
 
 @pytest.mark.ranks

@@ -198,7 +198,8 @@ class NCCLCommunicator(Communicator):
         if self._checked:  # the host's collectives compare names, and tell which rank does not come
             self._host.all_reduce_(torch.zeros(1), name=f"call of {what}").wait()
         try:
-            return self.queue.add(what, launch(), finish)
+            # `launch` refers to all tensors of the collective
+            return self.queue.add(what, launch(), finish, launch)
         except RingError:
             raise
         except RuntimeError as error:

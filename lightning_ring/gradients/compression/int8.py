@@ -26,6 +26,7 @@ from lightning_ring.gradients.compression.blocks import (
     rows_of,
 )
 from lightning_ring.gradients.compression.registry import int8_bytes
+from lightning_ring.host.accelerator import send
 
 LARGEST = 127
 TINY = 1e-30  # the least maximum, whose reciprocal is finite
@@ -118,7 +119,7 @@ def _encode_4_bits(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
     rows = pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     scale = rows.abs().amax(1, keepdim=True)
     scales[: len(rows)].copy_(scale.view(-1))
-    middles = torch.tensor(_MAGNITUDES, device=values.device).unfold(0, 2, 1).mean(1)
+    middles = send(torch.tensor(_MAGNITUDES), values.device).unfold(0, 2, 1).mean(1)
     code = torch.bucketize(rows.abs() / scale.clamp_min(TINY), middles, out_int32=True)
     low, high = (code + 8 * rows.signbit()).to(torch.uint8).view(2, -1)
     numbers.view(torch.uint8)[: low.numel()].copy_(low + 16 * high)
@@ -128,7 +129,7 @@ def _decode_4_bits(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
     num_blocks = -(-values.numel() // BLOCK)
     packed = numbers.view(torch.uint8)[: num_blocks * BLOCK // 2]
     code = torch.cat([packed & 15, packed >> 4]).int()
-    table = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)], device=values.device)
+    table = send(torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)]), values.device)
     rows = table[code].view(-1, BLOCK) * scales[:num_blocks].unsqueeze(1)
     values.copy_(rows.view(-1)[: values.numel()])
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-GPUS = ("cuda", "xpu")  # NVIDIA's and AMD's, and Intel's
+from lightning_ring.host.accelerator import send as send
+
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -69,13 +70,6 @@ class ParameterBatch:
         ]
         mirrors = [self.mirrors[row] for row in rows] if self.mirrors else []
         return ParameterBatch(self.kind, *picked, mirrors, room)  # type: ignore[arg-type, call-arg]
-
-
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` (on the CPU, or there already) on ``device``, without waiting for the device."""
-    if device.type in GPUS and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 class ParameterList:
