@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, ParameterList
 
 # Loops over all parameters cost the host most of a fused step; `map` calls these from C.
-DTYPE, DEVICE, LAYOUT = attrgetter("dtype"), attrgetter("device"), attrgetter("layout")
+DTYPE, DEVICE = attrgetter("dtype"), attrgetter("device")
 
 
 class CollectedParameters:
@@ -55,10 +54,13 @@ class CollectedParameters:
             self._parts, self._layouts, strict=True
         ):
             own = [grads[position] for position in part.positions]
+            try:
+                own_strides = list(map(Tensor.stride, own))
+            except RuntimeError:  # a sparse gradient has none
+                return None
             if (
-                list(map(LAYOUT, own)) != [torch.strided] * len(own)
+                own_strides != strides
                 or list(map(DTYPE, own)) != [part.kind.grad] * len(own)
-                or list(map(Tensor.stride, own)) != strides
                 or list(map(Tensor.stride, params)) != strides
                 or list(map(DTYPE, params)) != dtypes
                 or list(map(DEVICE, params)) != devices
@@ -69,7 +71,7 @@ class CollectedParameters:
 
 
 def _values(state: Mapping[Tensor, Any]) -> list[Any]:
-    return list(chain.from_iterable(map(methodcaller("values"), state.values())))
+    return list(chain.from_iterable(map(dict.values, state.values())))
 
 
 def _same(now: list[Any], before: list[Any]) -> bool:
