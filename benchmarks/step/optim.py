@@ -256,6 +256,10 @@ class _NoKernels:
         pass
 
 
+def _no_kernels(*_: Any) -> _NoKernels:
+    return _NoKernels()
+
+
 def host_ms(name: str, shapes: Shapes, device: str = "cpu", num_steps: int = 300) -> float:
     """Median milliseconds of the host for one fused step of ``name`` without its Triton launches.
 
@@ -272,7 +276,7 @@ def host_ms(name: str, shapes: Shapes, device: str = "cpu", num_steps: int = 300
     with (
         mock.patch.object(runners, "interpreting_triton", return_value=True),
         mock.patch.object(runners, "triton_is_here", return_value=True),
-        mock.patch.object(fused, "_module", return_value=_NoKernels()),
+        mock.patch.object(fused, "_module", _no_kernels),
     ):
         optimizer = optimizer_class(params, fused=True, **settings)
         for _ in range(num_steps + 10):
