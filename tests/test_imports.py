@@ -84,7 +84,7 @@ ROOMS = {
         "connections of each view, recovery, `catch_up/`",
         "membership algorithms gradients job comm host",
     ),
-    "optim": Room("How are parameters updated?", "LARS, LAMB, `engine/`"),
+    "optim": Room("How are parameters updated?", "LARS, LAMB, `engine/`", "host"),
     "schedules": Room("How does the learning rate change?", "scaling, warm-up"),
     "data": Room("Where do the samples come from?", "packing, shards, samplers, loader", "host"),
     "retrieval": Room("Which images look like this one?", "neighbours over the ranks, metrics"),
