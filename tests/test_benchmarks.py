@@ -12,13 +12,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
 from benchmarks import hosts
 from benchmarks.elastic.outlive import Job, Outcome, horovod, outcome
 from benchmarks.elastic.outlive_rank import DEADLY
+from benchmarks.gpu import trainer_ways
 from benchmarks.step import compare as step
 from benchmarks.turns import Conductor
 from tests.processes import ROOT, run
@@ -222,6 +225,42 @@ def test_the_gpu_benchmark_walks_its_whole_way_on_the_cpu() -> None:
         tests,
     ):
         assert said in result.stdout, result.stdout
+
+
+@pytest.mark.ranks
+def test_the_trainer_s_ways_agree_with_a_plain_device() -> None:
+    result = run([sys.executable, "-m", "benchmarks.gpu.trainer_ways", "--device", "cpu"])
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert [line for line in lines if not line["ok"]] == []
+    assert len(lines) == 33, result.stdout
+    assert {"ring", "ring, onebit", "ring_sharded, LAMB", "ring_local"} < {
+        line["way"] for line in lines
+    }
+    assert result.returncode == 0, result.stdout
+
+
+def test_a_way_of_the_trainer_that_fails_says_where_and_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken = trainer_ways.Way("broken", 0.0, {"compression": "no such"})
+    monkeypatch.setattr(
+        trainer_ways, "ways", lambda device: [broken, trainer_ways.Way("ring", 0.0)]
+    )
+    monkeypatch.setattr(trainer_ways, "train", _train_without_trainer)
+    first, second = trainer_ways.compare("cpu", 1)
+    assert (first["ok"], second["ok"]) == (False, False)  # the second has not moved
+    assert "ConfigurationError" in first["error"]
+    assert "lightning_ring" in first["frame"]
+    assert second["bits"]
+
+
+def _train_without_trainer(
+    way: trainer_ways.Way, strategy: Any, device: str, steps: int
+) -> torch.Tensor:
+    if strategy:
+        trainer_ways.forced(**strategy)
+    L.seed_everything(3, verbose=False)
+    return trainer_ways._flat(trainer_ways.Net())
 
 
 @pytest.mark.ranks
