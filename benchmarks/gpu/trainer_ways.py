@@ -27,6 +27,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -142,6 +143,8 @@ def train(way: Way, strategy: Any, device: str, steps: int) -> Tensor:
         "enable_model_summary": False,
         "enable_checkpointing": False,
         "log_every_n_steps": 2,
+        # Else Lightning looks for one, and raises where mpi4py has no MPI library.
+        "plugins": [LightningEnvironment()] if strategy is None else None,
         **way.trainer,
     }
     with tempfile.TemporaryDirectory() as folder:

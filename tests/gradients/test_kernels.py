@@ -88,6 +88,7 @@ def test_interpreted_kernels_equal_those_of_the_cpu(compare):
     assert done.stdout.strip().endswith("equal"), done.stdout[-3000:]
 
 
+@pytest.mark.ranks
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
 @every_code
