@@ -37,12 +37,13 @@ _OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp} | {ReduceOp.AVG:
 
 
 def open_torch_communicator(
-    backend: str = "gloo", policy: WaitPolicy | None = None
+    backend: str = "gloo", policy: WaitPolicy | None = None, device: torch.device | None = None
 ) -> Communicator:
     """A communicator over all ranks with process groups of its own; ``backend`` is gloo, nccl or
     xccl (Intel's GPUs).
 
-    Collective over the whole default group, which must be up; NCCL and XCCL use the current device.
+    Collective over the whole default group, which must be up. NCCL and XCCL start on ``device``, by
+    default that of the default group, or the current one.
 
     Raises:
         ConfigurationError: The default group is not up, or this torch lacks ``backend``.
@@ -70,11 +71,12 @@ def open_torch_communicator(
     # where both are ready
     options = getattr(dist, f"ProcessGroup{backend.upper()}").Options(is_high_priority_stream=True)
     options._timeout = policy.timeout
-    # NCCL starts at once, so that it can allocate buckets before the first collective. A default
-    # group that is bound to a device has its groups bound to the same one.
-    bound = getattr(dist.group.WORLD, "bound_device_id", None)
-    _, kind, gpu = _GPU_NAMES[backend]
-    device = bound or torch.device(kind, gpu.current_device())
+    if device is None or device.index is None:
+        _, kind, gpu = _GPU_NAMES[backend]
+        bound = getattr(dist.group.WORLD, "bound_device_id", None)
+        device = bound or torch.device(kind, gpu.current_device())
+    # A group that is bound to a device starts at once, so that NCCL can allocate buckets before
+    # the first collective.
     group: Any = dist.new_group(
         timeout=policy.timeout, backend=backend, pg_options=options, device_id=device
     )

@@ -178,12 +178,14 @@ def test_groups_of_nvidia_amd_and_intel_have_streams_of_high_priority(monkeypatc
 
 
 @pytest.mark.parametrize("bound", [None, torch.device("cuda", 1)])
-def test_buckets_are_allocated_before_the_first_collective(monkeypatch, bound):
+@pytest.mark.parametrize("asked", [None, torch.device("cuda", 1)])
+def test_buckets_are_allocated_before_the_first_collective(monkeypatch, bound, asked):
     """Where the GPU reduces in NVLink's switches torch's group allocates once NCCL has started."""
     groups = []
+    expected = asked or bound or torch.device("cuda", 3)
 
     def new_group(ranks=None, device_id=None, **arguments):
-        groups.append(FakeGroup(None, connected=device_id == (bound or torch.device("cuda", 3))))
+        groups.append(FakeGroup(None, connected=device_id == expected))
         groups[-1].registered = torch.zeros(8)
         return groups[-1]
 
@@ -204,6 +206,6 @@ def test_buckets_are_allocated_before_the_first_collective(monkeypatch, bound):
     monkeypatch.setitem(gloo._GPU_NAMES, "nccl", ("CUDA", "cuda", gpu))
     host = SimpleNamespace(rank=0, world_size=1, abandon=lambda: None)
     monkeypatch.setattr(gloo, "GlooCommunicator", lambda group, policy: host)
-    comm = gloo.open_torch_communicator("nccl")
-    bucket = comm.empty(8, torch.float32, bound or torch.device("cuda", 3))
+    comm = gloo.open_torch_communicator("nccl", device=asked)
+    bucket = comm.empty(8, torch.float32, expected)
     assert bucket is groups[-1].registered
