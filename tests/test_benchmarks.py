@@ -13,7 +13,9 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ from benchmarks import hosts
 from benchmarks.comm.compression import code_speeds
 from benchmarks.elastic.outlive import Job, Outcome, horovod, outcome
 from benchmarks.elastic.outlive_rank import DEADLY
-from benchmarks.gpu import delayed, thread_ranks
+from benchmarks.gpu import delayed, thread_ranks, trainer_ways
 from benchmarks.step import compare as step
 from benchmarks.turns import Conductor
 from lightning_ring.algorithms.averaging import Averaging
@@ -299,6 +301,42 @@ def test_under_a_delayed_collective_reads_are_nan_and_writes_are_lost(
         assert not work.done()
         work.wait()
         assert torch.equal(flat, torch.arange(5.0))
+
+
+@pytest.mark.ranks
+def test_the_trainer_s_ways_agree_with_a_plain_device() -> None:
+    result = run([sys.executable, "-m", "benchmarks.gpu.trainer_ways", "--device", "cpu"])
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert [line for line in lines if not line["ok"]] == []
+    assert len(lines) == 33, result.stdout
+    assert {"ring", "ring, onebit", "ring_sharded, LAMB", "ring_local"} < {
+        line["way"] for line in lines
+    }
+    assert result.returncode == 0, result.stdout
+
+
+def test_a_way_of_the_trainer_that_fails_says_where_and_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken = trainer_ways.Way("broken", 0.0, {"compression": "no such"})
+    monkeypatch.setattr(
+        trainer_ways, "ways", lambda device: [broken, trainer_ways.Way("ring", 0.0)]
+    )
+    monkeypatch.setattr(trainer_ways, "train", _train_without_trainer)
+    first, second = trainer_ways.compare("cpu", 1)
+    assert (first["ok"], second["ok"]) == (False, False)  # the second has not moved
+    assert "ConfigurationError" in first["error"]
+    assert "lightning_ring" in first["frame"]
+    assert second["bits"]
+
+
+def _train_without_trainer(
+    way: trainer_ways.Way, strategy: Any, device: str, steps: int
+) -> torch.Tensor:
+    if strategy:
+        trainer_ways.forced(**strategy)
+    L.seed_everything(3, verbose=False)
+    return trainer_ways._flat(trainer_ways.Net())
 
 
 @pytest.mark.ranks

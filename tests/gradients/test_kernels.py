@@ -42,6 +42,7 @@ def test_interpreted_kernels_equal_float64(code: str) -> None:
     assert done.stdout.strip().endswith("equal"), done.stdout[-3000:]
 
 
+@pytest.mark.ranks
 @pytest.mark.gpu
 @with_triton
 @on_a_gpu

@@ -120,6 +120,8 @@ class StreamQueue:
                 raise policy.fail(policy.timeout_error(head.description))
 
         poll_until(reached, check)
+        # An aborted collective ends too, and leaves no result.
+        policy.raise_if_broken()
 
     def ends_within(self, seconds: float) -> bool:
         """Wait until all collectives have ended, for ``seconds`` at most; whether they did."""

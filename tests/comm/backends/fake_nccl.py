@@ -135,14 +135,21 @@ class FakeGroup:
         calls: The collectives so far, as (kind, operation), and what ended the group.
         late: Until it is set, collectives are on the stream and not over.
         registered: What it allocates, if anything.
+        connected: Whether NCCL has started, as by ``device_id`` or by the first collective.
     """
 
-    def __init__(self, comm: ThreadCommunicator, meeting: Meeting) -> None:
+    def __init__(
+        self,
+        comm: ThreadCommunicator | None,
+        meeting: Meeting | None = None,
+        connected: bool = True,
+    ) -> None:
         self.comm = comm
+        self.connected = connected
         self.calls: list[tuple[str, Any]] = []
         self.late: threading.Event | None = None
         self.registered: Tensor | None = None
-        self._meeting = meeting
+        self._meeting = meeting or Meeting(1)
         self._num_collectives = 0
 
     def _get_backend(self, device: torch.device) -> FakeGroup:
@@ -154,7 +161,17 @@ class FakeGroup:
     def allocate_tensor(
         self, size: int, *, dtype: torch.dtype, device: torch.device
     ) -> Tensor | None:
+        if not self.connected:
+            raise RuntimeError(
+                "NCCL communicator has not been initialized before mem pool creation"
+            )
         return self.registered
+
+    def abort(self) -> None:
+        """Ends the kernels on the stream, and with them every wait inside the driver."""
+        self.calls.append(("abort", None))
+        if self.late is not None:
+            self.late.set()
 
     def start(self, kind: str, op: Any, sent: Any, output: Any, how: Compute) -> FakeWork:
         self.calls.append((kind, op))

@@ -18,6 +18,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -73,6 +74,8 @@ def train(strategy: Any, device: str, lamb: bool = False, **kwargs: Any) -> Tens
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
+        # Else Lightning looks for one, and raises where mpi4py has no MPI library.
+        plugins=[LightningEnvironment()] if strategy == "auto" else None,
         **kwargs,
     )
     trainer.fit(module, DataLoader(TensorDataset(images, labels), batch_size=8))
