@@ -53,7 +53,9 @@ class CollectedParameters:
         for part, (params, strides, dtypes, devices) in zip(
             self._parts, self._layouts, strict=True
         ):
-            own = [grads[position] for position in part.positions]
+            own = grads
+            if len(part.positions) < len(grads):
+                own = [grads[position] for position in part.positions]
             try:
                 own_strides = list(map(Tensor.stride, own))
             except RuntimeError:  # a sparse gradient has none
