@@ -19,6 +19,7 @@ import torch
 from benchmarks import hosts
 from benchmarks.elastic.outlive import Job, Outcome, horovod, outcome
 from benchmarks.elastic.outlive_rank import DEADLY
+from benchmarks.gpu.tests import GPU_TESTS, JPEG_TESTS
 from benchmarks.step import compare as step
 from benchmarks.turns import Conductor
 from tests.processes import ROOT, run
@@ -237,3 +238,34 @@ def test_turns_are_compared_by_their_means() -> None:
     peer = [1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
     middle, low, high = step.ratio_of_turns([1.1, 1.1, 1.0, 3.2, 4.8, 4.8], peer, steps=2)
     assert (middle, low, high) == pytest.approx((1.1, 1.05, 1.2))
+
+
+# hydra goes once pytest has loaded its plugins, of which it is one
+MISSING = """
+import sys
+sys.modules.update(dict.fromkeys(("pytorch_metric_learning", "simplejpeg")))
+import pytest
+from benchmarks.gpu.tests import selection
+class Missing:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_load_initial_conftests(self):
+        sys.modules["hydra"] = None
+sys.exit(pytest.main([*selection(), "--collect-only"], plugins=[Missing()]))
+"""
+
+
+def test_every_gpu_test_is_in_a_file_that_the_gpu_benchmark_names() -> None:
+    mark = "pytest.mark." + "gpu"
+    marked = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("*.py")
+        if mark in path.read_text()
+    }
+    assert marked == {*GPU_TESTS, *JPEG_TESTS}
+
+
+@pytest.mark.ranks
+def test_gpu_tests_are_collected_without_packages_that_other_tests_need() -> None:
+    result = run([sys.executable, "-c", MISSING], PYTHONPATH=str(ROOT))
+    assert result.returncode == 0, result.stdout
+    assert all(f"{name}::" in result.stdout for name in GPU_TESTS), result.stdout

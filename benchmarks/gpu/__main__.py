@@ -14,16 +14,15 @@ open.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Iterator
 
 import torch
 
 from benchmarks.comm import compression
+from benchmarks.gpu import tests
 from benchmarks.step import compare as step
 from benchmarks.step import optim
-from benchmarks.turns import ROOT
 
 NO_GPU = 77  # what test harnesses take for "skipped"
 # with it alone would come the monitor, which is no collective
@@ -76,13 +75,6 @@ def optimizers(device: str, tiny: bool) -> Iterator[str]:
     )
 
 
-def tests(tiny: bool) -> int:
-    """The tests that need a GPU; `tiny`: those of NCCL. Their exit code."""
-    where = ["tests/comm/backends/test_gloo.py"] if tiny else ["tests"]
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *where]
-    return subprocess.run(command, cwd=ROOT).returncode
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
@@ -109,7 +101,7 @@ def main() -> int:
         print(line, flush=True)
     for line in compression.codes(asked.device, 2**16 if asked.tiny else 2**28):
         print(line, flush=True)
-    return tests(asked.tiny)
+    return tests.main(0 if asked.tiny else 8)
 
 
 if __name__ == "__main__":
