@@ -23,7 +23,10 @@ from benchmarks import hosts
 from benchmarks.comm.compression import code_speeds
 from benchmarks.elastic.outlive import Job, Outcome, horovod, outcome
 from benchmarks.elastic.outlive_rank import DEADLY
+from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import delayed, thread_ranks, trainer_ways
+from benchmarks.gpu.__main__ import NAMES
+from benchmarks.gpu.tests import GPU_TESTS, JPEG_TESTS
 from benchmarks.step import compare as step
 from benchmarks.turns import Conductor
 from lightning_ring.algorithms.averaging import Averaging
@@ -218,19 +221,41 @@ def test_without_a_gpu_the_gpu_benchmark_says_so_in_one_line() -> None:
 
 
 @pytest.mark.ranks
-def test_the_gpu_benchmark_walks_its_whole_way_on_the_cpu() -> None:
+def test_the_gpu_benchmark_walks_its_whole_way_on_the_cpu(tmp_path: Path) -> None:
     pytest.importorskip("timm")
-    result = run([sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny"])
+    words = ["--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    result = run([sys.executable, "-m", "benchmarks.gpu", *words], timeout=280)
     assert result.returncode == 0, result.stdout
-    tests = "passed" if torch.cuda.is_available() else "skipped"
-    for said in (
-        "| ring:force_communication=True,monitor=False |",
-        "at world size 1:",
-        "LAMB",
-        "'onebit': encode",
-        tests,
-    ):
-        assert said in result.stdout, result.stdout
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    ended = {row["stage"]: row["exit"] for row in rows if "exit" in row}
+    assert ended == dict.fromkeys(set(NAMES) - {"tests", "counters"}, 0)
+    for fact in ("torch", "way", "told", "check", "gb_s", "of_ddp", "share_of_copy", "code"):
+        assert any(fact in row for row in rows), fact
+    assert "of the time of ddp" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.ranks
+def test_a_stage_that_hangs_or_fails_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hangs.py").write_text("import time; print('{}'); time.sleep(600)")
+    (tmp_path / "fails.py").write_text("raise ValueError('no such photo')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(
+        gpu,
+        "STAGES",
+        [
+            [gpu.Stage("a", 3, "hangs"), gpu.Stage("b", 30, "fails")],
+            [gpu.Stage("c", 30, "benchmarks.gpu.ceilings"), gpu.Stage("d", 30, "fails")],
+        ],
+    )
+    asked = argparse.Namespace(device="cpu", tiny=True, budget=60.0, stages=list("abc"), lines=3)
+    assert not gpu.run(asked, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    ended = {row["stage"]: row["exit"] for row in rows if "exit" in row}
+    assert ended == {"a": "ended after its 3 s", "b": 1, "c": 0}
+    assert {"stage": "a"} in rows  # what it said before
+    assert "no such photo" in capsys.readouterr().out
 
 
 @pytest.mark.ranks
@@ -308,7 +333,7 @@ def test_the_trainer_s_ways_agree_with_a_plain_device() -> None:
     result = run([sys.executable, "-m", "benchmarks.gpu.trainer_ways", "--device", "cpu"])
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert [line for line in lines if not line["ok"]] == []
-    assert len(lines) == 33, result.stdout
+    assert len(lines) == 35, result.stdout
     assert {"ring", "ring, onebit", "ring_sharded, LAMB", "ring_local"} < {
         line["way"] for line in lines
     }
@@ -363,3 +388,34 @@ def test_the_codes_are_timed_with_aligned_rows_and_others() -> None:
         for way in ("encode", "decode", "average"):
             assert float(each[f"{way}_gb_s"]) >= 0  # type: ignore[arg-type]
             assert f"{way}_of_copy" in each
+
+
+# hydra goes once pytest has loaded its plugins, of which it is one
+MISSING = """
+import sys
+sys.modules.update(dict.fromkeys(("pytorch_metric_learning", "simplejpeg")))
+import pytest
+from benchmarks.gpu.tests import selection
+class Missing:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_load_initial_conftests(self):
+        sys.modules["hydra"] = None
+sys.exit(pytest.main([*selection(), "--collect-only"], plugins=[Missing()]))
+"""
+
+
+def test_every_gpu_test_is_in_a_file_that_the_gpu_benchmark_names() -> None:
+    mark = "pytest.mark." + "gpu"
+    marked = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("*.py")
+        if mark in path.read_text()
+    }
+    assert marked == {*GPU_TESTS, *JPEG_TESTS, "tests/integrations/lightning/test_gpu.py"}
+
+
+@pytest.mark.ranks
+def test_gpu_tests_are_collected_without_packages_that_other_tests_need() -> None:
+    result = run([sys.executable, "-c", MISSING], PYTHONPATH=str(ROOT))
+    assert result.returncode == 0, result.stdout
+    assert all(f"{name}::" in result.stdout for name in GPU_TESTS), result.stdout

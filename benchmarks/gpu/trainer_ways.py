@@ -3,8 +3,8 @@
 One rank trains a small network with ``force_communication=True``, so that all buckets and
 collectives run, and again on a plain single device with the same seed. A line of JSON for each way
 says whether the parameters agree: ``way``, ``ok``, ``bits`` (the same bits), ``difference``
-(relative norm), ``moved`` (by training), ``tolerance``, ``seconds``, or ``error`` and the innermost ``frame`` in
-`lightning_ring`. A way that fails hides no other. The exit code is 1 if one failed.
+(relative norm), ``moved`` (by training), ``tolerance``, ``seconds``, or ``error`` and the innermost
+``frame`` in `lightning_ring`. A way that fails hides no other. The exit code is 1 if one failed.
 
 ``--device cpu`` walks the same ways over Gloo, without a loss scaler.
 """
@@ -91,21 +91,24 @@ class Net(L.LightningModule):
 def ways(device: str) -> list[Way]:
     scaled = {"precision": "16-mixed" if device == "cuda" else "bf16-mixed"}
     compiler = {"compiler": "inductor" if device == "cuda" else "aot_eager"}
+    bf16, accumulated = {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}
     rounded = dict.fromkeys(("fp16", "bf16", "int8"), ROUNDED)
     onward = dict.fromkeys((*ONWARD, PowerSGD(rank=4, start_iter=1)), APPROXIMATE)
     return [
         Way("ring", SAME),
         Way("ring, monitor off", SAME, {"monitor": False}),
+        Way("ring, automatic sizes", CLOSE, {"bucket_cap_mb": "auto"}),
+        Way("ring, timeline", SAME, {"timeline": Path(tempfile.mkdtemp()) / "trace.json"}),
         *(
             Way(f"ring, {_name(wire)}", near, {"compression": wire})
             for wire, near in (rounded | onward).items()
         ),
         Way("ring, bf16-true, fp32", SAME, {"compression": "fp32"}, {"precision": "bf16-true"}),
-        Way("ring, bf16-mixed", SAME, {}, {"precision": "bf16-mixed"}),
+        Way("ring, bf16-mixed", SAME, {}, bf16),
         Way("ring, 16-mixed", SAME, {}, scaled),
         Way("ring, 16-mixed, clipped", CLOSE, {}, scaled | {"gradient_clip_val": 0.1}),
         Way("ring, clipped", CLOSE, {}, {"gradient_clip_val": 0.1}),
-        Way("ring, accumulated", SAME, {}, {"accumulate_grad_batches": 2}),
+        Way("ring, accumulated", SAME, {}, accumulated),
         Way("ring, channels_last", SAME, {}, {}, {"channels_last": True}),
         Way("ring, LARS", SAME, {}, {}, {"optimizer": "lars"}),
         Way("ring, LAMB", SAME, {}, {}, {"optimizer": "lamb"}),
@@ -113,10 +116,10 @@ def ways(device: str) -> list[Way]:
         Way("ring_sharded", CLOSE, {"algorithm": Sharded()}),
         Way("ring_sharded, bf16", ROUNDED, {"algorithm": Sharded(compression="bf16")}),
         Way("ring_sharded, int8", ROUNDED, {"algorithm": Sharded(compression="int8")}),
-        Way("ring_sharded, bf16-mixed", CLOSE, {"algorithm": Sharded()}, {"precision": "bf16-mixed"}),
+        Way("ring_sharded, bf16-mixed", CLOSE, {"algorithm": Sharded()}, bf16),
         Way("ring_sharded, 16-mixed", CLOSE, {"algorithm": Sharded()}, scaled),
         Way("ring_sharded, clipped", CLOSE, {"algorithm": Sharded()}, {"gradient_clip_val": 0.1}),
-        Way("ring_sharded, accumulated", CLOSE, {"algorithm": Sharded()}, {"accumulate_grad_batches": 2}),
+        Way("ring_sharded, accumulated", CLOSE, {"algorithm": Sharded()}, accumulated),
         Way("ring_sharded, LARS", CLOSE, {"algorithm": Sharded()}, {}, {"optimizer": "lars"}),
         Way("ring_sharded, LAMB", CLOSE, {"algorithm": Sharded()}, {}, {"optimizer": "lamb"}),
         Way("ring_sharded, resumed", CLOSE, {"algorithm": Sharded()}, resumes=True),
@@ -217,6 +220,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="the model is small anyway")
     device = parser.parse_args().device
     warnings.filterwarnings("ignore")
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_ring"):
