@@ -18,6 +18,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -73,6 +74,8 @@ def train(strategy: Any, device: str, lamb: bool = False, **kwargs: Any) -> Tens
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
+        # else Lightning loads MPI to look for ranks, and fails where mpi4py finds no library
+        plugins=[LightningEnvironment()] if strategy == "auto" else None,
         **kwargs,
     )
     trainer.fit(module, DataLoader(TensorDataset(images, labels), batch_size=8))
