@@ -63,7 +63,7 @@ STAGES: list[list[Stage]] = [
     [
         Stage("tests", 120, "benchmarks.gpu.tests", cpu=False),
         Stage("ways", 120, "benchmarks.gpu.trainer_ways"),
-        Stage("waits", 60, "benchmarks.gpu.no_waits"),
+        Stage("waits", 90, "benchmarks.gpu.no_waits"),
         Stage("ranks", 90, "benchmarks.gpu.thread_ranks"),
     ],
     [Stage("delayed", 100, "benchmarks.gpu.delayed")],
