@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from lightning_ring.data import ShardDataset
+from lightning_ring.data import shards as verifying
 from lightning_ring.data.packing import run
-from lightning_ring.data.packing.settings import PackSettings
-from lightning_ring.data.shards import verify as verifying
+from lightning_ring.data.packing.job import PackSettings
 from lightning_ring.errors import ShardError
 from tests.data.photos import image_folder
 

@@ -17,13 +17,10 @@ import torch
 import webdataset
 from torch.utils.data import DataLoader
 
-from lightning_ring.data import ShardDataset
+from lightning_ring.data import ShardDataset, shards
 from lightning_ring.data.packing import run
-from lightning_ring.data.packing.settings import PackSettings
-from lightning_ring.data.shards import files
-from lightning_ring.data.shards.files import ShardFiles
-from lightning_ring.data.shards.index import ShardIndex
-from lightning_ring.data.shards.manifest import read_manifest
+from lightning_ring.data.packing.job import PackSettings
+from lightning_ring.data.shards import ShardFiles, ShardIndex, read_manifest
 from lightning_ring.errors import ShardError
 from tests.data.photos import encode, image_folder, photo
 
@@ -185,18 +182,18 @@ def test_threads_share_the_files(packed, max_open):
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(dataset.read, order)) == [expected[i] for i in order]
     # threads that open at the same time may overshoot
-    assert len(files._open) <= (max_open or 100) + 8
+    assert len(shards._open) <= (max_open or 100) + 8
 
 
 def test_all_data_sets_of_a_process_share_one_bound(packed, monkeypatch):
-    monkeypatch.setattr(files, "most_open_files", lambda: 12)
+    monkeypatch.setattr(shards, "most_open_files", lambda: 12)
     datasets = [ShardDataset(packed) for _ in range(5)]
     for i in range(len(datasets[0])):
         for dataset in datasets:
             dataset.read(i)
-    assert len(files._open) == 3
+    assert len(shards._open) == 3
     del dataset, datasets
-    assert not files._open
+    assert not shards._open
 
 
 def open_descriptors():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise, takewhile
 from time import perf_counter
 from typing import Any, Literal, Protocol, get_args
 
@@ -13,25 +15,71 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_ring.data.augment.processes import InProcesses
-from lightning_ring.data.augment.sample import (
+from lightning_ring.data.loading.augment import (
+    InProcesses,
     InThreads,
     SampleTransforms,
     Transform,
     TransformFailedError,
 )
-from lightning_ring.data.loading.batch_maker import LoaderTimes, Samples
-from lightning_ring.data.loading.buffers import Buffers, Memory
-from lightning_ring.data.loading.loader import Loader
-from lightning_ring.data.loading.on_device import OnDevice
-from lightning_ring.data.loading.pixels import decode_into
-from lightning_ring.data.loading.replacement import Skipped
-from lightning_ring.data.loading.transforms import Crop, DeviceTransform, height_and_width
+from lightning_ring.data.loading.loader import Loader, LoaderTimes, Samples
+from lightning_ring.data.loading.on_device import Buffers, Memory, OnDevice
+from lightning_ring.data.loading.transforms import (
+    Crop,
+    DeviceTransform,
+    decode_into,
+    height_and_width,
+)
 from lightning_ring.data.sampling.counters import Stream, integers, uniforms
 from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
 from lightning_ring.errors import ConfigurationError, SampleError, ShardError, ShardLostError
 from lightning_ring.host.accelerator import is_gpu
 from lightning_ring.host.cores import available_cores
+
+log = logging.getLogger(__name__)
+
+_NEAR = 10  # images that are tried one after the other, before those further and further on
+
+
+class Skipped:
+    """The images that were skipped, each named once, and their replacements.
+
+    The replacement depends on the image alone: order, crops and other ranks' samples stay as they
+    are, on any number of ranks and after resuming. It is the next image of the class, so that
+    class-balanced batches stay balanced; of another class where none that is tried of the class can
+    be read.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[int, str] = {}  # by index
+        self._lock = threading.Lock()
+
+    def add(self, index: int, where: str, error: Exception) -> None:
+        with self._lock:
+            known = index in self.reasons
+            self.reasons.setdefault(index, str(error))
+            num = len(self.reasons)
+        if not known:
+            reason = str(error) if where in str(error) else f"{where}: {error}"
+            log.warning(
+                "lightning_ring: skipped and replaced by another image (%d so far): %s", num, reason
+            )
+
+    def candidates(self, index: int, labels: npt.NDArray[Any]) -> Iterator[int]:
+        """Images to try in the place of ``index``: of its class, then of any; the nearest first."""
+        of_class = np.flatnonzero(labels == labels[index])
+        at = int(np.searchsorted(of_class, index))
+        yield from (int(of_class[(at + step) % len(of_class)]) for step in _steps(len(of_class)))
+        yield from ((index + step) % len(labels) for step in _steps(len(labels)))
+
+
+def _steps(num: int) -> list[int]:
+    """How far from an image of ``num`` others are tried: neighbours lie in one shard, and may be
+    lost together.
+    """
+    further = takewhile(lambda step: step < num, (_NEAR * 2**doubled for doubled in count(1)))
+    return [*range(1, min(_NEAR + 1, num)), *further]
+
 
 OnError = Literal["raise", "skip", "skip_shards"]
 Rows = list[list[float]]

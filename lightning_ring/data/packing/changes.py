@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_ring.data.packing.sources import Sources
-from lightning_ring.data.shards.index import ShardIndex
-from lightning_ring.data.shards.manifest import REPORT, Manifest
+from lightning_ring.data.shards import REPORT, Manifest, ShardIndex
 from lightning_ring.errors import ConfigurationError
 
 

@@ -19,7 +19,7 @@ import simplejpeg
 from PIL import ExifTags, Image
 
 from lightning_ring.data.decoding import has_16_bits
-from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.data.packing.job import PackSettings
 from lightning_ring.data.packing.sources import Sources
 from lightning_ring.errors import ShardError
 

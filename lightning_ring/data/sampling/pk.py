@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from lightning_ring.data.sampling.classes import ClassMembers
 from lightning_ring.data.sampling.counters import Stream, permute, subkey
 from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
+from lightning_ring.data.sampling.weighted import ClassMembers
 from lightning_ring.errors import ConfigurationError
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,9 @@
-"""Weighted draws from groups of samples, in an order of which any position is cheap to find."""
+"""Weighted draws from classes or sets, in an order of which any position is cheap to find."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -11,6 +12,49 @@ import numpy.typing as npt
 from lightning_ring.data.sampling.counters import Stream, permute, subkey
 from lightning_ring.data.sampling.sampler import Ints, StridedSampler
 from lightning_ring.errors import ConfigurationError
+
+
+class ClassMembers:
+    """Samples grouped by class: 4 bytes a sample (8 above 2^31).
+
+    Args:
+        labels: Class number of every sample, integers ≥ 0.
+    """
+
+    def __init__(self, labels: npt.ArrayLike) -> None:
+        given = np.asarray(labels)
+        if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or len(given) == 0:
+            found = f"labels of {given.dtype}, shape {given.shape}"
+            raise ConfigurationError(f"{found}, were given, expected an integer for each sample.")
+        if given.min() < 0:
+            raise ConfigurationError(
+                f"label {given.min()} of sample {given.argmin()} is negative, expected ≥ 0."
+            )
+        counts = np.bincount(given)
+        # numpy sorts 16 bits by radix, which takes a fraction of the time; class numbers seldom
+        # need more
+        keys = given.astype(np.uint16) if len(counts) <= 1 << 16 else given
+        order = np.argsort(keys, kind="stable")
+        # sorted by class
+        self._members = order.astype(np.int32 if len(given) < 2**31 else np.int64)
+        self.numbers: Ints = np.flatnonzero(counts)  # the classes that have samples, ascending
+        # how many samples each of them has
+        self.counts: Ints = counts[self.numbers].astype(np.int64)
+        self.starts: Ints = np.cumsum(self.counts) - self.counts
+        digest = hashlib.blake2b(digest_size=8)
+        for start in range(0, len(given), 1 << 20):
+            digest.update(given[start : start + (1 << 20)].astype("<i8").tobytes())
+        self.fingerprint = f"{len(given)} labels {digest.hexdigest()}"
+
+    def draw(self, seed: int, classes: Ints, cycle: Ints, ordinal: Ints) -> Ints:
+        """Samples number ``ordinal`` of ``classes`` (places in `numbers`), shuffled anew in
+        every ``cycle``.
+        """
+        key = subkey(seed, Stream.MEMBERS, self.numbers[classes], cycle)
+        return self._members[
+            self.starts[classes] + permute(ordinal, self.counts[classes], key)
+        ].astype(np.int64)
+
 
 _ROUND = 1 << 16
 _GOLDEN = 0.6180339887498949
@@ -127,3 +171,111 @@ class WeightedSampler(StridedSampler):
             drawn = drawn + np.diff(self._first_points(earlier))
         self._drawn_before = epoch, drawn
         return drawn
+
+
+class BalancedSampler(WeightedSampler):
+    """Draws a sample of class c with weight n_c^-beta, where the class has n_c samples.
+
+    Draws are systematic rather than independent: each class gets its share of every stretch of some
+    65,000 draws up to one draw, and within a class no sample comes again before all of the class
+    have come, over epochs too.
+
+    Args:
+        labels: Class number of every sample, integers ≥ 0. Classes without samples are never drawn.
+        beta: 1: all classes equally often; 0.5: as the square root of their size; 0: as often as
+            they are.
+        num_samples: Draws in an epoch over all ranks; the size of the data set if left out. Above
+            65,536 it is rounded up to whole rounds of equal length (`length` says the result). The
+            rest of a division by the ranks is dropped.
+        seed, rank, world_size: See `OrderedSampler`.
+        fingerprint: A hash of ``labels`` if left out.
+    """
+
+    def __init__(
+        self,
+        labels: npt.ArrayLike,
+        *,
+        beta: float = 1.0,
+        num_samples: int | None = None,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        if not 0 <= beta <= 1:
+            raise ConfigurationError(
+                f"beta={beta} was given, expected 0 (as in the data) to 1 (all classes alike)."
+            )
+        self.members = ClassMembers(labels)
+        super().__init__(
+            self.members,
+            self.members.counts.astype(np.float64) ** (1 - beta),
+            num_samples,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            fingerprint=fingerprint or self.members.fingerprint,
+        )
+        self.beta = beta
+        self.kind = f"balanced, beta={beta:g}, {self.length} draws"
+
+
+class _Stretches:
+    """Groups of samples that follow each other: takes no memory."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.counts: Ints = np.array(sizes, dtype=np.int64)
+        self._starts: Ints = np.cumsum(self.counts) - self.counts
+
+    def draw(self, seed: int, groups: Ints, cycle: Ints, ordinal: Ints) -> Ints:
+        key = subkey(seed, Stream.MEMBERS, groups, cycle)
+        return self._starts[groups] + permute(ordinal, self.counts[groups], key)
+
+
+class MixtureSampler(WeightedSampler):
+    """Draws from the sets of a `Mixture`: from set s in the share ``weights[s] / sum(weights)``.
+
+    Each set gets its share of every stretch of some 65,000 draws up to one draw. A set is used up
+    before a sample of it comes again, over epochs too; a small set with a large weight comes
+    several times an epoch.
+
+    Args:
+        sizes: Samples in each set: `Mixture.sizes`.
+        weights: A number above 0 for each set.
+        num_samples: Draws in an epoch over all ranks; the sum of the sizes if left out. Above
+            65,536 it is rounded up to whole rounds of equal length (`length` says the result). The
+            rest of a division by the ranks is dropped.
+        seed, rank, world_size, fingerprint: See `OrderedSampler`.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        *,
+        num_samples: int | None = None,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        sizes, weights = [int(size) for size in sizes], [float(weight) for weight in weights]
+        if not sizes or min(sizes) < 1:
+            raise ConfigurationError(
+                f"sizes={sizes} were given, expected one sample or more in each set."
+            )
+        if len(weights) != len(sizes) or not all(0 < weight < float("inf") for weight in weights):
+            raise ConfigurationError(
+                f"weights={weights} were given, expected {len(sizes)} numbers above 0."
+            )
+        super().__init__(
+            _Stretches(sizes),
+            np.array(weights),
+            num_samples,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            fingerprint=fingerprint or f"sets of {', '.join(map(str, sizes))} samples",
+        )
+        shares = ", ".join(f"{weight / sum(weights):.6g}" for weight in weights)
+        self.kind = f"mixture, shares {shares}, {self.length} draws"

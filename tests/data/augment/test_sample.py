@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_ring.data import CenterCrop, ImageFolder
-from lightning_ring.data.augment.generators import _DRAWING, OwnGenerator
+from lightning_ring.data.loading.augment import _DRAWING, OwnGenerator
 from lightning_ring.errors import ConfigurationError, SampleError
 from tests.data.augment.loading import generators_untouched, images, make
 

@@ -19,9 +19,8 @@ import torch
 from lightning_ring.cli.main import main
 from lightning_ring.data import CenterCrop, Mixture, ShardDataset, ShuffledSampler, image_loader
 from lightning_ring.data.packing import run
-from lightning_ring.data.packing.lock import only_one
-from lightning_ring.data.shards.manifest import generations, read_manifest
-from lightning_ring.data.shards.verify import verify
+from lightning_ring.data.packing.run import only_one
+from lightning_ring.data.shards import generations, read_manifest, verify
 from lightning_ring.errors import ConfigurationError, ShardError
 from lightning_ring.host import file_lock
 from lightning_ring.integrations.lightning.data import check_same_images

@@ -12,10 +12,10 @@ import time
 import pytest
 
 from lightning_ring.data import ShardDataset
-from lightning_ring.data.packing import run, shard_loop
-from lightning_ring.data.packing.settings import PackSettings
-from lightning_ring.data.packing.shard_writer import read_records
-from lightning_ring.data.shards.manifest import read_manifest
+from lightning_ring.data.packing import run, writer
+from lightning_ring.data.packing.job import PackSettings
+from lightning_ring.data.packing.writer import read_records
+from lightning_ring.data.shards import read_manifest
 from lightning_ring.errors import ConfigurationError, ShardError
 from tests.data.packing.packed import SETTINGS, Stop, contents, pack
 from tests.data.photos import image_folder
@@ -54,7 +54,7 @@ def test_ended_between_two_files_it_goes_on_to_the_same_bytes(
         raise Stop
 
     with monkeypatch.context() as patched:
-        patched.setattr(shard_loop if step == "write_record" else run, step, stop)
+        patched.setattr(writer if step == "write_record" else run, step, stop)
         with pytest.raises(Stop):
             pack(source, tmp_path / "dst")
     pack(source, tmp_path / "dst")

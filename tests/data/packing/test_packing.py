@@ -13,8 +13,8 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 
 from lightning_ring.data import ShardDataset
-from lightning_ring.data.packing.settings import PackSettings
-from lightning_ring.data.shards.manifest import read_manifest
+from lightning_ring.data.packing.job import PackSettings
+from lightning_ring.data.shards import read_manifest
 from lightning_ring.errors import ConfigurationError
 from tests.data.packing.packed import contents, pack
 from tests.data.photos import encode, photo

@@ -15,9 +15,14 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_ring.data.decoding import decode_rgb
-from lightning_ring.data.shards.files import ShardFiles
-from lightning_ring.data.shards.index import BLOCK, ByteRange, ShardIndex
-from lightning_ring.data.shards.manifest import check_lengths, read_manifest
+from lightning_ring.data.shards import (
+    BLOCK,
+    ByteRange,
+    ShardFiles,
+    ShardIndex,
+    check_lengths,
+    read_manifest,
+)
 from lightning_ring.errors import ShardError
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_ring.data.decoding import decode_rgb
-from lightning_ring.data.packing.listing import EXTENSIONS, LeftOut, scan_folder
+from lightning_ring.data.packing.sources import EXTENSIONS, LeftOut, scan_folder
 from lightning_ring.errors import ConfigurationError, SampleError
 
 log = logging.getLogger(__name__)
