@@ -9,9 +9,10 @@ import os
 import stat
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -185,14 +186,26 @@ def prepared_images(
     `ShardError`: A source is there but cannot be read (a failing disk, a network file system that
     is gone).
     """
-    waiting: deque[tuple[int, Future[PackedImage | str]]] = deque()
-    for position in positions:
-        waiting.append((position, pool.submit(_prepare_source, sources, position, settings)))
-        if len(waiting) >= ahead:
-            position, future = waiting.popleft()
-            yield position, future.result()
-    for position, future in waiting:
+    futures = (
+        (position, pool.submit(_prepare_source, sources, position, settings))
+        for position in positions
+    )
+    waiting = deque(islice(futures, ahead))
+    while waiting:
+        position, future = waiting.popleft()
+        waiting.extend(islice(futures, 1))
         yield position, future.result()
+
+
+# a path that leads nowhere; any other error is the disk's
+_OF_THE_PATH = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+)
 
 
 def _prepare_source(sources: Sources, position: int, settings: PackSettings) -> PackedImage | str:
@@ -200,22 +213,16 @@ def _prepare_source(sources: Sources, position: int, settings: PackSettings) -> 
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe would wait for ever
             return "cannot be read: not a regular file"
-        data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        if not sources.folder.exists():  # or every image would be left out, one by one
-            raise ShardError(
-                f"{sources.folder} is gone. Bring it back and run the same command again."
-            ) from error
-        return f"cannot be read: {error.strerror}"
+        return prepare_image(path.read_bytes(), settings)
+    except UnusableImageError as error:
+        return str(error)
     except ValueError as error:  # a zero byte in the path
         return f"cannot be read: {error}"
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):  # the name is at fault, not the disk
+        gone = not os.path.exists(sources.folder)  # or every image would be left out, one by one
+        if not gone and error.errno in _OF_THE_PATH:
             return f"cannot be read: {error.strerror}"
         raise ShardError(
-            f"{path} cannot be read: {error.strerror}. Then run the same command again."
+            f"{sources.folder if gone else path} cannot be read: {error.strerror}. Bring it back "
+            "and run the same command again."
         ) from error
-    try:
-        return prepare_image(data, settings)
-    except UnusableImageError as error:
-        return str(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lightning_ring.data.shards import Manifest
@@ -12,7 +12,8 @@ from lightning_ring.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class PackSettings:
-    """
+    """The settings that decide the bytes of a packing; the number of workers is not one of them.
+
     Args:
         size: Shorter side, in pixels, to which larger images are shrunk; 0 leaves all at their
             size.
@@ -48,51 +49,42 @@ class PackSettings:
                 f"--quality {self.quality}: expected a JPEG quality from 1 to 100."
             )
 
-    @property
-    def shard_bytes(self) -> int:
-        return int(self.shard_mb * 2**20)
-
-
-PACKING = ".packing"
-"""The folder, in that of the set, of what is unfinished."""
-
 
 @dataclass(frozen=True)
 class PackJob:
     """
     Args:
-        classes: Names of classes in the order of their numbers; None: by name, after those that the
-            set has.
-        append: Add to the set in ``target``, if there is one.
-        generation: The one that will be made; ``first_shard`` and ``first_key`` are its first new
-            numbers.
+        classes: Names of classes in the order of their numbers; None: by name, after those of
+            ``base``.
+        base: The set in ``target`` to which images are appended; None: a new set.
     """
 
     source: Path
     target: Path
     settings: PackSettings
     classes: Sequence[str] | None = None
-    append: bool = False
-    generation: int = 0
-    first_shard: int = 0
-    first_key: int = 0
+    base: Manifest | None = None
 
     @property
     def state(self) -> Path:
-        return self.target / PACKING
+        """The folder, in that of the set, of what is unfinished."""
+        return self.target / ".packing"
 
     @property
     def identity(self) -> dict[str, object]:
         """The same for two commands that may go on with each other's shards."""
         return {"source": str(self.source), **asdict(self.settings)}
 
-    def after(self, base: Manifest | None) -> PackJob:
-        """This job with the numbers of the generation that follows ``base``."""
-        if base is None:
-            return self
-        return replace(
-            self,
-            generation=base.generation + 1,
-            first_shard=len(base.shards),
-            first_key=base.samples,
-        )
+    @property
+    def generation(self) -> int:
+        """The one that will be made."""
+        return 0 if self.base is None else self.base.generation + 1
+
+    @property
+    def first_classes(self) -> list[str]:
+        """Those whose numbers are given."""
+        return [] if self.base is None else self.base.classes
+
+    @property
+    def first_shard(self) -> int:
+        return 0 if self.base is None else len(self.base.shards)

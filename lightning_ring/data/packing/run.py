@@ -13,15 +13,16 @@ old and new ones.
 
 from __future__ import annotations
 
+import csv
 import errno
 import json
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,210 +34,30 @@ from lightning_ring.data.packing.changes import (
     already_there,
     describe_changes,
     of_set,
-    of_shards,
     of_sources,
 )
 from lightning_ring.data.packing.image import prepared_images
-from lightning_ring.data.packing.job import PACKING, PackJob, PackSettings
-from lightning_ring.data.packing.sources import (
-    HEADER,
-    Sources,
-    leave_out_there,
-    list_sources,
-    load_sources,
-    write_whole,
-)
+from lightning_ring.data.packing.job import PackJob, PackSettings
+from lightning_ring.data.packing.sources import Sources, list_sources, load_sources, write_whole
 from lightning_ring.data.packing.writer import (
-    COUNTED,
     Progress,
-    Rest,
     ShardRecord,
+    count_treatments,
     read_records,
+    report_of,
     write_generation,
     write_shards,
 )
-from lightning_ring.data.shards import MANIFEST, Manifest, read_manifest
+from lightning_ring.data.shards import MANIFEST, REPORT, Manifest, read_manifest
 from lightning_ring.errors import ConfigurationError, ShardError
 from lightning_ring.host.file_lock import claim, release
 
-_LOCK = "lock"
-
-log = logging.getLogger(__name__)
-
-
-@contextmanager
-def only_one(state: Path, target: Path) -> Iterator[None]:
-    """Lock the folder ``state`` (made if it is not there) against other processes; the lock ends
-    with this process.
-
-    An empty folder is removed at the end. Raises `ConfigurationError`: another process has it.
-    """
-    file = _claimed(state, target)
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # it is not empty; or it is gone; or another process has it by now
-            if os.listdir(state) == [_LOCK]:
-                os.unlink(state / _LOCK)
-                os.rmdir(state)
-        release(file)
-
-
-def clear(state: Path, ignore_errors: bool = False) -> None:
-    """Empty the locked folder ``state``, but keep its lock: another process could take the lock
-    and find the rest.
-    """
-    for path in state.iterdir():
-        with suppress(*[OSError] * ignore_errors):
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != _LOCK:
-                path.unlink()
-
-
-def _claimed(state: Path, target: Path) -> int:
-    path = state / _LOCK
-    while True:
-        state.mkdir(parents=True, exist_ok=True)
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT)
-        except FileNotFoundError:
-            continue  # a process that has finished removed the folder in between
-        try:
-            is_locked = claim(file)
-            if _same(file, path):
-                if not is_locked:
-                    log.warning(
-                        "lightning_ring: %s has no locks. See to it that one process alone packs.",
-                        target,
-                    )
-                return file
-        except BaseException as error:
-            release(file)
-            if isinstance(error, OSError) and error.errno == errno.EBUSY:
-                found = f"another process is packing into {target}"
-                raise ConfigurationError(f"{found}. Wait for it, or end it.") from None
-            raise
-        release(file)
-
-
-def _same(file: int, path: Path) -> bool:
-    """Whether ``path`` still is the open ``file``, and not one that was made after it had been
-    removed.
-    """
-    try:
-        return os.path.samestat(os.fstat(file), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-SETTINGS = "settings.json"
-"""In the folder of what is unfinished: of a packing that has begun."""
-
-
-def check_paths(job: PackJob) -> None:
-    source, target = job.source, job.target
-    if not source.exists():
-        expected = "a folder with a folder for each class, or a CSV file"
-        raise ConfigurationError(f"{source} is not there. Expected {expected}.")
-    if target.resolve().is_relative_to(source.resolve()):
-        raise ConfigurationError(
-            f"{target} is inside {source}: its shards would be taken for images. Choose another."
-        )
-
-
-def check_empty(target: Path) -> None:
-    if not target.exists() or (target / PACKING).exists():
-        return
-    if strangers := sorted(name for name in os.listdir(target) if name != "lost+found"):
-        raise ConfigurationError(
-            f"{target} is not empty: it holds {strangers[0]!r} and no packing. Choose an empty "
-            "folder, or one that is not there yet."
-        )
-
-
-def is_left_over(state: Path, base: Manifest | None) -> bool:
-    """Whether ``state`` is of a packing that has made its generation, and was ended before it
-    removed the folder.
-    """
-    with suppress(FileNotFoundError):
-        begun: int = json.loads((state / SETTINGS).read_bytes())["generation"]
-        return base is not None and begun <= base.generation
-    return False
-
-
-def finished(job: PackJob, manifest: Manifest) -> Manifest:
-    """``manifest``, if it is what ``job`` would write."""
-    if manifest.generation:
-        raise ConfigurationError(
-            f"images were appended to {job.target} (generation {manifest.generation}). "
-            "`lightning-ring pack --append` adds further images; choose another folder for "
-            "another set."
-        )
-    refuse_other({"source": manifest.source, **manifest.settings}, job, "packed already")
-    if is_left_over(job.state, manifest):
-        with suppress(ConfigurationError), only_one(job.state, job.target):
-            clear(job.state, ignore_errors=True)
-    refuse_changed(
-        manifest.identity, lambda: of_shards(job.target, manifest), job, None, "packed already"
-    )
-    return manifest
-
-
-def refuse_changed(
-    identity: str, was: Callable[[], Listed], job: PackJob, base: Manifest | None, state: str
-) -> None:
-    """List the source again; an error where it is not what was listed."""
-    with tempfile.TemporaryDirectory(prefix="lightning-ring-") as folder:
-        first = () if base is None else base.classes
-        now = list_sources(job.source, Path(folder), True, job.classes, first)
-        if now.identity == identity:
-            return
-        changes = describe_changes(was(), of_sources(now))
-    what_next = (
-        "To pack them as they are now, choose another folder, or remove this one."
-        if base is None
-        else f"To append them as they are now, remove {job.state}: it holds the append that is "
-        "half finished."
-    )
-    raise ConfigurationError(
-        f"{job.target} is {state}, and {job.source} has changed since: {changes}. Nothing was "
-        f"written; {job.target} holds images and labels as they were. {what_next}"
-    )
-
-
-def refuse_other(was: dict[str, object], job: PackJob, state: str) -> None:
-    now = job.identity
-    settings = sorted(now.keys() | was.keys() - {"generation"})
-    if changed := [
-        f"{name} {was.get(name)}, now {now.get(name)}"
-        for name in settings
-        if was.get(name) != now.get(name)
-    ]:
-        raise ConfigurationError(
-            f"{job.target} is {state} with another command: {'; '.join(changed)}. Give the same "
-            "arguments, choose another folder, or remove "
-            f"{job.target if not job.generation else job.state}."
-        )
-
-
-def disk_error(error: OSError, target: Path) -> str:
-    where = error.filename or target
-    kept = (
-        "Finished shards are kept: run the same command again, and it goes on after the last of "
-        "them."
-    )
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = shutil.disk_usage(target).free / 2**20
-        return (
-            f"{where} cannot be written: {error.strerror} ({free:.0f} MiB are free). Make room. "
-            f"{kept}"
-        )
-    return f"{where}: {error.strerror}. {kept}"
-
-
 # the report of an append that added nothing, and so made no generation
 NOT_ADDED = "index/left-out.csv"
+_LOCK = ".lock"
+_SETTINGS = "settings.json"
+
+log = logging.getLogger(__name__)
 
 
 def pack(
@@ -260,103 +81,205 @@ def pack(
 
     Raises:
         ConfigurationError: The source cannot be packed, has changed since it was, or the target
-            holds something else.
+            holds something else, or another process packs into it.
         ShardError: The disk is full or failing. What is finished is kept; the same call goes on
             from there.
     """
-    job = PackJob(source.absolute(), target.absolute(), settings, classes, append)
-    check_paths(job)
+    job = PackJob(source.absolute(), target.absolute(), settings, classes)
+    _check_paths(job)
     try:
-        if (job.target / MANIFEST).exists():
-            if not job.append:
-                return finished(job, read_manifest(job.target))
-        else:
-            check_empty(job.target)
-        with _begun(job) as (job, base):
-            return _pack(job, base, workers, progress)
+        with only_one(job.target):
+            if (job.target / MANIFEST).exists():
+                base = read_manifest(job.target)
+                _remove_left_over(job, base)
+                if not append:
+                    return _packed_already(job, base)
+                job = replace(job, base=base)
+            _begin(job)
+            return _pack(job, workers, progress)
     except OSError as error:
-        raise ShardError(disk_error(error, job.target)) from error
+        raise ShardError(_disk_error(error, job.target)) from error
 
 
 @contextmanager
-def _begun(job: PackJob) -> Iterator[tuple[PackJob, Manifest | None]]:
-    """Locks the work of ``job``; yields it with its numbers, and the set that it adds to."""
-    with only_one(job.state, job.target):
-        base = read_manifest(job.target) if (job.target / MANIFEST).exists() else None
-        if base is not None and not job.append:
-            raise ConfigurationError(
-                f"{job.target} was packed by another process just now. Start the command again."
-            )
-        job = job.after(base)
-        if is_left_over(job.state, base):
-            clear(job.state)
-        settings = job.state / SETTINGS
-        if settings.exists():
-            refuse_other(json.loads(settings.read_bytes()), job, "half packed")
-        else:
-            write_whole(
-                settings, json.dumps({**job.identity, "generation": job.generation}).encode()
-            )
-        yield job, base
+def only_one(target: Path) -> Iterator[None]:
+    """Lock the folder ``target`` (made if it is not there) against other processes; the lock ends
+    with this process.
 
-
-def _pack(job: PackJob, base: Manifest | None, workers: int, progress: Progress) -> Manifest:
-    records = read_records(job.state, job.target, job.first_shard)
-    rest = Rest()
+    Raises `ConfigurationError`: another process has it.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    file = os.open(target / _LOCK, os.O_RDWR | os.O_CREAT)
     try:
-        sources = _sources(job, base, bool(records))
+        is_locked = claim(file)
+    except OSError as error:
+        release(file)
+        if error.errno != errno.EBUSY:
+            raise
+        raise ConfigurationError(
+            f"another process is packing into {target}. Wait for it, or end it."
+        ) from None
+    if not is_locked:
+        log.warning(
+            "lightning_ring: %s has no locks. See to it that one process alone packs.", target
+        )
+    try:
+        yield
+    finally:
+        release(file)
+
+
+def _check_paths(job: PackJob) -> None:
+    source, target = job.source, job.target
+    if not source.exists():
+        expected = "a folder with a folder for each class, or a CSV file"
+        raise ConfigurationError(f"{source} is not there. Expected {expected}.")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ConfigurationError(
+            f"{target} is inside {source}: its shards would be taken for images. Choose another."
+        )
+    found = set(os.listdir(target)) if target.exists() else set()
+    strangers = sorted(found - {_LOCK, "lost+found"})
+    if strangers and not found & {MANIFEST, job.state.name}:
+        raise ConfigurationError(
+            f"{target} is not empty: it holds {strangers[0]!r} and no packing. Choose an empty "
+            "folder, or one that is not there yet."
+        )
+
+
+def _remove_left_over(job: PackJob, manifest: Manifest) -> None:
+    """Remove the state of a packing that was ended after its manifest had been written."""
+    settings = job.state / _SETTINGS
+    if settings.exists() and json.loads(settings.read_bytes())["generation"] <= manifest.generation:
+        shutil.rmtree(job.state)
+
+
+def _begin(job: PackJob) -> None:
+    settings = job.state / _SETTINGS
+    if settings.exists():
+        _refuse_other(json.loads(settings.read_bytes()), job, "half packed")
+        return
+    job.state.mkdir(exist_ok=True)
+    write_whole(settings, json.dumps({**job.identity, "generation": job.generation}).encode())
+
+
+def _packed_already(job: PackJob, manifest: Manifest) -> Manifest:
+    """``manifest``, if it is what ``job`` would write."""
+    if manifest.generation:
+        raise ConfigurationError(
+            f"images were appended to {job.target} (generation {manifest.generation}). "
+            "`lightning-ring pack --append` adds further images; choose another folder for "
+            "another set."
+        )
+    _refuse_other({"source": manifest.source, **manifest.settings}, job, "packed already")
+    with open(job.target / REPORT, newline="", encoding="utf-8", errors="surrogateescape") as rows:
+        left_out = {name for what, name, _ in csv.reader(rows) if what == "left out"}
+    was = partial(of_set, job.target, manifest)
+    _refuse_changed(manifest.identity, was, job, "packed already", left_out)
+    return manifest
+
+
+def _refuse_other(was: dict[str, object], job: PackJob, state: str) -> None:
+    now = job.identity
+    if changed := [
+        f"{name} {was.get(name)}, now {now[name]}"
+        for name in sorted(now)
+        if was.get(name) != now[name]
+    ]:
+        raise ConfigurationError(
+            f"{job.target} is {state} with another command: {'; '.join(changed)}. Give the same "
+            "arguments, choose another folder, or remove "
+            f"{job.target if job.base is None else job.state}."
+        )
+
+
+def _refuse_changed(
+    identity: str,
+    was: Callable[[], Listed],
+    job: PackJob,
+    state: str,
+    left_out: Collection[str] = (),
+) -> None:
+    """List the source again; an error where it is not what was listed."""
+    with tempfile.TemporaryDirectory(prefix="lightning-ring-") as folder:
+        now = list_sources(job.source, Path(folder), True, job.classes, job.first_classes)
+        if now.identity == identity:
+            return
+        changes = describe_changes(was(), of_sources(now), left_out)
+    what_next = (
+        "To pack them as they are now, choose another folder, or remove this one."
+        if job.base is None
+        else f"To append them as they are now, remove {job.state}: it holds the append that is "
+        "half finished."
+    )
+    raise ConfigurationError(
+        f"{job.target} is {state}, and {job.source} has changed since: {changes}. Nothing was "
+        f"written; {job.target} holds images and labels as they were. {what_next}"
+    )
+
+
+def _pack(job: PackJob, workers: int, progress: Progress) -> Manifest:
+    records = read_records(job)
+    try:
+        sources = _sources(job, bool(records))
         # once, here: threads that load Pillow's plugins at the same time disturb each other
         Image.init()
         with ThreadPoolExecutor(workers, thread_name_prefix="pack") as pool:
             left = range(records[-1].next_position if records else 0, len(sources))
             try:
                 images = prepared_images(sources, left, job.settings, pool, ahead=4 * workers)
-                for record in write_shards(images, sources, records, job, progress, rest):
+                for record in write_shards(images, sources, list(records), job, progress):
                     records.append(record)
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
-        return _finish(job, base, sources, records, rest)
+        manifest = _finished(job, sources, records)
     except ConfigurationError:
-        if not records:
-            clear(job.state)  # nothing to go on with, and the next command will be another
+        if not any(record.shard.samples for record in records):
+            # nothing to go on with, and the next command will be another
+            shutil.rmtree(job.state)
         raise
+    shutil.rmtree(job.state, ignore_errors=True)
+    return manifest
 
 
-def _sources(job: PackJob, base: Manifest | None, is_begun: bool) -> Sources:
+def _sources(job: PackJob, is_begun: bool) -> Sources:
     listed = load_sources(job.state) if is_begun else None  # else nothing is packed by the list
     if listed is not None:
-        refuse_changed(listed.identity, partial(of_sources, listed), job, base, "half packed")
+        _refuse_changed(listed.identity, partial(of_sources, listed), job, "half packed")
         return listed
-    first = () if base is None else base.classes
-    if base is not None and job.classes is not None and list(job.classes[: len(first)]) != first:
+    first = job.first_classes
+    if job.classes is not None and list(job.classes[: len(first)]) != first:
         raise ConfigurationError(
             f"--classes does not begin with the {len(first)} classes of {job.target}, whose "
             f"numbers stay as they are. Leave --classes out, or write {job.target / MANIFEST} "
             "there with the new classes at the end."
         )
     listed = list_sources(job.source, job.state, job.settings.group_by_class, job.classes, first)
-    if base is None:
+    if job.base is None:
         return listed
-    return leave_out_there(
-        job.state, already_there(of_set(job.target, base), of_sources(listed), job.target)
-    )
+    was = of_set(job.target, job.base)
+    return listed.without(already_there(was, of_sources(listed), job.target), job.state)
 
 
-def _finish(
-    job: PackJob, base: Manifest | None, sources: Sources, records: list[ShardRecord], rest: Rest
-) -> Manifest:
-    if records:
-        manifest = write_generation(job, base, sources, records, rest)
-    elif base is None:
-        rows = rest.report.splitlines(keepends=True)
+def _finished(job: PackJob, sources: Sources, records: list[ShardRecord]) -> Manifest:
+    if any(record.shard.samples for record in records):
+        return write_generation(job, sources, records)
+    if job.base is None:
+        rows = [row for record in records for row in record.report.splitlines(keepends=True)]
         first_rows = b"".join(rows[:5]).decode("utf-8", "backslashreplace").rstrip()
         raise ConfigurationError(
             f"none of {len(rows)} images can be packed. The first of them:\n{first_rows}"
         )
-    else:  # nothing to add
-        counts = {name: rest.counts.get(name, 0) for name in COUNTED}
-        counts["left out"] += sources.left_out
-        manifest = replace(base, counts={**counts, "added": 0, "there": sources.there})
-        write_whole(job.target / NOT_ADDED, HEADER + sources.report + rest.report)
-    clear(job.state, ignore_errors=True)
-    return manifest
+    write_whole(job.target / NOT_ADDED, b"".join(report_of(sources, records)))
+    counts = count_treatments(sources, records)
+    return replace(job.base, counts={**counts, "added": 0, "there": sources.there})
+
+
+def _disk_error(error: OSError, target: Path) -> str:
+    free = ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = f" ({shutil.disk_usage(target).free / 2**20:.0f} MiB are free). Make room"
+    return (
+        f"{error.filename or target} cannot be written: {error.strerror}{free}. Finished shards "
+        "are kept: run the same command again, and it goes on after the last of them."
+    )

@@ -94,9 +94,11 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 
 def scan_folder(folder: Path) -> Iterator[Found | LeftOut]:
     """Every image below a class folder, and everything else by name. Names are relative to
-    ``folder``.
+    ``folder``; links are followed.
 
-    Raises `OSError`: a folder cannot be read.
+    Raises:
+        OSError: A folder cannot be read.
+        ConfigurationError: A link leads to a folder that it is in.
     """
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if not entry.is_dir():
@@ -105,47 +107,32 @@ def scan_folder(folder: Path) -> Iterator[Found | LeftOut]:
             yield LeftOut(entry.name, "a hidden folder is no class")
         else:
             yield Found(None, entry.name)
-            yield from _scan_class(folder, entry.name)
+            # sorted() as ImageFolder has it, which is not the order of a walk through sorted
+            # folders ("a-b" before "a/c").
+            for root, files in sorted(_walk(entry.path)):
+                for file in sorted(files):
+                    name = os.path.relpath(os.path.join(root, file), folder)
+                    if file.lower().endswith(EXTENSIONS):
+                        yield Found(name, entry.name)
+                    else:
+                        expected = " ".join(EXTENSIONS)
+                        yield LeftOut(
+                            name,
+                            f"its extension is none of {expected}; a CSV can list it all the same",
+                        )
 
 
-def _scan_class(folder: Path, class_name: str) -> Iterator[Found | LeftOut]:
-    loops: list[LeftOut] = []
-    # sorted() as ImageFolder has it, which is not the order of a walk through sorted folders ("a-b"
-    # before "a/c").
-    for root, files in sorted(_walk(str(folder), class_name, loops)):
-        for file in sorted(files):
-            name = os.path.relpath(os.path.join(root, file), folder)
-            if file.lower().endswith(EXTENSIONS):
-                yield Found(name, class_name)
-            else:
-                yield LeftOut(
-                    name,
-                    f"its extension is none of {' '.join(EXTENSIONS)}; a CSV can "
-                    "list it all the same",
-                )
-    yield from loops
-
-
-def _walk(folder: str, class_name: str, loops: list[LeftOut]) -> Iterator[tuple[str, list[str]]]:
-    """The folders at and below ``folder/class_name``, with their files. Links are followed.
-
-    Those that lead back to a folder that they are in are not: they are added to ``loops``.
-    """
+def _walk(top: str) -> Iterator[tuple[str, list[str]]]:
+    """The folders at and below ``top``, with their files."""
 
     def fail(error: OSError) -> None:
         raise error  # os.walk would leave a folder that it cannot read out without a word
 
-    for root, folders, files in os.walk(
-        os.path.join(folder, class_name), onerror=fail, followlinks=True
-    ):
+    for root, folders, files in os.walk(top, onerror=fail, followlinks=True):
         here = os.path.realpath(root) + os.sep
-        for name in list(folders):
-            path = os.path.join(root, name)
+        for path in (os.path.join(root, name) for name in folders):
             if os.path.islink(path) and here.startswith(os.path.realpath(path) + os.sep):
-                folders.remove(name)
-                loops.append(
-                    LeftOut(os.path.relpath(path, folder), "a link to a folder that it is in")
-                )
+                raise ConfigurationError(f"{path} is a link to a folder that it is in. Remove it.")
         yield root, files
 
 
@@ -185,14 +172,6 @@ def read_csv(file: Path) -> Iterator[Found | LeftOut]:
         yield Found(row.path, row.label)
 
 
-def _one_spelling(path: str) -> str:
-    """``./a//b.jpg`` and ``a/b.jpg`` are one path; ``..`` stays: behind a link it leads
-    elsewhere.
-    """
-    path = path.strip()
-    return str(PurePath(path)) if "./" in path or "//" in path else path
-
-
 def _repeated_paths(file: Path) -> set[int]:
     """Hashes of the paths that occur twice: 8 bytes a row, where a dict of all paths would take
     some 200.
@@ -217,7 +196,12 @@ def _rows(file: Path) -> Iterator[_Row]:
             for cells in reader:
                 if cells:
                     cells += [""] * len(columns)
-                    yield _Row(reader.line_num, _one_spelling(cells[path]), cells[label].strip())
+                    # `./a//b.jpg` and `a/b.jpg` are one path; `..` stays: after a link it leads
+                    # elsewhere.
+                    name = cells[path].strip()
+                    if "./" in name or "//" in name:
+                        name = str(PurePath(name))
+                    yield _Row(reader.line_num, name, cells[label].strip())
         except csv.Error as error:
             raise ConfigurationError(
                 f"{file}, line {reader.line_num}, is not CSV: {error}."
@@ -254,7 +238,33 @@ def check_distinct(names: Sequence[str], source: Path) -> None:
         same[plain] = name
 
 
+def read_classes(file: Path) -> list[str]:
+    """Names of classes in the order of their numbers: a line each, or those of the
+    ``manifest.json`` of other shards.
+
+    Raises `ConfigurationError`: it cannot be read, names no class, or one twice.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+        is_manifest = file.suffix == ".json"
+        classes = json.loads(text)["classes"] if is_manifest else text.rstrip("\n").split("\n")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"--classes {file} cannot be read: {error}. Expected a text file with the name of a "
+            "class in each line, or the manifest.json of packed shards."
+        ) from None
+    if "" in classes:
+        raise ConfigurationError(
+            f"--classes {file}: line {classes.index('') + 1} is empty. Expected the name of a "
+            "class in each line."
+        )
+    check_distinct(classes, file)
+    return list(classes)
+
+
 _REPORT = "sources.csv"
+_HEAD = "sources.json"
+_COLUMNS = ("labels", "ends", "order", "stamps")
 _SEED = 0  # of the one shuffle that mixes the classes
 
 
@@ -268,17 +278,17 @@ class Sources:
     images are in the set already, and have no place in ``order``.
     """
 
-    folder: Path  # names are relative to it
+    folder: str  # names are relative to it
     classes: list[str]
-    report: bytes
     left_out: int
     identity: str
-    labels: npt.NDArray[np.int32]
-    order: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
+    there: int
+    report: bytes
     names: npt.NDArray[np.uint8]
+    labels: npt.NDArray[np.int32]
+    ends: npt.NDArray[np.int64]
+    order: npt.NDArray[np.int64]
     stamps: npt.NDArray[np.uint64]
-    there: int = 0
 
     def __len__(self) -> int:
         return len(self.order)
@@ -295,10 +305,36 @@ class Sources:
         return self.names[start : int(self.ends[i])].tobytes()
 
     def path(self, position: int) -> Path:
-        return self.folder / os.fsdecode(self.name(position))
+        return Path(self.folder, os.fsdecode(self.name(position)))
 
     def label(self, position: int) -> int:
         return int(self.labels[self.order[position]])
+
+    def without(self, there: npt.NDArray[np.bool_], folder: Path) -> Sources:
+        """Without images that are ``there`` (a bool for each of the list); kept in ``folder``, as
+        this one is.
+        """
+        _save(folder, "order", self.order[~there[self.order]])
+        head = json.loads((folder / _HEAD).read_bytes()) | {"there": int(there.sum())}
+        write_whole(folder / _HEAD, json.dumps(head).encode())
+        return _load(folder)
+
+
+def load_sources(folder: Path) -> Sources | None:
+    """The list that `list_sources` wrote to ``folder``; None where it did not finish."""
+    return _load(folder) if (folder / _HEAD).exists() else None
+
+
+def _load(folder: Path) -> Sources:
+    columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _COLUMNS}
+    names, report = np.memmap(folder / "names", mode="r"), (folder / _REPORT).read_bytes()
+    head = json.loads((folder / _HEAD).read_bytes())
+    return Sources(**head, **columns, names=names, report=report)
+
+
+def _save(folder: Path, name: str, column: npt.NDArray[Any]) -> None:
+    with whole_file(folder / f"{name}.npy") as file:
+        np.save(file, column)
 
 
 def list_sources(
@@ -317,51 +353,56 @@ def list_sources(
     Raises `ConfigurationError`: ``source`` is neither a folder of class folders nor a CSV, or has
     no image, or its classes cannot be told apart, or are none of ``classes``.
     """
-    found = scan_folder(source) if source.is_dir() else read_csv(source)
+    numbers: dict[str, int] = {}  # of the classes, in the order in which they are met
+    met, ends, end, left_out = array("i"), array("q"), 0, 0
     with whole_file(into / _REPORT) as report, whole_file(into / "names") as names:
-        listed = _write_list(found, report, names)
-    if not listed.labels:
-        raise ConfigurationError(f"{source} lists no image.{_first_lines(into / _REPORT)}")
+        for item in scan_folder(source) if source.is_dir() else read_csv(source):
+            if isinstance(item, LeftOut):
+                report.write(report_row("left out", item.name, item.reason))
+                left_out += 1
+                continue
+            number = numbers.setdefault(item.class_name, len(numbers))
+            if item.name is not None:
+                end += names.write(os.fsencode(item.name))
+                ends.append(end)
+                met.append(number)
+    if not met:
+        rows = (into / _REPORT).read_bytes().decode("utf-8", "backslashreplace").splitlines()
+        shown = "\n  ".join(["", *rows[:5], *["..."] * (len(rows) > 5)])
+        raise ConfigurationError(f"{source} lists no image.{shown}")
     if classes is None:
         known = set(first)
-        classes = [
-            *first,
-            *sorted_classes([name for name in listed.numbers if name not in known], source),
-        ]
+        new = [name for name in numbers if name not in known]
+        classes = [*first, *sorted_classes(new, source)]
         check_distinct(classes, source)
     classes = list(classes)
-    renumber = _class_numbers(listed.numbers, classes, source)
-    labels = renumber[np.frombuffer(listed.labels, np.int32)]
+    labels = _class_numbers(numbers, classes, source)[np.frombuffer(met, np.int32)]
+    # The order is kept on disk: numpy does not promise the same permutation in its next version.
     mixing = np.random.Generator(np.random.Philox(_SEED))
     columns: dict[str, npt.NDArray[Any]] = {
         "labels": labels,
-        "ends": np.frombuffer(listed.ends, np.int64),
-        # kept on disk with the list: numpy does not promise the same permutation in its next
-        # version
+        "ends": np.frombuffer(ends, np.int64),
         "order": np.argsort(labels, kind="stable")
         if group_by_class
         else mixing.permutation(len(labels)),
     }
-    for name, values in columns.items():
-        with whole_file(into / f"{name}.npy") as file:
-            np.save(file, values)
-    folder = source if source.is_dir() else source.parent
-    stamps = _stamps(str(folder), into / "names", columns["ends"])
-    with whole_file(into / "stamps.npy") as file:
-        np.save(file, stamps)
+    folder = str(source if source.is_dir() else source.parent)
+    text = np.memmap(into / "names", mode="r")
+    columns["stamps"] = _stamps(folder, text, columns["ends"])
+    for name, column in columns.items():
+        _save(into, name, column)
     identity = hashlib.sha256(json.dumps(classes).encode())
-    for part in (labels, columns["ends"], np.memmap(into / "names", mode="r"), stamps):
+    for part in (labels, columns["ends"], text, columns["stamps"]):
         identity.update(np.ascontiguousarray(part).view(np.uint8).data)
     head = {
-        "folder": str(folder),
+        "folder": folder,
         "classes": classes,
-        "left_out": listed.left_out,
+        "left_out": left_out,
         "identity": identity.hexdigest(),
+        "there": 0,
     }
-    write_whole(into / "sources.json", json.dumps(head | {"there": 0}).encode())
-    sources = load_sources(into)
-    assert sources is not None
-    return sources
+    write_whole(into / _HEAD, json.dumps(head).encode())
+    return _load(into)
 
 
 def _class_numbers(
@@ -383,111 +424,21 @@ _AT_ONCE = 4096  # files a thread looks at before it takes others
 _THREADS = 16  # a network file system answers many questions in the time of one
 
 
-def _stamps(folder: str, names: Path, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+def _stamps(
+    folder: str, names: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint64]:
     """Of each file a number made of its length and time; 0 where there is none."""
-    text = np.memmap(names, mode="r")
 
-    def look(first: int) -> npt.NDArray[np.uint64]:
-        start = int(ends[first - 1]) if first else 0
-        found = array("Q")
+    def look(first: int) -> array[int]:
+        found, start = array("Q"), int(ends[first - 1]) if first else 0
         for end in ends[first : first + _AT_ONCE].tolist():
             try:
-                status = os.stat(os.path.join(folder, os.fsdecode(text[start:end].tobytes())))
+                status = os.stat(os.path.join(folder, os.fsdecode(names[start:end].tobytes())))
                 found.append((status.st_size * 0x9E3779B97F4A7C15 ^ status.st_mtime_ns) % 2**64)
             except (OSError, ValueError):  # the packing says so when it comes to it
                 found.append(0)
             start = end
-        return np.array(found, np.uint64)
+        return found
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        return np.concatenate(list(pool.map(look, range(0, len(ends), _AT_ONCE))))
-
-
-class _Listed(NamedTuple):
-    numbers: dict[str, int]  # of the classes, in the order in which they were met
-    labels: array[int]
-    ends: array[int]
-    left_out: int
-
-
-def _write_list(found: Iterable[Found | LeftOut], report: BinaryIO, names: BinaryIO) -> _Listed:
-    numbers: dict[str, int] = {}
-    labels, ends, end, left_out = array("i"), array("q"), 0, 0
-    for item in found:
-        if isinstance(item, LeftOut):
-            report.write(report_row("left out", item.name, item.reason))
-            left_out += 1
-            continue
-        number = numbers.setdefault(item.class_name, len(numbers))
-        if item.name is not None:
-            end += names.write(os.fsencode(item.name))
-            ends.append(end)
-            labels.append(number)
-    return _Listed(numbers, labels, ends, left_out)
-
-
-def _first_lines(report: Path, most: int = 5) -> str:
-    lines = report.read_bytes().decode("utf-8", "backslashreplace").splitlines()
-    return "".join(f"\n  {line}" for line in lines[:most]) + (
-        f"\n  and {len(lines) - most} more" * (len(lines) > most)
-    )
-
-
-def load_sources(folder: Path) -> Sources | None:
-    """The list that `list_sources` wrote to ``folder``; None where it did not finish."""
-    if not (folder / "sources.json").exists():
-        return None
-    head = json.loads((folder / "sources.json").read_bytes())
-    return Sources(
-        folder=Path(head["folder"]),
-        classes=head["classes"],
-        report=(folder / _REPORT).read_bytes(),
-        left_out=head["left_out"],
-        identity=head["identity"],
-        labels=np.load(folder / "labels.npy", mmap_mode="r"),
-        order=np.load(folder / "order.npy", mmap_mode="r"),
-        ends=np.load(folder / "ends.npy", mmap_mode="r"),
-        names=np.memmap(folder / "names", mode="r"),
-        stamps=np.load(folder / "stamps.npy", mmap_mode="r"),
-        there=head["there"],
-    )
-
-
-def leave_out_there(folder: Path, there: npt.NDArray[np.bool_]) -> Sources:
-    """Take the images of the list in ``folder`` that are ``there`` (a bool for each of the list)
-    out of its order.
-    """
-    head, order = json.loads((folder / "sources.json").read_bytes()), np.load(folder / "order.npy")
-    with whole_file(folder / "order.npy") as file:
-        np.save(file, order[~there[order]])
-    write_whole(folder / "sources.json", json.dumps(head | {"there": int(there.sum())}).encode())
-    sources = load_sources(folder)
-    assert sources is not None
-    return sources
-
-
-def read_classes(file: Path) -> list[str]:
-    """Names of classes in the order of their numbers: a line each, or those of the
-    ``manifest.json`` of other shards.
-
-    Raises `ConfigurationError`: it cannot be read, names no class, or one twice.
-    """
-    try:
-        text = file.read_text(encoding="utf-8")
-        classes = json.loads(text)["classes"] if file.suffix == ".json" else text.split("\n")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(
-            f"--classes {file} cannot be read: {error}. Expected a text file with the name of a "
-            "class in each line, or the manifest.json of packed shards."
-        ) from None
-    if file.suffix != ".json":
-        classes = [line.rstrip("\r") for line in classes]
-        while classes and not classes[-1]:
-            classes.pop()
-    if not classes or "" in classes:
-        where = f"line {classes.index('') + 1} is empty" if classes else "it is empty"
-        raise ConfigurationError(
-            f"--classes {file}: {where}. Expected the name of a class in each line."
-        )
-    check_distinct(classes, file)
-    return list(classes)
+        return np.concatenate(list(pool.map(look, range(0, len(ends), _AT_ONCE)))).astype(np.uint64)
