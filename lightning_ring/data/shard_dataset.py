@@ -16,7 +16,6 @@ from torch.utils.data import Dataset
 
 from lightning_ring.data.decoding import decode_rgb
 from lightning_ring.data.shards import (
-    BLOCK,
     ByteRange,
     ShardFiles,
     ShardIndex,
@@ -131,12 +130,8 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         return [self._read(i, place) for i, place in zip(indices, places, strict=True)]
 
     def key(self, i: SupportsIndex) -> str:
-        """The name of image ``i`` in its tar, and in webdataset (``__key__``); read from the
-        tar.
-        """
-        place = self._index.place(i)
-        header = self._files.read(place._replace(offset=place.offset - BLOCK, size=BLOCK))
-        return header[:100].split(b".")[0].decode("ascii", "replace")
+        """The name of image ``i`` in its tar, and in webdataset (``__key__``)."""
+        return f"{self._index.position(i):09d}"
 
     def name(self, i: SupportsIndex) -> str:
         """Where image ``i`` came from: its path in the image folder or in the CSV."""

@@ -41,10 +41,9 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
-from itertools import accumulate, count
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate
 from operator import index as as_index
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
@@ -213,23 +212,27 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def damage(path: Path, sha256: str) -> str:
+    """What is wrong with a file that had this SHA-256; empty if nothing is."""
+    try:
+        found = file_sha256(path)
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    if found == sha256:
+        return ""
+    return f"{path} is not as it was packed: it has SHA-256 {found}, expected {sha256}"
+
+
 def check_lengths(root: Path, shards: list[Shard]) -> list[str]:
     """One line for every shard that is missing, or not as long as it was packed; reads no shard."""
-    names, found = {shard.name for shard in shards}, {}
-    for entry in os.scandir(root):
-        if entry.name in names:
-            with suppress(FileNotFoundError):  # it is removed just now, or a link to nowhere
-                found[entry.name] = entry.stat().st_size
     problems = []
     for shard in shards:
-        size = found.get(shard.name)
-        if size is None:
-            problems.append(f"{root / shard.name} is missing")
-        elif size != shard.bytes:
+        path = root / shard.name
+        if not path.exists():
+            problems.append(f"{path} is missing")
+        elif (size := path.stat().st_size) != shard.bytes:
             what = "cut short" if size < shard.bytes else "longer than packed"
-            problems.append(
-                f"{root / shard.name} is {what}: it has {size} bytes, expected {shard.bytes}"
-            )
+            problems.append(f"{path} is {what}: it has {size} bytes, expected {shard.bytes}")
     return problems
 
 
@@ -271,12 +274,10 @@ class ShardIndex:
         self._places = self.column("places")
 
     def check_all(self) -> None:
-        """Raises `ShardError`: a file of the index is not as it was written; a copy of it would
-        be taken for whole.
-        """
+        """Raises `ShardError`: a file of the index is not as it was written."""
         for name in self._manifest.files:
             if name.startswith(f"{self._manifest.index}/"):
-                self._check(name.removeprefix(f"{self._manifest.index}/"))
+                self._check(Path(name).name)
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """One array, mapped read-only.
@@ -317,18 +318,9 @@ class ShardIndex:
             ) from None
 
     def _check(self, name: str) -> None:
-        try:
-            found = file_sha256(self._path(name))
-        except OSError as error:
-            raise ShardError(
-                f"{self._path(name)} cannot be read: {error.strerror}. Restore it."
-            ) from None
-        expected = self._manifest.files[f"{self._manifest.index}/{name}"]
-        if found != expected:
-            raise ShardError(
-                f"{self._path(name)} is not as it was packed: it has SHA-256 {found}, expected "
-                f"{expected}. Restore it, or pack the images again."
-            )
+        sha256 = self._manifest.files[f"{self._manifest.index}/{name}"]
+        if problem := damage(self._path(name), sha256):
+            raise ShardError(f"{problem}. Restore it, or pack the images again.")
 
     def __len__(self) -> int:
         return self._samples
@@ -357,23 +349,15 @@ class ShardIndex:
         return names[start : int(ends[i])].tobytes().decode("utf-8", "surrogateescape")
 
 
-def key(number: int) -> str:
-    """The name, in its tar and without extension, of the image of that number in the order of
-    writing.
-    """
-    return f"{number:09d}"
-
-
 _LOOK_AFTER = "Look after the disk or the network file system, then start the job again."
-_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0)  # Windows
 
 
 class _OpenFile:
-    """A descriptor that closes when the last thread that uses it lets go."""
+    """A file that closes when the last thread that uses it lets go."""
 
     def __init__(self, path: Path) -> None:
-        self.descriptor = -1
-        self.descriptor = os.open(path, _FLAGS)
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        self.descriptor = self._file.fileno()
         # Windows: reading moves a position
         self._lock = None if hasattr(os, "pread") else threading.Lock()
         if hasattr(os, "posix_fadvise"):  # Linux; without it each small read would fetch 128 KiB
@@ -383,58 +367,39 @@ class _OpenFile:
         if self._lock is None:
             return os.pread(self.descriptor, size, offset)
         with self._lock:
-            os.lseek(self.descriptor, offset, os.SEEK_SET)
-            return os.read(self.descriptor, size)
+            self._file.seek(offset)
+            return self._file.read(size)
 
     def __del__(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-
-
-# by data set and shard, of this process, the oldest first
-_open: dict[tuple[int, int], _OpenFile] = {}
-_numbers = count()
+        if hasattr(self, "_file"):
+            self._file.close()
 
 
 class ShardFiles:
     """Reads bytes of shards. Files open when they are first needed and share no position, so
     threads need no lock.
 
-    All data sets of a process together keep ``max_open`` files open, by default a quarter of the
-    process's limit.
+    A data set keeps ``max_open`` files open, by default an eighth of the process's limit.
     """
 
     def __init__(self, root: Path, shards: Sequence[Shard], max_open: int | None = None) -> None:
-        self._number = next(_numbers)
         self._root = root
         self._shards = shards
-        self._max_open = max(1, most_open_files() // 4 if max_open is None else max_open)
+        self._file = lru_cache(max_open or max(1, most_open_files() // 8))(_OpenFile)
 
-    def __del__(self) -> None:
-        for key in [key for key in list(_open) if key[0] == self._number]:
-            _open.pop(key, None)
-
-    def _file(self, shard: int) -> _OpenFile:
-        key = self._number, shard
-        file = _open.get(key)
-        if file is None:
-            try:
-                file = _OpenFile(self.path(shard))
-            except FileNotFoundError:
-                raise ShardLostError(
-                    f"{self.path(shard)} is gone since the set was opened. Restore the file, then "
-                    "start the job again."
-                ) from None
-            except OSError as error:
-                raise ShardLostError(
-                    f"{self.path(shard)} cannot be opened: {error.strerror}. {_LOOK_AFTER}"
-                ) from error
-            # Not an OrderedDict behind a lock: a lock that a thread holds during a fork stays held
-            # in the child.
-            for oldest in list(_open)[: max(0, len(_open) - self._max_open + 1)]:
-                _open.pop(oldest, None)
-            _open[key] = file
-        return file
+    def _opened(self, shard: int) -> _OpenFile:
+        path = self.path(shard)
+        try:
+            return self._file(path)
+        except FileNotFoundError:
+            raise ShardLostError(
+                f"{path} is gone since the set was opened. Restore the file, then start the job "
+                "again."
+            ) from None
+        except OSError as error:
+            raise ShardLostError(
+                f"{path} cannot be opened: {error.strerror}. {_LOOK_AFTER}"
+            ) from error
 
     def read(self, place: ByteRange) -> bytes:
         """The bytes at ``place``, in one system call, without the GIL. Their CRC-32 is the caller's
@@ -442,20 +407,19 @@ class ShardFiles:
 
         Raises `ShardLostError`: the file is gone, ends before, or the disk fails.
         """
-        file = self._file(place.shard)  # held, or another thread could close it meanwhile
+        file, path = self._opened(place.shard), self.path(place.shard)
         try:
             data = file.read(place.size, place.offset)
         except OSError as error:
             raise ShardLostError(
-                f"{self.path(place.shard)} cannot be read at offset {place.offset}, {place.size} "
-                f"bytes: {error.strerror}. {_LOOK_AFTER}"
+                f"{path} cannot be read at offset {place.offset}, {place.size} bytes: "
+                f"{error.strerror}. {_LOOK_AFTER}"
             ) from error
         if len(data) != place.size:
             shard = self._shards[place.shard]
             raise ShardLostError(
-                f"{self.path(place.shard)} is cut short: at offset {place.offset} it has "
-                f"{len(data)} bytes, expected {place.size}. Restore the file ({shard.bytes} bytes, "
-                f"SHA-256 {shard.sha256})."
+                f"{path} is cut short: at offset {place.offset} it has {len(data)} bytes, expected "
+                f"{place.size}. Restore the file ({shard.bytes} bytes, SHA-256 {shard.sha256})."
             )
         return data
 
@@ -463,77 +427,56 @@ class ShardFiles:
         """Tell the kernel to start reading ``places``, all at once; returns before it has."""
         if hasattr(os, "posix_fadvise"):
             for place in places:
-                file = self._file(place.shard)
+                file = self._opened(place.shard)
                 os.posix_fadvise(file.descriptor, place.offset, place.size, os.POSIX_FADV_WILLNEED)
 
     def path(self, shard: int) -> Path:
         return self._root / self._shards[shard].name
 
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
-
-
-def verify(root: Path, workers: int, progress: Progress) -> list[str]:
-    """A line for every problem; none if all is as it was packed.
+def verify(root: Path, workers: int, progress: Callable[[int, int], None]) -> list[str]:
+    """A line for every problem; none if all is as it was packed. Every byte of every file is read.
 
     Lengths and checksums of all files; of a shard that differs, the images that do, with their
     offsets. Raises `ShardError`: there is no manifest to compare with, or that of a generation
     cannot be read.
+
+    Args:
+        progress: Called with the bytes of shards that are read, and those of all.
     """
     manifests = [read_manifest(root, number) for number in generations(root)]
     newest = manifests[-1]  # has the shards of all others
     problems = check_lengths(root, newest.shards)
     names = {shard.name for shard in newest.shards}
-    strangers = sorted(path for path in root.glob("*.tar") if path.name not in names)
     problems += [
-        f"{path} is not in the manifest; a reader of *.tar reads it too" for path in strangers
+        f"{path} is not in the manifest; a reader of *.tar reads it too"
+        for path in sorted(root.glob("*.tar"))
+        if path.name not in names
     ]
-    wrong = dict(found for manifest in manifests for found in _check_files(root, manifest))
-    problems += wrong.values()
-    # else it would blame images that are
-    is_whole = not any(name.startswith(newest.index) for name in wrong)
+    files = {name: sha256 for manifest in manifests for name, sha256 in manifest.files.items()}
+    wrong = {name: damage(root / name, sha256) for name, sha256 in files.items()}
+    problems += filter(None, wrong.values())
+    # a damaged index would blame images that are whole
+    is_whole = not any(wrong[name] for name in wrong if name.startswith(newest.index))
+    index = ShardIndex(root, newest) if is_whole else None
 
     def look(shard: Shard) -> list[str]:
-        return _check_shard(
-            root / shard.name,
-            shard,
-            newest,
-            partial(ShardIndex, root, newest) if is_whole else None,
-        )
+        path = root / shard.name
+        if not path.exists() or not (problem := damage(path, shard.sha256)):
+            return []
+        try:
+            images = () if index is None else _damaged_images(path, newest, shard, index)
+            return [*images, problem]
+        except OSError:  # a bad sector must not hide what is wrong elsewhere
+            return [problem]
 
-    shards = [shard for shard in newest.shards if (root / shard.name).exists()]
-    done, total = 0, sum(shard.bytes for shard in shards)
+    done, total = 0, sum(shard.bytes for shard in newest.shards)
     with ThreadPoolExecutor(workers) as pool:
-        for shard, found in zip(shards, pool.map(look, shards), strict=True):
-            problems += found
+        for shard, damaged in zip(newest.shards, pool.map(look, newest.shards), strict=True):
+            problems += damaged
             done += shard.bytes
             progress(done, total)
     return problems
-
-
-def _check_files(root: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Names and problems of the files beside the shards."""
-    for name, sha256 in manifest.files.items():
-        try:
-            found = file_sha256(root / name)
-        except OSError as error:
-            yield name, f"{root / name} cannot be read: {error.strerror}"
-            continue
-        if found != sha256:
-            yield name, f"{root / name} has SHA-256 {found}, expected {sha256}"
-
-
-def _check_shard(
-    path: Path, shard: Shard, manifest: Manifest, index: Callable[[], ShardIndex] | None
-) -> list[str]:
-    """Problems of the file ``path``; if ``index`` opens one, also those of its images."""
-    try:
-        if (found := file_sha256(path)) == shard.sha256:
-            return []
-        images = () if index is None else _damaged_images(path, manifest, shard, index())
-        return [*images, f"{path} has SHA-256 {found}, expected {shard.sha256}"]
-    except OSError as error:  # a bad sector must not hide what is wrong elsewhere
-        return [f"{path} cannot be read: {error.strerror}"]
 
 
 def _damaged_images(
@@ -545,12 +488,11 @@ def _damaged_images(
             _, offset, size, crc32 = index.place(i)
             file.seek(offset)
             data = file.read(size)
-            if zlib.crc32(data) != crc32:
-                found = (
-                    "cut short"
-                    if len(data) < size
-                    else "its bytes are not those that were packed (CRC-32)"
-                )
-                yield f"{path}, offset {offset}, {size} bytes, image {i}: {found}"
             if len(data) < size:
+                yield f"{path}, offset {offset}, {size} bytes, image {i}: cut short"
                 return  # the file has ended, and so would every image after this one
+            if zlib.crc32(data) != crc32:
+                yield (
+                    f"{path}, offset {offset}, {size} bytes, image {i}: its bytes are not those "
+                    "that were packed (CRC-32)"
+                )

@@ -17,7 +17,7 @@ import torch
 import webdataset
 from torch.utils.data import DataLoader
 
-from lightning_ring.data import ShardDataset, shards
+from lightning_ring.data import ShardDataset
 from lightning_ring.data.packing import run
 from lightning_ring.data.packing.job import PackSettings
 from lightning_ring.data.shards import ShardFiles, ShardIndex, read_manifest
@@ -181,19 +181,7 @@ def test_threads_share_the_files(packed, max_open):
     order = random.Random(0).choices(range(len(dataset)), k=4000)
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(dataset.read, order)) == [expected[i] for i in order]
-    # threads that open at the same time may overshoot
-    assert len(shards._open) <= (max_open or 100) + 8
-
-
-def test_all_data_sets_of_a_process_share_one_bound(packed, monkeypatch):
-    monkeypatch.setattr(shards, "most_open_files", lambda: 12)
-    datasets = [ShardDataset(packed) for _ in range(5)]
-    for i in range(len(datasets[0])):
-        for dataset in datasets:
-            dataset.read(i)
-    assert len(shards._open) == 3
-    del dataset, datasets
-    assert not shards._open
+    assert dataset._files._file.cache_info().currsize <= (max_open or 100)
 
 
 def open_descriptors():
