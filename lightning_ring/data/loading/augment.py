@@ -27,35 +27,22 @@ from torch.overrides import TorchFunctionMode
 from lightning_ring.errors import ConfigurationError, SampleError
 from lightning_ring.host.random_state import remember_random_state
 
-_NAMES = (
-    *(
-        "bernoulli",
-        "binomial",
-        "multinomial",
-        "normal",
-        "poisson",
-        "rand",
-        "rand_like",
-        "randint",
-        "randint_like",
-    ),
-    *("randn", "randn_like", "randperm", "_sample_dirichlet", "_standard_gamma"),
+Transform = Callable[..., Any]
+_TRIALS = 8
+_PATIENCE = 5.0  # seconds, for an image that is being transformed at the end
+_LEFT_TO_THE_RANK = "SIGINT SIGTERM SIGHUP SIGUSR1 SIGUSR2"
+
+_FUNCTIONS = (
+    "bernoulli binomial multinomial normal poisson rand rand_like randint randint_like randn "
+    "randn_like randperm _sample_dirichlet _standard_gamma"
 )
 _METHODS = (
-    *(
-        "bernoulli",
-        "bernoulli_",
-        "cauchy_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "multinomial",
-        "normal_",
-    ),
-    *("random_", "uniform_"),
+    "bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_ "
+    "uniform_"
 )
 _DRAWING = frozenset(
-    [getattr(torch, name) for name in _NAMES] + [getattr(Tensor, name) for name in _METHODS]
+    [getattr(torch, name) for name in _FUNCTIONS.split()]
+    + [getattr(Tensor, name) for name in _METHODS.split()]
 )
 
 
@@ -93,18 +80,6 @@ def seed_process(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-class SharedGenerators:
-    """What the generators of the whole process hold, so that a later `used` can say which of
-    them were drawn from.
-    """
-
-    def __init__(self) -> None:
-        self._states = _states()
-
-    def used(self) -> list[str]:
-        return [name for name, state in _states().items() if state != self._states[name]]
-
-
 def _states() -> dict[str, Any]:
     numpy: Any = np.random.get_state()
     return {
@@ -112,10 +87,6 @@ def _states() -> dict[str, Any]:
         "numpy.random": (numpy[1].tobytes(), *numpy[2:]),
         "torch's own generator": torch.get_rng_state().numpy().tobytes(),
     }
-
-
-Transform = Callable[..., Any]
-_TRIALS = 8
 
 
 class TransformFailedError(Exception):
@@ -161,7 +132,7 @@ class InThreads:
         if self._begun:
             return
         self._begun = True
-        restore, shared = remember_random_state(), SharedGenerators()
+        restore, before = remember_random_state(), _states()
         try:
             tried = self._copy()
             for seed in range(_TRIALS):
@@ -173,7 +144,7 @@ class InThreads:
                     # if it fails on an image too, its error names that
                     with suppress(TransformFailedError):
                         tried.run([image], [seed])
-            used = shared.used()
+            used = [name for name, state in _states().items() if state != before[name]]
         finally:
             restore()
         if used:
@@ -271,28 +242,19 @@ def _described(image: Tensor) -> str:
     return f"{' x '.join(map(str, image.shape))} of {str(image.dtype).removeprefix('torch.')}"
 
 
-_PATIENCE = 5.0  # seconds, for an image that is being transformed at the end
-_LEFT_TO_THE_RANK = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-
-
 class InProcesses:
     """``num`` processes, one for each thread that decodes; they start with the first batch, as
     `DataLoader`'s do.
 
-    Images travel through shared memory that has no name. A process ends with this object, or with
-    its rank, however that ends.
-
-    Args:
-        num: Threads that call `run` at a time.
-        images: That one call of `run` hands over, at most.
+    Each has an interpreter and random generators of its own. A process ends with this object, or
+    with its rank, however that ends.
     """
 
-    def __init__(self, transform: Transform, num: int, images: int) -> None:
+    def __init__(self, transform: Transform, num: int) -> None:
         self.transform = transform
         self.num = num
-        self.images = images
-        self.processes: list[_Process] = []
-        self._idle: SimpleQueue[_Process] = SimpleQueue()
+        self.processes: list[tuple[Any, Connection]] = []
+        self._idle: SimpleQueue[tuple[Any, Connection]] = SimpleQueue()
 
     def begin(self, sizes: Sequence[tuple[int, int]]) -> None:
         """Start the processes, in the thread that takes batches: no thread of the loader runs yet.
@@ -303,100 +265,68 @@ class InProcesses:
         if self.processes:
             return
         SeededTransform(self.transform)  # its errors come here, not from the processes
-        num_bytes = self.images * max(3 * height * width for height, width in sizes)
         # before multiprocessing waits for its children
         Finalize(self, _end, args=(self.processes,), exitpriority=10)
-        for _ in range(self.num):
-            process = _Process(self.transform, num_bytes)
-            self.processes.append(process)
-            self._idle.put(process)
-
-    def run(self, images: Sequence[Tensor], seeds: Sequence[int]) -> None:
-        process = self._idle.get()
-        try:
-            process.run(images, seeds)
-        finally:
-            self._idle.put(process)
-
-
-class _Process:
-    def __init__(self, transform: Transform, num_bytes: int) -> None:
-        self.transform = transform
-        self.memory = torch.empty(num_bytes, dtype=torch.uint8).share_memory_()
         context = multiprocessing.get_context()
-        self.connection, theirs = context.Pipe()
-        self.process: Any = context.Process(
-            target=_serve,
-            args=(theirs, self.connection, self.memory, transform),
-            name="ring-transform",
-            daemon=True,
-        )
-        try:
-            self.process.start()
-        # where processes are not forked
-        except (AttributeError, PicklingError, TypeError) as error:
-            raise ConfigurationError(
-                f"sample_transform {name_of(transform)} cannot be sent to a process: {error}. "
-                "Define it at the top level of a module, or give in_processes=False."
-            ) from error
-        finally:
-            theirs.close()
+        for _ in range(self.num):
+            mine, theirs = context.Pipe()
+            process: Any = context.Process(
+                target=_serve, args=(theirs, mine, self.transform), daemon=True
+            )
+            try:
+                process.start()
+            # where processes are not forked
+            except (AttributeError, PicklingError, TypeError) as error:
+                raise ConfigurationError(
+                    f"sample_transform {name_of(self.transform)} cannot be sent to a process: "
+                    f"{error}. Define it at the top level of a module, or give in_processes=False."
+                ) from error
+            finally:
+                theirs.close()
+            self.processes.append((process, mine))
+            self._idle.put((process, mine))
 
     def run(self, images: Sequence[Tensor], seeds: Sequence[int]) -> None:
-        shared = _images(self.memory, len(images), images[0].shape)
-        for mine, image in zip(shared, images, strict=True):
-            mine.copy_(image)
+        process, connection = self._idle.get()
         try:
-            self.connection.send((images[0].shape, seeds))
-            failed = self.connection.recv()
+            rows = torch.stack([image.permute(1, 2, 0) for image in images])
+            connection.send((rows.numpy(), seeds))
+            made = connection.recv()
         except (EOFError, OSError) as error:
-            self.process.join(_PATIENCE)
+            process.join(_PATIENCE)
             raise SampleError(
                 f"a process that ran sample_transform {name_of(self.transform)} ended with exit "
-                f"code {self.process.exitcode}. -9 is often the machine's memory running out: use "
+                f"code {process.exitcode}. -9 is often the machine's memory running out: use "
                 "fewer num_threads."
             ) from error
-        if failed is not None:
-            raise failed
-        for mine, image in zip(shared, images, strict=True):
-            image.copy_(mine)
+        finally:
+            self._idle.put((process, connection))
+        if isinstance(made, TransformFailedError):
+            raise made
+        for image, pixels in zip(images, made, strict=True):
+            image.copy_(torch.from_numpy(pixels).permute(2, 0, 1))
 
 
-def _images(memory: Tensor, num: int, shape: Sequence[int]) -> list[Tensor]:
-    """``num`` images at the start of ``memory``, each ``shape`` (3 x height x width), channels
-    last.
-    """
-    _, height, width = shape
-    rows = memory[: num * 3 * height * width].view(num, height, width, 3)
-    return list(rows.permute(0, 3, 1, 2))
-
-
-def _serve(
-    connection: Connection, of_the_rank: Connection, memory: Tensor, transform: Transform
-) -> None:
+def _serve(connection: Connection, of_the_rank: Connection, transform: Transform) -> None:
     """Run ``transform`` until the rank says so, or is gone."""
     of_the_rank.close()  # else this process would keep its own connection open
-    for name in _LEFT_TO_THE_RANK:  # which may want to save a checkpoint first
+    for name in _LEFT_TO_THE_RANK.split():  # which may want to save a checkpoint first
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     torch.set_num_threads(1)
     if "cv2" in sys.modules:
         sys.modules["cv2"].setNumThreads(1)
     seeded = _SeededProcess(transform)
-    while True:
-        try:
-            request = connection.recv()
-        except (EOFError, OSError):
-            return
-        if request is None:
-            return
-        shape, seeds = request
-        with torch.inference_mode():
-            failed = _failure(seeded, _images(memory, len(seeds), shape), seeds)
-        try:
-            connection.send(failed)
-        except OSError:
-            return
+    with suppress(EOFError, OSError), torch.inference_mode():
+        while (request := connection.recv()) is not None:
+            pixels, seeds = request
+            try:
+                seeded.run(list(torch.from_numpy(pixels).permute(0, 3, 1, 2)), seeds)
+                connection.send(pixels)
+            except TransformFailedError as failed:
+                if failed.__cause__ is not None:
+                    failed.reason += "\n" + "".join(traceback.format_exception(failed.__cause__))
+                connection.send(TransformFailedError(failed.place, failed.reason))
 
 
 class _SeededProcess(SeededTransform):
@@ -407,28 +337,16 @@ class _SeededProcess(SeededTransform):
         return super()._made(image, seed)
 
 
-def _failure(
-    seeded: SeededTransform, images: list[Tensor], seeds: list[int]
-) -> TransformFailedError | None:
-    try:
-        seeded.run(images, seeds)
-    except TransformFailedError as failed:
-        if failed.__cause__ is not None:
-            failed.reason += "\n" + "".join(traceback.format_exception(failed.__cause__))
-        return TransformFailedError(failed.place, failed.reason)
-    return None
-
-
-def _end(processes: list[_Process]) -> None:
-    for process in processes:
+def _end(processes: list[tuple[Any, Connection]]) -> None:
+    for _, connection in processes:
         with suppress(OSError):  # it has ended
-            process.connection.send(None)
-        process.connection.close()
-    for process in processes:
-        process.process.join(_PATIENCE)
-        if process.process.is_alive():
-            process.process.kill()
-            process.process.join()
+            connection.send(None)
+        connection.close()
+    for process, _ in processes:
+        process.join(_PATIENCE)
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 def transform_batch(
@@ -453,21 +371,11 @@ def transform_batch(
             made = transform(images, labels)
     finally:
         restore()
-    _check(made, transform, len(images))
-    return made[0], made[1]
-
-
-def _check(made: Any, transform: Transform, num: int) -> None:
-    pair = (
-        isinstance(made, (tuple, list))
-        and len(made) == 2
-        and all(isinstance(part, Tensor) for part in made)
-    )
-    if pair and [len(part) for part in made] == [num, num]:
-        return
-    found = (
-        f"{len(made[0])} images and {len(made[1])} labels" if pair else f"a {type(made).__name__}"
-    )
+    num, found = len(images), f"a {type(made).__name__}"
+    if isinstance(made, tuple | list) and [isinstance(part, Tensor) for part in made] == [True] * 2:
+        if len(made[0]) == len(made[1]) == num:
+            return made[0], made[1]
+        found = f"{len(made[0])} images and {len(made[1])} labels"
     raise ConfigurationError(
         f"batch_transform {name_of(transform)} made {found} of {num} images and labels, expected "
         "(images, labels), as many as it got. A transform of images alone fits as lambda images, "

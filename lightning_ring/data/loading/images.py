@@ -23,7 +23,7 @@ from lightning_ring.data.loading.augment import (
     TransformFailedError,
 )
 from lightning_ring.data.loading.loader import Loader, LoaderTimes, Samples
-from lightning_ring.data.loading.on_device import Buffers, Memory, OnDevice
+from lightning_ring.data.loading.on_device import OnDevice
 from lightning_ring.data.loading.transforms import (
     Crop,
     DeviceTransform,
@@ -33,7 +33,6 @@ from lightning_ring.data.loading.transforms import (
 from lightning_ring.data.sampling.counters import Stream, integers, uniforms
 from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
 from lightning_ring.errors import ConfigurationError, SampleError, ShardError, ShardLostError
-from lightning_ring.host.accelerator import is_gpu
 from lightning_ring.host.cores import available_cores
 
 log = logging.getLogger(__name__)
@@ -107,7 +106,8 @@ class ImageSource(Protocol):
 
 @dataclass(slots=True)
 class _Room:
-    memory: Memory
+    memories: list[Tensor]  # of each view
+    places: list[tuple[Tensor, ...]]  # of each sample: its views, each 1 x 3 x height x width
     samples: Samples
     indices: Ints  # of the images in it: those of the samples, or their replacements
     numbers: list[Rows]  # of each sample
@@ -156,7 +156,7 @@ class ImageBatches:
         self.on_error = on_error
         self.skipped = Skipped()
         self.source = source
-        self.chunk: int | None = _chunk(source)
+        self.chunk: int | None = getattr(source, "chunk", _CHUNK)
         self.with_views = isinstance(crop, Sequence)
         self.crops = list(crop) if isinstance(crop, Sequence) else [crop]
         if not self.crops:
@@ -167,9 +167,7 @@ class ImageBatches:
         self.sample_transforms = sample_transforms
         self._sizes = [height_and_width(crop.size) for crop in self.crops]
         self._ends = list(accumulate((crop.num_uniforms for crop in self.crops), initial=0))
-        device = torch.device(device)
-        self._buffers = Buffers(self._sizes, pinned=is_gpu(device))
-        self.on_device = OnDevice(device, transform, batch_transform, self._buffers)
+        self.on_device = OnDevice(torch.device(device), transform, batch_transform, self._sizes)
         self.ahead = self.on_device.on_gpu
 
     # -- in the thread that takes batches, before
@@ -183,9 +181,10 @@ class ImageBatches:
         if self.sample_transforms is not None:
             self.sample_transforms.begin(self._sizes)
             seeds = integers(samples.seed, Stream.SAMPLE, *at, len(self.crops)).tolist()
-        return _Room(
-            self._buffers.take(len(samples)), samples, samples.indices.copy(), numbers, seeds
-        )
+        num = len(samples)
+        memories = [pool.take(num) for pool in self.on_device.pools]
+        places = list(zip(*(memory[:num].split(1) for memory in memories), strict=True))
+        return _Room(memories, places, samples, samples.indices.copy(), numbers, seeds)
 
     # -- in the threads that decode
 
@@ -201,13 +200,11 @@ class ImageBatches:
                 zip(indices, encoded, numbers, strict=True), start=offset
             ):
                 try:
-                    self._decode(room.memory.places[place], index, data, rows)
+                    self._decode(room.places[place], index, data, rows)
                 except (SampleError, ShardError, OSError) as error:
                     self._raise_unless_skipped(error)
                     self.skipped.add(index, self.source.where(index), error)
-                    room.indices[place] = self._replace(
-                        room.memory.places[place], index, rows, error
-                    )
+                    room.indices[place] = self._replace(room.places[place], index, rows, error)
                     skipped += 1
             if self.sample_transforms is not None:
                 self._transform(self.sample_transforms, room, offset, len(indices))
@@ -217,7 +214,7 @@ class ImageBatches:
 
     def _transform(self, transforms: SampleTransforms, room: _Room, offset: int, num: int) -> None:
         for view in range(len(self.crops)):
-            images = [places[view][0] for places in room.memory.places[offset : offset + num]]
+            images = [places[view][0] for places in room.places[offset : offset + num]]
             try:
                 transforms.run(images, [seeds[view] for seeds in room.seeds[offset : offset + num]])
             except TransformFailedError as error:
@@ -278,16 +275,12 @@ class ImageBatches:
         numbers = [torch.from_numpy(self.source.labels[room.indices]).long()]
         if self.with_indices:
             numbers.append(torch.from_numpy(room.indices))
-        return self.on_device.start(room.memory, room.samples, numbers)
+        return self.on_device.start(room.memories, room.samples, numbers)
 
     def finish(self, started: tuple[list[Tensor], list[Tensor]]) -> tuple[Any, ...]:
         views, numbers = started
         self.on_device.finish([*views, *numbers])
         return (tuple(views) if self.with_views else views[0], *numbers)
-
-
-def _chunk(source: ImageSource) -> int:
-    return getattr(source, "chunk", _CHUNK)
 
 
 def image_loader(
@@ -334,7 +327,7 @@ def image_loader(
     sample_transforms: SampleTransforms | None = None
     if sample_transform is not None:
         sample_transforms = (
-            InProcesses(sample_transform, num_threads, _chunk(source))
+            InProcesses(sample_transform, num_threads)
             if in_processes
             else InThreads(sample_transform)
         )

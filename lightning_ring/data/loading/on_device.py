@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,81 +17,50 @@ from lightning_ring.data.sampling.counters import Stream, integers, uniforms
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 
-_SPARE = 8  # buffers: when many batches are let go at once, the others are freed
+_SPARE = 8  # when many batches are let go at once, the memory of the others is freed
 
 
-@dataclass(slots=True)
-class Memory:
-    """Room for a batch of decoded images, in each of the sizes that they are cropped to."""
-
-    views: list[Tensor]  # each batch size x 3 x height x width, uint8, channels last
-    places: list[tuple[Tensor, ...]]  # of each sample: its images, each 1 x 3 x height x width
-    copied: Any = None  # an event: the device has read it
-
-    def of(self, num: int) -> list[Tensor]:
-        """The views of the first ``num`` samples."""
-        return [view[:num] for view in self.views]
-
-
-class Buffers:
-    """Memory that is given back for the next batch.
+class Pool:
+    """Memory of batches of one size, which is filled again and again: to the kernel, fresh pages
+    cost more.
 
     Args:
-        sizes: Heights and widths.
+        size: Height and width.
         pinned: For copies to a GPU.
     """
 
-    def __init__(self, sizes: Sequence[tuple[int, int]], pinned: bool) -> None:
-        self.sizes = sizes
+    def __init__(self, size: tuple[int, int], dtype: torch.dtype, pinned: bool = False) -> None:
+        self.size = size
+        self.dtype = dtype
         self.pinned = pinned
-        self._free: deque[Memory] = deque(maxlen=_SPARE)
+        self._free: deque[tuple[Tensor, Any]] = deque(maxlen=_SPARE)
 
-    def take(self, num: int) -> Memory:
-        """Memory for ``num`` samples, or more, that nobody uses."""
-        memory = self._free.popleft() if self._free else None
-        if memory is None or len(memory.places) < num:  # of a smaller batch
-            # an evaluation's, in which the next training would not write
-            with torch.inference_mode(False):
-                views = [self._view(num, *size) for size in self.sizes]
-                memory = Memory(views, list(zip(*(view.split(1) for view in views), strict=True)))
-        if memory.copied is not None:
-            memory.copied.synchronize()
-        return memory
+    def take(self, num: int) -> Tensor:
+        """``num`` images or more, each 3 x height x width, channels last, that nobody uses."""
+        if self._free:
+            memory, copied = self._free.popleft()
+            if copied is not None:
+                copied.synchronize()
+            if len(memory) >= num:
+                return memory
+        # an evaluation's, in which the next training would not write
+        with torch.inference_mode(False):
+            rows = torch.empty((num, *self.size, 3), dtype=self.dtype, pin_memory=self.pinned)
+            return rows.permute(0, 3, 1, 2)
 
-    def _view(self, num: int, height: int, width: int) -> Tensor:
-        rows = torch.empty((num, height, width, 3), dtype=torch.uint8, pin_memory=self.pinned)
-        return rows.permute(0, 3, 1, 2)
+    def give_back(self, memory: Tensor, copied: Any = None) -> None:
+        """``copied``: an event, after which the device has read ``memory``."""
+        self._free.append((memory, copied))
 
-    def give_back(self, memory: Memory) -> None:
-        self._free.append(memory)
-
-
-def lend(memory: Tensor, release: Callable[[], object]) -> Tensor:
-    """A tensor over ``memory`` (contiguous, on the CPU), which is filled again: to the kernel,
-    fresh pages cost more.
-
-    ``release`` is called when the tensor, its views and arrays made of them are gone, in the thread
-    of the last one.
-    """
-    with torch.inference_mode(False):
-        array = memory.view(torch.uint8).numpy()  # numpy knows no bfloat16
-        lent = torch.from_numpy(array).view(memory.dtype)
-    weakref.finalize(array, release).atexit = False
-    return lent
-
-
-def last_of(num: int, release: Callable[[], object]) -> Callable[[], None]:
-    """A function whose call number ``num`` calls ``release``, from whichever threads they come."""
-    left = list(range(num))
-
-    def called() -> None:
-        if left.pop() == 0:
-            release()
-
-    return called
-
-
-_SPARE = 8  # buffers: when many batches are let go at once, the others are freed
+    def lend(self, memory: Tensor, num: int) -> Tensor:
+        """The first ``num`` images of ``memory``, on the CPU, which is given back when the tensor,
+        its views and arrays made of them are gone.
+        """
+        with torch.inference_mode(False):
+            array = memory.permute(0, 2, 3, 1).view(torch.uint8).numpy()  # numpy knows no bfloat16
+            lent = torch.from_numpy(array).view(memory.dtype).permute(0, 3, 1, 2)
+        weakref.finalize(array, self.give_back, memory).atexit = False
+        return lent[:num]
 
 
 class OnDevice:
@@ -102,7 +69,7 @@ class OnDevice:
     Args:
         transform: Run on each view; `None` leaves uint8 images.
         batch_transform: Run after it on each view and the labels.
-        buffers: Where the views' memory goes when it is free.
+        sizes: Heights and widths of the views.
     """
 
     def __init__(
@@ -110,37 +77,44 @@ class OnDevice:
         device: torch.device,
         transform: DeviceTransform | None,
         batch_transform: Transform | None,
-        buffers: Buffers,
+        sizes: Sequence[tuple[int, int]],
     ) -> None:
         self.device = device
         self.transform = transform.to(device) if transform is not None else None
         self.batch_transform = batch_transform
         if isinstance(batch_transform, nn.Module):
             batch_transform.to(device)
-        self.buffers = buffers
         self.on_gpu = is_gpu(device)
         self._stream: Any = None
-        # of each view, on a CPU
-        self._floats = [deque[Tensor](maxlen=_SPARE) for _ in buffers.sizes]
+        # of each view
+        self.pools = [Pool(size, torch.uint8, self.on_gpu) for size in sizes]
+        self._floats = [] if transform is None else [Pool(size, transform.dtype) for size in sizes]
 
     def start(
-        self, memory: Memory, samples: Samples, numbers: Sequence[Tensor]
+        self, memories: Sequence[Tensor], samples: Samples, numbers: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Views and ``numbers`` (labels first; one for each sample) on their way to the device."""
+        """Views and ``numbers`` (labels first; one for each sample) on their way to the device.
+
+        Args:
+            memories: From `pools`, each with ``samples`` in its first places; given back.
+        """
         if not self.on_gpu:
-            views = self._views_on_host(memory, samples)
+            views = [self._on_host(memory, samples, i) for i, memory in enumerate(memories)]
             return self._mixed(views, [tensor.to(self.device) for tensor in numbers], samples)
         gpu = gpu_module(self.device)
         if self._stream is None:
             self._stream = gpu.Stream(self.device)
         with gpu.stream(self._stream):
-            views = [view.to(self.device, non_blocking=True) for view in memory.of(len(samples))]
-            copied = memory.copied = gpu.Event()
+            views = [
+                memory[: len(samples)].to(self.device, non_blocking=True) for memory in memories
+            ]
+            copied = gpu.Event()
             copied.record()
             views = [self._transformed(view, samples, i) for i, view in enumerate(views)]
             sent = [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in numbers]
             made = self._mixed(views, sent, samples)
-        self.buffers.give_back(memory)
+        for pool, memory in zip(self.pools, memories, strict=True):
+            pool.give_back(memory, copied)
         return made
 
     def finish(self, tensors: Sequence[Tensor]) -> None:
@@ -151,16 +125,13 @@ class OnDevice:
             for tensor in tensors:
                 tensor.record_stream(current)
 
-    def _views_on_host(self, memory: Memory, samples: Samples) -> list[Tensor]:
-        views = memory.of(len(samples))
+    def _on_host(self, memory: Tensor, samples: Samples, view: int) -> Tensor:
+        pool, num = self.pools[view], len(samples)
         if self.transform is None and self.device.type == "cpu":
-            release = last_of(len(views), partial(self.buffers.give_back, memory))
-            return [lend(view.permute(0, 2, 3, 1), release).permute(0, 3, 1, 2) for view in views]
-        views = [
-            self._transformed(view.to(self.device), samples, i) for i, view in enumerate(views)
-        ]
-        self.buffers.give_back(memory)
-        return views
+            return pool.lend(memory, num)
+        made = self._transformed(memory[:num].to(self.device), samples, view)
+        pool.give_back(memory)
+        return made
 
     def _transformed(self, images: Tensor, samples: Samples, view: int) -> Tensor:
         if self.transform is None:
@@ -176,13 +147,8 @@ class OnDevice:
                 numbers = numbers.pin_memory().to(self.device, non_blocking=True)
         if self.device.type != "cpu":
             return self.transform(images, numbers)
-        free = self._floats[view]
-        memory = free.popleft() if free else None
-        if memory is None or len(memory) < len(images):
-            with torch.inference_mode(False):
-                memory = torch.empty(images.permute(0, 2, 3, 1).shape, dtype=self.transform.dtype)
-        out = lend(memory[: len(images)], partial(free.append, memory))
-        return self.transform(images, numbers, out=out.permute(0, 3, 1, 2))
+        pool, num = self._floats[view], len(images)
+        return self.transform(images, numbers, out=pool.lend(pool.take(num), num))
 
     def _mixed(
         self, views: list[Tensor], numbers: list[Tensor], samples: Samples
