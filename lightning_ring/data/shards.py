@@ -44,7 +44,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
-from operator import index as as_index
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -269,6 +268,7 @@ class ShardIndex:
         self._manifest = manifest
         self._samples = manifest.samples
         self._starts = list(accumulate((shard.samples for shard in manifest.shards), initial=0))
+        self.classes = manifest.classes
         self.labels = self.column("labels")
         self._check("labels.npy")
         self._places = self.column("places")
@@ -294,6 +294,10 @@ class ShardIndex:
                 "pack the images again."
             )
         return values
+
+    @property
+    def stamps(self) -> npt.NDArray[np.uint64]:
+        return self.column("stamps")
 
     @cached_property
     def names(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -327,10 +331,7 @@ class ShardIndex:
 
     def position(self, i: SupportsIndex) -> int:
         """``i`` counted from 0, where it may count from the end as in a list."""
-        i = as_index(i)
-        if not -self._samples <= i < self._samples:
-            raise IndexError(f"image {i} of {self._samples}")
-        return i % self._samples
+        return range(self._samples)[i]
 
     def place(self, i: SupportsIndex) -> ByteRange:
         i = self.position(i)

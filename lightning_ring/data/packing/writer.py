@@ -145,7 +145,7 @@ def read_records(job: PackJob) -> list[ShardRecord]:
     Those after it are removed: they follow a shard that may be written anew with other images.
     """
     records: list[ShardRecord] = []
-    paths = sorted(job.state.glob("*.npz"))
+    paths = sorted(job.state.glob("shard-*.npz"))
     for path in paths:
         record = read_record(path)
         tar = job.target / shard_name(job.first_shard + len(records))
@@ -182,7 +182,7 @@ def write_shards(
             if isinstance(image, str):
                 left_out += 1
                 counts["left out"] += 1
-                rows.append(report_row("left out", os.fsdecode(sources.name(position)), image))
+                rows.append(report_row("left out", sources.packed_name(position), image))
             progress(position + 1, len(sources), left_out)
             if not isinstance(image, str):
                 yield position, image
@@ -202,7 +202,7 @@ def write_shards(
                 counts["not turned"] += image.lies
                 writer.add(image.data, image.extension, sources.label(position), position)
                 if image.note:
-                    source = os.fsdecode(sources.name(position))
+                    source = sources.packed_name(position)
                     rows.append(report_row("converted", source, image.note))
                 pending = next(following, None)
             shard = writer.finish(name)
@@ -293,7 +293,7 @@ def _write_index(
         for name in ("labels", "places", "positions")
     }
     positions = new["positions"]
-    names = [sources.name(position) for position in positions.tolist()]
+    names = [os.fsencode(sources.packed_name(position)) for position in positions.tolist()]
     new["stamps"] = sources.stamps[sources.order[positions]]
     new["name_ends"] = np.cumsum([len(name) + 1 for name in names]) - 1
     index = None if base is None else ShardIndex(root, base)

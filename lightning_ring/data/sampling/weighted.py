@@ -4,69 +4,76 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_ring.data.sampling.counters import Stream, permute, subkey
-from lightning_ring.data.sampling.sampler import Ints, StridedSampler
+from lightning_ring.data.sampling.sampler import Ints, SamplerOptions, StridedSampler
 from lightning_ring.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-class ClassMembers:
-    """Samples grouped by class: 4 bytes a sample (8 above 2^31).
+
+class Groups:
+    """Groups of samples, each of which is shuffled anew when it is used up.
+
+    Args:
+        counts: Samples of each group, above 0.
+        numbers: Of the groups, which choose their orders; 0, 1, ... if left out.
+        members: All samples, those of a group after each other; 0, 1, ... if left out.
+    """
+
+    def __init__(
+        self, counts: Ints, numbers: Ints | None = None, members: npt.NDArray[Any] | None = None
+    ) -> None:
+        self.counts = counts
+        self.numbers = np.arange(len(counts)) if numbers is None else numbers
+        self.members = members
+        self.starts: Ints = np.cumsum(counts) - counts
+
+    def draw(self, seed: int, groups: Ints, cycle: Ints, ordinal: Ints) -> Ints:
+        """Samples number ``ordinal`` of ``groups`` (places in `numbers`) in the order that they
+        have in ``cycle``.
+        """
+        key = subkey(seed, Stream.MEMBERS, self.numbers[groups], cycle)
+        places = self.starts[groups] + permute(ordinal, self.counts[groups], key)
+        return places if self.members is None else self.members[places].astype(np.int64)
+
+
+def classes_of(labels: npt.ArrayLike) -> tuple[Groups, str]:
+    """The samples of each class that has any, ascending, 4 bytes a sample (8 above 2^31); and a
+    hash of all labels.
 
     Args:
         labels: Class number of every sample, integers ≥ 0.
     """
-
-    def __init__(self, labels: npt.ArrayLike) -> None:
-        given = np.asarray(labels)
-        if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or len(given) == 0:
-            found = f"labels of {given.dtype}, shape {given.shape}"
-            raise ConfigurationError(f"{found}, were given, expected an integer for each sample.")
-        if given.min() < 0:
-            raise ConfigurationError(
-                f"label {given.min()} of sample {given.argmin()} is negative, expected ≥ 0."
-            )
-        counts = np.bincount(given)
-        # numpy sorts 16 bits by radix, which takes a fraction of the time; class numbers seldom
-        # need more
-        keys = given.astype(np.uint16) if len(counts) <= 1 << 16 else given
-        order = np.argsort(keys, kind="stable")
-        # sorted by class
-        self._members = order.astype(np.int32 if len(given) < 2**31 else np.int64)
-        self.numbers: Ints = np.flatnonzero(counts)  # the classes that have samples, ascending
-        # how many samples each of them has
-        self.counts: Ints = counts[self.numbers].astype(np.int64)
-        self.starts: Ints = np.cumsum(self.counts) - self.counts
-        digest = hashlib.blake2b(digest_size=8)
-        for start in range(0, len(given), 1 << 20):
-            digest.update(given[start : start + (1 << 20)].astype("<i8").tobytes())
-        self.fingerprint = f"{len(given)} labels {digest.hexdigest()}"
-
-    def draw(self, seed: int, classes: Ints, cycle: Ints, ordinal: Ints) -> Ints:
-        """Samples number ``ordinal`` of ``classes`` (places in `numbers`), shuffled anew in
-        every ``cycle``.
-        """
-        key = subkey(seed, Stream.MEMBERS, self.numbers[classes], cycle)
-        return self._members[
-            self.starts[classes] + permute(ordinal, self.counts[classes], key)
-        ].astype(np.int64)
+    given = np.asarray(labels)
+    if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or len(given) == 0:
+        found = f"labels of {given.dtype}, shape {given.shape}"
+        raise ConfigurationError(f"{found}, were given, expected an integer for each sample.")
+    if given.min() < 0:
+        raise ConfigurationError(
+            f"label {given.min()} of sample {given.argmin()} is negative, expected ≥ 0."
+        )
+    counts = np.bincount(given)
+    # numpy sorts 16 bits by radix, which takes a fraction of the time; class numbers seldom need
+    # more
+    keys = given.astype(np.uint16) if len(counts) <= 1 << 16 else given
+    order = np.argsort(keys, kind="stable")
+    members = order.astype(np.int32 if len(given) < 2**31 else np.int64)
+    numbers = np.flatnonzero(counts)
+    digest = hashlib.blake2b(digest_size=8)
+    for start in range(0, len(given), 1 << 20):
+        digest.update(given[start : start + (1 << 20)].astype("<i8").tobytes())
+    groups = Groups(counts[numbers].astype(np.int64), numbers, members)
+    return groups, f"{len(given)} labels {digest.hexdigest()}"
 
 
 _ROUND = 1 << 16
 _GOLDEN = 0.6180339887498949
-
-
-class Members(Protocol):
-    """The samples of each group, of which each is shuffled anew when it is used up."""
-
-    counts: Ints
-
-    def draw(self, seed: int, groups: Ints, cycle: Ints, ordinal: Ints) -> Ints:
-        """Samples number ``ordinal`` of ``groups`` in the order that they have in ``cycle``."""
 
 
 class WeightedSampler(StridedSampler):
@@ -91,10 +98,11 @@ class WeightedSampler(StridedSampler):
 
     def __init__(
         self,
-        members: Members,
+        members: Groups,
         weights: npt.NDArray[np.float64],
         num_samples: int | None,
-        **options: Any,
+        default_fingerprint: str,
+        **options: Unpack[SamplerOptions],
     ) -> None:
         if num_samples is not None and num_samples <= 0:
             raise ConfigurationError(
@@ -103,8 +111,10 @@ class WeightedSampler(StridedSampler):
         draws = int(members.counts.sum()) if num_samples is None else num_samples
         self.num_rounds = -(-draws // max(_ROUND, len(weights)))
         self.round_length = -(-draws // self.num_rounds)
-        super().__init__(self.num_rounds * self.round_length, "drop", **options)
-        self._members = members
+        super().__init__(
+            self.num_rounds * self.round_length, "drop", default_fingerprint, **options
+        )
+        self.members = members
         self._pieces = np.concatenate([[0.0], np.cumsum(weights) / weights.sum()]) * self.length
         self._pieces[-1] = self.length
         self._drawn_before: tuple[int, Ints] = (0, np.zeros(len(weights), dtype=np.int64))
@@ -145,8 +155,8 @@ class WeightedSampler(StridedSampler):
             first_slots[:-1], np.diff(first_slots)
         )
         groups, ordinal = groups[mine], ordinal[mine] + drawn[groups[mine]]
-        return self._members.draw(
-            self.seed, groups, *np.divmod(ordinal, self._members.counts[groups])
+        return self.members.draw(
+            self.seed, groups, *np.divmod(ordinal, self.members.counts[groups])
         )
 
     def _first_points(self, epoch: int) -> Ints:
@@ -187,8 +197,8 @@ class BalancedSampler(WeightedSampler):
         num_samples: Draws in an epoch over all ranks; the size of the data set if left out. Above
             65,536 it is rounded up to whole rounds of equal length (`length` says the result). The
             rest of a division by the ranks is dropped.
-        seed, rank, world_size: See `OrderedSampler`.
-        fingerprint: A hash of ``labels`` if left out.
+        options: ``seed``, ``rank``, ``world_size``: see `OrderedSampler`. ``fingerprint``: a hash
+            of ``labels`` if left out.
     """
 
     def __init__(
@@ -197,39 +207,17 @@ class BalancedSampler(WeightedSampler):
         *,
         beta: float = 1.0,
         num_samples: int | None = None,
-        seed: int = 0,
-        rank: int | None = None,
-        world_size: int | None = None,
-        fingerprint: str | None = None,
+        **options: Unpack[SamplerOptions],
     ) -> None:
         if not 0 <= beta <= 1:
             raise ConfigurationError(
                 f"beta={beta} was given, expected 0 (as in the data) to 1 (all classes alike)."
             )
-        self.members = ClassMembers(labels)
-        super().__init__(
-            self.members,
-            self.members.counts.astype(np.float64) ** (1 - beta),
-            num_samples,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            fingerprint=fingerprint or self.members.fingerprint,
-        )
+        members, fingerprint = classes_of(labels)
+        weights = members.counts.astype(np.float64) ** (1 - beta)
+        super().__init__(members, weights, num_samples, fingerprint, **options)
         self.beta = beta
         self.kind = f"balanced, beta={beta:g}, {self.length} draws"
-
-
-class _Stretches:
-    """Groups of samples that follow each other: takes no memory."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.counts: Ints = np.array(sizes, dtype=np.int64)
-        self._starts: Ints = np.cumsum(self.counts) - self.counts
-
-    def draw(self, seed: int, groups: Ints, cycle: Ints, ordinal: Ints) -> Ints:
-        key = subkey(seed, Stream.MEMBERS, groups, cycle)
-        return self._starts[groups] + permute(ordinal, self.counts[groups], key)
 
 
 class MixtureSampler(WeightedSampler):
@@ -245,7 +233,7 @@ class MixtureSampler(WeightedSampler):
         num_samples: Draws in an epoch over all ranks; the sum of the sizes if left out. Above
             65,536 it is rounded up to whole rounds of equal length (`length` says the result). The
             rest of a division by the ranks is dropped.
-        seed, rank, world_size, fingerprint: See `OrderedSampler`.
+        options: ``seed``, ``rank``, ``world_size``, ``fingerprint``: see `OrderedSampler`.
     """
 
     def __init__(
@@ -254,10 +242,7 @@ class MixtureSampler(WeightedSampler):
         weights: Sequence[float],
         *,
         num_samples: int | None = None,
-        seed: int = 0,
-        rank: int | None = None,
-        world_size: int | None = None,
-        fingerprint: str | None = None,
+        **options: Unpack[SamplerOptions],
     ) -> None:
         sizes, weights = [int(size) for size in sizes], [float(weight) for weight in weights]
         if not sizes or min(sizes) < 1:
@@ -268,14 +253,8 @@ class MixtureSampler(WeightedSampler):
             raise ConfigurationError(
                 f"weights={weights} were given, expected {len(sizes)} numbers above 0."
             )
-        super().__init__(
-            _Stretches(sizes),
-            np.array(weights),
-            num_samples,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            fingerprint=fingerprint or f"sets of {', '.join(map(str, sizes))} samples",
-        )
+        fingerprint = f"sets of {', '.join(map(str, sizes))} samples"
+        groups = Groups(np.array(sizes, dtype=np.int64))
+        super().__init__(groups, np.array(weights), num_samples, fingerprint, **options)
         shares = ", ".join(f"{weight / sum(weights):.6g}" for weight in weights)
         self.kind = f"mixture, shares {shares}, {self.length} draws"

@@ -124,11 +124,11 @@ def test_a_shard_that_is_written_anew_takes_those_after_it_along(source, tmp_pat
 
     with pytest.raises(Stop):
         pack(source, tmp_path / "dst", progress=stop)
-    assert len(list(state.glob("*.npz"))) > 2
+    assert len(list(state.glob("shard-*.npz"))) > 2
     (tmp_path / "dst" / "shard-000001.tar").unlink()
     job = PackJob(source, tmp_path / "dst", SETTINGS)
     assert len(read_records(job)) == 1
-    assert [path.name for path in state.glob("*.npz")] == ["shard-000000.tar.npz"]
+    assert [path.name for path in state.glob("shard-*.npz")] == ["shard-000000.tar.npz"]
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_a_disk_that_fills_keeps_what_is_whole_and_goes_on_when_there_is_room(
 
 
 @pytest.mark.parametrize(
-    "file", ["shard.part", "sources.json.part", "labels.npy.part", "manifest.json.part"]
+    "file", ["shard.part", "sources.npz.part", "labels.npy.part", "manifest.json.part"]
 )
 def test_a_disk_that_fills_at_any_file_is_an_error_that_can_be_gone_on_from(
     source, packed, tmp_path, file, monkeypatch

@@ -75,7 +75,7 @@ def test_a_source_that_has_changed_is_an_error_that_says_what_has(tmp_path, half
         r"Nothing"
     )
     csv_of(tmp_path, "abab" * 4 + "abac")
-    refused(r"1 image in another class \(19.jpg: 'b', now 'c'\); 2 classes, now 3: new c\.")
+    refused(r"1 image in another class \(19.jpg: 'b', now 'c'\); 2 classes, now 3\.")
     csv_of(tmp_path, "abab" * 5 + "a")
     refused(r"1 image added \(20.jpg\)\.")
     csv_of(tmp_path, "abab" * 4)

@@ -102,10 +102,10 @@ def test_two_spellings_of_a_path_are_one_image(tmp_path):
     )
     sources = listed(file, tmp_path)
     assert [sources.name(i) for i in range(len(sources))] == [
-        b"a.jpg",
-        b"d/b.jpg",
-        b"d/../b.jpg",
-        b"/a.jpg",
+        "a.jpg",
+        "d/b.jpg",
+        "d/../b.jpg",
+        "/a.jpg",
     ]
     assert sources.report.decode().splitlines() == [
         "left out,a.jpg,line 3 of train.csv repeats line 2",
