@@ -36,7 +36,13 @@ from lightning_ring.data.packing.changes import (
 )
 from lightning_ring.data.packing.image import prepared_images
 from lightning_ring.data.packing.job import PackJob, PackSettings
-from lightning_ring.data.packing.sources import Sources, list_sources, load_sources, write_whole
+from lightning_ring.data.packing.sources import (
+    ARRAYS,
+    Sources,
+    list_sources,
+    load_sources,
+    write_whole,
+)
 from lightning_ring.data.packing.writer import (
     Progress,
     ShardRecord,
@@ -156,7 +162,9 @@ def _begin(job: PackJob) -> None:
     settings = job.state / _SETTINGS
     if settings.exists():
         _refuse_other(json.loads(settings.read_bytes()), job, "half packed")
-        return
+        if (job.state / ARRAYS).exists():
+            return
+        shutil.rmtree(job.state)  # ended before its list was whole, or of another version
     job.state.mkdir(exist_ok=True)
     write_whole(settings, json.dumps({**job.identity, "generation": job.generation}).encode())
 

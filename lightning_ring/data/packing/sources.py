@@ -263,7 +263,7 @@ def read_classes(file: Path) -> list[str]:
 
 
 _REPORT = "sources.csv"
-_ARRAYS = "sources.npz"
+ARRAYS = "sources.npz"
 _SEED = 0  # of the one shuffle that mixes the classes
 
 
@@ -314,7 +314,7 @@ class Sources:
             "identity": self.identity,
             "there": self.there,
         }
-        with whole_file(folder / _ARRAYS) as file:
+        with whole_file(folder / ARRAYS) as file:
             np.savez(
                 file,
                 head=np.frombuffer(json.dumps(head).encode(), np.uint8),
@@ -327,9 +327,9 @@ class Sources:
 
 def load_sources(folder: Path) -> Sources | None:
     """The list that `list_sources` wrote to ``folder``; None where it did not finish."""
-    if not (folder / _ARRAYS).exists():
+    if not (folder / ARRAYS).exists():
         return None
-    with np.load(folder / _ARRAYS) as file:
+    with np.load(folder / ARRAYS) as file:
         arrays: dict[str, Any] = dict(file)
     head = json.loads(arrays.pop("head").tobytes())
     report, text = (folder / _REPORT).read_bytes(), np.memmap(folder / "names", mode="r")

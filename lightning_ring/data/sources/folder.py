@@ -25,10 +25,9 @@ class ImageFolder(Dataset[tuple[Any, int]]):
     """The images below ``root/CLASS/``, in the order that torchvision's `ImageFolder` has: by
     class, then by path.
 
-    Files of other kinds, hidden folders, and links to a folder that they are in are reported and
-    left out. A class without images has a number, as in shards and in torchvision's
-    ``ImageFolder(allow_empty=True)``, and is reported. Pixels are those of the file: its EXIF
-    orientation is not applied, as in torchvision.
+    Files of other kinds and hidden folders are reported and left out. A class without images has a
+    number, as in shards and in torchvision's ``ImageFolder(allow_empty=True)``, and is reported.
+    Pixels are those of the file: its EXIF orientation is not applied, as in torchvision.
 
     Args:
         root: The folder.
@@ -41,7 +40,8 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         fingerprint: Equal for two folders with the same class names and file names.
 
     Raises:
-        ConfigurationError: ``root`` is no folder, or there is no image in it.
+        ConfigurationError: ``root`` is no folder, there is no image in it, or a link in it leads to
+            a folder that it is in.
         OSError: A folder in it cannot be read.
     """
 
