@@ -352,19 +352,7 @@ def list_sources(
     Raises `ConfigurationError`: ``source`` is neither a folder of class folders nor a CSV, or has
     no image, or its classes cannot be told apart, or are none of ``classes``.
     """
-    numbers: dict[str, int] = {}  # of the classes, in the order in which they are met
-    met, ends, end, left_out = array("i"), array("q"), 0, 0
-    with whole_file(into / _REPORT) as report, whole_file(into / "names") as names:
-        for item in scan_folder(source) if source.is_dir() else read_csv(source):
-            if isinstance(item, LeftOut):
-                report.write(report_row("left out", item.name, item.reason))
-                left_out += 1
-                continue
-            number = numbers.setdefault(item.class_name, len(numbers))
-            if item.name is not None:
-                end += names.write(os.fsencode(item.name))
-                ends.append(end)
-                met.append(number)
+    numbers, met, ends, left_out = _write_list(source, into)
     if not met:
         rows = (into / _REPORT).read_bytes().decode("utf-8", "backslashreplace").splitlines()
         shown = "\n  ".join(["", *rows[:5], *["..."] * (len(rows) > 5)])
@@ -402,6 +390,26 @@ def list_sources(
     )
     sources.save(into)
     return sources
+
+
+def _write_list(source: Path, into: Path) -> tuple[dict[str, int], array[int], array[int], int]:
+    """Write names and report; classes with numbers in the order in which they are met, of each
+    image its class and where its name ends, and how many are left out.
+    """
+    numbers: dict[str, int] = {}
+    met, ends, end, left_out = array("i"), array("q"), 0, 0
+    with whole_file(into / _REPORT) as report, whole_file(into / "names") as names:
+        for item in scan_folder(source) if source.is_dir() else read_csv(source):
+            if isinstance(item, LeftOut):
+                report.write(report_row("left out", item.name, item.reason))
+                left_out += 1
+                continue
+            number = numbers.setdefault(item.class_name, len(numbers))
+            if item.name is not None:
+                end += names.write(os.fsencode(item.name))
+                ends.append(end)
+                met.append(number)
+    return numbers, met, ends, left_out
 
 
 def _class_numbers(

@@ -49,6 +49,7 @@ from lightning_ring.data.shards import (
 _END = bytes(2 * BLOCK)  # two empty blocks end a tar
 _TREATMENTS = ("copied", "shrunk", "turned", "converted", "not turned", "left out")
 
+Columns = dict[str, npt.NDArray[Any]]
 Progress = Callable[[int, int, int], None]  # sources done, sources in all, left out so far
 
 
@@ -69,14 +70,17 @@ class ShardWriter:
     def samples(self) -> int:
         return len(self.columns["labels"])
 
-    def length_with(self, image_bytes: int) -> int:
-        """Bytes of the whole shard, were one image of ``image_bytes`` added."""
-        return self.bytes + BLOCK + image_bytes + -image_bytes % BLOCK + 2 * BLOCK + len(_END)
+    def has_room(self, image: PackedImage, most: float) -> bool:
+        """Whether the whole shard has at most ``most`` bytes with ``image``, which may be the first
+        whatever its length.
+        """
+        image_bytes = len(image.data) + -len(image.data) % BLOCK
+        return not self.samples or self.bytes + image_bytes + 3 * BLOCK + len(_END) <= most
 
-    def add(self, data: bytes, extension: str, label: int, position: int) -> None:
-        place = self.bytes // BLOCK + 1, len(data), zlib.crc32(data)
+    def add(self, image: PackedImage, label: int, position: int) -> None:
+        place = self.bytes // BLOCK + 1, len(image.data), zlib.crc32(image.data)
         name = f"{self._next:09d}"
-        self._member(f"{name}.{extension}", data)
+        self._member(f"{name}.{image.extension}", image.data)
         self._member(f"{name}.cls", str(label).encode())
         self._next += 1
         self.columns["labels"].append(label)
@@ -98,6 +102,13 @@ class ShardWriter:
         self._write(_END)
         return Shard(name, self.bytes, self.samples, self._sha256.hexdigest())
 
+    def arrays(self) -> Columns:
+        return {
+            "labels": np.array(self.columns["labels"], np.int32),
+            "places": np.array(self.columns["places"], np.uint32).reshape(-1, 3),
+            "positions": np.array(self.columns["positions"], np.int64),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
@@ -109,7 +120,7 @@ class ShardRecord:
     next_position: int
     counts: dict[str, int]
     report: bytes
-    columns: dict[str, npt.NDArray[Any]]
+    columns: Columns
 
     def write(self, folder: Path) -> None:
         head = {
@@ -159,6 +170,26 @@ def read_records(job: PackJob) -> list[ShardRecord]:
     return records
 
 
+class _Notes:
+    """What was done with the sources since the last shard, for its record."""
+
+    def __init__(self) -> None:
+        self.counts = Counter[str]()
+        self.rows: list[bytes] = []
+
+    def add(self, image: PackedImage | str, source: str) -> None:
+        if isinstance(image, str):
+            self.counts["left out"] += 1
+            self.rows.append(report_row("left out", source, image))
+            return
+        self.counts.update({image.how: 1, "not turned": image.lies})
+        if image.note:
+            self.rows.append(report_row("converted", source, image.note))
+
+    def record(self, shard: Shard, next_position: int, columns: Columns) -> ShardRecord:
+        return ShardRecord(shard, next_position, dict(self.counts), b"".join(self.rows), columns)
+
+
 def write_shards(
     images: Iterator[tuple[int, PackedImage | str]],
     sources: Sources,
@@ -170,19 +201,17 @@ def write_shards(
 
     A last one without images is no file: it says why no other source could be packed.
     """
-    number = job.first_shard + len(records)
+    notes, number = _Notes(), job.first_shard + len(records)
     first = sum(record.shard.samples for record in records)
     first += 0 if job.base is None else job.base.samples
     left_out = sum(record.counts.get("left out", 0) for record in records)
-    counts, rows = Counter[str](), list[bytes]()
 
     def usable() -> Iterator[tuple[int, PackedImage]]:
         nonlocal left_out
         for position, image in images:
             if isinstance(image, str):
                 left_out += 1
-                counts["left out"] += 1
-                rows.append(report_row("left out", sources.packed_name(position), image))
+                notes.add(image, sources.packed_name(position))
             progress(position + 1, len(sources), left_out)
             if not isinstance(image, str):
                 yield position, image
@@ -193,33 +222,19 @@ def write_shards(
         name = shard_name(number)
         with whole_file(job.target / name, through=job.state / "shard.part") as file:
             writer = ShardWriter(file, first)
-            while pending is not None:
+            while pending and writer.has_room(pending[1], job.settings.shard_mb * 2**20):
                 position, image = pending
-                length = writer.length_with(len(image.data))
-                if writer.samples and length > job.settings.shard_mb * 2**20:
-                    break
-                counts[image.how] += 1
-                counts["not turned"] += image.lies
-                writer.add(image.data, image.extension, sources.label(position), position)
-                if image.note:
-                    source = sources.packed_name(position)
-                    rows.append(report_row("converted", source, image.note))
+                notes.add(image, sources.packed_name(position))
+                writer.add(image, sources.label(position), position)
                 pending = next(following, None)
             shard = writer.finish(name)
-        columns: dict[str, npt.NDArray[Any]] = {
-            "labels": np.array(writer.columns["labels"], np.int32),
-            "places": np.array(writer.columns["places"], np.uint32).reshape(-1, 3),
-            "positions": np.array(writer.columns["positions"], np.int64),
-        }
         next_position = len(sources) if pending is None else pending[0]
-        record = ShardRecord(shard, next_position, dict(counts), b"".join(rows), columns)
+        record, notes = notes.record(shard, next_position, writer.arrays()), _Notes()
         record.write(job.state)
         yield record
         number, first = number + 1, first + shard.samples
-        counts.clear()
-        rows.clear()
-    if rows:
-        yield ShardRecord(Shard("", 0, 0, ""), len(sources), dict(counts), b"".join(rows), {})
+    if notes.rows:
+        yield notes.record(Shard("", 0, 0, ""), len(sources), {})
 
 
 def count_treatments(sources: Sources, records: Sequence[ShardRecord]) -> dict[str, int]:
@@ -288,7 +303,7 @@ def _write_index(
     records: Sequence[ShardRecord],
 ) -> None:
     """The rows of ``base`` and after them those of ``records``."""
-    new: dict[str, npt.NDArray[Any]] = {
+    new: Columns = {
         name: np.concatenate([record.columns[name] for record in records])
         for name in ("labels", "places", "positions")
     }

@@ -58,14 +58,15 @@ class LanceImages:
         self.dataset = dataset
         self.image = image
         shown = f"{dataset.uri}, version {dataset.version}"
-        columns = dataset.schema.names
-        for column in (image, label):
-            if column not in columns:
-                raise ConfigurationError(
-                    f"{shown}, has the columns {', '.join(columns)}, expected {column!r} among "
-                    "them."
-                )
-        field = dataset.schema.field(image)
+        wanted = {"label": f"`{label}`"} | ({} if where is None else {"kept": where})
+        try:
+            field = dataset.schema.field(image)
+            table = dataset.to_table(columns=wanted)
+        except (KeyError, ValueError, OSError) as error:
+            raise ConfigurationError(
+                f"{shown}, with the columns {', '.join(dataset.schema.names)}, cannot be read with "
+                f"image={image!r}, label={label!r}, where={where!r}: {error}"
+            ) from error
         if str(field.type) not in ("binary", "large_binary") or b"lance-encoding:blob" in (
             field.metadata or {}
         ):
@@ -73,13 +74,6 @@ class LanceImages:
                 f"{shown}: the column {image!r} is of {field.type} {field.metadata or ''}, "
                 "expected binary: encoded images, not stored as blobs."
             )
-        wanted = {"label": f"`{label}`"} | ({} if where is None else {"kept": where})
-        try:
-            table = dataset.to_table(columns=wanted)
-        except (ValueError, OSError) as error:
-            raise ConfigurationError(
-                f"{shown}, cannot be read with where={where!r}: {error}"
-            ) from error
         self._rows = None
         if where is not None:
             kept = table["kept"]
