@@ -44,7 +44,7 @@ from lightning_ring.data import (
     image_loader,
 )
 from lightning_ring.data.loading.transforms import decode_into
-from lightning_ring.data.packing.job import PackSettings
+from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.packing.run import pack
 
 BATCH = 64

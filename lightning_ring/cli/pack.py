@@ -15,7 +15,7 @@ from lightning_ring.errors import ConfigurationError, ShardError
 from lightning_ring.host.cores import available_cores
 
 if TYPE_CHECKING:
-    from lightning_ring.data.packing.job import PackSettings
+    from lightning_ring.data.packing.image import PackSettings
     from lightning_ring.data.shards import Manifest
 
 
@@ -173,7 +173,7 @@ def _settings(options: argparse.Namespace, target: Path) -> PackSettings:
     """What was given; the rest as the set in ``target`` has it, if images are appended to one,
     else the defaults.
     """
-    from lightning_ring.data.packing.job import PackSettings
+    from lightning_ring.data.packing.image import PackSettings
     from lightning_ring.data.shards import MANIFEST, read_manifest
 
     names = [field.name for field in fields(PackSettings)]

@@ -15,7 +15,7 @@ from lightning_ring.data import (
     ShuffledSampler,
     image_loader,
 )
-from lightning_ring.data.packing.job import PackSettings
+from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.packing.run import pack
 from lightning_ring.errors import ConfigurationError, SampleError, ShardError, ShardLostError
 from tests.images import write_folder

@@ -13,7 +13,7 @@ from lightning_ring.data import (
     ImageFolder,
     ShardDataset,
 )
-from lightning_ring.data.packing.job import PackSettings
+from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.packing.run import pack
 from lightning_ring.errors import ConfigurationError
 from tests.images import picture, write_folder

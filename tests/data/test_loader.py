@@ -26,7 +26,7 @@ from lightning_ring.data import (
     image_loader,
     item_loader,
 )
-from lightning_ring.data.packing.job import PackSettings
+from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.packing.run import pack
 from lightning_ring.errors import ConfigurationError, SampleError
 from tests.images import write_folder

@@ -17,8 +17,7 @@ from lightning_ring.data import CenterCrop, DeviceTransform, RandomResizedCrop
 from lightning_ring.data.decoding import decode_rgb
 from lightning_ring.data.loading import transforms as transforming
 from lightning_ring.data.loading.transforms import Box, Size, decode_into, height_and_width
-from lightning_ring.data.packing.image import prepare_image
-from lightning_ring.data.packing.job import PackSettings
+from lightning_ring.data.packing.image import PackSettings, prepare_image
 from lightning_ring.data.sampling.counters import Stream, uniforms
 from lightning_ring.errors import ConfigurationError
 from tests.images import picture

@@ -21,7 +21,7 @@ from lightning_ring.data import (
     ShardDataset,
     image_loader,
 )
-from lightning_ring.data.packing.job import PackSettings
+from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.packing.run import pack
 from lightning_ring.errors import ConfigurationError
 from tests.images import write_folder

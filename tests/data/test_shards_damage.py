@@ -16,7 +16,7 @@ import pytest
 from lightning_ring.data import ShardDataset
 from lightning_ring.data import shards as verifying
 from lightning_ring.data.packing import run
-from lightning_ring.data.packing.job import PackSettings
+from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.errors import ShardError
 from tests.data.photos import image_folder
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ring.data import ShardDataset
 from lightning_ring.data.packing import run
-from lightning_ring.data.packing.job import PackSettings
+from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.shards import ShardFiles, ShardIndex, read_manifest
 from lightning_ring.errors import ShardError
 from tests.data.photos import encode, image_folder, photo

@@ -23,8 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from lightning_ring.data.packing.image import PackedImage
-from lightning_ring.data.packing.job import PackJob
+from lightning_ring.data.packing.image import PackedImage, PackSettings
 from lightning_ring.data.packing.sources import (
     HEADER,
     Sources,
@@ -51,6 +50,46 @@ _TREATMENTS = ("copied", "shrunk", "turned", "converted", "not turned", "left ou
 
 Columns = dict[str, npt.NDArray[Any]]
 Progress = Callable[[int, int, int], None]  # sources done, sources in all, left out so far
+
+
+@dataclass(frozen=True)
+class PackJob:
+    """
+    Args:
+        classes: Names of classes in the order of their numbers; None: by name, after those of
+            ``base``.
+        base: The set in ``target`` to which images are appended; None: a new set.
+    """
+
+    source: Path
+    target: Path
+    settings: PackSettings
+    classes: Sequence[str] | None = None
+    base: Manifest | None = None
+
+    @property
+    def state(self) -> Path:
+        """The folder, in that of the set, of what is unfinished."""
+        return self.target / ".packing"
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """The same for two commands that may go on with each other's shards."""
+        return {"source": str(self.source), **asdict(self.settings)}
+
+    @property
+    def generation(self) -> int:
+        """The one that will be made."""
+        return 0 if self.base is None else self.base.generation + 1
+
+    @property
+    def first_classes(self) -> list[str]:
+        """Those whose numbers are given."""
+        return [] if self.base is None else self.base.classes
+
+    @property
+    def first_shard(self) -> int:
+        return 0 if self.base is None else len(self.base.shards)
 
 
 class ShardWriter:

@@ -13,8 +13,8 @@ import pytest
 
 from lightning_ring.data import ShardDataset
 from lightning_ring.data.packing import run, writer
-from lightning_ring.data.packing.job import PackJob, PackSettings
-from lightning_ring.data.packing.writer import read_records
+from lightning_ring.data.packing.image import PackSettings
+from lightning_ring.data.packing.writer import PackJob, read_records
 from lightning_ring.data.shards import read_manifest
 from lightning_ring.errors import ConfigurationError, ShardError
 from tests.data.packing.packed import SETTINGS, Stop, contents, pack

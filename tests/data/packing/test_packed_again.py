@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_ring.data import ShardDataset
-from lightning_ring.data.packing.job import PackSettings
+from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.errors import ConfigurationError
 from tests.data.packing.packed import SETTINGS, Stop, contents, pack
 from tests.data.photos import encode, photo

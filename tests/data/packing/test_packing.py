@@ -13,7 +13,7 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 
 from lightning_ring.data import ShardDataset
-from lightning_ring.data.packing.job import PackSettings
+from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.shards import read_manifest
 from lightning_ring.errors import ConfigurationError
 from tests.data.packing.packed import contents, pack
