@@ -386,20 +386,24 @@ class ShardFiles:
     def __init__(self, root: Path, shards: Sequence[Shard], max_open: int | None = None) -> None:
         self._root = root
         self._shards = shards
-        self._file = lru_cache(max_open or max(1, most_open_files() // 8))(_OpenFile)
+
+        @lru_cache(max_open or max(1, most_open_files() // 8))
+        def opened(shard: int) -> _OpenFile:
+            return _OpenFile(root / shards[shard].name)
+
+        self._file = opened
 
     def _opened(self, shard: int) -> _OpenFile:
-        path = self.path(shard)
         try:
-            return self._file(path)
+            return self._file(shard)
         except FileNotFoundError:
             raise ShardLostError(
-                f"{path} is gone since the set was opened. Restore the file, then start the job "
-                "again."
+                f"{self.path(shard)} is gone since the set was opened. Restore the file, then "
+                "start the job again."
             ) from None
         except OSError as error:
             raise ShardLostError(
-                f"{path} cannot be opened: {error.strerror}. {_LOOK_AFTER}"
+                f"{self.path(shard)} cannot be opened: {error.strerror}. {_LOOK_AFTER}"
             ) from error
 
     def read(self, place: ByteRange) -> bytes:
@@ -408,19 +412,18 @@ class ShardFiles:
 
         Raises `ShardLostError`: the file is gone, ends before, or the disk fails.
         """
-        file, path = self._opened(place.shard), self.path(place.shard)
         try:
-            data = file.read(place.size, place.offset)
+            data = self._opened(place.shard).read(place.size, place.offset)
         except OSError as error:
             raise ShardLostError(
-                f"{path} cannot be read at offset {place.offset}, {place.size} bytes: "
-                f"{error.strerror}. {_LOOK_AFTER}"
+                f"{self.path(place.shard)} cannot be read at offset {place.offset}, {place.size} "
+                f"bytes: {error.strerror}. {_LOOK_AFTER}"
             ) from error
         if len(data) != place.size:
             shard = self._shards[place.shard]
             raise ShardLostError(
-                f"{path} is cut short: at offset {place.offset} it has {len(data)} bytes, expected "
-                f"{place.size}. Restore the file ({shard.bytes} bytes, SHA-256 {shard.sha256})."
+                f"{self.path(place.shard)} is cut short: at offset {place.offset} it has "
+                f"{len(data)} bytes, expected {place.size}. Restore the file ({shard.bytes} bytes, SHA-256 {shard.sha256})."
             )
         return data
 

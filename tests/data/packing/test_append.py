@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import pickle
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from typing import Any
 
 import lightning as L
@@ -24,7 +20,6 @@ from lightning_ring.host import file_lock
 from lightning_ring.integrations.lightning.data import check_same_images
 from tests.data.packing.packed import SETTINGS, Stop, contents, pack
 from tests.data.photos import encode, photo
-from tests.processes import clean_env
 from tests.thread_ranks import run_ranks
 
 FIRST = {f"{kind}/{i}.jpg": 10 * i + len(kind) for kind in ("bird", "cat") for i in range(6)}
@@ -182,30 +177,6 @@ def test_a_generation_that_was_never_finished_is_not_read_and_made_anew(
     assert (target / ".packing" / "settings.json").exists()
     assert append(draw(source, {"cat/7.jpg": 7}), target).counts["added"] == 1
     assert images_of(target).keys() == {*FIRST, *SECOND, "cat/7.jpg", "cat/8.jpg"}
-
-
-@pytest.mark.ranks
-def test_killed_at_any_time_it_goes_on_to_the_same_bytes(source, target, tmp_path):
-    draw(source, {f"{kind}/{i}.jpg": i for kind in ("ant", "cat") for i in range(20, 320)})
-    code = "import sys; from lightning_ring.cli.pack import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "--append", str(source), str(target)]
-    process = subprocess.Popen(command, env=clean_env(), stderr=subprocess.DEVNULL)
-    deadline, had = time.monotonic() + 60, len(list(target.glob("*.tar")))
-    while (
-        len(list(target.glob("*.tar"))) < had + 3
-        and time.monotonic() < deadline
-        and process.poll() is None
-    ):
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(60) == -signal.SIGKILL, "it ended before it could be killed"
-    assert images_of(target).keys() == FIRST.keys()
-    append(source, target)
-    assert verify(target, 2, lambda *numbers: None) == []
-    assert images_of(target) == {
-        str(path.relative_to(source)): (path.parent.name, path.read_bytes())
-        for path in source.rglob("*.jpg")
-    }
 
 
 def test_a_damaged_index_is_not_copied_into_the_next_generation(source, target):

@@ -138,11 +138,3 @@ def test_what_cannot_be_listed_says_why(tmp_path, text, message):
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigurationError, match=message):
         listed(file, tmp_path)
-
-
-def test_two_folders_of_one_name_are_an_error(tmp_path):
-    for name in ("Cat", "cat"):
-        (tmp_path / "src" / name).mkdir(parents=True)
-        (tmp_path / "src" / name / "a.jpg").touch()
-    with pytest.raises(ConfigurationError, match="'Cat' and 'cat'"):
-        listed(tmp_path / "src", tmp_path)
