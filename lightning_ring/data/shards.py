@@ -423,7 +423,8 @@ class ShardFiles:
             shard = self._shards[place.shard]
             raise ShardLostError(
                 f"{self.path(place.shard)} is cut short: at offset {place.offset} it has "
-                f"{len(data)} bytes, expected {place.size}. Restore the file ({shard.bytes} bytes, SHA-256 {shard.sha256})."
+                f"{len(data)} bytes, expected {place.size}. Restore the file ({shard.bytes} bytes, "
+                f"SHA-256 {shard.sha256})."
             )
         return data
 

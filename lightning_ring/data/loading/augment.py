@@ -246,15 +246,21 @@ class InProcesses:
     """``num`` processes, one for each thread that decodes; they start with the first batch, as
     `DataLoader`'s do.
 
-    Each has an interpreter and random generators of its own. A process ends with this object, or
+    Each has an interpreter and random generators of its own. Images travel through shared memory
+    that has no name: through the pipe they cost 0.3 ms each. A process ends with this object, or
     with its rank, however that ends.
+
+    Args:
+        num: Threads that call `run` at a time.
+        images: That one call of `run` hands over, at most.
     """
 
-    def __init__(self, transform: Transform, num: int) -> None:
+    def __init__(self, transform: Transform, num: int, images: int) -> None:
         self.transform = transform
         self.num = num
-        self.processes: list[tuple[Any, Connection]] = []
-        self._idle: SimpleQueue[tuple[Any, Connection]] = SimpleQueue()
+        self.images = images
+        self.processes: list[tuple[Any, Connection, Tensor]] = []
+        self._idle: SimpleQueue[tuple[Any, Connection, Tensor]] = SimpleQueue()
 
     def begin(self, sizes: Sequence[tuple[int, int]]) -> None:
         """Start the processes, in the thread that takes batches: no thread of the loader runs yet.
@@ -268,10 +274,12 @@ class InProcesses:
         # before multiprocessing waits for its children
         Finalize(self, _end, args=(self.processes,), exitpriority=10)
         context = multiprocessing.get_context()
+        num_bytes = self.images * max(3 * height * width for height, width in sizes)
         for _ in range(self.num):
             mine, theirs = context.Pipe()
+            memory = torch.empty(num_bytes, dtype=torch.uint8).share_memory_()
             process: Any = context.Process(
-                target=_serve, args=(theirs, mine, self.transform), daemon=True
+                target=_serve, args=(theirs, mine, memory, self.transform), daemon=True
             )
             try:
                 process.start()
@@ -283,15 +291,20 @@ class InProcesses:
                 ) from error
             finally:
                 theirs.close()
-            self.processes.append((process, mine))
-            self._idle.put((process, mine))
+            self.processes.append((process, mine, memory))
+            self._idle.put((process, mine, memory))
 
     def run(self, images: Sequence[Tensor], seeds: Sequence[int]) -> None:
-        process, connection = self._idle.get()
+        process, connection, memory = taken = self._idle.get()
+        shared = _images_in(memory, len(images), images[0].shape)
         try:
-            rows = torch.stack([image.permute(1, 2, 0) for image in images])
-            connection.send((rows.numpy(), seeds))
-            made = connection.recv()
+            for mine, image in zip(shared, images, strict=True):
+                mine.copy_(image)
+            connection.send((images[0].shape, seeds))
+            if (failed := connection.recv()) is not None:
+                raise failed
+            for mine, image in zip(shared, images, strict=True):
+                image.copy_(mine)
         except (EOFError, OSError) as error:
             process.join(_PATIENCE)
             raise SampleError(
@@ -300,14 +313,21 @@ class InProcesses:
                 "fewer num_threads."
             ) from error
         finally:
-            self._idle.put((process, connection))
-        if isinstance(made, TransformFailedError):
-            raise made
-        for image, pixels in zip(images, made, strict=True):
-            image.copy_(torch.from_numpy(pixels).permute(2, 0, 1))
+            self._idle.put(taken)
 
 
-def _serve(connection: Connection, of_the_rank: Connection, transform: Transform) -> None:
+def _images_in(memory: Tensor, num: int, shape: Sequence[int]) -> Tensor:
+    """``num`` images at the start of ``memory``, each ``shape`` (3 x height x width), channels
+    last.
+    """
+    _, height, width = shape
+    rows = memory[: num * 3 * height * width].view(num, height, width, 3)
+    return rows.permute(0, 3, 1, 2)
+
+
+def _serve(
+    connection: Connection, of_the_rank: Connection, memory: Tensor, transform: Transform
+) -> None:
     """Run ``transform`` until the rank says so, or is gone."""
     of_the_rank.close()  # else this process would keep its own connection open
     for name in _LEFT_TO_THE_RANK.split():  # which may want to save a checkpoint first
@@ -319,10 +339,10 @@ def _serve(connection: Connection, of_the_rank: Connection, transform: Transform
     seeded = _SeededProcess(transform)
     with suppress(EOFError, OSError), torch.inference_mode():
         while (request := connection.recv()) is not None:
-            pixels, seeds = request
+            shape, seeds = request
             try:
-                seeded.run(list(torch.from_numpy(pixels).permute(0, 3, 1, 2)), seeds)
-                connection.send(pixels)
+                seeded.run(list(_images_in(memory, len(seeds), shape)), seeds)
+                connection.send(None)
             except TransformFailedError as failed:
                 if failed.__cause__ is not None:
                     failed.reason += "\n" + "".join(traceback.format_exception(failed.__cause__))
@@ -337,12 +357,12 @@ class _SeededProcess(SeededTransform):
         return super()._made(image, seed)
 
 
-def _end(processes: list[tuple[Any, Connection]]) -> None:
-    for _, connection in processes:
+def _end(processes: list[tuple[Any, Connection, Tensor]]) -> None:
+    for _, connection, _ in processes:
         with suppress(OSError):  # it has ended
             connection.send(None)
         connection.close()
-    for process, _ in processes:
+    for process, *_ in processes:
         process.join(_PATIENCE)
         if process.is_alive():
             process.kill()

@@ -489,7 +489,7 @@ def image_loader(
     sample_transforms: SampleTransforms | None = None
     if sample_transform is not None:
         sample_transforms = (
-            InProcesses(sample_transform, num_threads)
+            InProcesses(sample_transform, num_threads, getattr(source, "chunk", _CHUNK))
             if in_processes
             else InThreads(sample_transform)
         )
