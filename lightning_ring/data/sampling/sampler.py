@@ -45,6 +45,7 @@ class OrderedSampler(DistributedSampler[int]):
         rank, world_size: Left out, both are asked of torch.distributed when iteration starts
             (Lightning has started it by then); where it is not initialised there is one process.
         fingerprint: Says which data set this is; a state of another one is refused.
+        default_fingerprint: The same, from a subclass, if ``fingerprint`` is left out.
 
     Attributes:
         epoch: Set by `set_epoch`, which Lightning calls.
@@ -58,7 +59,7 @@ class OrderedSampler(DistributedSampler[int]):
 
     def __init__(
         self,
-        default_fingerprint: str,
+        default_fingerprint: str = "",
         *,
         seed: int = 0,
         rank: int | None = None,
