@@ -43,9 +43,9 @@ from lightning_ring.data import (
     ShuffledSampler,
     image_loader,
 )
-from lightning_ring.data.loading.pixels import decode_into
+from lightning_ring.data.loading.transforms import decode_into
+from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.packing.run import pack
-from lightning_ring.data.packing.settings import PackSettings
 
 BATCH = 64
 CROP = RandomResizedCrop()

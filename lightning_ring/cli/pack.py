@@ -15,8 +15,8 @@ from lightning_ring.errors import ConfigurationError, ShardError
 from lightning_ring.host.cores import available_cores
 
 if TYPE_CHECKING:
-    from lightning_ring.data.packing.settings import PackSettings
-    from lightning_ring.data.shards.manifest import Manifest
+    from lightning_ring.data.packing.image import PackSettings
+    from lightning_ring.data.shards import Manifest
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -122,8 +122,7 @@ def _verify(paths: Sequence[Path], workers: int) -> int:
         raise ConfigurationError(f"--verify takes DST alone, got {len(paths)} paths.")
     (root,) = paths
     # deferred: --help needs neither numpy nor Pillow
-    from lightning_ring.data.shards.manifest import read_manifest
-    from lightning_ring.data.shards.verify import verify
+    from lightning_ring.data.shards import read_manifest, verify
 
     manifest = read_manifest(root)
     with _bar("byte", "reading") as bar:
@@ -150,8 +149,8 @@ def _pack(options: argparse.Namespace, workers: int) -> int:
             f"expected SRC and DST, got {len(options.paths)} paths. See `lightning-ring pack -h`."
         )
     source, target = options.paths
-    from lightning_ring.data.packing.classes import read_classes
     from lightning_ring.data.packing.run import pack
+    from lightning_ring.data.packing.sources import read_classes
 
     classes = read_classes(options.classes) if options.classes else None
     settings = _settings(options, target)
@@ -174,8 +173,8 @@ def _settings(options: argparse.Namespace, target: Path) -> PackSettings:
     """What was given; the rest as the set in ``target`` has it, if images are appended to one,
     else the defaults.
     """
-    from lightning_ring.data.packing.settings import PackSettings
-    from lightning_ring.data.shards.manifest import MANIFEST, read_manifest
+    from lightning_ring.data.packing.image import PackSettings
+    from lightning_ring.data.shards import MANIFEST, read_manifest
 
     names = [field.name for field in fields(PackSettings)]
     found = (

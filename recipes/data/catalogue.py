@@ -24,8 +24,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from numpy.random import Generator
 from PIL import Image, ImageDraw, ImageFilter
 
+from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.packing.run import pack
-from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.cores import available_cores
 from recipes.data.shards import MANIFEST, Shards

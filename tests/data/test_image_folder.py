@@ -13,8 +13,8 @@ from lightning_ring.data import (
     ImageFolder,
     ShardDataset,
 )
+from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.packing.run import pack
-from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.errors import ConfigurationError
 from tests.images import picture, write_folder
 
@@ -75,21 +75,3 @@ def test_folders_shards_and_torchvision_agree_on_empty_classes_and_on_exif(
     upright = PackSettings(size, upright=True, group_by_class=True)
     assert pack(root, tmp_path / "upright", upright, 1, lambda *numbers: None).counts["turned"] == 1
     assert ShardDataset(tmp_path / "upright")[1][0].shape == (3, 33, 20)
-
-
-def test_image_folder_takes_every_image_once_and_in_torchvisions_order(
-    tmp_path: Path, caplog: Any
-) -> None:
-    datasets = pytest.importorskip("torchvision.datasets")
-    for path in ("c/a/b", "c/a-b", "c"):
-        (tmp_path / path).mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (4, 4)).save(tmp_path / path / "x.png")
-    expected = [path for path, _ in datasets.ImageFolder(tmp_path).samples]
-    (tmp_path / "c" / "loop").symlink_to("..")
-    (tmp_path / ".hidden").mkdir()
-    folder = ImageFolder(tmp_path)
-    assert [folder.where(i) for i in range(len(folder))] == expected
-    assert (
-        "left out 2 files and folders that are not images of a class: .hidden, c/loop"
-        in caplog.text
-    )

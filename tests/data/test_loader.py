@@ -26,8 +26,8 @@ from lightning_ring.data import (
     image_loader,
     item_loader,
 )
+from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.packing.run import pack
-from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.errors import ConfigurationError, SampleError
 from tests.images import write_folder
 

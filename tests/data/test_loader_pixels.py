@@ -15,11 +15,9 @@ from torch import Tensor
 from benchmarks.data.loader import draw
 from lightning_ring.data import CenterCrop, DeviceTransform, RandomResizedCrop
 from lightning_ring.data.decoding import decode_rgb
-from lightning_ring.data.loading import pixels
-from lightning_ring.data.loading.pixels import decode_into
-from lightning_ring.data.loading.transforms import Box, Size, height_and_width
-from lightning_ring.data.packing.image import prepare_image
-from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.data.loading import transforms as transforming
+from lightning_ring.data.loading.transforms import Box, Size, decode_into, height_and_width
+from lightning_ring.data.packing.image import PackSettings, prepare_image
 from lightning_ring.data.sampling.counters import Stream, uniforms
 from lightning_ring.errors import ConfigurationError
 from tests.images import picture
@@ -135,7 +133,7 @@ def test_views_of_one_decoding_are_where_their_crops_say() -> None:
 def test_without_torchs_private_resize_pixels_are_the_same(monkeypatch: Any) -> None:
     data, box = jpeg(256, 341), Fixed(Box(9, 17, 200, 224, True), 96)
     expected = cropped(data, box)
-    monkeypatch.setattr(pixels, "_resize", None)
+    monkeypatch.setattr(transforming, "_resize", None)
     assert torch.equal(cropped(data, box), expected)
 
 

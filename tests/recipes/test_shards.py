@@ -16,8 +16,8 @@ from PIL import Image
 
 from lightning_ring.cli.pack import main
 from lightning_ring.data import ShardDataset
+from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.packing.run import pack
-from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.errors import ConfigurationError
 from recipes.classifier import accuracy
 from recipes.data.shards import Shards, number_as

@@ -2,36 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise, takewhile
 from time import perf_counter
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_ring.data.augment.processes import InProcesses
-from lightning_ring.data.augment.sample import (
+from lightning_ring.data.loading.augment import (
+    InProcesses,
     InThreads,
     SampleTransforms,
     Transform,
     TransformFailedError,
+    name_of,
+    transform_batch,
 )
-from lightning_ring.data.loading.batch_maker import LoaderTimes, Samples
-from lightning_ring.data.loading.buffers import Buffers, Memory
-from lightning_ring.data.loading.loader import Loader
-from lightning_ring.data.loading.on_device import OnDevice
-from lightning_ring.data.loading.pixels import decode_into
-from lightning_ring.data.loading.replacement import Skipped
-from lightning_ring.data.loading.transforms import Crop, DeviceTransform, height_and_width
+from lightning_ring.data.loading.loader import Loader, LoaderTimes, Samples
+from lightning_ring.data.loading.transforms import (
+    Crop,
+    DeviceTransform,
+    decode_into,
+    height_and_width,
+)
 from lightning_ring.data.sampling.counters import Stream, integers, uniforms
 from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
 from lightning_ring.errors import ConfigurationError, SampleError, ShardError, ShardLostError
-from lightning_ring.host.accelerator import is_gpu
+from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.host.cores import available_cores
+
+log = logging.getLogger(__name__)
+
+_NEAR = 10  # images that are tried one after the other, before those further and further on
+
+
+class Skipped:
+    """The images that were skipped, each named once, and their replacements.
+
+    The replacement depends on the image alone: order, crops and other ranks' samples stay as they
+    are, on any number of ranks and after resuming. It is the next image of the class, so that
+    class-balanced batches stay balanced; of another class where none that is tried of the class can
+    be read.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[int, str] = {}  # by index
+        self._lock = threading.Lock()
+
+    def add(self, index: int, where: str, error: Exception) -> None:
+        with self._lock:
+            known = index in self.reasons
+            self.reasons.setdefault(index, str(error))
+            num = len(self.reasons)
+        if not known:
+            reason = str(error) if where in str(error) else f"{where}: {error}"
+            log.warning(
+                "lightning_ring: skipped and replaced by another image (%d so far): %s", num, reason
+            )
+
+    def candidates(self, index: int, labels: npt.NDArray[Any]) -> Iterator[int]:
+        """Images to try in the place of ``index``: of its class, then of any; the nearest first."""
+        of_class = np.flatnonzero(labels == labels[index])
+        at = int(np.searchsorted(of_class, index))
+        yield from (int(of_class[(at + step) % len(of_class)]) for step in _steps(len(of_class)))
+        yield from ((index + step) % len(labels) for step in _steps(len(labels)))
+
+
+def _steps(num: int) -> list[int]:
+    """How far from an image of ``num`` others are tried: neighbours lie in one shard, and may be
+    lost together.
+    """
+    further = takewhile(lambda step: step < num, (_NEAR * 2**doubled for doubled in count(1)))
+    return [*range(1, min(_NEAR + 1, num)), *further]
+
 
 OnError = Literal["raise", "skip", "skip_shards"]
 Rows = list[list[float]]
@@ -40,6 +91,164 @@ Data = bytes | npt.NDArray[np.uint8]
 """An encoded image, or its pixels: height x width x 3."""
 
 _CHUNK = 8
+
+
+_SPARE = 8  # when many batches are let go at once, the memory of the others is freed
+
+
+class Pool:
+    """Memory of batches of one size, which is filled again and again: to the kernel, fresh pages
+    cost more.
+
+    Args:
+        size: Height and width.
+        pinned: For copies to a GPU.
+    """
+
+    def __init__(self, size: tuple[int, int], dtype: torch.dtype, pinned: bool = False) -> None:
+        self.size = size
+        self.dtype = dtype
+        self.pinned = pinned
+        self._free: deque[tuple[Tensor, Any]] = deque(maxlen=_SPARE)
+
+    def take(self, num: int) -> Tensor:
+        """``num`` images or more, each 3 x height x width, channels last, that nobody uses."""
+        if self._free:
+            memory, copied = self._free.popleft()
+            if copied is not None:
+                copied.synchronize()
+            if len(memory) >= num:
+                return memory
+        # an evaluation's, in which the next training would not write
+        with torch.inference_mode(False):
+            rows = torch.empty((num, *self.size, 3), dtype=self.dtype, pin_memory=self.pinned)
+            return rows.permute(0, 3, 1, 2)
+
+    def give_back(self, memory: Tensor, copied: Any = None) -> None:
+        """``copied``: an event, after which the device has read ``memory``."""
+        self._free.append((memory, copied))
+
+    def lend(self, memory: Tensor, num: int) -> Tensor:
+        """The first ``num`` images of ``memory``, on the CPU, which is given back when the tensor,
+        its views and arrays made of them are gone.
+        """
+        with torch.inference_mode(False):
+            array = memory.permute(0, 2, 3, 1).view(torch.uint8).numpy()  # numpy knows no bfloat16
+            lent = torch.from_numpy(array).view(memory.dtype).permute(0, 3, 1, 2)
+        weakref.finalize(array, self.give_back, memory).atexit = False
+        return lent[:num]
+
+
+class OnDevice:
+    """Brings views (batch x 3 x height x width, uint8, channels last) to ``device``.
+
+    Args:
+        transform: Run on each view; `None` leaves uint8 images.
+        batch_transform: Run after it on each view and the labels.
+        sizes: Heights and widths of the views.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        transform: DeviceTransform | None,
+        batch_transform: Transform | None,
+        sizes: Sequence[tuple[int, int]],
+    ) -> None:
+        self.device = device
+        self.transform = transform.to(device) if transform is not None else None
+        self.batch_transform = batch_transform
+        if isinstance(batch_transform, nn.Module):
+            batch_transform.to(device)
+        self.on_gpu = is_gpu(device)
+        self._stream: Any = None
+        # of each view
+        self.pools = [Pool(size, torch.uint8, self.on_gpu) for size in sizes]
+        self._floats = [] if transform is None else [Pool(size, transform.dtype) for size in sizes]
+
+    def start(
+        self, memories: Sequence[Tensor], samples: Samples, numbers: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Views and ``numbers`` (labels first; one for each sample) on their way to the device.
+
+        Args:
+            memories: From `pools`, each with ``samples`` in its first places; given back.
+        """
+        if not self.on_gpu:
+            views = [self._on_host(memory, samples, i) for i, memory in enumerate(memories)]
+            return self._mixed(views, [tensor.to(self.device) for tensor in numbers], samples)
+        gpu = gpu_module(self.device)
+        if self._stream is None:
+            self._stream = gpu.Stream(self.device)
+        with gpu.stream(self._stream):
+            views = [
+                memory[: len(samples)].to(self.device, non_blocking=True) for memory in memories
+            ]
+            copied = gpu.Event()
+            copied.record()
+            views = [self._transformed(view, samples, i) for i, view in enumerate(views)]
+            sent = [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in numbers]
+            made = self._mixed(views, sent, samples)
+        for pool, memory in zip(self.pools, memories, strict=True):
+            pool.give_back(memory, copied)
+        return made
+
+    def finish(self, tensors: Sequence[Tensor]) -> None:
+        """Let the caller's stream use ``tensors``, which `start` made."""
+        if self._stream is not None:
+            current = gpu_module(self.device).current_stream(self.device)
+            current.wait_stream(self._stream)
+            for tensor in tensors:
+                tensor.record_stream(current)
+
+    def _on_host(self, memory: Tensor, samples: Samples, view: int) -> Tensor:
+        pool, num = self.pools[view], len(samples)
+        if self.transform is None and self.device.type == "cpu":
+            return pool.lend(memory, num)
+        made = self._transformed(memory[:num].to(self.device), samples, view)
+        pool.give_back(memory)
+        return made
+
+    def _transformed(self, images: Tensor, samples: Samples, view: int) -> Tensor:
+        if self.transform is None:
+            return images
+        numbers = None
+        if self.transform.is_random:
+            num = self.transform.num_uniforms
+            drawn = uniforms(
+                samples.seed, Stream.COLOR, samples.epoch, samples.positions, num * (view + 1)
+            )
+            numbers = torch.from_numpy(drawn[:, -num:]).float()
+            if self.on_gpu:  # from pageable memory the host would wait for the copy
+                numbers = numbers.pin_memory().to(self.device, non_blocking=True)
+        if self.device.type != "cpu":
+            return self.transform(images, numbers)
+        pool, num = self._floats[view], len(images)
+        return self.transform(images, numbers, out=pool.lend(pool.take(num), num))
+
+    def _mixed(
+        self, views: list[Tensor], numbers: list[Tensor], samples: Samples
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """``views`` and ``numbers`` after `batch_transform`, which draws as the batch's first
+        sample says.
+        """
+        if self.batch_transform is None:
+            return views, numbers
+        labels = numbers[0]
+        [seeds] = integers(
+            samples.seed, Stream.BATCH, samples.epoch, samples.positions[:1], len(views)
+        ).tolist()
+        made = [
+            transform_batch(self.batch_transform, view, labels, seed)
+            for view, seed in zip(views, seeds, strict=True)
+        ]
+        if len(views) > 1 and any(mixed is not labels for _, mixed in made):
+            raise ConfigurationError(
+                f"batch_transform {name_of(self.batch_transform)} changed the labels of a batch "
+                f"with {len(views)} views, which would then differ from view to view. Leave labels "
+                "as they are, or give one crop."
+            )
+        return [images for images, _ in made], [made[0][1], *numbers[1:]]
 
 
 class ImageSource(Protocol):
@@ -59,7 +268,8 @@ class ImageSource(Protocol):
 
 @dataclass(slots=True)
 class _Room:
-    memory: Memory
+    memories: list[Tensor]  # of each view
+    places: list[tuple[Tensor, ...]]  # of each sample: its views, each 1 x 3 x height x width
     samples: Samples
     indices: Ints  # of the images in it: those of the samples, or their replacements
     numbers: list[Rows]  # of each sample
@@ -108,7 +318,7 @@ class ImageBatches:
         self.on_error = on_error
         self.skipped = Skipped()
         self.source = source
-        self.chunk: int | None = _chunk(source)
+        self.chunk: int | None = getattr(source, "chunk", _CHUNK)
         self.with_views = isinstance(crop, Sequence)
         self.crops = list(crop) if isinstance(crop, Sequence) else [crop]
         if not self.crops:
@@ -119,9 +329,7 @@ class ImageBatches:
         self.sample_transforms = sample_transforms
         self._sizes = [height_and_width(crop.size) for crop in self.crops]
         self._ends = list(accumulate((crop.num_uniforms for crop in self.crops), initial=0))
-        device = torch.device(device)
-        self._buffers = Buffers(self._sizes, pinned=is_gpu(device))
-        self.on_device = OnDevice(device, transform, batch_transform, self._buffers)
+        self.on_device = OnDevice(torch.device(device), transform, batch_transform, self._sizes)
         self.ahead = self.on_device.on_gpu
 
     # -- in the thread that takes batches, before
@@ -135,9 +343,10 @@ class ImageBatches:
         if self.sample_transforms is not None:
             self.sample_transforms.begin(self._sizes)
             seeds = integers(samples.seed, Stream.SAMPLE, *at, len(self.crops)).tolist()
-        return _Room(
-            self._buffers.take(len(samples)), samples, samples.indices.copy(), numbers, seeds
-        )
+        num = len(samples)
+        memories = [pool.take(num) for pool in self.on_device.pools]
+        places = list(zip(*(memory[:num].split(1) for memory in memories), strict=True))
+        return _Room(memories, places, samples, samples.indices.copy(), numbers, seeds)
 
     # -- in the threads that decode
 
@@ -153,13 +362,11 @@ class ImageBatches:
                 zip(indices, encoded, numbers, strict=True), start=offset
             ):
                 try:
-                    self._decode(room.memory.places[place], index, data, rows)
+                    self._decode(room.places[place], index, data, rows)
                 except (SampleError, ShardError, OSError) as error:
                     self._raise_unless_skipped(error)
                     self.skipped.add(index, self.source.where(index), error)
-                    room.indices[place] = self._replace(
-                        room.memory.places[place], index, rows, error
-                    )
+                    room.indices[place] = self._replace(room.places[place], index, rows, error)
                     skipped += 1
             if self.sample_transforms is not None:
                 self._transform(self.sample_transforms, room, offset, len(indices))
@@ -169,7 +376,7 @@ class ImageBatches:
 
     def _transform(self, transforms: SampleTransforms, room: _Room, offset: int, num: int) -> None:
         for view in range(len(self.crops)):
-            images = [places[view][0] for places in room.memory.places[offset : offset + num]]
+            images = [places[view][0] for places in room.places[offset : offset + num]]
             try:
                 transforms.run(images, [seeds[view] for seeds in room.seeds[offset : offset + num]])
             except TransformFailedError as error:
@@ -230,16 +437,12 @@ class ImageBatches:
         numbers = [torch.from_numpy(self.source.labels[room.indices]).long()]
         if self.with_indices:
             numbers.append(torch.from_numpy(room.indices))
-        return self.on_device.start(room.memory, room.samples, numbers)
+        return self.on_device.start(room.memories, room.samples, numbers)
 
     def finish(self, started: tuple[list[Tensor], list[Tensor]]) -> tuple[Any, ...]:
         views, numbers = started
         self.on_device.finish([*views, *numbers])
         return (tuple(views) if self.with_views else views[0], *numbers)
-
-
-def _chunk(source: ImageSource) -> int:
-    return getattr(source, "chunk", _CHUNK)
 
 
 def image_loader(
@@ -286,7 +489,7 @@ def image_loader(
     sample_transforms: SampleTransforms | None = None
     if sample_transform is not None:
         sample_transforms = (
-            InProcesses(sample_transform, num_threads, _chunk(source))
+            InProcesses(sample_transform, num_threads, getattr(source, "chunk", _CHUNK))
             if in_processes
             else InThreads(sample_transform)
         )

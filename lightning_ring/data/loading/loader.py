@@ -4,19 +4,96 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+from torch.utils.data import default_collate
 
-from lightning_ring.data.loading.batch_maker import BatchMaker, LoaderTimes, Samples
-from lightning_ring.data.sampling.sampler import OrderedSampler
-from lightning_ring.errors import ConfigurationError
+from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
+from lightning_ring.errors import ConfigurationError, SampleError
 from lightning_ring.host.cores import available_cores
+
+
+@dataclass(slots=True)
+class LoaderTimes:
+    """Sums since the loader was built, in seconds by the clock.
+
+    ``reading`` and ``transforming`` are added up over the threads, so both may grow faster than
+    time passes; the others are of the thread that takes the batches.
+
+    Attributes:
+        batches, samples: Handed over so far.
+        skipped: Samples among them that took the place of others (``on_error`` of `ImageBatches`).
+        reading: Getting encoded images from files.
+        transforming: Decoding, cropping and resizing; of a torch data set all of ``__getitem__``.
+        collating: Making a batch out of the samples of a torch data set, in its thread.
+        waiting: Time that the consumer waited for a batch that was not ready.
+        copying: Handing the batch to the device and starting the work there (which CUDA may do
+            later).
+    """
+
+    batches: int = 0
+    samples: int = 0
+    skipped: int = 0
+    reading: float = 0.0
+    transforming: float = 0.0
+    collating: float = 0.0
+    waiting: float = 0.0
+    copying: float = 0.0
+
+    def __iadd__(self, other: LoaderTimes) -> LoaderTimes:
+        for f in fields(self):
+            setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Samples of an epoch: their positions in the global order, and their indices in the data
+    set.
+    """
+
+    seed: int
+    epoch: int
+    positions: Ints
+    indices: Ints
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def part(self, start: int, stop: int) -> Samples:
+        return Samples(self.seed, self.epoch, self.positions[start:stop], self.indices[start:stop])
+
+
+class BatchMaker(Protocol):
+    """Makes batches: `fill` is called by threads of the loader, everything else by the thread
+    that takes batches.
+    """
+
+    chunk: int | None  # samples that one call of `fill` takes; `None`: the whole batch
+    ahead: bool  # whether to start batch n + 1, once it is filled, before handing over n
+
+    def open(self, samples: Samples) -> Any:
+        """Room for a batch of ``samples``."""
+
+    def fill(self, room: Any, offset: int, samples: Samples) -> LoaderTimes:
+        """Put ``samples`` into ``room`` from place ``offset`` on; returns the seconds that this
+        took.
+
+        Raises `SampleError`: one of them cannot be had.
+        """
+
+    def start(self, room: Any) -> Any:
+        """Send a filled batch on its way to the device."""
+
+    def finish(self, started: Any) -> Any:
+        """The batch, which the caller may use at once."""
+
 
 log = logging.getLogger(__name__)
 
@@ -250,3 +327,85 @@ class Loader:
                 len(self),
                 whole,
             )
+
+
+class ItemBatches:
+    """Makes ``collate([dataset[i], ...])``, a whole batch in one thread, on the CPU (Lightning
+    moves it).
+
+    Random transforms inside the data set draw from generators that all threads share: they are not
+    reproducible.
+
+    Args:
+        dataset: Map style, safe to read from several threads. ``__getitems__`` is used where there
+            is one.
+        collate: Makes a batch of a list of samples.
+    """
+
+    chunk: int | None = None
+    ahead = False
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] = default_collate) -> None:
+        self.items = dataset
+        self.collate = collate
+
+    def open(self, samples: Samples) -> list[Any]:
+        return []
+
+    def fill(self, room: list[Any], offset: int, samples: Samples) -> LoaderTimes:
+        began = perf_counter()
+        got = self._fetch(samples.indices.tolist())
+        fetched = perf_counter()
+        try:
+            room.append(self.collate(got))
+        except Exception as error:
+            raise SampleError(
+                f"samples {samples.indices.tolist()} make no batch: {error!r}"
+            ) from error
+        return LoaderTimes(transforming=fetched - began, collating=perf_counter() - fetched)
+
+    def start(self, room: list[Any]) -> Any:
+        return room[0]
+
+    def finish(self, started: Any) -> Any:
+        return started
+
+    def _fetch(self, indices: list[int]) -> list[Any]:
+        index: int | list[int] = indices
+        try:
+            if hasattr(self.items, "__getitems__"):
+                return list(self.items.__getitems__(indices))
+            got = []
+            for index in indices:
+                got.append(self.items[index])
+            return got
+        except Exception as error:
+            what = f"sample {index}" if isinstance(index, int) else f"one of the samples {index}"
+            raise SampleError(
+                f"{what} of {type(self.items).__name__} cannot be had: {error!r}"
+            ) from error
+
+
+def item_loader(
+    dataset: Any,
+    sampler: OrderedSampler,
+    batch_size: int | None = None,
+    *,
+    collate: Callable[[list[Any]], Any] = default_collate,
+    drop_last: bool = False,
+    num_threads: int | None = None,
+    ranks_per_node: int = 1,
+    prefetch: int = 2,
+) -> Loader:
+    """Batches of any map-style torch data set. Arguments as for `image_loader`; see also
+    `ItemBatches`.
+    """
+    return Loader(
+        ItemBatches(dataset, collate),
+        sampler,
+        batch_size,
+        drop_last=drop_last,
+        num_threads=num_threads,
+        ranks_per_node=ranks_per_node,
+        prefetch=prefetch,
+    )

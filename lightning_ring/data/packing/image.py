@@ -9,9 +9,10 @@ import os
 import stat
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,8 @@ import simplejpeg
 from PIL import ExifTags, Image
 
 from lightning_ring.data.decoding import has_16_bits
-from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.data.packing.sources import Sources
-from lightning_ring.errors import ShardError
+from lightning_ring.errors import ConfigurationError, ShardError
 
 # formats that may be copied
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
@@ -39,6 +39,46 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class PackSettings:
+    """The settings that decide the bytes of a packing; the number of workers is not one of them.
+
+    Args:
+        size: Shorter side, in pixels, to which larger images are shrunk; 0 leaves all at their
+            size.
+        shard_mb: Largest shard, in MiB; one image that is larger has a shard of its own.
+        quality: JPEG quality (1 to 100) of images that are encoded anew.
+        group_by_class: Keep the images of a class together, classes in the order of their numbers.
+            Else images are mixed once, the same way every time, so that a reader that streams sees
+            all classes.
+        upright: Turn images by their EXIF orientation. Else they are as torchvision's `ImageFolder`
+            sees them.
+
+    Raises:
+        ConfigurationError: A value outside its range.
+    """
+
+    size: int = 256
+    shard_mb: float = 256
+    quality: int = 90
+    group_by_class: bool = False
+    upright: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            raise ConfigurationError(
+                f"--size {self.size}: expected pixels of the shorter side, or 0 for no shrinking."
+            )
+        if not 0 < self.shard_mb <= 2**20:
+            raise ConfigurationError(
+                f"--shard-mb {self.shard_mb}: expected MiB, above 0 and at most {2**20} (1 TiB)."
+            )
+        if not 1 <= self.quality <= 100:
+            raise ConfigurationError(
+                f"--quality {self.quality}: expected a JPEG quality from 1 to 100."
+            )
 
 
 class UnusableImageError(ValueError):
@@ -185,14 +225,26 @@ def prepared_images(
     `ShardError`: A source is there but cannot be read (a failing disk, a network file system that
     is gone).
     """
-    waiting: deque[tuple[int, Future[PackedImage | str]]] = deque()
-    for position in positions:
-        waiting.append((position, pool.submit(_prepare_source, sources, position, settings)))
-        if len(waiting) >= ahead:
-            position, future = waiting.popleft()
-            yield position, future.result()
-    for position, future in waiting:
+    futures = (
+        (position, pool.submit(_prepare_source, sources, position, settings))
+        for position in positions
+    )
+    waiting = deque(islice(futures, ahead))
+    while waiting:
+        position, future = waiting.popleft()
+        waiting.extend(islice(futures, 1))
         yield position, future.result()
+
+
+# a path that leads nowhere; any other error is the disk's
+_OF_THE_PATH = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+)
 
 
 def _prepare_source(sources: Sources, position: int, settings: PackSettings) -> PackedImage | str:
@@ -200,22 +252,16 @@ def _prepare_source(sources: Sources, position: int, settings: PackSettings) -> 
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe would wait for ever
             return "cannot be read: not a regular file"
-        data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        if not sources.folder.exists():  # or every image would be left out, one by one
-            raise ShardError(
-                f"{sources.folder} is gone. Bring it back and run the same command again."
-            ) from error
-        return f"cannot be read: {error.strerror}"
+        return prepare_image(path.read_bytes(), settings)
+    except UnusableImageError as error:
+        return str(error)
     except ValueError as error:  # a zero byte in the path
         return f"cannot be read: {error}"
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):  # the name is at fault, not the disk
+        gone = not os.path.exists(sources.folder)  # or every image would be left out, one by one
+        if not gone and error.errno in _OF_THE_PATH:
             return f"cannot be read: {error.strerror}"
         raise ShardError(
-            f"{path} cannot be read: {error.strerror}. Then run the same command again."
+            f"{sources.folder if gone else path} cannot be read: {error.strerror}. Bring it back "
+            "and run the same command again."
         ) from error
-    try:
-        return prepare_image(data, settings)
-    except UnusableImageError as error:
-        return str(error)

@@ -13,41 +13,53 @@ old and new ones.
 
 from __future__ import annotations
 
+import csv
+import errno
 import json
-from collections.abc import Iterator, Sequence
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
-from lightning_ring.data.packing.changes import already_there, of_set, of_sources
-from lightning_ring.data.packing.files import HEADER, write_whole
-from lightning_ring.data.packing.finish import COUNTED, write_generation
-from lightning_ring.data.packing.image import prepared_images
-from lightning_ring.data.packing.job import PackJob
-from lightning_ring.data.packing.lock import clear, only_one
-from lightning_ring.data.packing.refusals import (
-    SETTINGS,
-    check_empty,
-    check_paths,
-    disk_error,
-    finished,
-    is_left_over,
-    refuse_changed,
-    refuse_other,
+from lightning_ring.data.packing.image import PackSettings, prepared_images
+from lightning_ring.data.packing.sources import (
+    ARRAYS,
+    Sources,
+    list_sources,
+    load_sources,
+    write_whole,
 )
-from lightning_ring.data.packing.settings import PackSettings
-from lightning_ring.data.packing.shard_loop import Progress, Rest, write_shards
-from lightning_ring.data.packing.shard_writer import ShardRecord, read_records
-from lightning_ring.data.packing.sources import Sources, leave_out_there, list_sources, load_sources
-from lightning_ring.data.shards.manifest import MANIFEST, Manifest, read_manifest
+from lightning_ring.data.packing.writer import (
+    PackJob,
+    Progress,
+    ShardRecord,
+    count_treatments,
+    read_records,
+    report_of,
+    write_generation,
+    write_shards,
+)
+from lightning_ring.data.shards import MANIFEST, REPORT, Manifest, ShardIndex, read_manifest
 from lightning_ring.errors import ConfigurationError, ShardError
+from lightning_ring.host.file_lock import claim, release
 
 # the report of an append that added nothing, and so made no generation
 NOT_ADDED = "index/left-out.csv"
+_LOCK = ".lock"
+_SETTINGS = "settings.json"
+
+log = logging.getLogger(__name__)
 
 
 def pack(
@@ -71,103 +83,299 @@ def pack(
 
     Raises:
         ConfigurationError: The source cannot be packed, has changed since it was, or the target
-            holds something else.
+            holds something else, or another process packs into it.
         ShardError: The disk is full or failing. What is finished is kept; the same call goes on
             from there.
     """
-    job = PackJob(source.absolute(), target.absolute(), settings, classes, append)
-    check_paths(job)
+    job = PackJob(source.absolute(), target.absolute(), settings, classes)
+    _check_paths(job)
     try:
-        if (job.target / MANIFEST).exists():
-            if not job.append:
-                return finished(job, read_manifest(job.target))
-        else:
-            check_empty(job.target)
-        with _begun(job) as (job, base):
-            return _pack(job, base, workers, progress)
+        with only_one(job.target):
+            if (job.target / MANIFEST).exists():
+                base = read_manifest(job.target)
+                _remove_left_over(job, base)
+                if not append:
+                    return _packed_already(job, base)
+                job = replace(job, base=base)
+            _begin(job)
+            return _pack(job, workers, progress)
     except OSError as error:
-        raise ShardError(disk_error(error, job.target)) from error
+        raise ShardError(_disk_error(error, job.target)) from error
 
 
 @contextmanager
-def _begun(job: PackJob) -> Iterator[tuple[PackJob, Manifest | None]]:
-    """Locks the work of ``job``; yields it with its numbers, and the set that it adds to."""
-    with only_one(job.state, job.target):
-        base = read_manifest(job.target) if (job.target / MANIFEST).exists() else None
-        if base is not None and not job.append:
-            raise ConfigurationError(
-                f"{job.target} was packed by another process just now. Start the command again."
-            )
-        job = job.after(base)
-        if is_left_over(job.state, base):
-            clear(job.state)
-        settings = job.state / SETTINGS
-        if settings.exists():
-            refuse_other(json.loads(settings.read_bytes()), job, "half packed")
-        else:
-            write_whole(
-                settings, json.dumps({**job.identity, "generation": job.generation}).encode()
-            )
-        yield job, base
+def only_one(target: Path) -> Iterator[None]:
+    """Lock the folder ``target`` (made if it is not there) against other processes; the lock ends
+    with this process.
 
-
-def _pack(job: PackJob, base: Manifest | None, workers: int, progress: Progress) -> Manifest:
-    records = read_records(job.state, job.target, job.first_shard)
-    rest = Rest()
+    Raises `ConfigurationError`: another process has it.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    file = os.open(target / _LOCK, os.O_RDWR | os.O_CREAT)
     try:
-        sources = _sources(job, base, bool(records))
+        is_locked = claim(file)
+    except OSError as error:
+        release(file)
+        if error.errno != errno.EBUSY:
+            raise
+        raise ConfigurationError(
+            f"another process is packing into {target}. Wait for it, or end it."
+        ) from None
+    if not is_locked:
+        log.warning(
+            "lightning_ring: %s has no locks. See to it that one process alone packs.", target
+        )
+    try:
+        yield
+    finally:
+        release(file)
+
+
+def _check_paths(job: PackJob) -> None:
+    source, target = job.source, job.target
+    if not source.exists():
+        expected = "a folder with a folder for each class, or a CSV file"
+        raise ConfigurationError(f"{source} is not there. Expected {expected}.")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ConfigurationError(
+            f"{target} is inside {source}: its shards would be taken for images. Choose another."
+        )
+    found = set(os.listdir(target)) if target.exists() else set()
+    strangers = sorted(found - {_LOCK, "lost+found"})
+    if strangers and not found & {MANIFEST, job.state.name}:
+        raise ConfigurationError(
+            f"{target} is not empty: it holds {strangers[0]!r} and no packing. Choose an empty "
+            "folder, or one that is not there yet."
+        )
+
+
+def _remove_left_over(job: PackJob, manifest: Manifest) -> None:
+    """Remove the state of a packing that was ended after its manifest had been written."""
+    settings = job.state / _SETTINGS
+    if settings.exists() and json.loads(settings.read_bytes())["generation"] <= manifest.generation:
+        shutil.rmtree(job.state)
+
+
+def _begin(job: PackJob) -> None:
+    settings = job.state / _SETTINGS
+    if settings.exists():
+        _refuse_other(json.loads(settings.read_bytes()), job, "half packed")
+        if (job.state / ARRAYS).exists():
+            return
+        shutil.rmtree(job.state)  # ended before its list was whole, or of another version
+    job.state.mkdir(exist_ok=True)
+    write_whole(settings, json.dumps({**job.identity, "generation": job.generation}).encode())
+
+
+def _packed_already(job: PackJob, manifest: Manifest) -> Manifest:
+    """``manifest``, if it is what ``job`` would write."""
+    if manifest.generation:
+        raise ConfigurationError(
+            f"images were appended to {job.target} (generation {manifest.generation}). "
+            "`lightning-ring pack --append` adds further images; choose another folder for "
+            "another set."
+        )
+    _refuse_other({"source": manifest.source, **manifest.settings}, job, "packed already")
+    with open(job.target / REPORT, newline="", encoding="utf-8", errors="surrogateescape") as rows:
+        left_out = {name for what, name, _ in csv.reader(rows) if what == "left out"}
+    was = partial(ShardIndex, job.target, manifest)
+    _refuse_changed(manifest.identity, was, job, "packed already", left_out)
+    return manifest
+
+
+def _refuse_other(was: dict[str, object], job: PackJob, state: str) -> None:
+    now = job.identity
+    if changed := [
+        f"{name} {was.get(name)}, now {now[name]}"
+        for name in sorted(now)
+        if was.get(name) != now[name]
+    ]:
+        raise ConfigurationError(
+            f"{job.target} is {state} with another command: {'; '.join(changed)}. Give the same "
+            "arguments, choose another folder, or remove "
+            f"{job.target if job.base is None else job.state}."
+        )
+
+
+def _refuse_changed(
+    identity: str,
+    was: Callable[[], Listed],
+    job: PackJob,
+    state: str,
+    left_out: Collection[str] = (),
+) -> None:
+    """List the source again; an error where it is not what was listed."""
+    with tempfile.TemporaryDirectory(prefix="lightning-ring-") as folder:
+        now = list_sources(job.source, Path(folder), True, job.classes, job.first_classes)
+        if now.identity == identity:
+            return
+        changes = describe_changes(was(), now, left_out)
+    what_next = (
+        "To pack them as they are now, choose another folder, or remove this one."
+        if job.base is None
+        else f"To append them as they are now, remove {job.state}: it holds the append that is "
+        "half finished."
+    )
+    raise ConfigurationError(
+        f"{job.target} is {state}, and {job.source} has changed since: {changes}. Nothing was "
+        f"written; {job.target} holds images and labels as they were. {what_next}"
+    )
+
+
+def _pack(job: PackJob, workers: int, progress: Progress) -> Manifest:
+    records = read_records(job)
+    try:
+        sources = _sources(job, bool(records))
         # once, here: threads that load Pillow's plugins at the same time disturb each other
         Image.init()
         with ThreadPoolExecutor(workers, thread_name_prefix="pack") as pool:
             left = range(records[-1].next_position if records else 0, len(sources))
             try:
                 images = prepared_images(sources, left, job.settings, pool, ahead=4 * workers)
-                for record in write_shards(images, sources, records, job, progress, rest):
+                for record in write_shards(images, sources, list(records), job, progress):
                     records.append(record)
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
-        return _finish(job, base, sources, records, rest)
+        manifest = _finished(job, sources, records)
     except ConfigurationError:
-        if not records:
-            clear(job.state)  # nothing to go on with, and the next command will be another
+        if not any(record.shard.samples for record in records):
+            # nothing to go on with, and the next command will be another
+            shutil.rmtree(job.state)
         raise
+    shutil.rmtree(job.state, ignore_errors=True)
+    return manifest
 
 
-def _sources(job: PackJob, base: Manifest | None, is_begun: bool) -> Sources:
+def _sources(job: PackJob, is_begun: bool) -> Sources:
     listed = load_sources(job.state) if is_begun else None  # else nothing is packed by the list
     if listed is not None:
-        refuse_changed(listed.identity, partial(of_sources, listed), job, base, "half packed")
-        return listed
-    first = () if base is None else base.classes
-    if base is not None and job.classes is not None and list(job.classes[: len(first)]) != first:
+        packed = listed
+        _refuse_changed(listed.identity, lambda: packed, job, "half packed")
+        return packed
+    first = job.first_classes
+    if job.classes is not None and list(job.classes[: len(first)]) != first:
         raise ConfigurationError(
             f"--classes does not begin with the {len(first)} classes of {job.target}, whose "
             f"numbers stay as they are. Leave --classes out, or write {job.target / MANIFEST} "
             "there with the new classes at the end."
         )
     listed = list_sources(job.source, job.state, job.settings.group_by_class, job.classes, first)
-    if base is None:
-        return listed
-    return leave_out_there(
-        job.state, already_there(of_set(job.target, base), of_sources(listed), job.target)
-    )
+    if job.base is not None:
+        there = already_there(ShardIndex(job.target, job.base), listed, job.target)
+        order = listed.order[~there[listed.order]]
+        listed = replace(listed, order=order, there=int(there.sum()))
+        listed.save(job.state)
+    return listed
 
 
-def _finish(
-    job: PackJob, base: Manifest | None, sources: Sources, records: list[ShardRecord], rest: Rest
-) -> Manifest:
-    if records:
-        manifest = write_generation(job, base, sources, records, rest)
-    elif base is None:
-        rows = rest.report.splitlines(keepends=True)
+def _finished(job: PackJob, sources: Sources, records: list[ShardRecord]) -> Manifest:
+    if any(record.shard.samples for record in records):
+        return write_generation(job, sources, records)
+    if job.base is None:
+        rows = [row for record in records for row in record.report.splitlines(keepends=True)]
         first_rows = b"".join(rows[:5]).decode("utf-8", "backslashreplace").rstrip()
         raise ConfigurationError(
             f"none of {len(rows)} images can be packed. The first of them:\n{first_rows}"
         )
-    else:  # nothing to add
-        counts = {name: rest.counts.get(name, 0) for name in COUNTED}
-        counts["left out"] += sources.left_out
-        manifest = replace(base, counts={**counts, "added": 0, "there": sources.there})
-        write_whole(job.target / NOT_ADDED, HEADER + sources.report + rest.report)
-    clear(job.state, ignore_errors=True)
-    return manifest
+    write_whole(job.target / NOT_ADDED, b"".join(report_of(sources, records)))
+    counts = count_treatments(sources, records)
+    return replace(job.base, counts={**counts, "added": 0, "there": sources.there})
+
+
+def _disk_error(error: OSError, target: Path) -> str:
+    free = ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = f" ({shutil.disk_usage(target).free / 2**20:.0f} MiB are free). Make room"
+    return (
+        f"{error.filename or target} cannot be written: {error.strerror}{free}. Finished shards "
+        "are kept: run the same command again, and it goes on after the last of them."
+    )
+
+
+# -- what is different in a source that was packed, or half packed, before
+
+Places = npt.NDArray[Any]
+
+
+class Listed(Protocol):
+    """Files with the numbers of their classes and their stamps: `Sources`, or a `ShardIndex`."""
+
+    @property
+    def classes(self) -> list[str]: ...
+    @property
+    def labels(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def stamps(self) -> npt.NDArray[np.uint64]: ...
+    def name(self, i: int, /) -> str: ...
+
+
+def already_there(was: Listed, now: Listed, target: Path) -> npt.NDArray[np.bool_]:
+    """For each image of ``now`` whether ``was`` has it, by its name.
+
+    Raises `ConfigurationError`: the name is there with another class, length or time.
+    """
+    old, new = _in_both(was, now)
+    if found := "; ".join(_changed(was, now, old, new)):
+        raise ConfigurationError(
+            f"{target} has images of these names that are others: {found}. Nothing was written. "
+            "Give new images other names, or pack them into another folder (`Mixture` reads "
+            "several); a packed image never changes."
+        )
+    there = np.zeros(len(now.labels), bool)
+    there[new] = True
+    return there
+
+
+def describe_changes(was: Listed, now: Listed, left_out: Collection[str] = ()) -> str:
+    """The differences between two lists that are not the same, in one line with examples.
+
+    Args:
+        left_out: Files that could not be packed, so that ``was`` lacks them.
+    """
+    old, new = _in_both(was, now)
+    added = np.setdiff1d(np.arange(len(now.labels)), new).tolist()
+    removed = np.setdiff1d(np.arange(len(was.labels)), old).tolist()
+    changes = [
+        *_line("added", [i for i in added if now.name(i) not in left_out], now.name),
+        *_line("removed", removed, was.name),
+        *_changed(was, now, old, new),
+    ]
+    if was.classes != now.classes:
+        changes.append(f"{len(was.classes)} classes, now {len(now.classes)}")
+    return "; ".join(changes) or "the order of its rows, or images that were left out"
+
+
+def _in_both(was: Listed, now: Listed) -> tuple[Places, Places]:
+    """Places in ``was`` and in ``now`` of the images that both have, as ``now`` lists them."""
+    # 8 bytes a name, where a dict of all names would take some 200
+    before, after = (
+        np.fromiter((hash(listed.name(i)) for i in range(len(listed.labels))), np.int64)
+        for listed in (was, now)
+    )
+    _, old, new = np.intersect1d(before, after, return_indices=True)
+    # two names may have one hash
+    same = [was.name(i) == now.name(j) for i, j in zip(old, new, strict=True)]
+    old, new = old[same], new[same]
+    order = np.argsort(new)
+    return old[order], new[order]
+
+
+def _changed(was: Listed, now: Listed, old: Places, new: Places) -> list[str]:
+    before = np.array([*was.classes, ""], object)[was.labels[old]]
+    after = np.array([*now.classes, ""], object)[now.labels[new]]
+
+    def moved(k: int) -> str:
+        return f"{now.name(new[k])}: {before[k]!r}, now {after[k]!r}"
+
+    other_file = new[was.stamps[old] != now.stamps[new]].tolist()
+    return [
+        *_line("in another class", np.flatnonzero(before != after).tolist(), moved),
+        *_line("with another length or time", other_file, now.name),
+    ]
+
+
+def _line(what: str, places: list[int], show: Callable[[int], str]) -> list[str]:
+    num = len(places)
+    more = [f"and {num - 2} more"] * (num > 2)
+    examples = ", ".join([*map(show, places[:2]), *more])
+    return [f"{num} image{'s' * (num > 1)} {what} ({examples})"] * (num > 0)

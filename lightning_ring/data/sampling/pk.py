@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_ring.data.sampling.classes import ClassMembers
 from lightning_ring.data.sampling.counters import Stream, permute, subkey
-from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
+from lightning_ring.data.sampling.sampler import Ints, OrderedSampler, SamplerOptions
+from lightning_ring.data.sampling.weighted import classes_of
 from lightning_ring.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +43,8 @@ class PKSampler(OrderedSampler):
         p, k: Classes a rank and step, samples a class.
         fewest: A class with fewer samples is left out and reported. 1 leaves out none; 2 those that
             have no pair of different samples.
-        seed, rank, world_size: See `OrderedSampler`.
-        fingerprint: A hash of ``labels`` if left out.
+        options: ``seed``, ``rank``, ``world_size``: see `OrderedSampler`. ``fingerprint``: a hash
+            of ``labels`` if left out.
 
     Attributes:
         left_out: Numbers of the classes with fewer than ``fewest`` samples.
@@ -56,19 +60,15 @@ class PKSampler(OrderedSampler):
         k: int,
         *,
         fewest: int = 1,
-        seed: int = 0,
-        rank: int | None = None,
-        world_size: int | None = None,
-        fingerprint: str | None = None,
+        **options: Unpack[SamplerOptions],
     ) -> None:
         if p < 1 or k < 2 or fewest < 1:
             raise ConfigurationError(
                 f"p={p}, k={k} and fewest={fewest} were given, expected p ≥ 1 classes, k ≥ 2 "
                 "samples of each and fewest ≥ 1."
             )
-        self.members = ClassMembers(labels)
-        fingerprint = fingerprint or self.members.fingerprint
-        super().__init__(seed=seed, rank=rank, world_size=world_size, fingerprint=fingerprint)
+        self.members, fingerprint = classes_of(labels)
+        super().__init__(fingerprint, **options)
         self.p, self.k = p, k
         self.batch_size = p * k
         self.kind = f"p x k in pairs of passes, k={k}" + (
@@ -81,17 +81,16 @@ class PKSampler(OrderedSampler):
         self.num_passes = max(
             1, round(int(self.members.counts[self._usable].sum()) / max(1, k * self.num_classes))
         )
-        if len(self.left_out) and rank in (0, None):
+        if len(self.left_out) and not options.get("rank"):
             log.warning(
                 "lightning_ring: PKSampler leaves out %d of %d classes, which have fewer than %d "
                 "samples: class %s",
                 len(self.left_out),
                 len(self.members.numbers),
                 fewest,
-                ", ".join(map(str, self.left_out[:20]))
-                + (", ..." if len(self.left_out) > 20 else ""),
+                ", ".join(map(str, self.left_out[:20])) + ", ..." * (len(self.left_out) > 20),
             )
-        if world_size is not None:
+        if options.get("world_size") is not None:
             self._check_classes()
 
     @property
@@ -130,16 +129,11 @@ class PKSampler(OrderedSampler):
         order = permute(np.arange(classes), classes, subkey(self.seed, Stream.ORDER, pair))
         if not second:
             return order
-        first_half, second_half = order[: classes // 2], order[classes // 2 :]
-        turns = (
-            permute(
-                np.arange(len(half)), len(half), subkey(self.seed, Stream.ORDER, pair, 1 + number)
-            )
-            for number, half in enumerate((second_half, first_half))
-        )
-        return np.concatenate(
-            [half[turn] for half, turn in zip((second_half, first_half), turns, strict=True)]
-        )
+        halves = order[classes // 2 :], order[: classes // 2]
+        for number, half in enumerate(halves):
+            key = subkey(self.seed, Stream.ORDER, pair, 1 + number)
+            half[:] = half[permute(np.arange(len(half)), len(half), key)]
+        return np.concatenate(halves)
 
     def _draw(self, classes: Ints, turn: int) -> Ints:
         """The ``k`` samples that each of ``classes`` gives in pass ``turn`` of this epoch."""

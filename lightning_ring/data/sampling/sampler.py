@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 import torch.distributed as dist
@@ -15,9 +15,21 @@ from torch.utils.data import DistributedSampler
 from lightning_ring.data.sampling.counters import Ints, Stream, permute, subkey
 from lightning_ring.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 log = logging.getLogger(__name__)
 
 Remainder = Literal["repeat", "drop", "keep"]
+
+
+class SamplerOptions(TypedDict, total=False):
+    """What every sampler takes, see `OrderedSampler`."""
+
+    seed: int
+    rank: int | None
+    world_size: int | None
+    fingerprint: str | None
 
 
 class OrderedSampler(DistributedSampler[int]):
@@ -33,6 +45,7 @@ class OrderedSampler(DistributedSampler[int]):
         rank, world_size: Left out, both are asked of torch.distributed when iteration starts
             (Lightning has started it by then); where it is not initialised there is one process.
         fingerprint: Says which data set this is; a state of another one is refused.
+        default_fingerprint: The same, from a subclass, if ``fingerprint`` is left out.
 
     Attributes:
         epoch: Set by `set_epoch`, which Lightning calls.
@@ -45,7 +58,13 @@ class OrderedSampler(DistributedSampler[int]):
     kind: str
 
     def __init__(
-        self, *, seed: int, rank: int | None, world_size: int | None, fingerprint: str
+        self,
+        default_fingerprint: str = "",
+        *,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        fingerprint: str | None = None,
     ) -> None:
         if (rank is None) != (world_size is None):
             raise ConfigurationError(
@@ -61,7 +80,7 @@ class OrderedSampler(DistributedSampler[int]):
         self.presumed: tuple[int, int] | None = None
         self.seed = seed
         self.epoch = 0
-        self.fingerprint = fingerprint
+        self.fingerprint = fingerprint or default_fingerprint
         self.position = 0
         self._taken = 0  # of this epoch, by each rank, before `position`
 
@@ -104,11 +123,11 @@ class OrderedSampler(DistributedSampler[int]):
 
     @property
     def _place(self) -> tuple[int, int]:
-        return (
-            self._given
-            or self.presumed
-            or ((dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1))
-        )
+        if known := self._given or self.presumed:
+            return known
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+        return 0, 1
 
     # -- iteration
 
@@ -164,20 +183,17 @@ class OrderedSampler(DistributedSampler[int]):
             ConfigurationError: The state is of another data set, or of an order with other
                 settings.
         """
-        checked = {"kind": self.kind, "fingerprint": self.fingerprint}
-        saved = {name: state.get(name) for name in checked}
-        for name, mine in checked.items():
-            if saved[name] != mine:
+        for name, mine in (("kind", self.kind), ("fingerprint", self.fingerprint)):
+            if (saved := state.get(name)) != mine:
                 raise ConfigurationError(
-                    f"the saved state of a sampler has {name} {saved[name]!r}, but this one has "
+                    f"the saved state of a sampler has {name} {saved!r}, but this one has "
                     f"{mine!r}: its position means nothing here. Use the data set and settings of "
                     "the saved run, or start a new one."
                 )
         if state["seed"] != self.seed:
-            found = state["seed"]
             log.warning(
                 "lightning_ring: the sampler goes on with seed %s of the saved run, not %s.",
-                found,
+                state["seed"],
                 self.seed,
             )
         self.seed, self.epoch = state["seed"], state["epoch"]
@@ -189,8 +205,14 @@ class StridedSampler(OrderedSampler):
     is one stretch.
     """
 
-    def __init__(self, length: int, remainder: Remainder, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self,
+        length: int,
+        remainder: Remainder,
+        default_fingerprint: str,
+        **options: Unpack[SamplerOptions],
+    ) -> None:
+        super().__init__(default_fingerprint, **options)
         if remainder not in ("repeat", "drop", "keep"):
             raise ConfigurationError(
                 f"remainder={remainder!r} was given, expected 'repeat', 'drop' or 'keep'."
@@ -219,10 +241,6 @@ class StridedSampler(OrderedSampler):
         return left // ranks if self.remainder == "drop" else -(-left // ranks)
 
 
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 _BLOCK = 8192  # positions computed at a time: a few milliseconds
 
 
@@ -237,7 +255,7 @@ class ShuffledSampler(StridedSampler):
             samples of the epoch's start again, as torch's sampler does; ``"drop"`` leaves the last
             ones out of this epoch; ``"keep"`` gives some ranks one sample more, so that each is
             seen exactly once.
-        seed, rank, world_size, fingerprint: See `OrderedSampler`.
+        options: ``seed``, ``rank``, ``world_size``, ``fingerprint``: see `OrderedSampler`.
     """
 
     def __init__(
@@ -246,15 +264,9 @@ class ShuffledSampler(StridedSampler):
         *,
         shuffle: bool = True,
         remainder: Remainder = "repeat",
-        seed: int = 0,
-        rank: int | None = None,
-        world_size: int | None = None,
-        fingerprint: str | None = None,
+        **options: Unpack[SamplerOptions],
     ) -> None:
-        fingerprint = fingerprint or f"{size} samples"
-        super().__init__(
-            size, remainder, seed=seed, rank=rank, world_size=world_size, fingerprint=fingerprint
-        )
+        super().__init__(size, remainder, f"{size} samples", **options)
         self.shuffle = shuffle
         self.kind = "shuffled" if shuffle else "in order"
 

@@ -38,9 +38,10 @@ class HuggingFaceImages:
         ```python
         from datasets import Dataset
 
-        photos = HuggingFaceImages(Dataset.from_parquet("photos/*.parquet")) loader =
-        image_loader(photos, ShuffledSampler(len(photos)), 64, crop=RandomResizedCrop(224),
-        transform=None) ```
+        photos = HuggingFaceImages(Dataset.from_parquet("photos/*.parquet"))
+        sampler = ShuffledSampler(len(photos))
+        loader = image_loader(photos, sampler, 64, crop=RandomResizedCrop(224), transform=None)
+        ```
     """
 
     chunk = 32  # rows that one call takes

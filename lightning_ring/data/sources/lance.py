@@ -15,17 +15,15 @@ class LanceImages:
     """The images of an open Lance data set, as a source of `image_loader` (extra ``lance``).
 
     ``lance.dataset(uri, version=..., storage_options=...)`` opens it: a folder, or ``s3://``,
-    ``gs://``, ``az://``. It stays at the version that was opened, whatever is appended or deleted
-    meanwhile, as long as ``cleanup_old_versions`` leaves that version.
+    ``gs://``, ``az://``. It stays at the version that was opened until ``cleanup_old_versions``.
 
     Args:
         dataset: A ``lance.LanceDataset``.
         image: Column of encoded images (JPEG, PNG, ...): binary, no blobs.
         label: Column of labels: whole numbers, or names of classes.
-        where: SQL over the columns, such as ``"width > 300"``: only rows for which it is true. No
-            image is read for it.
-        classes: Names of the classes in the order of their numbers, such as those of the training's
-            images. Left out, names are numbered in sorted order.
+        where: SQL over the columns: only rows for which it is true. It reads no image.
+        classes: Names of the classes in the order of their numbers. Left out, names are numbered in
+            sorted order.
 
     Attributes:
         labels: Class number of every image, int32.
@@ -39,9 +37,10 @@ class LanceImages:
         ```python
         import lance
 
-        photos = LanceImages(lance.dataset("s3://bucket/photos.lance", version=7), where="width >
-        300") loader = image_loader(photos, ShuffledSampler(len(photos)), 64,
-        crop=RandomResizedCrop(224), transform=None) ```
+        photos = LanceImages(lance.dataset("photos.lance", version=7), where="width > 300")
+        sampler = ShuffledSampler(len(photos))
+        loader = image_loader(photos, sampler, 64, crop=RandomResizedCrop(224), transform=None)
+        ```
     """
 
     chunk = 32  # rows that one call takes: 8 cost 15 % of the images a CPU-second
@@ -58,28 +57,21 @@ class LanceImages:
         self.dataset = dataset
         self.image = image
         shown = f"{dataset.uri}, version {dataset.version}"
-        columns = dataset.schema.names
-        for column in (image, label):
-            if column not in columns:
-                raise ConfigurationError(
-                    f"{shown}, has the columns {', '.join(columns)}, expected {column!r} among "
-                    "them."
-                )
-        field = dataset.schema.field(image)
-        if str(field.type) not in ("binary", "large_binary") or b"lance-encoding:blob" in (
-            field.metadata or {}
-        ):
-            raise ConfigurationError(
-                f"{shown}: the column {image!r} is of {field.type} {field.metadata or ''}, "
-                "expected binary: encoded images, not stored as blobs."
-            )
         wanted = {"label": f"`{label}`"} | ({} if where is None else {"kept": where})
         try:
+            field = dataset.schema.field(image)
             table = dataset.to_table(columns=wanted)
-        except (ValueError, OSError) as error:
+        except (KeyError, ValueError, OSError) as error:
             raise ConfigurationError(
-                f"{shown}, cannot be read with where={where!r}: {error}"
+                f"{shown}, with the columns {', '.join(dataset.schema.names)}, cannot be read with "
+                f"image={image!r}, label={label!r}, where={where!r}: {error}"
             ) from error
+        metadata = field.metadata or {}
+        if str(field.type) not in ("binary", "large_binary") or b"lance-encoding:blob" in metadata:
+            raise ConfigurationError(
+                f"{shown}: the column {image!r} is of {field.type} {metadata or ''}, expected "
+                "binary: encoded images, not stored as blobs."
+            )
         self._rows = None
         if where is not None:
             kept = table["kept"]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_ring.data import CenterCrop, ImageFolder
-from lightning_ring.data.augment.generators import _DRAWING, OwnGenerator
+from lightning_ring.data.loading.augment import _DRAWING, OwnGenerator
 from lightning_ring.errors import ConfigurationError, SampleError
 from tests.data.augment.loading import generators_untouched, images, make
 
@@ -215,7 +215,7 @@ def test_processes_give_the_pictures_of_threads_and_end_with_the_loader(
             loader = make(folder, sample_transform=transform, in_processes=True)
             got = images(loader)
             assert torch.equal(got, images(loader))  # by the same processes
-        pids = [process.process.pid for process in loader.maker.sample_transforms.processes]  # type: ignore[attr-defined]
+        pids = [process.pid for process, *_ in loader.maker.sample_transforms.processes]  # type: ignore[attr-defined]
         assert len(pids) == 2
         del loader
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -264,7 +264,7 @@ def test_processes_have_generators_of_their_own_and_their_errors_arrive(
     loader = make(folder, sample_transform=uses_random, in_processes=True, batch_size=1, prefetch=1)
     iterator = iter(loader)
     next(iterator)
-    processes = [process.process for process in loader.maker.sample_transforms.processes]  # type: ignore[attr-defined]
+    processes = [process for process, *_ in loader.maker.sample_transforms.processes]  # type: ignore[attr-defined]
     # Slurm sends them to every process of a job
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         os.kill(processes[0].pid, signum)

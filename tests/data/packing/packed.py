@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_ring.data.packing import run
-from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.data.packing.image import PackSettings
 
 SETTINGS = PackSettings(size=40, shard_mb=16 / 1024)  # 16 KiB: a few images a shard
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_ring.cli.pack import main
-from lightning_ring.data.shards.verify import verify
+from lightning_ring.data.shards import verify
 from lightning_ring.errors import ConfigurationError, ShardError
 from tests.data.packing.packed import contents
 

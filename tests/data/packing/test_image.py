@@ -7,8 +7,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from lightning_ring.data.decoding import decode_rgb
-from lightning_ring.data.packing.image import UnusableImageError, prepare_image
-from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.data.packing.image import PackSettings, UnusableImageError, prepare_image
 from tests.data.photos import EXIF_ORIENTATION, decode, encode, photo
 
 SIXTEEN_BITS = Image.fromarray(np.linspace(0, 65535, 120 * 80).reshape(80, 120).astype(np.uint16))

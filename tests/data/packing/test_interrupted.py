@@ -12,10 +12,10 @@ import time
 import pytest
 
 from lightning_ring.data import ShardDataset
-from lightning_ring.data.packing import run, shard_loop
-from lightning_ring.data.packing.settings import PackSettings
-from lightning_ring.data.packing.shard_writer import read_records
-from lightning_ring.data.shards.manifest import read_manifest
+from lightning_ring.data.packing import run, writer
+from lightning_ring.data.packing.image import PackSettings
+from lightning_ring.data.packing.writer import PackJob, read_records
+from lightning_ring.data.shards import read_manifest
 from lightning_ring.errors import ConfigurationError, ShardError
 from tests.data.packing.packed import SETTINGS, Stop, contents, pack
 from tests.data.photos import image_folder
@@ -46,7 +46,7 @@ def test_an_interrupted_packing_goes_on_to_the_same_bytes(source, packed, tmp_pa
     assert contents(tmp_path / "dst") == contents(packed)
 
 
-@pytest.mark.parametrize("step", ["write_record", "write_generation"])
+@pytest.mark.parametrize("step", ["write", "write_generation"])
 def test_ended_between_two_files_it_goes_on_to_the_same_bytes(
     source, packed, tmp_path, step, monkeypatch
 ):
@@ -54,7 +54,7 @@ def test_ended_between_two_files_it_goes_on_to_the_same_bytes(
         raise Stop
 
     with monkeypatch.context() as patched:
-        patched.setattr(shard_loop if step == "write_record" else run, step, stop)
+        patched.setattr(writer.ShardRecord if step == "write" else run, step, stop)
         with pytest.raises(Stop):
             pack(source, tmp_path / "dst")
     pack(source, tmp_path / "dst")
@@ -108,7 +108,7 @@ def test_a_source_that_vanishes_stops_the_packing(tmp_path):
             source.rename(tmp_path / "moved")
 
     with pytest.raises(
-        ShardError, match=r"src is gone\. Bring it back and run the same command again"
+        ShardError, match=r"src cannot be read: .*\. Bring it back and run the same command again"
     ):
         pack(source, tmp_path / "dst", workers=1, progress=unmount)
     (tmp_path / "moved").rename(source)
@@ -124,10 +124,11 @@ def test_a_shard_that_is_written_anew_takes_those_after_it_along(source, tmp_pat
 
     with pytest.raises(Stop):
         pack(source, tmp_path / "dst", progress=stop)
-    assert len(list(state.glob("*.npz"))) > 2
+    assert len(list(state.glob("shard-*.npz"))) > 2
     (tmp_path / "dst" / "shard-000001.tar").unlink()
-    assert len(read_records(state, tmp_path / "dst")) == 1
-    assert [path.name for path in state.glob("*.npz")] == ["shard-000000.tar.npz"]
+    job = PackJob(source, tmp_path / "dst", SETTINGS)
+    assert len(read_records(job)) == 1
+    assert [path.name for path in state.glob("shard-*.npz")] == ["shard-000000.tar.npz"]
 
 
 @pytest.fixture
@@ -170,7 +171,7 @@ def test_a_disk_that_fills_keeps_what_is_whole_and_goes_on_when_there_is_room(
 
 
 @pytest.mark.parametrize(
-    "file", ["shard.part", "sources.json.part", "labels.npy.part", "manifest.json.part"]
+    "file", ["shard.part", "sources.npz.part", "labels.npy.part", "manifest.json.part"]
 )
 def test_a_disk_that_fills_at_any_file_is_an_error_that_can_be_gone_on_from(
     source, packed, tmp_path, file, monkeypatch
@@ -189,3 +190,21 @@ def test_a_disk_that_fills_at_any_file_is_an_error_that_can_be_gone_on_from(
     assert not list((tmp_path / "dst").rglob("*.part"))
     pack(source, tmp_path / "dst")
     assert contents(tmp_path / "dst") == contents(packed)
+
+
+def test_shards_whose_list_is_not_there_are_packed_anew(tmp_path):
+    """As another version left them: nobody knows which images they hold."""
+    source = image_folder(tmp_path / "src", classes=2, images=12)
+
+    def stop(done, total, left_out):
+        if done == 20:
+            raise Stop
+
+    with pytest.raises(Stop):
+        pack(source, tmp_path / "dst", progress=stop)
+    assert list((tmp_path / "dst" / ".packing").glob("shard-*.npz"))
+    (tmp_path / "dst" / ".packing" / "sources.npz").unlink()
+    next(source.rglob("*.jpg")).unlink()
+    pack(source, tmp_path / "dst")
+    pack(source, tmp_path / "whole")
+    assert contents(tmp_path / "dst") == contents(tmp_path / "whole")

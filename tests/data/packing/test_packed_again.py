@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_ring.data import ShardDataset
-from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.errors import ConfigurationError
 from tests.data.packing.packed import SETTINGS, Stop, contents, pack
 from tests.data.photos import encode, photo
@@ -75,7 +75,7 @@ def test_a_source_that_has_changed_is_an_error_that_says_what_has(tmp_path, half
         r"Nothing"
     )
     csv_of(tmp_path, "abab" * 4 + "abac")
-    refused(r"1 image in another class \(19.jpg: 'b', now 'c'\); 2 classes, now 3: new c\.")
+    refused(r"1 image in another class \(19.jpg: 'b', now 'c'\); 2 classes, now 3\.")
     csv_of(tmp_path, "abab" * 5 + "a")
     refused(r"1 image added \(20.jpg\)\.")
     csv_of(tmp_path, "abab" * 4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from operator import index as as_index
 from os import PathLike
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -15,9 +14,13 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_ring.data.decoding import decode_rgb
-from lightning_ring.data.shards.files import ShardFiles
-from lightning_ring.data.shards.index import BLOCK, ByteRange, ShardIndex
-from lightning_ring.data.shards.manifest import check_lengths, read_manifest
+from lightning_ring.data.shards import (
+    ByteRange,
+    ShardFiles,
+    ShardIndex,
+    check_lengths,
+    read_manifest,
+)
 from lightning_ring.errors import ShardError
 
 
@@ -125,14 +128,6 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         self._files.will_need(places)
         return [self._read(i, place) for i, place in zip(indices, places, strict=True)]
 
-    def key(self, i: SupportsIndex) -> str:
-        """The name of image ``i`` in its tar, and in webdataset (``__key__``); read from the
-        tar.
-        """
-        place = self._index.place(i)
-        header = self._files.read(place._replace(offset=place.offset - BLOCK, size=BLOCK))
-        return header[:100].split(b".")[0].decode("ascii", "replace")
-
     def name(self, i: SupportsIndex) -> str:
         """Where image ``i`` came from: its path in the image folder or in the CSV."""
         return self._index.name(i)
@@ -146,7 +141,7 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         except ShardError:
             name = "its name is damaged"
         return (
-            f"image {range(len(self))[as_index(i)]} ({name}), {path} at offset {place.offset}, "
+            f"image {range(len(self))[i]} ({name}), {path} at offset {place.offset}, "
             f"{place.size} bytes"
         )
 

@@ -6,7 +6,6 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import index as as_index
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -70,21 +69,18 @@ class Mixture(Dataset[tuple[Any, int]]):
 
     def place(self, i: SupportsIndex) -> tuple[int, int]:
         """The set that image ``i`` is from, and its index in that set."""
-        i = as_index(i)
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"image {i} of {len(self)}")
-        i %= len(self)
+        i = range(len(self))[i]
         source = bisect_right(self._ends, i)
         return source, i - self._ends[source] + self.sizes[source]
 
     def read_many(self, indices: Sequence[int]) -> list[Any]:
         """Images, encoded or as pixels, in the order of ``indices``."""
-        got: list[Any] = [None] * len(indices)
-        for source, members in self._by_source(indices).items():
-            data = self.sources[source].read_many([inside for _, inside in members])
-            for (slot, _), image in zip(members, data, strict=True):
-                got[slot] = image
-        return got
+        places = [self.place(i) for i in indices]
+        data = {}
+        for source in {source for source, _ in places}:
+            inside = [i for other, i in places if other == source]
+            data[source] = iter(self.sources[source].read_many(inside))
+        return [next(data[source]) for source, _ in places]
 
     def where(self, i: SupportsIndex) -> str:
         """Image ``i`` for an error message."""
@@ -94,11 +90,3 @@ class Mixture(Dataset[tuple[Any, int]]):
     def name(self, i: SupportsIndex) -> str:
         source, inside = self.place(i)
         return str(self.sources[source].name(inside))
-
-    def _by_source(self, indices: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
-        """By set: places in ``indices``, and indices in the set."""
-        found: dict[int, list[tuple[int, int]]] = {}
-        for slot, i in enumerate(indices):
-            source, inside = self.place(i)
-            found.setdefault(source, []).append((slot, inside))
-        return found

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_ring.data.decoding import decode_rgb
-from lightning_ring.data.packing.listing import EXTENSIONS, LeftOut, scan_folder
+from lightning_ring.data.packing.sources import EXTENSIONS, LeftOut, scan_folder
 from lightning_ring.errors import ConfigurationError, SampleError
 
 log = logging.getLogger(__name__)
@@ -25,10 +25,9 @@ class ImageFolder(Dataset[tuple[Any, int]]):
     """The images below ``root/CLASS/``, in the order that torchvision's `ImageFolder` has: by
     class, then by path.
 
-    Files of other kinds, hidden folders, and links to a folder that they are in are reported and
-    left out. A class without images has a number, as in shards and in torchvision's
-    ``ImageFolder(allow_empty=True)``, and is reported. Pixels are those of the file: its EXIF
-    orientation is not applied, as in torchvision.
+    Files of other kinds and hidden folders are reported and left out. A class without images has a
+    number, as in shards and in torchvision's ``ImageFolder(allow_empty=True)``, and is reported.
+    Pixels are those of the file: its EXIF orientation is not applied, as in torchvision.
 
     Args:
         root: The folder.
@@ -41,7 +40,8 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         fingerprint: Equal for two folders with the same class names and file names.
 
     Raises:
-        ConfigurationError: ``root`` is no folder, or there is no image in it.
+        ConfigurationError: ``root`` is no folder, there is no image in it, or a link in it leads to
+            a folder that it is in.
         OSError: A folder in it cannot be read.
     """
 
@@ -74,8 +74,13 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         self.labels = np.array(labels, dtype=np.int32)
         counts = np.bincount(self.labels, minlength=len(self.classes))
         empty = [self.classes[number] for number in np.flatnonzero(counts == 0)]
-        _report(self.root, "found", "classes without images", empty)
-        _report(self.root, "left out", "files and folders that are not images of a class", others)
+        for what, names in (
+            ("found %d classes without images: %s", empty),
+            ("left out %d files and folders that are not images of a class: %s", others),
+        ):
+            if names:
+                shown = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+                log.warning("lightning_ring: %s: " + what, self.root, len(names), shown)
         content = "\0".join([*self.classes, "", *self._names]).encode("utf-8", "surrogateescape")
         self.fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -91,14 +96,11 @@ class ImageFolder(Dataset[tuple[Any, int]]):
 
     def read(self, i: SupportsIndex) -> bytes:
         """Image ``i`` as it is on disk. Releases the GIL."""
-        # Windows
-        descriptor = os.open(self.root / self._names[i], os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
-            return os.read(descriptor, os.fstat(descriptor).st_size)
+            return Path(self.where(i)).read_bytes()
         except OSError as error:
+            # a read that fails does not name its file
             raise OSError(error.errno, error.strerror, self.where(i)) from error
-        finally:
-            os.close(descriptor)
 
     def read_many(self, indices: Sequence[SupportsIndex]) -> list[bytes]:
         return [self.read(i) for i in indices]
@@ -109,10 +111,4 @@ class ImageFolder(Dataset[tuple[Any, int]]):
 
     def where(self, i: SupportsIndex) -> str:
         """Image ``i`` for an error message."""
-        return str(self.root / self._names[i])
-
-
-def _report(root: Path, done: str, what: str, names: list[str]) -> None:
-    if names:
-        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        log.warning("lightning_ring: %s: %s %d %s: %s", root, done, len(names), what, shown)
+        return os.path.join(self.root, self._names[i])

@@ -1,0 +1,363 @@
+"""Images into shards, one after the other, each with a record, from which an interrupted packing
+resumes; and at the end the records into an index, in a folder of its own, and the manifest.
+
+Whatever ends it before the manifest has its name leaves the generation before as it was; the same
+packing can then be finished by the same command.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tarfile
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_ring.data.packing.image import PackedImage, PackSettings
+from lightning_ring.data.packing.sources import (
+    HEADER,
+    Sources,
+    report_row,
+    sync_folder,
+    whole_file,
+    write_whole,
+)
+from lightning_ring.data.shards import (
+    BLOCK,
+    COLUMNS,
+    MANIFEST,
+    NAMES,
+    REPORT,
+    Manifest,
+    Shard,
+    ShardIndex,
+    file_sha256,
+    index_folder,
+)
+
+_END = bytes(2 * BLOCK)  # two empty blocks end a tar
+_TREATMENTS = ("copied", "shrunk", "turned", "converted", "not turned", "left out")
+
+Columns = dict[str, npt.NDArray[Any]]
+Progress = Callable[[int, int, int], None]  # sources done, sources in all, left out so far
+
+
+@dataclass(frozen=True)
+class PackJob:
+    """
+    Args:
+        classes: Names of classes in the order of their numbers; None: by name, after those of
+            ``base``.
+        base: The set in ``target`` to which images are appended; None: a new set.
+    """
+
+    source: Path
+    target: Path
+    settings: PackSettings
+    classes: Sequence[str] | None = None
+    base: Manifest | None = None
+
+    @property
+    def state(self) -> Path:
+        """The folder, in that of the set, of what is unfinished."""
+        return self.target / ".packing"
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """The same for two commands that may go on with each other's shards."""
+        return {"source": str(self.source), **asdict(self.settings)}
+
+    @property
+    def generation(self) -> int:
+        """The one that will be made."""
+        return 0 if self.base is None else self.base.generation + 1
+
+    @property
+    def first_classes(self) -> list[str]:
+        """Those whose numbers are given."""
+        return [] if self.base is None else self.base.classes
+
+    @property
+    def first_shard(self) -> int:
+        return 0 if self.base is None else len(self.base.shards)
+
+
+class ShardWriter:
+    """Writes images with the numbers ``first``, ``first + 1``, ... to ``file``. The same images
+    give the same bytes.
+    """
+
+    def __init__(self, file: BinaryIO, first: int) -> None:
+        self._file = file
+        self._next = first
+        self._sha256 = hashlib.sha256()
+        self.bytes = 0
+        # a row an image: those of the index, and its place among the sources
+        self.columns = {"labels": array("i"), "places": array("I"), "positions": array("q")}
+
+    @property
+    def samples(self) -> int:
+        return len(self.columns["labels"])
+
+    def has_room(self, image: PackedImage, most: float) -> bool:
+        """Whether the whole shard has at most ``most`` bytes with ``image``, which may be the first
+        whatever its length.
+        """
+        image_bytes = len(image.data) + -len(image.data) % BLOCK
+        return not self.samples or self.bytes + image_bytes + 3 * BLOCK + len(_END) <= most
+
+    def add(self, image: PackedImage, label: int, position: int) -> None:
+        place = self.bytes // BLOCK + 1, len(image.data), zlib.crc32(image.data)
+        name = f"{self._next:09d}"
+        self._member(f"{name}.{image.extension}", image.data)
+        self._member(f"{name}.cls", str(label).encode())
+        self._next += 1
+        self.columns["labels"].append(label)
+        self.columns["places"].extend(place)
+        self.columns["positions"].append(position)
+
+    def _member(self, name: str, data: bytes) -> None:
+        header = tarfile.TarInfo(name)  # no time, no owner: they would change the checksum
+        header.size = len(data)
+        self._write(header.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % BLOCK))
+
+    def _write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._sha256.update(data)
+        self.bytes += len(data)
+
+    def finish(self, name: str) -> Shard:
+        """End the tar, which will be called ``name``."""
+        self._write(_END)
+        return Shard(name, self.bytes, self.samples, self._sha256.hexdigest())
+
+    def arrays(self) -> Columns:
+        return {
+            "labels": np.array(self.columns["labels"], np.int32),
+            "places": np.array(self.columns["places"], np.uint32).reshape(-1, 3),
+            "positions": np.array(self.columns["positions"], np.int64),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """A finished shard. ``next_position``: the first source after it; ``report``: rows on the
+    sources before that.
+    """
+
+    shard: Shard
+    next_position: int
+    counts: dict[str, int]
+    report: bytes
+    columns: Columns
+
+    def write(self, folder: Path) -> None:
+        head = {
+            "shard": asdict(self.shard),
+            "next_position": self.next_position,
+            "counts": self.counts,
+        }
+        arrays: dict[str, Any] = {
+            "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
+            "report": np.frombuffer(self.report, np.uint8),
+            **self.columns,
+        }
+        with whole_file(folder / f"{self.shard.name}.npz") as file:
+            np.savez(file, **arrays)
+
+
+def read_record(path: Path) -> ShardRecord:
+    with np.load(path) as file:
+        arrays: dict[str, Any] = dict(file)
+    head, report = json.loads(arrays.pop("head").tobytes()), arrays.pop("report").tobytes()
+    shard = Shard(**head.pop("shard"))
+    return ShardRecord(shard, **head, report=report, columns=arrays)
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:06d}.tar"
+
+
+def read_records(job: PackJob) -> list[ShardRecord]:
+    """Records of the finished shards of ``job``, from the first on; one whose tar is not as long as
+    it was ends the list.
+
+    Those after it are removed: they follow a shard that may be written anew with other images.
+    """
+    records: list[ShardRecord] = []
+    paths = sorted(job.state.glob("shard-*.npz"))
+    for path in paths:
+        record = read_record(path)
+        tar = job.target / shard_name(job.first_shard + len(records))
+        is_next = record.shard.name == tar.name and tar.exists()
+        if not is_next or tar.stat().st_size != record.shard.bytes:
+            break
+        records.append(record)
+    # the last first: interrupted, this leaves no gap
+    for stale in reversed(paths[len(records) :]):
+        stale.unlink()
+    return records
+
+
+class _Notes:
+    """What was done with the sources since the last shard, for its record."""
+
+    def __init__(self) -> None:
+        self.counts = Counter[str]()
+        self.rows: list[bytes] = []
+
+    def add(self, image: PackedImage | str, source: str) -> None:
+        if isinstance(image, str):
+            self.counts["left out"] += 1
+            self.rows.append(report_row("left out", source, image))
+            return
+        self.counts.update({image.how: 1, "not turned": image.lies})
+        if image.note:
+            self.rows.append(report_row("converted", source, image.note))
+
+    def record(self, shard: Shard, next_position: int, columns: Columns) -> ShardRecord:
+        return ShardRecord(shard, next_position, dict(self.counts), b"".join(self.rows), columns)
+
+
+def write_shards(
+    images: Iterator[tuple[int, PackedImage | str]],
+    sources: Sources,
+    records: Sequence[ShardRecord],
+    job: PackJob,
+    progress: Progress,
+) -> Iterator[ShardRecord]:
+    """Write the shards that follow ``records``, yielding each once it is on the disk.
+
+    A last one without images is no file: it says why no other source could be packed.
+    """
+    notes, number = _Notes(), job.first_shard + len(records)
+    first = sum(record.shard.samples for record in records)
+    first += 0 if job.base is None else job.base.samples
+    left_out = sum(record.counts.get("left out", 0) for record in records)
+
+    def usable() -> Iterator[tuple[int, PackedImage]]:
+        nonlocal left_out
+        for position, image in images:
+            if isinstance(image, str):
+                left_out += 1
+                notes.add(image, sources.packed_name(position))
+            progress(position + 1, len(sources), left_out)
+            if not isinstance(image, str):
+                yield position, image
+
+    following = usable()
+    pending = next(following, None)
+    while pending is not None:
+        name = shard_name(number)
+        with whole_file(job.target / name, through=job.state / "shard.part") as file:
+            writer = ShardWriter(file, first)
+            while pending and writer.has_room(pending[1], job.settings.shard_mb * 2**20):
+                position, image = pending
+                notes.add(image, sources.packed_name(position))
+                writer.add(image, sources.label(position), position)
+                pending = next(following, None)
+            shard = writer.finish(name)
+        next_position = len(sources) if pending is None else pending[0]
+        record, notes = notes.record(shard, next_position, writer.arrays()), _Notes()
+        record.write(job.state)
+        yield record
+        number, first = number + 1, first + shard.samples
+    if notes.rows:
+        yield notes.record(Shard("", 0, 0, ""), len(sources), {})
+
+
+def count_treatments(sources: Sources, records: Sequence[ShardRecord]) -> dict[str, int]:
+    counts = Counter({"left out": sources.left_out})
+    for record in records:
+        counts.update(record.counts)
+    return {name: counts[name] for name in _TREATMENTS}
+
+
+def report_of(sources: Sources, records: Sequence[ShardRecord]) -> list[bytes]:
+    return [HEADER, sources.report, *(record.report for record in records)]
+
+
+def write_generation(job: PackJob, sources: Sources, records: Sequence[ShardRecord]) -> Manifest:
+    """Write the generation after `PackJob.base`, which has the new ``records`` too; the manifest
+    last.
+    """
+    root, base, folder = job.target, job.base, index_folder(job.generation)
+    counts, report = count_treatments(sources, records), report_of(sources, records)
+    records = [record for record in records if record.shard.samples]
+    shutil.rmtree(root / folder, ignore_errors=True)  # of a packing that never finished
+    (root / folder).mkdir(parents=True)
+    sync_folder((root / folder).parent)
+    _write_index(root, folder, base, sources, records)
+
+    # classes of `base` are not new
+    present = {*range(len(job.first_classes))}.union(
+        *(np.unique(record.columns["labels"]).tolist() for record in records)
+    )
+    for number, name in enumerate(sources.classes):
+        if number not in present:
+            detail = f"has no image; label {number} does not occur"
+            report.append(report_row("empty class", name, detail))
+    report_name = REPORT if base is None else f"{folder}/{REPORT}"
+    with whole_file(root / report_name) as file:
+        file.writelines(report)
+
+    columns = (f"{column}.npy" for column in COLUMNS)
+    written = [report_name, *(f"{folder}/{name}" for name in (NAMES, *columns))]
+    counts["empty classes"] = len({*range(len(sources.classes))} - present)
+    shards, kept = [record.shard for record in records], {}
+    if base is not None:
+        counts |= {"added": sum(shard.samples for shard in shards), "there": sources.there}
+        shards, kept = [*base.shards, *shards], {REPORT: base.files[REPORT]}
+    manifest = Manifest(
+        classes=sources.classes,
+        shards=shards,
+        files=kept | {name: file_sha256(root / name) for name in sorted(written)},
+        source=str(job.source),
+        identity=sources.identity,
+        settings=asdict(job.settings),
+        counts=counts,
+        generation=job.generation,
+    )
+    text = manifest.to_json().encode()
+    write_whole(root / folder / MANIFEST, text)  # of this generation, when there is a later one
+    write_whole(root / MANIFEST, text)
+    return manifest
+
+
+def _write_index(
+    root: Path,
+    folder: str,
+    base: Manifest | None,
+    sources: Sources,
+    records: Sequence[ShardRecord],
+) -> None:
+    """The rows of ``base`` and after them those of ``records``."""
+    new: Columns = {
+        name: np.concatenate([record.columns[name] for record in records])
+        for name in ("labels", "places", "positions")
+    }
+    positions = new["positions"]
+    names = [os.fsencode(sources.packed_name(position)) for position in positions.tolist()]
+    new["stamps"] = sources.stamps[sources.order[positions]]
+    new["name_ends"] = np.cumsum([len(name) + 1 for name in names]) - 1
+    index = None if base is None else ShardIndex(root, base)
+    # One name a line. A name may hold a line feed, so readers go by the ends.
+    with whole_file(root / folder / NAMES) as file:
+        if index is not None:
+            index.check_all()  # the checksums of the copy would take damage for whole
+            new["name_ends"] += file.write(index.names[0].data)
+        file.writelines(name + b"\n" for name in names)
+    for column, (dtype, _) in COLUMNS.items():
+        rows = [new[column]] if index is None else [index.column(column), new[column]]
+        with whole_file(root / folder / f"{column}.npy") as file:
+            np.save(file, np.concatenate(rows).astype(dtype))

@@ -1,0 +1,503 @@
+"""Shards as they lie in a folder: plain tars in WebDataset's layout, an index beside them
+for random access, and a manifest with the lengths and checksums of both.
+
+manifest.json             written last, so a folder without it is not a data set yet
+shard-000000.tar ...      WebDataset's layout: 000000012.jpg, then 000000012.cls (the label)
+index/000000/*.npy        one row an image, see below
+index/000000/names.txt    where each image came from, one a line
+index/000000/manifest.json  that of this generation, when there are later ones
+report.csv                images that were left out, and changes beyond shrinking
+
+Shards and indices never change once they are written. The number in ``index/000000`` is the
+generation: `pack --append` writes further shards and the next index, and then renames a manifest
+that names them to ``manifest.json``. A generation that is newer than ``manifest.json`` was never
+finished, and nobody reads it.
+
+
+The index is arrays of one row an image, memory-mapped, so that all processes of a host
+share them.
+
+    labels.npy     int32    class number                                           4 bytes an image
+    places.npy     uint32   where the image starts in its shard, in blocks of 512 bytes; its length
+                            in bytes; the CRC-32 of its bytes                     12
+    name_ends.npy  int64    where its name ends in names.txt                       8
+    stamps.npy     uint64   of the file that it was packed from, for repacking     8
+
+Tar places every file at a multiple of 512 bytes, so 32 bits reach to 2 TiB in a shard. Which shard
+an image is in follows from its number and the manifest.
+
+No damage of an index is read for what was packed. Labels are compared with their SHA-256 when they
+are opened, names when the first one is asked for. A damaged place leads to bytes that have not the
+CRC-32 of the place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_ring.errors import ShardError, ShardLostError
+from lightning_ring.host.open_files import most_open_files
+
+MANIFEST = "manifest.json"
+REPORT = "report.csv"
+FORMAT = "lightning_ring shards"
+STAMPS = "stamps.npy"
+VERSION = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One tar file: its length in bytes, its images, and the SHA-256 of the whole file (as
+    ``sha256sum``).
+    """
+
+    name: str
+    bytes: int
+    samples: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """
+    Args:
+        classes: Names of the classes, in the order of their numbers.
+        files: SHA-256 of everything beside the shards.
+        source: Where the images came from; ``identity`` is of what lay there
+            (`packing.sources.Sources.identity`).
+        settings: Of the packing.
+        counts: Numbers of images by treatment, of the packing that made this generation; for
+            people.
+        generation: How often images were appended.
+    """
+
+    classes: list[str]
+    shards: list[Shard]
+    files: dict[str, str]
+    source: str
+    identity: str
+    settings: dict[str, Any]
+    counts: dict[str, int]
+    generation: int = 0
+
+    @property
+    def samples(self) -> int:
+        return sum(shard.samples for shard in self.shards)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for two folders if and only if they hold the same images, labels, names and
+        order.
+        """
+        shards = [[shard.name, shard.bytes, shard.samples, shard.sha256] for shard in self.shards]
+        # times of files
+        files = {name: sha256 for name, sha256 in self.files.items() if not name.endswith(STAMPS)}
+        content = [VERSION, self.classes, shards, files]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def index(self) -> str:
+        """The folder of the index, in the folder of the shards."""
+        return index_folder(self.generation)
+
+    def to_json(self) -> str:
+        head = {
+            "format": FORMAT,
+            "version": VERSION,
+            "samples": self.samples,
+            "fingerprint": self.fingerprint,
+        }
+        return json.dumps(head | asdict(self), indent=1, ensure_ascii=True) + "\n"
+
+
+_OTHERS = ("classes", "files", "source", "identity", "settings", "counts", "generation")
+
+
+def index_folder(generation: int) -> str:
+    return f"index/{generation:06d}"
+
+
+def generations(root: Path) -> list[int]:
+    """The generations of the set in ``root`` that can be opened, the newest last."""
+    newest = read_manifest(root).generation
+    found = (path.parent.name for path in root.glob(f"index/*/{MANIFEST}"))
+    return sorted(
+        {newest, *(int(name) for name in found if name.isdecimal() and int(name) < newest)}
+    )
+
+
+def read_manifest(root: Path, generation: int | None = None) -> Manifest:
+    """The manifest of the shards in ``root``: of the newest generation, or of the one that is asked
+    for.
+
+    Raises `ShardError`: there is none, or it is not one that this version can read.
+    """
+    newest = _read(root, root / MANIFEST)
+    if generation is None or generation == newest.generation:
+        return newest
+    path = root / index_folder(generation) / MANIFEST
+    if generation > newest.generation or not path.exists():
+        there = ", ".join(map(str, generations(root)))
+        raise ShardError(
+            f"{root} has no generation {generation}: it has {there}. Open one of them."
+        )
+    return _read(root, path)
+
+
+def _read(root: Path, path: Path) -> Manifest:
+    try:
+        fields = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ShardError(f"{path} is not there. {_instead_of_manifest(root)}") from None
+    except (ValueError, OSError) as error:
+        raise ShardError(
+            f"{path} cannot be read: {error}. Restore it, or pack the images again."
+        ) from None
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise ShardError(
+            f'{path} does not say "format": "{FORMAT}": it was written by another program.'
+        )
+    if fields["version"] != VERSION:
+        found = fields["version"]
+        raise ShardError(
+            f"{path} has version {found}, expected {VERSION}: pack the images again "
+            "with this version."
+        )
+    try:
+        shards = [Shard(**shard) for shard in fields["shards"]]
+        manifest = Manifest(shards=shards, **{name: fields[name] for name in _OTHERS})
+        if manifest.fingerprint != fields["fingerprint"]:
+            raise KeyError("fingerprint (it does not fit the rest: the file was edited or damaged)")
+    except (KeyError, TypeError) as error:
+        raise ShardError(
+            f"{path}: {error} is missing or wrong. Restore the file, or pack the images again."
+        ) from None
+    return manifest
+
+
+def _instead_of_manifest(root: Path) -> str:
+    if not root.is_dir():
+        return "There is no such folder; `lightning-ring pack SRC DST` makes one from images."
+    if (root / ".packing").is_dir():
+        return (
+            "Packing into this folder has not finished: run the same `lightning-ring pack` again, "
+            "it goes on."
+        )
+    return (
+        "This is no folder of packed shards; `lightning-ring pack SRC DST` makes one from images."
+    )
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def damage(path: Path, sha256: str) -> str:
+    """What is wrong with a file that had this SHA-256; empty if nothing is."""
+    try:
+        found = file_sha256(path)
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    if found == sha256:
+        return ""
+    return f"{path} is not as it was packed: it has SHA-256 {found}, expected {sha256}"
+
+
+def check_lengths(root: Path, shards: list[Shard]) -> list[str]:
+    """One line for every shard that is missing, or not as long as it was packed; reads no shard."""
+    problems = []
+    for shard in shards:
+        path = root / shard.name
+        if not path.exists():
+            problems.append(f"{path} is missing")
+        elif (size := path.stat().st_size) != shard.bytes:
+            what = "cut short" if size < shard.bytes else "longer than packed"
+            problems.append(f"{path} is {what}: it has {size} bytes, expected {shard.bytes}")
+    return problems
+
+
+BLOCK = 512
+NAMES = "names.txt"
+# dtype, and values a row
+COLUMNS: dict[str, tuple[np.dtype[Any], int]] = {
+    "labels": (np.dtype("<i4"), 1),
+    "places": (np.dtype("<u4"), 3),
+    "name_ends": (np.dtype("<i8"), 1),
+    "stamps": (np.dtype("<u8"), 1),
+}
+
+
+class ByteRange(NamedTuple):
+    """``size`` bytes from byte ``offset`` of shard number ``shard``, and their CRC-32."""
+
+    shard: int
+    offset: int
+    size: int
+    crc32: int
+
+
+class ShardIndex:
+    """The arrays of the shards in ``root``. Labels are read when it is opened, the rest when it is
+    asked for.
+
+    Raises `ShardError`: a file is missing, has another shape, or its labels are not those that were
+    packed.
+    """
+
+    def __init__(self, root: Path, manifest: Manifest) -> None:
+        self._root = root
+        self._manifest = manifest
+        self._samples = manifest.samples
+        self._starts = list(accumulate((shard.samples for shard in manifest.shards), initial=0))
+        self.classes = manifest.classes
+        self.labels = self.column("labels")
+        self._check("labels.npy")
+        self._places = self.column("places")
+
+    def check_all(self) -> None:
+        """Raises `ShardError`: a file of the index is not as it was written."""
+        for name in self._manifest.files:
+            if name.startswith(f"{self._manifest.index}/"):
+                self._check(Path(name).name)
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """One array, mapped read-only.
+
+        Raises `ShardError`: the file is missing, is no such array, or has not one row an image.
+        """
+        values = self._mapped(f"{name}.npy", partial(np.load, mmap_mode="r"))
+        dtype, width = COLUMNS[name]
+        shape = (self._samples, width)[: 1 + (width > 1)]
+        if values.shape != shape or values.dtype != dtype:
+            raise ShardError(
+                f"{self._path(name)}.npy holds {values.dtype} of shape {values.shape}, expected "
+                f"{dtype} of shape {shape}, one row for each image of the manifest. Restore it, or "
+                "pack the images again."
+            )
+        return values
+
+    @property
+    def stamps(self) -> npt.NDArray[np.uint64]:
+        return self.column("stamps")
+
+    @cached_property
+    def names(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """All names, a byte between any two, and where each of them ends."""
+        ends = self.column("name_ends")
+        names = self._mapped(NAMES, partial(np.memmap, dtype=np.uint8, mode="r"))
+        self._check("name_ends.npy")
+        self._check(NAMES)
+        return names, ends
+
+    def _path(self, name: str) -> Path:
+        return self._root / self._manifest.index / name
+
+    def _mapped(self, name: str, load: Callable[[Path], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        path = self._path(name)
+        try:
+            # A plain array over the same mapping: indexing a np.memmap costs several times as much.
+            return load(path).view(np.ndarray)
+        except (OSError, ValueError, EOFError) as error:
+            raise ShardError(
+                f"{path} cannot be mapped: {error}. Restore it, or pack the images again."
+            ) from None
+
+    def _check(self, name: str) -> None:
+        sha256 = self._manifest.files[f"{self._manifest.index}/{name}"]
+        if problem := damage(self._path(name), sha256):
+            raise ShardError(f"{problem}. Restore it, or pack the images again.")
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def position(self, i: SupportsIndex) -> int:
+        """``i`` counted from 0, where it may count from the end as in a list."""
+        return range(self._samples)[i]
+
+    def place(self, i: SupportsIndex) -> ByteRange:
+        i = self.position(i)
+        block, size, crc32 = self._places[i].tolist()
+        if not size:  # the CRC-32 of no bytes is 0: a page of zeros would pass for an image
+            raise ShardError(
+                f"{self._path('places.npy')} is damaged: image {i} has no bytes in it. Restore it."
+            )
+        return ByteRange(bisect_right(self._starts, i) - 1, block * BLOCK, size, crc32)
+
+    def name(self, i: SupportsIndex) -> str:
+        """Where image ``i`` came from: a path as the image folder or the CSV had it."""
+        i = self.position(i)
+        names, ends = self.names
+        start = int(ends[i - 1]) + 1 if i else 0
+        return names[start : int(ends[i])].tobytes().decode("utf-8", "surrogateescape")
+
+
+_LOOK_AFTER = "Look after the disk or the network file system, then start the job again."
+
+
+class _OpenFile:
+    """A file that closes when the last thread that uses it lets go."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        self.descriptor = self._file.fileno()
+        # Windows: reading moves a position
+        self._lock = None if hasattr(os, "pread") else threading.Lock()
+        if hasattr(os, "posix_fadvise"):  # Linux; without it each small read would fetch 128 KiB
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def read(self, size: int, offset: int) -> bytes:
+        if self._lock is None:
+            return os.pread(self.descriptor, size, offset)
+        with self._lock:
+            self._file.seek(offset)
+            return self._file.read(size)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+
+class ShardFiles:
+    """Reads bytes of shards. Files open when they are first needed and share no position, so
+    threads need no lock.
+
+    A data set keeps ``max_open`` files open, by default an eighth of the process's limit.
+    """
+
+    def __init__(self, root: Path, shards: Sequence[Shard], max_open: int | None = None) -> None:
+        self._root = root
+        self._shards = shards
+
+        @lru_cache(max_open or max(1, most_open_files() // 8))
+        def opened(shard: int) -> _OpenFile:
+            return _OpenFile(root / shards[shard].name)
+
+        self._file = opened
+
+    def _opened(self, shard: int) -> _OpenFile:
+        try:
+            return self._file(shard)
+        except FileNotFoundError:
+            raise ShardLostError(
+                f"{self.path(shard)} is gone since the set was opened. Restore the file, then "
+                "start the job again."
+            ) from None
+        except OSError as error:
+            raise ShardLostError(
+                f"{self.path(shard)} cannot be opened: {error.strerror}. {_LOOK_AFTER}"
+            ) from error
+
+    def read(self, place: ByteRange) -> bytes:
+        """The bytes at ``place``, in one system call, without the GIL. Their CRC-32 is the caller's
+        to compare.
+
+        Raises `ShardLostError`: the file is gone, ends before, or the disk fails.
+        """
+        try:
+            data = self._opened(place.shard).read(place.size, place.offset)
+        except OSError as error:
+            raise ShardLostError(
+                f"{self.path(place.shard)} cannot be read at offset {place.offset}, {place.size} "
+                f"bytes: {error.strerror}. {_LOOK_AFTER}"
+            ) from error
+        if len(data) != place.size:
+            shard = self._shards[place.shard]
+            raise ShardLostError(
+                f"{self.path(place.shard)} is cut short: at offset {place.offset} it has "
+                f"{len(data)} bytes, expected {place.size}. Restore the file ({shard.bytes} bytes, "
+                f"SHA-256 {shard.sha256})."
+            )
+        return data
+
+    def will_need(self, places: Sequence[ByteRange]) -> None:
+        """Tell the kernel to start reading ``places``, all at once; returns before it has."""
+        if hasattr(os, "posix_fadvise"):
+            for place in places:
+                file = self._opened(place.shard)
+                os.posix_fadvise(file.descriptor, place.offset, place.size, os.POSIX_FADV_WILLNEED)
+
+    def path(self, shard: int) -> Path:
+        return self._root / self._shards[shard].name
+
+
+def verify(root: Path, workers: int, progress: Callable[[int, int], None]) -> list[str]:
+    """A line for every problem; none if all is as it was packed. Every byte of every file is read.
+
+    Lengths and checksums of all files; of a shard that differs, the images that do, with their
+    offsets. Raises `ShardError`: there is no manifest to compare with, or that of a generation
+    cannot be read.
+
+    Args:
+        progress: Called with the bytes of shards that are read, and those of all.
+    """
+    manifests = [read_manifest(root, number) for number in generations(root)]
+    newest = manifests[-1]  # has the shards of all others
+    problems = check_lengths(root, newest.shards)
+    names = {shard.name for shard in newest.shards}
+    problems += [
+        f"{path} is not in the manifest; a reader of *.tar reads it too"
+        for path in sorted(root.glob("*.tar"))
+        if path.name not in names
+    ]
+    files = {name: sha256 for manifest in manifests for name, sha256 in manifest.files.items()}
+    wrong = {name: damage(root / name, sha256) for name, sha256 in files.items()}
+    problems += filter(None, wrong.values())
+    # a damaged index would blame images that are whole
+    is_whole = not any(wrong[name] for name in wrong if name.startswith(newest.index))
+    index = ShardIndex(root, newest) if is_whole else None
+
+    def look(shard: Shard) -> list[str]:
+        path = root / shard.name
+        if not path.exists() or not (problem := damage(path, shard.sha256)):
+            return []
+        try:
+            images = () if index is None else _damaged_images(path, newest, shard, index)
+            return [*images, problem]
+        except OSError:  # a bad sector must not hide what is wrong elsewhere
+            return [problem]
+
+    done, total = 0, sum(shard.bytes for shard in newest.shards)
+    with ThreadPoolExecutor(workers) as pool:
+        for shard, damaged in zip(newest.shards, pool.map(look, newest.shards), strict=True):
+            problems += damaged
+            done += shard.bytes
+            progress(done, total)
+    return problems
+
+
+def _damaged_images(
+    path: Path, manifest: Manifest, shard: Shard, index: ShardIndex
+) -> Iterator[str]:
+    first = sum(before.samples for before in manifest.shards[: manifest.shards.index(shard)])
+    with open(path, "rb") as file:
+        for i in range(first, first + shard.samples):
+            _, offset, size, crc32 = index.place(i)
+            file.seek(offset)
+            data = file.read(size)
+            if len(data) < size:
+                yield f"{path}, offset {offset}, {size} bytes, image {i}: cut short"
+                return  # the file has ended, and so would every image after this one
+            if zlib.crc32(data) != crc32:
+                yield (
+                    f"{path}, offset {offset}, {size} bytes, image {i}: its bytes are not those "
+                    "that were packed (CRC-32)"
+                )
