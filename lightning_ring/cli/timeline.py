@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_ring.cli.arguments import check_plot
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.timeline.merge import Merged, merge, timelines_in
+from lightning_ring.timeline.trace_files import Merged, merge, timelines_in
 
 
 def main(arguments: Sequence[str]) -> int:

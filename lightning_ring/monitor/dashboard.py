@@ -6,23 +6,31 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import platform
 import re
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.logger import _convert_params, _flatten_dict, _sanitize_params
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
-from lightning_ring.monitor.bucket_chart import bars
+from lightning_ring.comm.recording import CollectiveRecord
+from lightning_ring.comm.timing import elapsed
+from lightning_ring.host.accelerator import gpu_module, is_gpu
+from lightning_ring.host.cores import bound_cores
 from lightning_ring.monitor.ring_report import RingReport
-from lightning_ring.monitor.step_window import RecordedStep
-from lightning_ring.timeline.drawing import draw
+from lightning_ring.monitor.step_times import RecordedStep, StepRecord, collective_times
+from lightning_ring.timeline.drawing import ON_THE_WIRE, READY, WAITED_FOR, Bar, draw
+from lightning_ring.tools.doctor.packages import version
 
 _SECONDS_BETWEEN_IMAGES = 60  # drawing one takes 0.2 to 0.3
 _IMAGE = "ring/buckets of a step"
@@ -232,3 +240,130 @@ def _warn_of_missing(package: str, what_is_left_out: str) -> None:
         f"lightning_ring: {package} is not installed: {what_is_left_out}. `pip install "
         "'lightning-ring[monitor]'` brings it; RingStrategy(monitor=False) measures nothing."
     )
+
+
+def record_start(trainer: Trainer) -> None:
+    """On rank 0: a table of versions, hosts and devices, and the number of ranks as a scalar."""
+    rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in environment(trainer).items())
+    for logger in _loggers(trainer):
+        logger.experiment.add_text(
+            "ring/environment", f"| of this fit | |\n|---|---|\n{rows}", trainer.global_step
+        )
+        logger.experiment.add_scalar("ring/world_size", trainer.world_size, trainer.global_step)
+
+
+def record_change(trainer: Trainer, text: str) -> None:
+    """On rank 0: ranks have died or come."""
+    for logger in _loggers(trainer):
+        logger.experiment.add_text("ring/ranks", text, trainer.global_step)
+
+
+def record_end(trainer: Trainer, error: BaseException | None = None) -> None:
+    """On rank 0: "finished", or the error that ended the fit, also that of another rank where it
+    is known.
+    """
+    text = "finished" if error is None else f"{type(error).__name__}: {error}"
+    for logger in _loggers(trainer):
+        logger.experiment.add_text("ring/end", text, trainer.global_step)
+
+
+def environment(trainer: Trainer) -> dict[str, str]:
+    strategy = trainer.strategy
+    communicator = getattr(strategy, "communicator", None)
+    return {
+        "ranks": str(trainer.world_size),
+        "hosts": _ranks_by_host(getattr(strategy, "hosts", None) or [socket.gethostname()]),
+        "strategy": str(getattr(strategy, "strategy_name", type(strategy).__name__)),
+        "communicator": "none" if communicator is None else type(communicator).__name__,
+        "device of rank 0": _device(strategy.root_device),
+        "precision": str(trainer.precision),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{
+            name: version(name) or "not installed by pip"
+            for name in ("lightning", "lightning-ring")
+        },
+        "system": platform.platform(),
+    }
+
+
+def _loggers(trainer: Trainer) -> list[TensorBoardLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _ranks_by_host(hosts: Sequence[str]) -> str:
+    ranks: dict[str, list[str]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(str(rank))
+    return "; ".join(
+        f"{host} (rank{'s' if len(mine) > 1 else ''} {', '.join(mine)})"
+        for host, mine in ranks.items()
+    )
+
+
+def _device(device: torch.device) -> str:
+    if is_gpu(device):
+        return str(gpu_module(device).get_device_name(device))
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = next(iter(names), platform.processor() or platform.machine())
+    return f"{name}, {len(bound_cores())} cores, {torch.get_num_threads()} threads"
+
+
+_COMPUTED = ("data", "copy", "forward", "backward", "optimizer")
+_MOST_COLLECTIVES = 48
+
+
+def bars(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> list[Bar]:
+    """Everything that happened in a finished step, by the host's clock, or on CUDA by the
+    device's.
+    """
+    spans = record.spans()
+    on_device = [span for span in spans if not isinstance(span[1], float)]
+    origin: Any = record.began
+    if on_device:  # what the host timed itself, fetching and copying, is on another clock
+        spans, origin = (
+            on_device,
+            min((start for _, start, _ in on_device), key=partial(elapsed, on_device[0][1])),
+        )
+    found = _computed(
+        [
+            Bar(part, part, elapsed(origin, start), elapsed(origin, stop))
+            for part, start, stop in spans
+        ]
+    )
+    collectives = collectives[:_MOST_COLLECTIVES]
+    events = next((one.events for one in collectives if one.events is not None), None)
+    shift = elapsed(origin, events[0]) if events is not None else -record.began
+    for one, when in zip(collectives, collective_times(collectives), strict=True):
+        lane = one.name or one.kind
+        found.append(Bar(lane, READY, when.called + shift, when.began + shift))
+        found.append(Bar(lane, ON_THE_WIRE, when.began + shift, when.ended + shift))
+        start, stop = when.losses[-1]
+        found.append(Bar(lane, WAITED_FOR, start + shift, stop + shift))
+    return found
+
+
+def _computed(innermost_first: Sequence[Bar]) -> list[Bar]:
+    """In the order in which a step goes, each without what ran inside it: Lightning runs forward
+    and backward within ``optimizer_step``, and a manual backward within ``training_step``."""
+    found: list[Bar] = []
+    for bar in innermost_first:
+        found += _without(bar, sorted(found, key=lambda one: one.start))
+    return sorted(found, key=lambda bar: (_COMPUTED.index(bar.lane), bar.start))
+
+
+def _without(bar: Bar, others: Sequence[Bar]) -> list[Bar]:
+    """The pieces of ``bar`` outside of ``others``, which are in the order of their starts."""
+    pieces, start = [], bar.start
+    for other in others:
+        if other.stop > start and other.start < bar.stop:
+            pieces.append((start, other.start))
+            start = other.stop
+    pieces.append((start, bar.stop))
+    return [Bar(bar.lane, bar.kind, begin, end) for begin, end in pieces if end > begin]

@@ -20,8 +20,7 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.timing import Mark, now, seconds_between
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import gpu_module, is_gpu
-from lightning_ring.monitor.step_record import StepRecord
-from lightning_ring.monitor.step_timer import StepTimer
+from lightning_ring.monitor.step_times import StepRecord, StepTimer
 from lightning_ring.tools.plan.profile import Gradient, Model, Phases, Profile, Run, write_profile
 
 

@@ -16,13 +16,19 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import gpu_module, is_gpu
-from lightning_ring.monitor.step_record import StepRecord
-from lightning_ring.monitor.step_timer import StepTimer
+from lightning_ring.monitor.step_times import StepRecord, StepTimer
 from lightning_ring.timeline.clocks import DeviceClock
-from lightning_ring.timeline.joining import invitation_to, join_session
-from lightning_ring.timeline.session import Session, start_session
+from lightning_ring.timeline.recorder import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    OPTIMIZER,
+    PAUSES,
+    RANKS,
+    STEPS,
+)
+from lightning_ring.timeline.session import Session, invitation_to, join_session, start_session
 from lightning_ring.timeline.settings import TimelineSettings
-from lightning_ring.timeline.tracks import BACKWARD, DATA, FORWARD, OPTIMIZER, PAUSES, RANKS, STEPS
 
 log = logging.getLogger(__name__)
 

@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.host.file_lock import TAKEN, is_claimed
-from lightning_ring.timeline.rank_file import read_other
 
 GENERATOR = "lightning_ring"
 
@@ -82,58 +79,6 @@ def is_timeline(path: Path) -> bool:
     except OSError:
         return False
     return not start or f'"generator":"{GENERATOR}"'.encode() in start
-
-
-def numbered(path: Path, number: int) -> Path:
-    """``trace.json``, then ``trace-2.json``: what one script records is not replaced by what it
-    records next.
-    """
-    return path if number == 1 else path.with_name(f"{path.stem}-{number}.json")
-
-
-def rank_file(path: Path, rank: int) -> Path:
-    return path.with_name(f"{path.stem}.rank{rank}.jsonl")
-
-
-def rank_files(path: Path) -> dict[int, Path]:
-    """The ranks' files that are there, by rank."""
-    pattern = re.compile(re.escape(path.stem) + r"\.rank(\d+)\.jsonl")
-    found = {}
-    for file in path.absolute().parent.glob("*.jsonl"):
-        if match := pattern.fullmatch(file.name):
-            found[int(match[1])] = file
-    return dict(sorted(found.items()))
-
-
-def remove_earlier(path: Path) -> None:
-    """Remove what an earlier run left under this name (``trace-2.json`` too): it would pass for
-    part of this one.
-
-    Raises `ConfigurationError`: that run goes on.
-    """
-    for file in _timelines_named(path, r"\.rank\d+\.jsonl"):
-        if is_claimed(file):
-            raise ConfigurationError(
-                f"The timeline {path} is in use: {file.name}{_writer(file)}, {TAKEN}. Give each "
-                "job a path of its own, or wait until that one has ended."
-            )
-    for file in _timelines_named(path, r"(\.rank\d+\.jsonl|\.json)(\.part)?"):
-        file.unlink(missing_ok=True)
-
-
-def _timelines_named(path: Path, ending: str) -> Iterator[Path]:
-    pattern = re.compile(re.escape(path.stem) + r"(-\d+)?" + ending)
-    for file in sorted(path.absolute().parent.glob("*.json*")):
-        if pattern.fullmatch(file.name) and is_timeline(file):
-            yield file
-
-
-def _writer(file: Path) -> str:
-    try:
-        rank = read_other(file)["rank"]
-        return f", of process {rank['pid']} on {rank['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
 
 
 PATH_VARIABLE = "RING_TIMELINE"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_ring.monitor.batch_size import first_dimension
+from lightning_ring.monitor.ring_monitor import first_dimension
 
 
 def test_batch_size_is_the_first_tensors_length() -> None:

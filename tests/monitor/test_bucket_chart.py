@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_ring.monitor.bucket_chart import bars
-from lightning_ring.monitor.step_record import MANUAL, StepRecord
+from lightning_ring.monitor.dashboard import bars
+from lightning_ring.monitor.step_times import MANUAL, StepRecord
 
 
 def drawn(marks: dict[str, list[tuple[float, float]]]) -> list[tuple[str, float, float]]:

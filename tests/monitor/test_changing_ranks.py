@@ -12,12 +12,13 @@ import lightning as L
 import torch
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.monitor.rank_rows import RankMemory, RankRow, RowExchange
 from lightning_ring.monitor.ring_monitor import _exchanged
-from lightning_ring.monitor.step_record import StepTimes
+from lightning_ring.monitor.ring_report import RankMemory, RankRow, RowExchange
 from lightning_ring.monitor.step_timeline import StepTimeline
+from lightning_ring.monitor.step_times import StepTimes
 from lightning_ring.timeline.session import start_session
-from lightning_ring.timeline.settings import TimelineSettings, rank_file
+from lightning_ring.timeline.settings import TimelineSettings
+from lightning_ring.timeline.trace_files import rank_file
 from tests.thread_ranks import run_ranks
 
 

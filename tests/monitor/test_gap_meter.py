@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ring.monitor import GapMeter
-from lightning_ring.monitor.gap_report import (
+from lightning_ring.monitor.gap_meter import (
     ON_DEVICE,
     ON_HOST,
     REAL,

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.monitor.bucket_chart import bars
-from lightning_ring.monitor.rank_rows import RankMemory, RankRow
-from lightning_ring.monitor.ring_report import RingReport
-from lightning_ring.monitor.step_record import StepRecord, StepTimes, mean_times
-from lightning_ring.monitor.step_window import (
+from lightning_ring.monitor.dashboard import bars
+from lightning_ring.monitor.ring_report import RankMemory, RankRow, RingReport
+from lightning_ring.monitor.step_times import (
+    StepRecord,
+    StepTimes,
     break_down,
     collective_times,
     collectives_of,
+    mean_times,
     sent_bytes,
 )
 from lightning_ring.timeline.drawing import ON_THE_WIRE, READY, WAITED_FOR, draw

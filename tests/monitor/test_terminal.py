@@ -18,10 +18,13 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from lightning_ring import RingStrategy
 from lightning_ring.monitor import RingMonitor
-from lightning_ring.monitor.narrow_bars import NarrowRich, NarrowTQDM, narrow, short
 from lightning_ring.monitor.terminal import (
     EpochLines,
+    NarrowRich,
+    NarrowTQDM,
+    narrow,
     replace_bars,
+    short,
     shown_on_terminal,
     widen_terminal,
 )

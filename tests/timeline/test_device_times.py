@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.timeline.rank_file import TraceFile
-from lightning_ring.timeline.recorder import Recorder
-from lightning_ring.timeline.tracks import Tracks
+from lightning_ring.timeline.recorder import Recorder, Tracks
+from lightning_ring.timeline.trace_files import TraceFile
 from tests.timeline.killed_writers import OTHER
 
 

@@ -14,10 +14,8 @@ import pytest
 from lightning_ring.cli.main import main
 from lightning_ring.comm.recording import CollectiveRecord
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.timeline.merge import gather_files, merge
-from lightning_ring.timeline.rank_file import TraceFile, read_other
-from lightning_ring.timeline.recorder import Recorder
-from lightning_ring.timeline.tracks import BACKWARD, EXPOSED, FORWARD, STEPS, Tracks
+from lightning_ring.timeline.recorder import BACKWARD, EXPOSED, FORWARD, STEPS, Recorder, Tracks
+from lightning_ring.timeline.trace_files import TraceFile, gather_files, merge, read_other
 from tests.checks.trace_format import read_trace, slices, tracks
 from tests.thread_ranks import run_ranks
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.timeline.rank_file import TraceFile, read_other
-from lightning_ring.timeline.recorder import Recorder
-from lightning_ring.timeline.tracks import STEPS, Tracks
+from lightning_ring.timeline.recorder import STEPS, Recorder, Tracks
+from lightning_ring.timeline.trace_files import TraceFile, read_other
 from tests.processes import run
 from tests.timeline.killed_writers import OTHER, numbers, some_events
 

@@ -12,9 +12,9 @@ import pytest
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.timeline.rank_file import TraceFile
+from lightning_ring.timeline.recorder import STEPS
 from lightning_ring.timeline.session import start_session
-from lightning_ring.timeline.tracks import STEPS
+from lightning_ring.timeline.trace_files import TraceFile
 from tests.checks.trace_format import read_trace, slices
 from tests.thread_ranks import run_ranks
 
