@@ -1,5 +1,5 @@
-"""`RingMonitor`: what a job does while it runs, in every logger, in TensorBoard's pages and on
-the progress bar.
+"""`RingMonitor` and, for loops of Fabric's, `LoopMonitor`: what a job does while it runs, in every
+logger, in TensorBoard's pages and on the progress bar.
 """
 
 from __future__ import annotations
@@ -7,8 +7,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,10 +19,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.recording import CollectiveRecord
 from lightning_ring.errors import ConfigurationError, RingError
-from lightning_ring.host.accelerator import is_gpu
-from lightning_ring.monitor.dashboard import Dashboard, record_change, record_end, record_start
+from lightning_ring.monitor.dashboard import Dashboard
 from lightning_ring.monitor.ring_report import (
     UNKNOWN,
     LoggedStep,
@@ -34,23 +31,20 @@ from lightning_ring.monitor.ring_report import (
     SkippedSteps,
     gradient_squares,
     learning_rates,
-    numbers_on_device,
     trust_ratios,
 )
-from lightning_ring.monitor.step_times import (
-    RecordedStep,
-    StepRecord,
-    StepTimer,
-    StepTimes,
-    StepWindow,
-    break_down,
-    collectives_of,
-    mean_times,
-)
+from lightning_ring.monitor.step_times import StepRecord, StepTimer, StepTimes, StepWindow
 from lightning_ring.monitor.terminal import narrow
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# parts of what a monitor shows that fail, and are left out, by themselves
+_TIMES = "step times"
+_OPTIMIZERS = "numbers of the optimizers"
+_SKIPPED = "skipped steps"
+_PAGES = "TensorBoard pages"
+_REPORT = "report"
 
 
 class MonitorFailures:
@@ -99,18 +93,6 @@ def first_dimension(batch: Any) -> int:
     )
 
 
-_TIMES = "step times"
-_NORMS = "gradient norms"
-_OPTIMIZERS = "numbers of the optimizers"
-_SKIPPED = "skipped steps"
-_MEMORY = "memory"
-_IMAGES = "images per second"
-_PAGES = "TensorBoard pages"
-_REPORT = "report"
-_BAR = "numbers on the progress bar"
-_RECORD = "record of environment and end"
-
-
 class RingMonitor(Callback):
     """Logs where the time of a step goes, on all ranks, to every logger of the Trainer, under
     ``ring/``.
@@ -133,12 +115,13 @@ class RingMonitor(Callback):
 
     Attributes:
         report: The last one, on every rank.
+        fit: Of the current fit what it holds, with ``log_every_n_steps`` of all ranks.
     """
 
     def __init__(self, batch_size: Callable[[Any], int] = first_dimension) -> None:
         self.batch_size = batch_size
         self.report: RingReport | None = None
-        self._fit: _Fit | None = None
+        self.fit: _Fit | None = None
 
     def on_after_setup(self, **_: Any) -> None:
         """Fabric calls it, and would then call nothing that this callback knows."""
@@ -150,80 +133,56 @@ class RingMonitor(Callback):
     # -- what belongs to one fit
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close()
-        fit = self._fit = _Fit(trainer)
+        self._close(trainer)
+        fit = self.fit = _Fit(trainer)
         if trainer.is_global_zero:
-            narrow(trainer)
-            fit.dashboard = fit.left_out.run(_PAGES, None, Dashboard, trainer)
-            fit.left_out.run(_RECORD, None, record_start, trainer)
+            fit.open_pages(trainer)
+            fit.tell(Dashboard.record_start, trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is None:
-            return
-        self._receive(trainer, self._fit, wait=True)
-        self._draw(self._fit, Dashboard.draw)
-        if trainer.is_global_zero:
-            self._fit.left_out.run(_RECORD, None, record_end, trainer)
+        if self.fit is not None:
+            self._receive(trainer, self.fit, wait=True)
+            self.fit.draw(self.report)
+            self.fit.tell(Dashboard.record_end, trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        if self._fit is not None and trainer.is_global_zero:
-            self._fit.left_out.run(_RECORD, None, record_end, trainer, exception)
-        self._close()
+        if self.fit is not None:
+            self.fit.tell(Dashboard.record_end, trainer, exception)
+        self._close(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._close()
+        self._close(trainer)
 
-    def _close(self) -> None:
-        if self._fit is not None:
-            self._fit.close()
-            self._fit = None
-
-    @property
-    def log_every_n_steps(self) -> int:
-        """In the current fit, on all ranks."""
-        return self._fit.log_every_n_steps if self._fit is not None else 0
-
-    @log_every_n_steps.setter
-    def log_every_n_steps(self, every: int) -> None:
-        if self._fit is not None:
-            self._fit.log_every_n_steps = every
-
-    @property
-    def skipped(self) -> SkippedSteps | None:
-        """The counts of the current fit."""
-        return self._fit.skipped if self._fit is not None else None
+    def _close(self, trainer: Trainer) -> None:
+        fit, self.fit = self.fit, None
+        if fit is not None:
+            fit.close(trainer)
 
     def on_ranks_changed(self, trainer: Trainer, scalars: dict[str, float], text: str) -> None:
         """Ranks have died or come, as ``text`` says; ``scalars`` are logged. Calls no
         collective.
         """
-        fit = self._fit
+        fit = self.fit
         if fit is None or not trainer.is_global_zero:
             return
-        if fit.dashboard is None:  # another rank was rank 0 before
-            narrow(trainer)
-            fit.dashboard = fit.left_out.run(_PAGES, None, Dashboard, trainer, begins=False)
+        # another rank was rank 0 before
+        if fit.dashboard is None:
+            fit.open_pages(trainer, begins=False)
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-        fit.left_out.run(_RECORD, None, record_change, trainer, text)
-
-    def _draw(
-        self, fit: _Fit, draw: Callable[[Dashboard, RecordedStep | None, RingReport | None], None]
-    ) -> None:
-        if fit.dashboard is not None and fit.window is not None:
-            fit.left_out.run(_PAGES, None, draw, fit.dashboard, fit.window.latest, self.report)
+        fit.tell(Dashboard.add_text, "ring/ranks", text, trainer.global_step)
 
     # -- training
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is not None and self._fit.window is not None:
-            self._fit.left_out.run(_TIMES, None, self._fit.window.restart)
+        if self.fit is not None:
+            self.fit.restart()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is not None:
-            self._draw(self._fit, Dashboard.draw_seldom)
+        if self.fit is not None:
+            self.fit.draw(self.report, seldom=True)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
@@ -234,36 +193,34 @@ class RingMonitor(Callback):
         self._tell_timer(pl_module, StepTimer.end_manual_backward)
 
     def _tell_timer(self, module: LightningModule, what: Callable[[StepTimer], None]) -> None:
-        if (
-            self._fit is not None
-            and self._fit.window is not None
-            and not module.automatic_optimization
-        ):
-            self._fit.left_out.run(_TIMES, None, what, self._fit.window.timer)
+        fit = self.fit
+        if fit is not None and fit.timer is not None and not module.automatic_optimization:
+            fit.run(_TIMES, None, what, fit.timer)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        if self._fit is None:
+        fit = self.fit
+        if fit is None:
             return
-        if self._fit.skipped is not None:
-            self._fit.skipped.announced += 1
-        if self._logs_this_step(trainer, self._fit):
-            unknown = torch.full((), UNKNOWN, dtype=torch.float64)
-            squares = self._fit.left_out.run(
-                _NORMS, unknown, gradient_squares, trainer.strategy, optimizer
+        if fit.skipped is not None:
+            fit.skipped.announced += 1
+        if self._logs_this_step(trainer, fit):
+            fit.squares[optimizer] = fit.run(
+                "gradient norms", _unknown(), gradient_squares, trainer.strategy, optimizer
             )
-            self._fit.squares[id(optimizer)] = squares
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        fit = self._fit
+        fit = self.fit
         if fit is None:
             return
         if fit.window is not None:
-            images = fit.left_out.run(_IMAGES, math.nan, self._images, trainer, batch)
-            fit.left_out.run(_TIMES, None, fit.window.end_step, images)
+            images = 0.0
+            if getattr(trainer.strategy, "has_data", True):
+                images = fit.run("images per second", math.nan, self.batch_size, batch)
+            fit.run(_TIMES, None, fit.window.end_step, images)
         logs = self._logs_this_step(trainer, fit)
         self._receive(trainer, fit, wait=logs)
         if logs:
@@ -271,20 +228,13 @@ class RingMonitor(Callback):
 
     def _logs_this_step(self, trainer: Trainer, fit: _Fit) -> bool:
         """The same on every rank: nothing in it is known to one rank only."""
-        if (
-            trainer.lightning_module.automatic_optimization
-            and trainer.fit_loop._should_accumulate()
-        ):
+        automatic = trainer.lightning_module.automatic_optimization
+        if automatic and trainer.fit_loop._should_accumulate():
             return False
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return True
         number = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
         return fit.log_every_n_steps > 0 and number % fit.log_every_n_steps == 0
-
-    def _images(self, trainer: Trainer, batch: Any) -> float:
-        if not getattr(trainer.strategy, "has_data", True):
-            return 0.0
-        return float(self.batch_size(batch))
 
     # -- one row a rank
 
@@ -292,56 +242,36 @@ class RingMonitor(Callback):
         """Every rank sends a row of one length, whatever failed: the rest of the ranks wait for
         it.
         """
-        run, world_size = fit.left_out.run, trainer.world_size
         device = trainer.strategy.root_device
-        times = StepTimes.unknown()
-        if fit.window is not None:
-            times = run(_TIMES, times, fit.window.take, world_size)
+        times = fit.run(_TIMES, StepTimes.unknown(), fit.take, trainer.world_size)
+        memory = _memory(fit.run, device)
         nothing = math.nan, torch.zeros((), dtype=torch.float64)
-        skipped, uncounted = (
-            run(_SKIPPED, nothing, fit.skipped.count) if fit.skipped is not None else nothing
-        )
-        memory = run(_MEMORY, RankMemory.unknown(), RankMemory.now, device)
-        place = device if is_gpu(device) else torch.device("cpu")
-        on_device = run(
-            _NORMS,
-            torch.full((1 + len(trainer.optimizers),), UNKNOWN, dtype=torch.float64),
-            numbers_on_device,
-            uncounted,
-            [fit.squares.get(id(optimizer)) for optimizer in trainer.optimizers],
-            place,
-        )
+        skipped, uncounted = nothing
+        if fit.skipped is not None:
+            skipped, uncounted = fit.run(_SKIPPED, nothing, fit.skipped.count)
+        squares = [fit.squares.get(optimizer, _unknown()) for optimizer in trainer.optimizers]
         fit.squares.clear()
-        rates, ratios = dict[str, float](), torch.empty(0)
-        if trainer.is_global_zero:
-            rates = run(_OPTIMIZERS, rates, learning_rates, trainer.optimizers)
-            ratios = run(_OPTIMIZERS, ratios, trust_ratios, trainer.optimizers)
 
-        def exchange(comm: Communicator | None) -> RowExchange:
+        def exchange() -> RowExchange:
             # the rank may change where others die
             row = RankRow(trainer.global_rank, skipped, times, memory)
-            return RowExchange(comm, row, on_device, place)
+            return RowExchange(_communicator(trainer), row, [uncounted, *squares], device)
 
-        fit.pending = LoggedStep(
-            step=trainer.fit_loop.epoch_loop._batches_that_stepped,
-            learning_rates=rates,
-            trust_ratios=ratios,
-            rows=_exchanged(trainer, exchange),
-        )
+        # where ranks may die all of them have to get the same rows
+        together = getattr(trainer.strategy, "call_together", None)
+        rows = exchange() if together is None else together(lambda: exchange().table())
+        number = trainer.fit_loop.epoch_loop._batches_that_stepped
+        optimizers = trainer.optimizers if trainer.is_global_zero else []
+        fit.pending = _logged_step(fit.run, number, optimizers, rows)
 
     def _receive(self, trainer: Trainer, fit: _Fit, *, wait: bool) -> None:
-        pending = fit.pending
-        if pending is None or not (wait or pending.rows.done()):
-            return
-        fit.pending = None
-        pending.rows.wait()
-        report = fit.left_out.run(_REPORT, None, pending.report)
+        report = fit.receive(wait)
         if report is None:
             return
         self.report = report
         if not trainer.is_global_zero:
             return
-        scalars = fit.left_out.run(_REPORT, {}, report.scalars)
+        scalars = fit.run(_REPORT, {}, report.scalars)
         algorithm = getattr(trainer.strategy, "algorithm", None)
         if (metrics := getattr(algorithm, "metrics", None)) is not None:
             scalars |= {f"ring/{name}": value for name, value in metrics().items()}
@@ -353,9 +283,115 @@ class RingMonitor(Callback):
         for logger in trainer.loggers if scalars else ():
             # an error in it is the user's to see, as under DDP
             logger.log_metrics(scalars, step=report.step)
-        if fit.dashboard is not None:
-            fit.left_out.run(_PAGES, None, fit.dashboard.add_histograms, report)
-        fit.left_out.run(_BAR, None, _show_on_bar, trainer, report)
+        fit.tell(Dashboard.add_histograms, report)
+        fit.run("numbers on the progress bar", None, _show_on_bar, trainer, report)
+
+
+class _Pending:
+    """A logged step whose rows are under way, and what has failed."""
+
+    def __init__(self) -> None:
+        self.run = MonitorFailures().run
+        self.pending: LoggedStep | None = None
+
+    def receive(self, wait: bool) -> RingReport | None:
+        """The report, once the rows have arrived; ``wait`` for them. Raises `RingError`."""
+        pending = self.pending
+        if pending is None or not (wait or pending.arrived()):
+            return None
+        self.pending = None
+        pending.wait()
+        return self.run(_REPORT, None, pending.report)
+
+
+class _Fit(_Pending):
+    """What a monitor holds while its Trainer fits. ``window``, ``timer`` or ``skipped`` is `None`
+    where it could not be made.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
+        # a script may give loggers, and how often to log, to rank 0 alone: all ranks exchange rows
+        # when rank 0 logs
+        self.log_every_n_steps: int = trainer.strategy.broadcast(trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        listeners = getattr(trainer.strategy, "listeners", [])
+        self.window: StepWindow | None = self.run(_TIMES, None, StepWindow, listeners)
+        self.timer: StepTimer | None = None
+        if self.window is not None:
+            self.timer = self.run(_TIMES, None, StepTimer.attach, trainer)
+        if self.window is not None and self.timer is not None:
+            self.timer.listeners.append(self.window.on_step)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.skipped: SkippedSteps | None = self.run(
+            _SKIPPED, None, SkippedSteps, trainer.optimizers, scaler
+        )
+        if getattr(trainer.strategy, "communicator", None) is None and trainer.world_size > 1:
+            rank_zero_warn(
+                "RingMonitor sees no other rank, and no communication, under "
+                f"{type(trainer.strategy).__name__}: what it logs is rank 0's. Use strategy='ring' "
+                "or 'ring_sharded' for the rest."
+            )
+        self.squares: dict[Optimizer, Tensor] = {}
+        self.dashboard: Dashboard | None = None
+        self.logged: set[str] = set()
+
+    def open_pages(self, trainer: Trainer, begins: bool = True) -> None:
+        """On rank 0."""
+        narrow(trainer)
+        self.dashboard = self.run(_PAGES, None, Dashboard, trainer, begins=begins)
+
+    def tell(self, what: Callable[..., None], *arguments: Any) -> None:
+        """Call a method of the dashboard, on rank 0."""
+        if self.dashboard is not None:
+            self.run(_PAGES, None, what, self.dashboard, *arguments)
+
+    def draw(self, report: RingReport | None, seldom: bool = False) -> None:
+        if self.window is not None and self.window.latest is not None and report is not None:
+            self.tell(Dashboard.draw, self.window.latest, report.step, seldom)
+
+    def restart(self) -> None:
+        """What happened since the last step is no part of training."""
+        if self.window is not None and self.timer is not None:
+            self.window.restart()
+            self.timer.restart()
+
+    def take(self, world_size: int) -> StepTimes:
+        """Raises `RuntimeError`: steps could not be timed."""
+        if self.window is None or self.timer is None:
+            return StepTimes.unknown()
+        if self.timer.failure is not None:
+            raise RuntimeError("steps could not be timed") from self.timer.failure
+        return self.window.take(world_size)
+
+    def close(self, trainer: Trainer) -> None:
+        if self.window is not None and self.timer is not None:
+            self.window.close()
+            # one that failed is told no more
+            if self.window.on_step in self.timer.listeners:
+                self.timer.listeners.remove(self.window.on_step)
+            self.timer.detach(trainer)
+        if self.skipped is not None:
+            self.skipped.remove()
+
+
+def _unknown() -> Tensor:
+    return torch.full((), UNKNOWN, dtype=torch.float64)
+
+
+def _memory(run: Callable[..., Any], device: torch.device) -> RankMemory:
+    memory: RankMemory = run("memory", RankMemory(*[math.nan] * 4), RankMemory.now, device)
+    return memory
+
+
+def _logged_step(
+    run: Callable[..., Any],
+    number: int,
+    optimizers: Sequence[Optimizer],
+    rows: RowExchange | Tensor,
+) -> LoggedStep:
+    rates = run(_OPTIMIZERS, {}, learning_rates, optimizers)
+    ratios = run(_OPTIMIZERS, torch.empty(0), trust_ratios, optimizers)
+    return LoggedStep(number, rates, ratios, rows)
 
 
 def _communicator(trainer: Trainer) -> Communicator | None:
@@ -366,54 +402,6 @@ def _communicator(trainer: Trainer) -> Communicator | None:
     if algorithm is not None and not algorithm.steps_together:
         return None
     return getattr(trainer.strategy, "communicator", None)
-
-
-def _exchanged(
-    trainer: Trainer, exchange: Callable[[Communicator | None], RowExchange]
-) -> RowExchange:
-    """An exchange under way; where ranks may die, one that has ended: all of them have to get
-    the same rows.
-    """
-    call_together = getattr(trainer.strategy, "call_together", None)
-    if call_together is None:
-        return exchange(_communicator(trainer))
-    table = call_together(lambda: exchange(_communicator(trainer)).table())
-    rows = exchange(None)
-    rows.take(table)
-    return rows
-
-
-class _Fit:
-    """What a monitor holds while its Trainer fits. ``window`` or ``skipped`` is `None` where it
-    could not be made.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        # a script may give loggers, and how often to log, to rank 0 alone: all ranks exchange rows
-        # when rank 0 logs
-        self.log_every_n_steps: int = trainer.strategy.broadcast(trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        self.left_out = MonitorFailures()
-        self.window: StepWindow | None = self.left_out.run(_TIMES, None, StepWindow, trainer)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.skipped: SkippedSteps | None = self.left_out.run(
-            _SKIPPED, None, SkippedSteps, trainer.optimizers, scaler
-        )
-        if getattr(trainer.strategy, "communicator", None) is None and trainer.world_size > 1:
-            rank_zero_warn(
-                "RingMonitor sees no other rank, and no communication, under "
-                f"{type(trainer.strategy).__name__}: what it logs is rank 0's. Use strategy='ring' "
-                "or 'ring_sharded' for the rest."
-            )
-        self.squares: dict[int, Tensor] = {}
-        self.pending: LoggedStep | None = None
-        self.dashboard: Dashboard | None = None
-        self.logged: set[str] = set()
-
-    def close(self) -> None:
-        if self.window is not None:
-            self.left_out.run(_TIMES, None, self.window.close)
-        if self.skipped is not None:
-            self.left_out.run(_SKIPPED, None, self.skipped.remove)
 
 
 def _show_on_bar(trainer: Trainer, report: RingReport) -> None:
@@ -428,9 +416,6 @@ def add_monitor(trainer: Trainer) -> None:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if not trainer.barebones and not any(isinstance(one, RingMonitor) for one in callbacks):
         callbacks.insert(0, RingMonitor())
-
-
-_MOST_STEPS = 200  # that a mean is taken over
 
 
 class LoopMonitor:
@@ -452,11 +437,7 @@ class LoopMonitor:
     """
 
     def __init__(self, log_every_n_steps: int = 50) -> None:
-        if (
-            not isinstance(log_every_n_steps, int)
-            or isinstance(log_every_n_steps, bool)
-            or log_every_n_steps < 1
-        ):
+        if type(log_every_n_steps) is not int or log_every_n_steps < 1:
             raise ConfigurationError(
                 f"LoopMonitor got log_every_n_steps={log_every_n_steps!r}, expected a number of "
                 "steps, 1 or more."
@@ -466,11 +447,7 @@ class LoopMonitor:
         self._fabric: Any = None
         self._first: Optimizer | None = None
         self._step = 0
-        self._record = StepRecord()
-        self._told: list[CollectiveRecord] = []
-        self._steps: deque[tuple[StepRecord, list[CollectiveRecord]]] = deque(maxlen=_MOST_STEPS)
-        self._pending: LoggedStep | None = None
-        self._left_out = MonitorFailures()
+        self._sent = _Pending()
 
     def on_after_setup(self, fabric: Any, module: Any = None) -> None:
         """Fabric calls it for each module that is set up with optimizers."""
@@ -483,7 +460,7 @@ class LoopMonitor:
                 "none for it. Use Fabric(strategy='ring') or 'ring_sharded'."
             )
         self._fabric = fabric
-        strategy.listeners.append(self._told.append)
+        self._window = StepWindow(strategy.listeners)
         strategy.timeline.observers.append(self._phase)
         self._begin_step()
 
@@ -493,9 +470,15 @@ class LoopMonitor:
         if self._fabric is None or optimizer is not self._first:
             return
         self._step += 1
-        self._left_out.run("step times", None, self._end_step)
-        self._receive(wait=self._step % self.log_every_n_steps == 0)
-        if self._step % self.log_every_n_steps == 0:
+        logs = self._step % self.log_every_n_steps == 0
+        self._sent.run(_TIMES, None, self._end_step)
+        report = self._sent.receive(wait=logs)
+        if report is not None:
+            self.report = report
+            if self._fabric.is_global_zero:
+                scalars = self._sent.run(_REPORT, {}, report.scalars)
+                self._fabric.log_dict(scalars, step=report.step)
+        if logs:
             self._send(strategy)
 
     def _phase(self, phase: str, began: Any, ended: Any) -> None:
@@ -509,55 +492,24 @@ class LoopMonitor:
     def _end_step(self) -> None:
         record = self._record
         record.total = time.perf_counter() - record.began
-        collectives = collectives_of(record, self._told)
-        self._told.clear()
         self._begin_step()
-        if self._step > 1:  # the first step of all is slower than those that follow
-            self._steps.append((record, collectives))
+        self._window.on_step(record)
+        self._window.end_step(math.nan)
 
     def _times(self, world_size: int) -> StepTimes:
-        ready = [(record, collectives) for record, collectives in self._steps if record.finished()]
-        self._steps.clear()
-        if not ready:
-            return StepTimes.unknown()
-        times = mean_times(
-            [break_down(record, collectives, world_size) for record, collectives in ready]
-        )
+        times = self._window.take(world_size)
         unknown = ["data", "copy", "backward"]
-        if not any(record.has("forward") for record, _ in ready):
+        latest = self._window.latest
+        if latest is None or not latest.record.has("forward"):
             unknown += ["forward", "optimizer", "other"]
         return replace(times, **dict.fromkeys(unknown, math.nan))
 
     def _send(self, strategy: Any) -> None:
         """Every rank sends a row of one length, whatever failed."""
-        run, device = self._left_out.run, strategy.root_device
-        times = run("step times", StepTimes.unknown(), self._times, strategy.world_size)
-        memory = run("memory", RankMemory.unknown(), RankMemory.now, device)
+        run, device = self._sent.run, strategy.root_device
+        times = run(_TIMES, StepTimes.unknown(), self._times, strategy.world_size)
+        row = RankRow(strategy.global_rank, math.nan, times, _memory(run, device))
+        comm = strategy.communicator if strategy.steps_together else None
+        rows = RowExchange(comm, row, [torch.zeros((), dtype=torch.float64)], device)
         optimizers = [self._first] if self._first is not None else []
-        place = device if is_gpu(device) else torch.device("cpu")
-        self._pending = LoggedStep(
-            step=self._step,
-            learning_rates=run("learning rates", {}, learning_rates, optimizers),
-            trust_ratios=run("trust ratios", torch.empty(0), trust_ratios, optimizers),
-            rows=RowExchange(
-                strategy.communicator if strategy.steps_together else None,
-                RankRow(strategy.global_rank, math.nan, times, memory),
-                torch.zeros(1, dtype=torch.float64),
-                place,
-            ),
-        )
-
-    def _receive(self, *, wait: bool) -> None:
-        pending = self._pending
-        if pending is None or not (wait or pending.rows.done()):
-            return
-        self._pending = None
-        pending.rows.wait()
-        report = self._left_out.run("report", None, pending.report)
-        if report is None:
-            return
-        self.report = report
-        if self._fabric.is_global_zero:
-            self._fabric.log_dict(
-                self._left_out.run("report", {}, report.scalars), step=report.step
-            )
+        self._sent.pending = _logged_step(run, self._step, optimizers, rows)

@@ -7,8 +7,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,57 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ring.comm.communicator import Communicator, CompletedWork, Work, shard
-from lightning_ring.comm.host_copy import HostCopy, on_host
+from lightning_ring.comm.communicator import Communicator, CompletedWork
+from lightning_ring.comm.host_copy import HostCopy
 from lightning_ring.host.accelerator import gpu_module, is_gpu
-from lightning_ring.monitor.step_times import StepTimes
+from lightning_ring.monitor.step_times import PHASES, StepTimes
 
-_MS = 1e3
-_MB = 1e6
-_GB = 1e9
-_TIMES = {part: part for part in ("data", "copy", "forward", "backward", "optimizer", "other")}
-_TIMES["exposed"] = "exposed_communication"
 PERCENTILES = (5, 50, 95)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes that a rank holds. The GPU allocator's are zero on a CPU."""
+
+    # this process's, without its data-loading workers; 0 where the system does not tell
+    resident: float = 0.0
+    allocated: float = 0.0  # tensors on the device
+    reserved: float = 0.0  # held by the allocator
+    peak: float = 0.0  # largest ``allocated`` since the process started, or since a reset
+
+    @classmethod
+    def now(cls, device: torch.device) -> RankMemory:
+        statm = Path("/proc/self/statm")
+        pages = int(statm.read_text().split()[1]) if statm.exists() else 0
+        resident = pages * os.sysconf("SC_PAGE_SIZE") if pages else 0
+        if not is_gpu(device):
+            return cls(resident)
+        gpu = gpu_module(device)
+        allocated, peak = gpu.memory_allocated(device), gpu.max_memory_allocated(device)
+        return cls(resident, allocated, gpu.memory_reserved(device), peak)
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank's numbers since the last logged step."""
+
+    rank: int
+    skipped: float  # steps that a loss scaler left out since training began
+    times: StepTimes  # means over the steps, on CUDA over the steps that the device has finished
+    memory: RankMemory
+
+    def as_list(self) -> list[float]:
+        return [self.rank, self.skipped, *astuple(self.times), *astuple(self.memory)]
+
+    @classmethod
+    def from_list(cls, numbers: Sequence[float]) -> RankRow:
+        times, memory = numbers[2:_MEMORY], numbers[_MEMORY:]
+        return cls(int(numbers[0]), numbers[1], StepTimes(*times), RankMemory(*memory))
+
+
+# where in a row a rank's memory begins, and where the row ends
+_MEMORY = 2 + len(fields(StepTimes))
+_END = _MEMORY + len(fields(RankMemory))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +93,13 @@ class RingReport:
     def images_per_second(self) -> float:
         """Of all ranks; NaN where nobody can tell."""
         seconds = max(row.times.total for row in self.rows)
-        return sum(row.times.images for row in self.rows) / seconds if seconds > 0 else math.nan
+        return sum(row.times.images for row in self.rows) / (seconds or math.nan)
 
     @property
     def data_share(self) -> float:
         """Of a step of the slowest rank, spent waiting for data: that of others holds nobody up."""
-        times = self._slowest.times
-        return times.data / (times.total or math.nan) if self._timed else math.nan
+        times = self.rows[self.slowest[0]].times
+        return times.data / (times.total or math.nan)
 
     @property
     def communication_share(self) -> float:
@@ -75,19 +114,19 @@ class RingReport:
         Its own time is that in which it does not wait for others: all ranks end a step together, so
         that the step itself takes equally long everywhere.
         """
-        slowest = self._slowest
-        others = [row.times.own for row in self.rows if row is not slowest]
-        return slowest.rank, slowest.times.own - statistics.median(others) if others else 0.0
+        own = [row.times.own for row in self.rows]
+        slowest = max(own)
+        place = own.index(slowest)
+        del own[place]
+        return place, slowest - statistics.median(own) if own else 0.0
 
     @property
     def bus_bandwidth(self) -> float:
         """Bytes a second, on the rank whose collectives took least: the others' times hold
         waiting for a slow rank.
         """
-        return max(
-            (row.times.sent / row.times.busy for row in self.rows if row.times.busy > 0),
-            default=0.0,
-        )
+        times = [row.times for row in self.rows]
+        return max((one.sent / one.busy for one in times if one.busy > 0), default=0.0)
 
     def scalars(self) -> dict[str, float]:
         """By name; what cannot be told is left out.
@@ -95,28 +134,57 @@ class RingReport:
         In units and digits with which TensorBoard's ticks differ: it writes three digits. The
         slowest rank is in the name of a scalar, because TensorBoard would smooth a rank's number.
         """
-        found = {
-            "memory_gb": round(_most(row.memory.resident for row in self.rows) / _GB, 2),
-            "skipped_steps": self.skipped,
-            **{f"lr/{name}": lr for name, lr in self.learning_rates.items()},
-            **self._times(),
-            **self._communication(),
-            **self._cuda_memory(),
-            **self._percentiles(),
-        }
+        # unlike `max`, this is NaN where one of them is
+        held = torch.tensor([astuple(row.memory) for row in self.rows], dtype=torch.float64)
+        memory, *cuda = [round(size / 1e9, 2) for size in held.amax(0).tolist()]
+        found = {"memory_gb": memory, "skipped_steps": self.skipped}
+        found |= {f"lr/{name}": lr for name, lr in self.learning_rates.items()}
+        if cuda[1] > 0:
+            names = ("allocated", "reserved", "peak")
+            found |= {f"cuda_{name}_gb": size for name, size in zip(names, cuda, strict=True)}
+        if self._timed:
+            found |= self._times()
+        if self.trust_ratios.numel():
+            at = torch.tensor(PERCENTILES, dtype=torch.float64) / 100
+            ratios = torch.quantile(self.trust_ratios.double(), at).tolist()
+            for percent, ratio in zip(PERCENTILES, ratios, strict=True):
+                found[f"trust_ratio/p{percent:02d}"] = ratio
         found = {name: number for name, number in found.items() if not math.isnan(number)}
         for number, norm in enumerate(self.gradient_norms):
-            if norm is not None:  # one that is not finite is news
-                found[
-                    "gradient_norm" if len(self.gradient_norms) == 1 else f"gradient_norm/{number}"
-                ] = norm
+            # one that is not finite is news
+            if norm is not None:
+                several = f"/{number}" if len(self.gradient_norms) > 1 else ""
+                found[f"gradient_norm{several}"] = norm
         return {f"ring/{name}": number for name, number in found.items()}
+
+    def _times(self) -> dict[str, float]:
+        found = {f"{part}_ms": self._mean(part) * 1e3 for part in (*PHASES, "other")}
+        found |= {
+            "images_per_second": self.images_per_second,
+            "images_per_second_per_rank": self.images_per_second / len(self.rows),
+            "step_ms": self._mean("total") * 1e3,
+            "exposed_communication_ms": self._mean("exposed") * 1e3,
+            "data_ms_slowest": max(row.times.data for row in self.rows) * 1e3,
+            "data_share": self.data_share,
+        }
+        if self._communicates:
+            found |= {
+                "communication_ms": self._mean("busy") * 1e3,
+                "hidden_communication_ms": self._mean("hidden") * 1e3,
+                "communication_share": self.communication_share,
+                "bus_bandwidth_gb_per_s": self.bus_bandwidth / 1e9,
+                "sent_mb_per_step": float(f"{self._mean('sent') / 1e6:.2g}"),
+            }
+        if len(self.rows) > 1:
+            rank, behind = self.slowest
+            found[f"slowest_rank_behind_ms/rank_{rank}"] = behind * 1e3
+        return found
 
     def bar(self) -> dict[str, str]:
         """For a progress bar: short names and texts, which all bars show as they are."""
-        if not self._timed:
-            return {}
         shown: dict[str, str] = {}
+        if not self._timed:
+            return shown
         if math.isfinite(self.images_per_second):
             shown["img/s"] = f"{self.images_per_second:.0f}"
         shown["data"] = f"{self.data_share:.0%}"
@@ -124,12 +192,8 @@ class RingReport:
             shown["comm"] = f"{self.communication_share:.0%}"
         if len(self.rows) > 1:
             rank, behind = self.slowest
-            shown["slowest"] = f"rank {rank} +{behind * _MS:.0f} ms"
+            shown["slowest"] = f"rank {rank} +{behind * 1e3:.0f} ms"
         return shown
-
-    @property
-    def _slowest(self) -> RankRow:
-        return max(self.rows, key=lambda row: row.times.own)
 
     @property
     def _timed(self) -> bool:
@@ -142,58 +206,50 @@ class RingReport:
     def _mean(self, part: str) -> float:
         return sum(getattr(row.times, part) for row in self.rows) / len(self.rows)
 
-    def _times(self) -> dict[str, float]:
-        if not self._timed:
-            return {}
-        return {
-            "images_per_second": self.images_per_second,
-            "images_per_second_per_rank": self.images_per_second / len(self.rows),
-            "step_ms": self._mean("total") * _MS,
-            **{f"{name}_ms": self._mean(part) * _MS for part, name in _TIMES.items()},
-            "data_ms_slowest": max(row.times.data for row in self.rows) * _MS,
-            "data_share": self.data_share,
-        }
 
-    def _communication(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        if not self._timed:
-            return found
-        if self._communicates:
-            found = {
-                "communication_ms": self._mean("busy") * _MS,
-                "hidden_communication_ms": self._mean("hidden") * _MS,
-                "communication_share": self.communication_share,
-                "bus_bandwidth_gb_per_s": self.bus_bandwidth / 1e9,
-                "sent_mb_per_step": float(f"{self._mean('sent') / _MB:.2g}"),
-            }
-        if len(self.rows) > 1:
-            rank, behind = self.slowest
-            found[f"slowest_rank_behind_ms/rank_{rank}"] = behind * _MS
-        return found
+class RowExchange:
+    """An all-gather of every rank's row, under way; before `table` nothing waits for it, nor for
+    the device.
 
-    def _cuda_memory(self) -> dict[str, float]:
-        names = ("allocated", "reserved", "peak")
-        most = {
-            name: round(_most(getattr(row.memory, name) for row in self.rows) / _GB, 2)
-            for name in names
-        }
-        return {f"cuda_{name}_gb": size for name, size in most.items() if most["reserved"] > 0}
+    ``further`` numbers (0-d, float64) may lie on the device; there are as many on all ranks.
+    """
 
-    def _percentiles(self) -> dict[str, float]:
-        if not self.trust_ratios.numel():
-            return {}
-        at = torch.tensor(PERCENTILES, dtype=torch.float64) / 100
-        values = torch.quantile(self.trust_ratios.double(), at).tolist()
-        return {
-            f"trust_ratio/p{percent:02d}": value
-            for percent, value in zip(PERCENTILES, values, strict=True)
-        }
+    def __init__(
+        self,
+        comm: Communicator | None,
+        row: RankRow,
+        further: Sequence[Tensor],
+        device: torch.device,
+    ) -> None:
+        numbers = torch.tensor(row.as_list(), dtype=torch.float64)
+        if is_gpu(device):
+            numbers = numbers.pin_memory().to(device, non_blocking=True)
+        others = [number.to(numbers.device, non_blocking=True) for number in further]
+        numbers = torch.cat([numbers, torch.stack(others)])
+        self._width = numbers.numel()
+        # all of it is this rank's until the others' shards arrive
+        self._flat = numbers.repeat(comm.world_size if comm is not None else 1)
+        self._comm = comm
+        self._work: Any = CompletedWork()
+        if comm is not None and comm.world_size > 1:
+            self._work = comm.all_gather_(self._flat, name="monitor")
+        self._copy: HostCopy | None = None
 
+    def done(self) -> bool:
+        """Whether `table` would return at once."""
+        return (self._copy is not None or self._work.done()) and self._start_copy().ready()
 
-def _most(numbers: Iterable[float]) -> float:
-    """The greatest; NaN where one of them is, which `max` may overlook."""
-    found = list(numbers)
-    return math.nan if any(math.isnan(number) for number in found) else max(found)
+    def table(self) -> Tensor:
+        """Block until all ranks' numbers are on the host; a row a rank. Raises `RingError`: as
+        `Work.wait`.
+        """
+        return self._start_copy().value().view(-1, self._width)
+
+    def _start_copy(self) -> HostCopy:
+        if self._copy is None:
+            self._work.wait()
+            self._copy = HostCopy(self._flat, self._comm.wait_until if self._comm else None)
+        return self._copy
 
 
 # a squared norm of gradients that did not step; so is its sum with what other ranks have
@@ -202,164 +258,36 @@ UNKNOWN = -math.inf
 
 @dataclass(slots=True)
 class LoggedStep:
-    """A logged step, until all ranks' rows are here."""
+    """A logged step, until all ranks' rows are here: a table, a row a rank, or still under way."""
 
     step: int
     learning_rates: dict[str, float]
     trust_ratios: Tensor
-    rows: RowExchange
+    rows: RowExchange | Tensor
+
+    def arrived(self) -> bool:
+        return isinstance(self.rows, Tensor) or self.rows.done()
+
+    def wait(self) -> Tensor:
+        """Block until it has arrived. Raises `RingError`: as `Work.wait`."""
+        if not isinstance(self.rows, Tensor):
+            self.rows = self.rows.table()
+        return self.rows
 
     def report(self) -> RingReport:
-        rows, sums = self.rows.finish()
-        uncounted, *squares = sums.tolist()
-        ratios = self.trust_ratios
+        """After `wait`."""
+        table = self.wait()
+        rows = sorted(map(RankRow.from_list, table[:, :_END].tolist()), key=lambda row: row.rank)
+        uncounted, *squares = table[:, _END:].sum(0).tolist()
         return RingReport(
             step=self.step,
             rows=rows,
             gradient_norms=[None if square < 0 else math.sqrt(square) for square in squares],
-            skipped=rows[0].skipped + uncounted / len(rows),  # all ranks skip the same steps
+            # all ranks skip the same steps
+            skipped=rows[0].skipped + uncounted / len(rows),
             learning_rates=self.learning_rates,
-            trust_ratios=ratios[~ratios.isnan()],
+            trust_ratios=self.trust_ratios[~self.trust_ratios.isnan()],
         )
-
-
-def numbers_on_device(
-    uncounted: Tensor, squares: Sequence[Tensor | None], device: torch.device
-) -> Tensor:
-    """1-D, float64: skipped steps, and ``squares`` of each optimizer."""
-    unknown = torch.full((), UNKNOWN, dtype=torch.float64)
-    numbers = [uncounted, *(unknown if one is None else one for one in squares)]
-    return torch.stack([number.to(device, non_blocking=True) for number in numbers])
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Bytes that a rank holds. The GPU allocator's are zero on a CPU."""
-
-    # this process's, without its data-loading workers; its peak if the system tells no more
-    resident: float = 0.0
-    allocated: float = 0.0  # tensors on the device
-    reserved: float = 0.0  # held by the allocator
-    peak: float = 0.0  # largest ``allocated`` since the process started, or since a reset
-
-    @classmethod
-    def unknown(cls) -> RankMemory:
-        return cls(*[math.nan] * len(fields(cls)))
-
-    @classmethod
-    def now(cls, device: torch.device) -> RankMemory:
-        if not is_gpu(device):
-            return cls(_resident())
-        gpu = gpu_module(device)
-        sizes = (
-            gpu.memory_allocated(device),
-            gpu.memory_reserved(device),
-            gpu.max_memory_allocated(device),
-        )
-        return cls(_resident(), *sizes)
-
-
-def _resident() -> float:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        try:
-            import resource
-        except ModuleNotFoundError:  # Windows
-            return 0.0
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class RankRow:
-    """One rank's numbers since the last logged step."""
-
-    rank: int
-    skipped: float  # steps that a loss scaler left out since training began
-    times: StepTimes  # means over the steps, on CUDA over the steps that the device has finished
-    memory: RankMemory
-
-    def as_list(self) -> list[float]:
-        return [self.rank, self.skipped, *astuple(self.times), *astuple(self.memory)]
-
-    @classmethod
-    def from_list(cls, numbers: Sequence[float]) -> RankRow:
-        rank, skipped, *rest = numbers
-        times, memory = rest[:_NUM_TIMES], rest[_NUM_TIMES:]
-        return cls(int(rank), skipped, StepTimes(*times), RankMemory(*memory))
-
-
-_NUM_TIMES = len(fields(StepTimes))
-_NUM_NUMBERS = 2 + _NUM_TIMES + len(fields(RankMemory))
-
-
-class RowExchange:
-    """An all-gather of every rank's row, under way; before `wait` nothing waits for it, nor for the
-    device.
-
-    ``on_device`` are further numbers (1-D, float64) that may lie on the device, of one length on
-    all ranks.
-    """
-
-    def __init__(
-        self, comm: Communicator | None, row: RankRow, on_device: Tensor, device: torch.device
-    ) -> None:
-        self._world_size = comm.world_size if comm is not None else 1
-        numbers = torch.tensor(row.as_list(), dtype=torch.float64)
-        if is_gpu(device):
-            numbers = numbers.pin_memory().to(device, non_blocking=True)
-        numbers = torch.cat([numbers, on_device.to(numbers.device)])
-        self._width = numbers.numel()
-        self._flat = numbers.new_zeros(self._world_size * self._width)
-        index = comm.shard_index if comm is not None else 0
-        shard(self._flat, self._world_size, index).copy_(numbers)
-        self._work: Work | None = CompletedWork()
-        if comm is not None and comm.world_size > 1:
-            self._work = comm.all_gather_(self._flat, name="monitor")
-        self._comm = comm
-        self._copy: HostCopy | None = None
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        if self._work is not None and self._work.done():
-            self._start_copy()
-        return self._work is None and (self._copy is None or self._copy.ready())
-
-    def wait(self) -> None:
-        """Block until all ranks' rows are on the host. Raises `RingError`: as `Work.wait`."""
-        self._start_copy()
-        if self._copy is not None:
-            self._flat = self._copy.value()
-
-    def table(self) -> Tensor:
-        """Block until all ranks' numbers are on the host; a row a rank. Raises `RingError`: as
-        `Work.wait`.
-        """
-        self.wait()
-        return self._flat.view(-1, self._width)
-
-    def take(self, table: Tensor) -> None:
-        """Have ``table``, which all ranks have, in the place of what this exchange has brought."""
-        self._flat = table.flatten()
-
-    def finish(self) -> tuple[list[RankRow], Tensor]:
-        """After `wait`: all ranks' rows, by rank, and the sum over ranks of what was
-        ``on_device``.
-        """
-        table = self._flat.view(-1, self._width)
-        rows = [RankRow.from_list(row) for row in table[:, :_NUM_NUMBERS].tolist()]
-        return sorted(rows, key=lambda row: row.rank), table[:, _NUM_NUMBERS:].sum(0)
-
-    def _start_copy(self) -> None:
-        if self._work is None:
-            return
-        work, self._work = self._work, None
-        work.wait()
-        if not on_host(self._flat):
-            self._copy = HostCopy(
-                self._flat, self._comm.wait_until if self._comm is not None else None
-            )
 
 
 def gradient_squares(strategy: Any, optimizer: Optimizer) -> Tensor:
@@ -405,15 +333,10 @@ def trust_ratios(optimizers: Sequence[Optimizer]) -> Tensor:
         adapts = [
             group.get("adapt", True) for group in optimizer.param_groups for _ in group["params"]
         ]
-        places = torch.tensor(
-            [place for place, adapt in enumerate(adapts) if adapt], dtype=torch.int64
-        )
-        chosen = ratios[places.to(ratios.device, non_blocking=True)]
-        # the copy of all ranks' rows, which comes behind this one, is waited for
-        if is_gpu(chosen.device):
-            host = torch.empty(chosen.numel(), dtype=chosen.dtype, pin_memory=True)
-            chosen = host.copy_(chosen, non_blocking=True)
-        found.append(chosen)
+        places = [place for place, adapt in enumerate(adapts) if adapt]
+        index = torch.tensor(places, dtype=torch.int64).to(ratios.device, non_blocking=True)
+        # the copy of all ranks' rows, which comes after this one, is waited for
+        found.append(ratios[index].to("cpu", non_blocking=True))
     return torch.cat(found) if found else torch.empty(0)
 
 

@@ -27,16 +27,19 @@ from lightning_ring.timeline.recorder import (
     RANKS,
     STEPS,
 )
-from lightning_ring.timeline.session import Session, invitation_to, join_session, start_session
+from lightning_ring.timeline.session import Session, join_session, start_session
 from lightning_ring.timeline.settings import TimelineSettings
 
 log = logging.getLogger(__name__)
 
-_LOOK_EVERY = 20  # batches between two looks at the switch
-_PAUSES = {
-    "validation_step": "validation batch",
-    "test_step": "test batch",
-    "save_checkpoint": "checkpoint",
+# batches between two looks at the switch
+_LOOK_EVERY = 20
+_SLICES = {
+    "data": (DATA, "data wait"),
+    "copy": (DATA, "copy to device"),
+    "forward": (FORWARD, "forward"),
+    "backward": (BACKWARD, "backward"),
+    "optimizer": (OPTIMIZER, "optimizer step"),
 }
 
 
@@ -64,12 +67,13 @@ class StepTimeline:
         self._session: Session | None = None
         self._timer: StepTimer | None = None
         self._batches = 0
-        self._refused = False  # by `start`, since the switch is on
+        # by `start`, since the switch is on
+        self._refused = False
         self.number: int | None = None
         self.waits = False
         self.call_together: Callable[[Callable[[], list[Any]]], list[Any]] = _call
-        self._max_bytes = 0
-        self._ranks_since = 0.0  # when the ranks were connected that there are
+        # when the ranks were connected that there are
+        self._ranks_since = 0.0
         self._num_ranks = 1
 
     @property
@@ -109,16 +113,15 @@ class StepTimeline:
                 "callback, such as on_train_batch_start, on all ranks; "
                 "RingStrategy(timeline='trace.json') records from the start."
             )
-        self._max_bytes = int((max_mb if max_mb is not None else self.settings.max_mb) * 2**20)
-        about: dict[str, Any] = {
+        about = {
             "strategy": type(trainer.strategy).__name__,
             "epoch": trainer.current_epoch,
+            "ranks_change": self.number is not None,
         }
-        about["ranks_change"] = self.number is not None
         session = start_session(
             Path(chosen),
             self._comm,
-            max_bytes=self._max_bytes,
+            max_bytes=int((max_mb or self.settings.max_mb) * 2**20),
             about=about,
             seconds_of=_device_clock(trainer),
             number=self.number,
@@ -129,7 +132,7 @@ class StepTimeline:
         self._session, self._ranks_since = session, time.perf_counter()
         self._num_ranks = session.comm.world_size if session.comm is not None else 1
         session.recorder.begin_step(_batch_number(trainer), self._ranks_since)
-        self._listeners.append(self._session.recorder.collective)
+        self._listeners.append(session.recorder.collective)
         self._timer = StepTimer.attach(trainer)
         self._timer.listeners.append(self._on_step)
         self._timer.interruption_listeners.append(self._on_interruption)
@@ -141,32 +144,33 @@ class StepTimeline:
         trainer, session = self._trainer, self._detach()
         if trainer is None:
             return
-        if self.number is not None and self.settings.path is not None:
-            recorded = self.call_together(
-                lambda: (
-                    self._comm.all_gather_object(session is not None, name="timeline: sessions")
-                    if self._comm
-                    else []
-                )
-            )
-            if session is not None and not all(recorded):
-                # one that joined could not: `lightning-ring timeline` merges the others
+        changes = self.number is not None and self.settings.path is not None
+        if changes and not all(self.call_together(lambda: self._all_record(session is not None))):
+            # one that joined could not: `lightning-ring timeline` merges the others
+            if session is not None:
                 session.close()
-                return
+            return
         if session is None:
             return
         if is_gpu(device := trainer.strategy.root_device):
-            gpu_module(device).synchronize(device)  # what it has not come to would be left out
+            # what it has not come to would be left out
+            gpu_module(device).synchronize(device)
         if self.number is not None:
             self._slice_of_ranks(session, time.perf_counter())
 
         def gather() -> list[str]:
-            session.comm = self._comm  # another one where a rank has died in the first attempt
+            # another one where a rank has died in the first attempt
+            session.comm = self._comm
             return session.gather()
 
         problems = self.call_together(gather)
         if session.comm is None or session.comm.rank == 0:
             session.merge(problems)
+
+    def _all_record(self, mine: bool) -> list[Any]:
+        if self._comm is None:
+            return [mine]
+        return self._comm.all_gather_object(mine, name="timeline: sessions")
 
     # -- what the strategy calls
 
@@ -176,13 +180,16 @@ class StepTimeline:
         # plain mpirun hands no RING_TIMELINE to other hosts, and starting is collective
         if comm is not None:
             self.settings = comm.broadcast_object(self.settings, name="timeline: settings")
-        if self.settings.path is not None and self.settings.switch is None and not self.waits:
+        self._start_if_asked()
+
+    def _start_if_asked(self) -> None:
+        asked = self.settings.path is not None and self.settings.switch is None
+        if asked and not self.waits and self._trainer is not None:
             self.start()
 
     def begin_training(self) -> None:
-        starts = self.settings.path is not None and self.settings.switch is None and not self.waits
-        if starts and self._trainer is not None:
-            self.start()  # a fit within this one (a search for the learning rate) has ended its own
+        # a fit within this one (a search for the learning rate) has ended its own
+        self._start_if_asked()
         if self._timer is not None:
             self._timer.restart()
 
@@ -200,19 +207,14 @@ class StepTimeline:
 
     def let_in(self, comm: Communicator, *, joins: bool) -> None:
         """Let ranks that ``join`` record where the others do. Collective."""
-        session, trainer = self._session, self._trainer
+        trainer = self._trainer
         assert trainer is not None
         assert self.number is not None
-        invitation = (
-            invitation_to(session, self._max_bytes)
-            if session is not None and comm.rank == 0
-            else None
-        )
         made = join_session(
-            invitation,
+            self._session,
             comm,
             number=self.number,
-            joins=joins and session is None,
+            joins=joins and self._session is None,
             seconds_of=_device_clock(trainer),
         )
         if made is not None:
@@ -284,33 +286,23 @@ class StepTimeline:
         session, trainer = self._session, self._trainer
         if session is None or trainer is None:
             return
-        recorder, marks = session.recorder, record.marks
+        recorder = session.recorder
         step = {"step": recorder.step}
         whole = step | {"epoch": trainer.current_epoch, "optimizer_steps": trainer.global_step}
-        recorder.slice(
-            STEPS, f"step {recorder.step}", record.began, record.began + record.total, whole
-        )
-        waits = [(*pair, "data wait") for pair in marks.get("data", ())]
-        copies = [(*pair, "copy to device") for pair in marks.get("copy", ())]
-        for begin, end, name in sorted(waits + copies):
-            recorder.slice(DATA, name, begin, end, step)
-        for begin, end in marks.get("forward", ()):
-            recorder.slice(FORWARD, "forward", begin, end, step)
-        for phase in ("backward", "manual_backward", "closure_backward"):
-            for begin, end in marks.get(phase, ()):
-                recorder.slice(BACKWARD, "backward", begin, end, step)
-        # of optimizer_step, with automatic optimization
-        inside = marks.get("backward") or marks.get("forward")
-        for begin, end in marks.get("optimizer", ()):
-            recorder.slice(
-                OPTIMIZER, "optimizer step", inside[-1][1] if inside else begin, end, step
-            )
-        for begin, end in marks.get("manual_optimizer", ()):
-            recorder.slice(OPTIMIZER, "optimizer step", begin, end, step)
+        ended = record.began + record.total
+        recorder.slice(STEPS, f"step {recorder.step}", record.began, ended, whole)
+        # automatic optimization runs forward and backward at the begin of the optimizer's step
+        inside = None
+        for phase, begin, end in record.marks:
+            if phase == "optimizer" and inside is not None:
+                begin = inside
+            if phase == "forward" or (phase == "backward" and inside is not None):
+                inside = end
+            recorder.slice(*_SLICES[phase], begin, end, step)
 
     def _on_interruption(self, what: str, began: float, ended: float) -> None:
         if self._session is not None:
-            self._session.recorder.slice(PAUSES, _PAUSES[what], began, ended)
+            self._session.recorder.slice(PAUSES, what, began, ended)
 
 
 def _device_clock(trainer: Trainer) -> DeviceClock | None:

@@ -1,4 +1,6 @@
-"""The times of a training step: marks while it runs, then seconds by phase."""
+"""Where the time of a training step goes: marks while it runs, then seconds by phase, without the
+time that collectives cost each of them.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,14 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import Profiler
 
-from lightning_ring.comm.recording import CollectiveRecord, passed_on, tell
-from lightning_ring.comm.timing import elapsed, is_reached, now
+from lightning_ring.comm.recording import CollectiveRecord, Listener, passed_on, tell
+from lightning_ring.comm.timing import Mark, elapsed, is_reached, now
 from lightning_ring.errors import RingError
 from lightning_ring.host.accelerator import is_gpu
 
-MANUAL = "manual_optimizer"  # inside training_step, where automatic optimization has it around
-_MANUAL_BACKWARD = "manual_backward"  # inside training_step too
-_CLOSURE_BACKWARD = "closure_backward"  # the same, inside the manual optimizer's step
-_INNERMOST_FIRST = {
-    "backward": "backward",
-    _CLOSURE_BACKWARD: "backward",
-    _MANUAL_BACKWARD: "backward",
-    MANUAL: "optimizer",
-    "forward": "forward",
-    "optimizer": "optimizer",
-    "data": "data",
-    "copy": "copy",
-}
-_PHASES = ("data", "copy", "forward", "backward", "optimizer")
+PHASES = ("data", "copy", "forward", "backward", "optimizer")
+# a phase, its begin and its end
+Span = tuple[str, Mark, Mark]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +33,8 @@ class StepTimes:
 
     Validation and checkpoints between two steps do not count. Parts up to ``exposed`` add up to
     ``total``, except on CUDA, where ``forward``, ``backward`` and ``optimizer`` are the device's
-    time and the others the host's. The parts hold no communication once it has been taken out of
-    them (`step_times.break_down`).
+    time and the others the host's. The parts hold no communication once `break_down` has taken it
+    out of them.
 
     Attributes:
         data: Waiting for the next batch.
@@ -94,112 +85,124 @@ class StepTimes:
 
 def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
     """The mean of each number over ``steps``, at least one, each of one step."""
-    means = (
-        sum(getattr(step, field.name) for step in steps) / len(steps) for field in fields(StepTimes)
-    )
+    names = [field.name for field in fields(StepTimes)]
+    means = (sum(getattr(step, name) for step in steps) / len(steps) for name in names)
     return replace(StepTimes(*means), steps=float(len(steps)))
 
 
 class StepRecord:
-    """Marks of one step: for each phase the pairs of begin and end, clock readings or CUDA
-    events.
+    """Marks of one step, clock readings or CUDA events.
+
+    Attributes:
+        began: When the step began, by the timer's clock.
+        total: Seconds until it ended.
+        marks: Phases in the order of their ends. They may nest: Lightning runs forward and backward
+            within ``optimizer_step``, and a manual backward within ``training_step``.
     """
 
     __slots__ = ("_open", "began", "marks", "total")
 
     def __init__(self) -> None:
-        self.began = 0.0  # when the step began, by the timer's clock
-        self.marks: dict[str, list[tuple[Any, Any]]] = {}
-        self.total = 0.0  # seconds until it ended
-        self._open: dict[str, Any] = {}
+        self.began = self.total = 0.0
+        self.marks: list[Span] = []
+        self._open: dict[str, Mark] = {}
 
-    def begin(self, phase: str, mark: Any) -> None:
+    def begin(self, phase: str, mark: Mark) -> None:
         self._open[phase] = mark
 
-    def end(self, phase: str, mark: Any) -> None:
+    def end(self, phase: str, mark: Mark) -> None:
         if phase in self._open:
-            self.marks.setdefault(phase, []).append((self._open.pop(phase), mark))
+            self.marks.append((phase, self._open.pop(phase), mark))
 
-    def begin_manual_backward(self, mark: Any) -> None:
-        self.begin(_CLOSURE_BACKWARD if MANUAL in self._open else _MANUAL_BACKWARD, mark)
+    def has(self, phase: str) -> bool:
+        return any(name == phase for name, _, _ in self.marks)
 
-    def end_manual_backward(self, mark: Any) -> None:
-        self.end(_CLOSURE_BACKWARD if _CLOSURE_BACKWARD in self._open else _MANUAL_BACKWARD, mark)
+    def finished(self) -> bool:
+        return all(is_reached(end) for _, _, end in self.marks)
+
+    @property
+    def origin(self) -> Mark:
+        """The event from which the device's seconds count; `None` without events."""
+        events = (begin for _, begin, _ in self.marks if not isinstance(begin, float))
+        return next(events, None)
+
+    def pieces(self, *, on_device: bool) -> list[tuple[str, float, float]]:
+        """The phases in seconds, each without those that ran inside it, by the host's clock, or by
+        the device's since `origin`.
+        """
+        marks = [mark for mark in self.marks if isinstance(mark[1], float) != on_device]
+        if on_device:
+            origin = self.origin
+            marks = [
+                (phase, elapsed(origin, begin), elapsed(origin, end)) for phase, begin, end in marks
+            ]
+        return _without_inner(marks)
 
     def phase_at(self, moment: float) -> str | None:
         """The part of `StepTimes` that the host was in, as far as host clocks timed it; `None`
         outside this step.
         """
-        for name, part in _INNERMOST_FIRST.items():
-            for begin, end in self.marks.get(name, ()):
-                if isinstance(begin, float) and begin <= moment <= end:
-                    return part
+        around = [
+            (begin, -end, phase)
+            for phase, begin, end in self.marks
+            if isinstance(begin, float) and begin <= moment <= end
+        ]
+        if around:
+            return max(around)[2]
         return "other" if self.began <= moment <= self.began + self.total else None
 
-    def has(self, part: str) -> bool:
-        return any(self.marks.get(name) for name, of in _INNERMOST_FIRST.items() if of == part)
-
-    def spans(self) -> list[tuple[str, Any, Any]]:
-        """Part of `StepTimes`, begin and end of each mark: clock readings, or on a GPU events."""
-        return [
-            (part, *pair)
-            for name, part in _INNERMOST_FIRST.items()
-            for pair in self.marks.get(name, ())
-        ]
-
-    def finished(self) -> bool:
-        return all(is_reached(end) for pairs in self.marks.values() for _, end in pairs)
-
     def times(self) -> StepTimes:
-        spent = {name: self._spent(name) for name in _PHASES}
-        spent["optimizer"] = max(0.0, spent["optimizer"] - self._spent_in_optimizer())
-        manual, before, inside = (
-            self._spent(MANUAL),
-            self._spent(_MANUAL_BACKWARD),
-            self._spent(_CLOSURE_BACKWARD),
-        )
-        spent["forward"] = max(0.0, spent["forward"] - manual - before)
-        spent["backward"] += before + inside
-        spent["optimizer"] += manual - inside
+        spent = dict.fromkeys(PHASES, 0.0)
+        for on_device in (False, True):
+            for phase, begin, end in self.pieces(on_device=on_device):
+                spent[phase] += end - begin
         other = max(0.0, self.total - sum(spent.values()))
         return StepTimes(**spent, other=other, total=self.total)
 
-    def _spent_in_optimizer(self) -> float:
-        """Seconds of the forward and backward that a closure runs in the optimizer's step;
-        others come before it.
-        """
-        steps = self.marks.get("optimizer", ())
-        inner = [pair for phase in ("forward", "backward") for pair in self.marks.get(phase, ())]
-        return sum(
-            elapsed(began, ended)
-            for began, ended in inner
-            if any(elapsed(start, began) >= 0 <= elapsed(began, stop) for start, stop in steps)
-        )
 
-    def _spent(self, phase: str) -> float:
-        return sum(elapsed(*pair) for pair in self.marks.get(phase, ()))
+def _without_inner(spans: Sequence[Span]) -> list[tuple[str, float, float]]:
+    found = []
+    around: list[tuple[str, float]] = []
+    at = -math.inf
+    last = ("", math.inf, math.inf)
+    for phase, begin, end in [*sorted(spans, key=lambda span: (span[1], -span[2])), last]:
+        while around and around[-1][1] <= begin:
+            inner, ended = around.pop()
+            found.append((inner, at, ended))
+            at = max(at, ended)
+        if around:
+            found.append((around[-1][0], at, begin))
+        around.append((phase, end))
+        at = begin
+    return [piece for piece in found if piece[2] > piece[1]]
 
 
-_ANNOUNCED = {  # last part of Lightning's own names for what it does
+# last part of Lightning's own names for what it does
+_ANNOUNCED = {
     "train_dataloader_next": "data",
     "batch_to_device": "copy",
     "training_step": "forward",
     "backward": "backward",
     "optimizer_step": "optimizer",
 }
-_INTERRUPTIONS = ("validation_step", "test_step", "save_checkpoint")
-_STEP = "run_training_batch"
+_INTERRUPTIONS = {
+    "validation_step": "validation batch",
+    "test_step": "test batch",
+    "save_checkpoint": "checkpoint",
+}
 
 
 @cache
 def _phase_of(action_name: str) -> str | None:
-    """The phase that Lightning announces by ``action_name``; with manual optimization torch's
-    step is one.
+    """The phase that Lightning announces by ``action_name``. Without a class in front of it,
+    "optimizer_step" is that of manual optimization.
     """
-    if action_name == "optimizer_step":
-        return MANUAL
-    ours = action_name.startswith(("[Strategy]", "[_TrainingEpochLoop]", "[LightningModule]"))
-    return _ANNOUNCED.get(action_name.rsplit(".", 1)[-1]) if ours else None
+    ours = ("[Strategy]", "[_TrainingEpochLoop]", "[LightningModule]", "optimizer_step")
+    return _ANNOUNCED.get(_last(action_name)) if action_name.startswith(ours) else None
+
+
+def _last(action_name: str) -> str:
+    return action_name.rpartition(".")[2]
 
 
 class StepTimer(Profiler):
@@ -215,8 +218,8 @@ class StepTimer(Profiler):
 
     Attributes:
         listeners: Called with each step's record when the step ends.
-        interruption_listeners: Called with what it was (``"validation_step"``, ``"test_step"``,
-            ``"save_checkpoint"``), when it began and when it ended, by the clock.
+        interruption_listeners: Called with what it was (``"validation batch"``, ``"test batch"``,
+            ``"checkpoint"``), when it began and when it ended, by the clock.
         failure: What went wrong in timing, after which no step is recorded any more; training goes
             on.
     """
@@ -228,13 +231,13 @@ class StepTimer(Profiler):
         self.inner = inner
         self._clock = clock
         self._device = device
-        self._record = StepRecord()
-        self._began: float | None = None
         self.listeners: list[Callable[[StepRecord], None]] = []
         self.interruption_listeners: list[Callable[[str, float, float], None]] = []
-        self._users = 0
         self.failure: Exception | None = None
+        self._users = 0
         self._interrupted: dict[str, float] = {}
+        self._record = StepRecord()
+        self._began: float | None = None
 
     @classmethod
     def attach(cls, trainer: Trainer, **arguments: Any) -> StepTimer:
@@ -252,7 +255,7 @@ class StepTimer(Profiler):
 
     def detach(self, trainer: Trainer) -> None:
         """Give the Trainer its profiler back, once all who attached this timer have detached it."""
-        self._users = max(0, self._users - 1)
+        self._users -= 1
         if not self._users and trainer.profiler is self:  # type: ignore[attr-defined]
             trainer.profiler = self.inner  # type: ignore[attr-defined]
 
@@ -271,45 +274,40 @@ class StepTimer(Profiler):
             note(action_name)
         except RingError:
             raise
-        except Exception as error:  # no more records, rather than wrong ones, and training goes on
+        # no more records, rather than wrong ones, and training goes on
+        except Exception as error:
             self.failure = error
 
     def _begin(self, action_name: str) -> None:
         phase = _phase_of(action_name)
-        if phase is None:
-            if self.interruption_listeners and action_name.rsplit(".", 1)[-1] in _INTERRUPTIONS:
-                self._interrupted[action_name] = self._clock()
-            return
-        if self._began is None:
-            self._began = self._clock()
-        self._record.begin(phase, self._mark(phase))
+        if phase is not None:
+            if self._began is None:
+                self._began = self._clock()
+            self._record.begin(phase, self._mark(phase))
+        elif _last(action_name) in _INTERRUPTIONS:
+            self._interrupted[action_name] = self._clock()
 
     def _end(self, action_name: str) -> None:
         phase = _phase_of(action_name)
         if phase is not None:
             self._record.end(phase, self._mark(phase))
-        elif action_name == _STEP and self._began is not None:
+        elif action_name == "run_training_batch" and self._began is not None:
             ended = self._clock()
             record, began = self._record, self._began
             record.began, record.total = began, ended - began
             self._record, self._began = StepRecord(), ended
             tell(self.listeners, record)
-        elif action_name.endswith(_INTERRUPTIONS):
-            self._record, self._began = StepRecord(), None
-            if action_name in self._interrupted:
-                interruption = (
-                    action_name.rsplit(".", 1)[-1],
-                    self._interrupted.pop(action_name),
-                    self._clock(),
-                )
-                for interrupted in self.interruption_listeners:
-                    interrupted(*interruption)
+        elif action_name in self._interrupted:
+            self.restart()
+            began, ended = self._interrupted.pop(action_name), self._clock()
+            for listener in self.interruption_listeners:
+                listener(_INTERRUPTIONS[_last(action_name)], began, ended)
 
     def begin_manual_backward(self) -> None:
-        self._record.begin_manual_backward(self._mark("backward"))
+        self._record.begin("backward", self._mark("backward"))
 
     def end_manual_backward(self) -> None:
-        self._record.end_manual_backward(self._mark("backward"))
+        self._record.end("backward", self._mark("backward"))
 
     def restart(self) -> None:
         """The next step begins with its own first action: what happens until then is no part of
@@ -317,7 +315,7 @@ class StepTimer(Profiler):
         """
         self._record, self._began = StepRecord(), None
 
-    def _mark(self, phase: str) -> Any:
+    def _mark(self, phase: str) -> Mark:
         on_host = not is_gpu(self._device) or phase in ("data", "copy")
         return self._clock() if on_host else now(self._device)
 
@@ -329,22 +327,25 @@ class StepTimer(Profiler):
     summary = passed_on("inner", "summary")
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # being copied or unpickled: nothing to delegate to yet
+        # while it is copied or unpickled there is nothing to delegate to yet
+        if name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
 
 
-_PARTS = ("data", "copy", "forward", "backward", "optimizer", "other")
+# -- collectives
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTimes:
-    """Moments of one collective, in seconds of one clock: the host's, or on CUDA the device's."""
+    """Moments of one collective, in seconds of one clock: the host's, or on CUDA the device's.
+    ``losses``: when its caller was held up.
+    """
 
     called: float
     began: float
     ended: float
-    losses: tuple[tuple[float, float], ...]
+    losses: Sequence[tuple[float, float]]
 
 
 def break_down(
@@ -354,16 +355,17 @@ def break_down(
     parts.
     """
     times = record.times()
-    spent = {part: getattr(times, part) for part in _PARTS}
-    exposed = busy = 0.0
-    for collective, when in zip(collectives, collective_times(collectives), strict=True):
+    spent = {part: getattr(times, part) for part in (*PHASES, "other")}
+    exposed = busy = sent = 0.0
+    for one, when in zip(collectives, collective_times(collectives), strict=True):
         busy += when.ended - when.began
+        sent += sent_bytes(one, world_size)
         for start, stop in when.losses:
-            part = _part_of(record, collective, start)
-            if part is not None:  # else it was called in the step before
+            part = _part_of(record, one, start)
+            # without a part it was called in the step before
+            if part is not None:
                 exposed += stop - start
                 spent[part] = max(0.0, spent[part] - (stop - start))
-    sent = sum(sent_bytes(collective, world_size) for collective in collectives)
     return replace(times, **spent, exposed=exposed, busy=busy, sent=sent)
 
 
@@ -371,33 +373,30 @@ def collectives_of(record: StepRecord, told: Iterable[CollectiveRecord]) -> list
     """Those that were waited for in the step, in the order of their calls: a validation between two
     has its own, and parameters are waited for as they are used."""
     ended = record.began + record.total
-    return sorted(
-        (one for one in told if record.began <= one.waited_from <= ended),
-        key=lambda one: one.called,
-    )
+    mine = (one for one in told if record.began <= one.waited_from <= ended)
+    return sorted(mine, key=lambda one: one.called)
 
 
-def collective_times(collectives: Sequence[CollectiveRecord]) -> list[CollectiveTimes]:
+def collective_times(
+    collectives: Sequence[CollectiveRecord], origin: Mark = None
+) -> list[CollectiveTimes]:
     """As one after the other: each began when it was called or when those before it had ended,
-    whichever was later.
+    whichever was later. Device times count from ``origin``, or from the first call.
 
     Where two were on the wire at once, as over Gloo, the time counts for the earlier one, and once:
     sums of ``ended - began`` are the time in which some collective was under way.
     """
-    reference = next((one.events[0] for one in collectives if one.events is not None), None)
-    found: list[CollectiveTimes] = []
-    previous = float("-inf")
+    found = []
+    previous = -math.inf
     for one in collectives:
+        losses = [(one.called, one.returned), (one.waited_from, one.waited_until)]
         if one.events is None:
-            called, ended = one.called, one.ended if one.ended is not None else one.waited_until
-            losses: tuple[tuple[float, float], ...] = (
-                (one.called, one.returned),
-                (one.waited_from, one.waited_until),
-            )
+            called, ended = one.called, one.waited_until if one.ended is None else one.ended
         else:
-            called, ended = (elapsed(reference, event) for event in one.events)
-            waited = elapsed(reference, one.wait_event) if one.wait_event is not None else ended
-            losses = ((waited, max(waited, ended)),)
+            origin = one.events[0] if origin is None else origin
+            called, ended = (elapsed(origin, event) for event in one.events)
+            waited = ended if one.wait_event is None else elapsed(origin, one.wait_event)
+            losses = [(waited, max(waited, ended))]
         began = min(max(called, previous), ended)
         previous = max(previous, ended)
         found.append(CollectiveTimes(called, began, ended, losses))
@@ -408,113 +407,94 @@ def sent_bytes(collective: CollectiveRecord, world_size: int) -> float:
     """What this rank sends for ``collective`` on a ring."""
     if collective.kind == "broadcast":
         return collective.nbytes
-    share = (world_size - 1) / world_size
-    return (2 if collective.kind == "all_reduce" else 1) * share * collective.nbytes
-
-
-def finished(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> bool:
-    """Whether the device has come past all of it, so that its events can be read."""
-    events = (
-        event
-        for one in collectives
-        if one.events is not None
-        for event in (one.events[1], one.wait_event)
-    )
-    return record.finished() and all(event is None or event.query() for event in events)
+    rounds = 2 if collective.kind == "all_reduce" else 1
+    return rounds * (world_size - 1) / world_size * collective.nbytes
 
 
 def _part_of(record: StepRecord, collective: CollectiveRecord, start: float) -> str | None:
     if collective.events is None:
         return record.phase_at(start)
-    if collective.kind == "broadcast":  # of buffers, before forward
+    # of buffers, before forward
+    if collective.kind == "broadcast":
         return "other"
     # the device's clock knows no phases, but who waits for what is known: forward for parameters,
     # backward for the rest
-    return (
-        "forward" if collective.kind == "all_gather" or not record.has("backward") else "backward"
-    )
-
-
-_MOST_STEPS = 200
+    gathers = collective.kind == "all_gather" or not record.has("backward")
+    return "forward" if gathers else "backward"
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """``images`` of this rank; NaN where nobody can tell. ``number`` counts from 0 at the start
-    of training.
-    """
+    """``images`` of this rank; NaN where nobody can tell."""
 
-    number: int
     record: StepRecord
-    collectives: list[CollectiveRecord]
+    collectives: Sequence[CollectiveRecord]
     images: float
+
+    def finished(self) -> bool:
+        """Whether the device has come past all of it, so that its events can be read."""
+        return self.record.finished() and all(
+            mark is None or is_reached(mark)
+            for one in self.collectives
+            for mark in ((one.events[1], one.wait_event) if one.events else ())
+        )
 
 
 class StepWindow:
-    """Listens to a Trainer's profiler and to its strategy's collectives, and keeps up to 200 steps
-    until `take`.
+    """Keeps up to 200 steps until `take`, with their collectives, which it is told by
+    ``listeners``.
 
-    Costs what `StepTimer` and `RecordedCommunicator` cost; the rest happens in `take`.
+    The rest happens in `take`. The first step of all is left out: it makes plans, connections and
+    optimizer state.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self.timer = StepTimer.attach(trainer)  # the Trainer's
-        self.timer.listeners.append(self._on_step)
-        self._listeners: list[Callable[[CollectiveRecord], None]] = getattr(
-            trainer.strategy, "listeners", []
-        )
-        self._listeners.append(self._on_collective)
-        self._collectives: list[CollectiveRecord] = []
+    def __init__(self, listeners: list[Listener]) -> None:
+        self._listeners = listeners
+        listeners.append(self._on_collective)
+        self._told: list[CollectiveRecord] = []
         self._ended: tuple[StepRecord, list[CollectiveRecord]] | None = None
-        self._steps: deque[RecordedStep] = deque(maxlen=_MOST_STEPS)
-        self._count = 0
-        self.latest: RecordedStep | None = None  # the last step that was taken
+        self._steps = deque[RecordedStep](maxlen=200)
+        # the last step that was taken
+        self.latest: RecordedStep | None = None
+        self._first = True
 
     def restart(self) -> None:
         """What happened since the last step is no part of training."""
-        self.timer.restart()
-        self._collectives = []
+        self._told = []
+
+    def on_step(self, record: StepRecord) -> None:
+        """A step has ended: a listener of `StepTimer`."""
+        self._ended, self._told = (record, collectives_of(record, self._told)), []
 
     def end_step(self, images: float) -> None:
         """The step that ended last counts, with so many images of this rank."""
         if self._ended is not None:
-            self._steps.append(RecordedStep(self._count, *self._ended, images))
+            self._steps.append(RecordedStep(*self._ended, images))
             self._ended = None
-            self._count += 1
 
     def take(self, world_size: int) -> StepTimes:
-        """Means over the steps since the last call that the device has finished.
-
-        The first step of all is left out, where there are others: it makes plans, connections and
-        optimizer state. Raises `RuntimeError`: steps could not be timed.
-        """
-        if self.timer.failure is not None:
-            raise RuntimeError("steps could not be timed") from self.timer.failure
-        steps: list[RecordedStep] = []
-        while self._steps and finished(self._steps[0].record, self._steps[0].collectives):
+        """Means over the steps since the last call that the device has finished."""
+        steps = []
+        while self._steps and self._steps[0].finished():
             steps.append(self._steps.popleft())
         if not steps:
             return StepTimes.unknown()
         self.latest = steps[-1]
-        if steps[0].number == 0 and len(steps) > 1:
+        if self._first and len(steps) > 1:
             del steps[0]
-        times = (
-            replace(break_down(step.record, step.collectives, world_size), images=step.images)
-            for step in steps
+        self._first = False
+        return mean_times(
+            [
+                replace(break_down(step.record, step.collectives, world_size), images=step.images)
+                for step in steps
+            ]
         )
-        return mean_times(list(times))
 
     def close(self) -> None:
         """Stop listening; once."""
-        if self._on_step in self.timer.listeners:  # one that failed is told no more
-            self.timer.listeners.remove(self._on_step)
+        # one that failed is told no more
         if self._on_collective in self._listeners:
             self._listeners.remove(self._on_collective)
-        self.timer.detach(self._trainer)
-
-    def _on_step(self, record: StepRecord) -> None:
-        self._ended, self._collectives = (record, collectives_of(record, self._collectives)), []
 
     def _on_collective(self, record: CollectiveRecord) -> None:
-        self._collectives.append(record)
+        self._told.append(record)

@@ -1,4 +1,4 @@
-"""A rank's trace: JSON lines, which `merge` makes into one JSON document for a viewer.
+"""The ranks' trace files: JSON lines, which `merge` makes into one JSON document for a viewer.
 
     {"otherData":{...}}          the run and this rank
     {event}
@@ -29,7 +29,8 @@ from lightning_ring.host.file_lock import TAKEN, claim, is_claimed, release
 from lightning_ring.timeline.settings import is_timeline
 
 _OTHER = b'{"otherData":'
-_LONGEST_OTHER = 1 << 16  # bytes of a line of otherData
+# bytes of a line of otherData
+_LONGEST_OTHER = 1 << 16
 
 
 class TraceFile:
@@ -41,15 +42,19 @@ class TraceFile:
 
     def __init__(self, path: Path, other: dict[str, Any], *, max_bytes: int) -> None:
         self.path = path
-        self.full = False  # events were dropped because the file had its largest size
-        self.num_events = 0  # events written
+        # events were dropped because the file had its largest size
+        self.full = False
+        # events written
+        self.num_events = 0
         header = _other_line(other)
-        self._room = max_bytes - 3 * len(header)  # the last line is longer than the first
+        # the last line is longer than the first
+        self._room = max_bytes - 3 * len(header)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             claim(self._file)
         except OSError:
-            self.leave()  # another job's
+            # another job's
+            self.leave()
             raise
         try:
             os.ftruncate(self._file, 0)
@@ -63,7 +68,7 @@ class TraceFile:
 
         Raises `OSError`: the disk is full, for instance. No further events may be appended then.
         """
-        lines: list[bytes] = []
+        lines = []
         for event in events:
             line = event.encode() + b"\n"
             self._room -= len(line)
@@ -104,7 +109,11 @@ class TraceFile:
 
 
 def _other_line(other: dict[str, Any]) -> bytes:
-    return b"%b%b}\n" % (_OTHER, json.dumps(other, separators=(",", ":")).encode())
+    return b"%b%b}\n" % (_OTHER, compact(other).encode())
+
+
+def compact(value: dict[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def read_other(path: Path) -> dict[str, Any]:
@@ -113,17 +122,16 @@ def read_other(path: Path) -> dict[str, Any]:
     Raises `ValueError`: it is no such trace.
     """
     with open(path, "rb") as file:
-        first = file.readline(_LONGEST_OTHER)
+        line = file.readline(_LONGEST_OTHER)
         file.seek(max(0, os.path.getsize(path) - _LONGEST_OTHER))
-        last = file.read().splitlines(keepends=True)[-1:]
-    closed = bool(last) and last[0].startswith(_OTHER) and last[0].endswith(b"\n")
+        *_, last = file.read().splitlines(keepends=True) or [b""]
+    if last.startswith(_OTHER) and last.endswith(b"\n"):
+        line = last
     try:
-        other = json.loads(last[0] if closed else first)["otherData"]
+        other: dict[str, Any] = json.loads(line)["otherData"]
+        return dict(other)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no timeline of a rank: {error}") from None
-    if not isinstance(other, dict):
-        raise ValueError(f"{path} is no timeline of a rank: its otherData is no object")
-    return other
 
 
 def read_events(path: Path) -> Iterator[bytes]:
@@ -136,6 +144,58 @@ def read_events(path: Path) -> Iterator[bytes]:
                 yield line[:-1]
 
 
+# -- names
+
+
+def numbered(path: Path, number: int) -> Path:
+    """``trace.json``, then ``trace-2.json``: what one script records is not replaced by what it
+    records next.
+    """
+    return path if number == 1 else path.with_name(f"{path.stem}-{number}.json")
+
+
+def rank_file(path: Path, rank: int) -> Path:
+    return path.with_name(f"{path.stem}.rank{rank}.jsonl")
+
+
+def rank_files(path: Path) -> dict[int, Path]:
+    """The ranks' files that are there, by rank."""
+    found = {}
+    for file in path.absolute().parent.glob("*.jsonl"):
+        if match := re.fullmatch(re.escape(path.stem) + r"\.rank(\d+)\.jsonl", file.name):
+            found[int(match[1])] = file
+    return dict(sorted(found.items()))
+
+
+def timelines_in(folder: Path) -> list[Path]:
+    """Names under which ``folder`` holds ranks' files: ``trace.json`` for ``trace.rank0.jsonl``."""
+    stems = {re.sub(r"\.rank\d+$", "", file.stem) for file in folder.glob("?*.rank*.jsonl")}
+    names = [folder / f"{stem}.json" for stem in sorted(stems)]
+    return [name for name in names if rank_files(name)]
+
+
+def remove_earlier(path: Path) -> None:
+    """Remove what an earlier run left under this name (``trace-2.json`` too): it would pass for
+    part of this one.
+
+    Raises `ConfigurationError`: that run goes on.
+    """
+    pattern = re.compile(re.escape(path.stem) + r"(-\d+)?(\.rank\d+\.jsonl|\.json)(\.part)?")
+    found = path.absolute().parent.glob("*.json*")
+    mine = [file for file in sorted(found) if pattern.fullmatch(file.name) and is_timeline(file)]
+    for file in mine:
+        if is_claimed(file):
+            raise ConfigurationError(
+                f"The timeline {path} is in use: {file.name}, {TAKEN}. Give each job a path of its "
+                "own, or wait until that one has ended."
+            )
+    for file in mine:
+        file.unlink(missing_ok=True)
+
+
+# -- merging
+
+
 def gather_files(path: Path, run: str, comm: Communicator, number: int | None = None) -> list[str]:
     """Bring the files of ``run`` that rank 0 cannot see to rank 0's folder. Collective; all ranks
     have closed theirs.
@@ -143,17 +203,12 @@ def gather_files(path: Path, run: str, comm: Communicator, number: int | None = 
     ``number`` is that of this rank's file, where it is not the rank's. A file that cannot be read
     or written is left out. Every rank gets the list of problems.
     """
-    numbers = comm.all_gather_object(
-        comm.rank if number is None else number, name="timeline: numbers"
-    )
-    unseen: list[int] = []
-    if comm.rank == 0:
-        unseen = [
-            rank for rank, number in enumerate(numbers) if not _is_of(rank_file(path, number), run)
-        ]
-    problems: list[str] = []
-    for rank in comm.broadcast_object(unseen, name="timeline: unseen files"):
-        problem = _send(rank_file(path, numbers[rank]), rank, comm)
+    mine = rank_file(path, comm.rank if number is None else number)
+    names = comm.all_gather_object(mine.name, name="timeline: names")
+    seen = [_is_of(path.with_name(name), run) for name in names]
+    problems = []
+    for rank, of_run in enumerate(comm.broadcast_object(seen, name="timeline: seen files")):
+        problem = None if of_run else _send(path.with_name(names[rank]), rank, comm)
         if problem:
             problems.append(f"rank {rank}: {problem}")
     return problems
@@ -169,17 +224,17 @@ def _is_of(file: Path, run: str) -> bool:
 def _send(file: Path, rank: int, comm: Communicator) -> str | None:
     """From ``rank`` to rank 0; every rank takes part."""
     content, problem = b"", None
-    if comm.rank == rank:
-        try:
+    try:
+        if comm.rank == rank:
             content = file.read_bytes()
-        except OSError as error:
-            problem = str(error)
+    except OSError as error:
+        problem = str(error)
     content, problem = comm.broadcast_object((content, problem), src=rank, name="timeline: a file")
-    if comm.rank == 0 and problem is None:
-        try:
+    try:
+        if comm.rank == 0 and problem is None:
             file.write_bytes(content)
-        except OSError as error:
-            problem = str(error)
+    except OSError as error:
+        problem = str(error)
     received: str | None = comm.broadcast_object(problem, name="timeline: problem")
     return received
 
@@ -189,24 +244,28 @@ class Merged:
     """The contents of a merged trace."""
 
     path: Path
-    world_size: int  # of the run
+    # of the run, with those that have joined
+    world_size: int
+    # ``otherData`` of each rank with a file
+    others: dict[int, dict[str, Any]]
+    # files that were not taken, and why
+    left_out: list[str] = field(default_factory=list)
     num_events: int = 0
-    ranks: list[int] = field(default_factory=list)  # with a file
-    # files that were not closed: the run was killed or still goes on, or a copy was cut short
-    unfinished: list[int] = field(default_factory=list)
-    clocks: dict[int, dict[str, Any]] = field(default_factory=dict)  # `ClockReading` by rank
-    left_out: list[str] = field(default_factory=list)  # files that were not taken, and why
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(self.others)
 
     @property
     def missing(self) -> list[int]:
-        return [rank for rank in range(self.world_size) if rank not in self.ranks]
+        return [rank for rank in range(self.world_size) if rank not in self.others]
 
-
-def timelines_in(folder: Path) -> list[Path]:
-    """Names under which ``folder`` holds ranks' files: ``trace.json`` for ``trace.rank0.jsonl``."""
-    stems = {file.name.rpartition(".rank")[0] for file in folder.glob("*.rank*.jsonl")}
-    names = [folder / f"{stem}.json" for stem in sorted(stems) if stem]
-    return [name for name in names if rank_files(name)]
+    @property
+    def unfinished(self) -> list[int]:
+        """Their files were not closed: the run was killed or still goes on, or a copy was cut
+        short.
+        """
+        return [rank for rank, other in self.others.items() if "ended" not in other]
 
 
 def merge(path: Path, output: Path | None = None) -> Merged:
@@ -217,66 +276,44 @@ def merge(path: Path, output: Path | None = None) -> Merged:
     taken. Memory stays small, whatever the size. Raises `ConfigurationError` without a file of a
     rank, `OSError` if writing fails.
     """
-    others, left_out = _readable(rank_files(path))
-    if not others:
-        reasons = (
-            "; ".join(left_out)
-            or f"there is no {path.stem}.rank0.jsonl or the like in {path.absolute().parent}"
-        )
-        raise ConfigurationError(
-            f"No timeline of a rank can be merged into {path.name}: {reasons}."
-        )
-    run = max(others.values(), key=lambda other: str(other["began"]))["run"]
-    merged = Merged(output or path, world_size=0, left_out=left_out)
-    of_run: dict[int, dict[str, Any]] = {}
-    for rank, other in others.items():
-        if other["run"] == run:
-            of_run[rank] = other
-        else:
-            merged.left_out.append(f"{rank_files(path)[rank].name}: of an earlier run")
-    merged.world_size = next(iter(of_run.values()))["world_size"]
-    merged.ranks = list(of_run)
-    # with those that have joined
-    merged.world_size = len({*range(merged.world_size), *merged.ranks})
-    merged.clocks = {rank: other["rank"]["clock"] for rank, other in of_run.items()}
-    merged.unfinished = [rank for rank, other in of_run.items() if "ended" not in other]
-    _write(merged, of_run, rank_files(path))
-    return merged
-
-
-def _readable(files: dict[int, Path]) -> tuple[dict[int, dict[str, Any]], list[str]]:
+    files = rank_files(path)
     others, left_out = {}, []
     for rank, file in files.items():
         try:
             other = read_other(file)
-            missing = [key for key in ("run", "began", "world_size", "rank") if key not in other]
-            if missing:
-                raise ValueError(f"its otherData has no {missing[0]}")
+            if missing := {"run", "began", "world_size", "rank"} - other.keys():
+                raise ValueError(f"its otherData has no {min(missing)}")
             others[rank] = other
         except (OSError, ValueError) as error:
             left_out.append(f"{file.name}: {error}")
-    return others, left_out
+    if not others:
+        nothing = f"there is no {path.stem}.rank0.jsonl or the like in {path.absolute().parent}"
+        raise ConfigurationError(
+            f"No timeline of a rank can be merged into {path.name}: "
+            f"{'; '.join(left_out) or nothing}."
+        )
+    newest = max(others.values(), key=lambda other: str(other["began"]))
+    of_run = {rank: other for rank, other in others.items() if other["run"] == newest["run"]}
+    left_out += [f"{files[rank].name}: of an earlier run" for rank in others.keys() - of_run.keys()]
+    world_size = len({*range(newest["world_size"]), *of_run})
+    merged = Merged(output or path, world_size, of_run, left_out)
+    _write(merged, newest, files)
+    return merged
 
 
-def _write(merged: Merged, others: dict[int, dict[str, Any]], files: dict[int, Path]) -> None:
-    first = next(iter(others.values()))
-    about = {
-        "generator": first["generator"],
-        "run": first["run"],
-        "began": first["began"],
+def _write(merged: Merged, newest: dict[str, Any], files: dict[int, Path]) -> None:
+    about = {name: newest[name] for name in ("generator", "run", "began")} | {
         "world_size": merged.world_size,
         "missing_ranks": merged.missing,
         "unfinished_ranks": merged.unfinished,
-        "ranks": {str(rank): other["rank"] for rank, other in others.items()},
+        "ranks": {str(rank): other["rank"] for rank, other in merged.others.items()},
     }
     part = merged.path.with_name(merged.path.name + ".part")
+    head = b'{"displayTimeUnit":"ms","otherData":%b,"traceEvents":[\n'
     try:
         with open(part, "wb") as out:
-            out.write(
-                b'{"displayTimeUnit":"ms","otherData":%b,"traceEvents":[\n'
-                % compact(about).encode()
-            )
-            for rank, other in others.items():
+            out.write(head % compact(about).encode())
+            for rank, other in merged.others.items():
                 for event in _in_step(read_events(files[rank]), other["rank"]):
                     out.write(b",\n%b" % event if merged.num_events else event)
                     merged.num_events += 1
@@ -306,63 +343,7 @@ def _in_step(events: Iterator[bytes], rank: dict[str, Any]) -> Iterator[bytes]:
             yield text
             continue
         begin = round(event["ts"] * 1e3)
-        until = corrected(begin + round(event.get("dur", 0) * 1e3))
-        event["ts"] = corrected(begin) / 1e3
-        event["dur"] = (until - corrected(begin)) / 1e3
+        until = corrected(begin + round(event["dur"] * 1e3))
+        begin = corrected(begin)
+        event |= {"ts": begin / 1e3, "dur": (until - begin) / 1e3}
         yield compact(event).encode()
-
-
-def numbered(path: Path, number: int) -> Path:
-    """``trace.json``, then ``trace-2.json``: what one script records is not replaced by what it
-    records next.
-    """
-    return path if number == 1 else path.with_name(f"{path.stem}-{number}.json")
-
-
-def rank_file(path: Path, rank: int) -> Path:
-    return path.with_name(f"{path.stem}.rank{rank}.jsonl")
-
-
-def rank_files(path: Path) -> dict[int, Path]:
-    """The ranks' files that are there, by rank."""
-    pattern = re.compile(re.escape(path.stem) + r"\.rank(\d+)\.jsonl")
-    found = {}
-    for file in path.absolute().parent.glob("*.jsonl"):
-        if match := pattern.fullmatch(file.name):
-            found[int(match[1])] = file
-    return dict(sorted(found.items()))
-
-
-def remove_earlier(path: Path) -> None:
-    """Remove what an earlier run left under this name (``trace-2.json`` too): it would pass for
-    part of this one.
-
-    Raises `ConfigurationError`: that run goes on.
-    """
-    for file in _timelines_named(path, r"\.rank\d+\.jsonl"):
-        if is_claimed(file):
-            raise ConfigurationError(
-                f"The timeline {path} is in use: {file.name}{_writer(file)}, {TAKEN}. Give each "
-                "job a path of its own, or wait until that one has ended."
-            )
-    for file in _timelines_named(path, r"(\.rank\d+\.jsonl|\.json)(\.part)?"):
-        file.unlink(missing_ok=True)
-
-
-def _timelines_named(path: Path, ending: str) -> Iterator[Path]:
-    pattern = re.compile(re.escape(path.stem) + r"(-\d+)?" + ending)
-    for file in sorted(path.absolute().parent.glob("*.json*")):
-        if pattern.fullmatch(file.name) and is_timeline(file):
-            yield file
-
-
-def _writer(file: Path) -> str:
-    try:
-        rank = read_other(file)["rank"]
-        return f", of process {rank['pid']} on {rank['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-
-
-def compact(value: dict[str, Any]) -> str:
-    return json.dumps(value, separators=(",", ":"))

@@ -46,13 +46,11 @@ PLACES: tuple[dict[tuple[Any, str], str], ...] = (
         (RankMemory, "now"): "memory",
         (SkippedSteps, "count"): "skipped steps",
         (RingReport, "bar"): "numbers on the progress bar",
-        (dashboard.Dashboard, "add_histograms"): "TensorBoard pages",
-        (ring_monitor, "record_start"): "record of environment and end",
+        (dashboard.Dashboard, "record_start"): "TensorBoard pages",
     },
     {
         (step_times.StepWindow, "__init__"): "step times",
         (SkippedSteps, "__init__"): "skipped steps",
-        (ring_monitor, "numbers_on_device"): "gradient norms",
         (ring_monitor, "trust_ratios"): "numbers of the optimizers",
         (RingReport, "scalars"): "report",
         (dashboard.Dashboard, "__init__"): "TensorBoard pages",
@@ -69,13 +67,7 @@ PLACES: tuple[dict[tuple[Any, str], str], ...] = (
     },
 )
 # what rank 0 alone does
-OF_RANK_0 = (
-    "numbers of the optimizers",
-    "numbers on the progress bar",
-    "TensorBoard pages",
-    "report",
-    "record of environment and end",
-)
+OF_RANK_0 = ("numbers on the progress bar", "TensorBoard pages", "report")
 
 
 class Planted(Exception):

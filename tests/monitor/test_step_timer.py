@@ -144,5 +144,5 @@ def test_validation_is_told_with_its_times() -> None:
     _, trainer, _ = timed()
     (attach,) = [callback for callback in trainer.callbacks if isinstance(callback, Attach)]
     whats, begins, ends = zip(*attach.interruptions, strict=True)
-    assert whats == ("validation_step",) * 3  # of the sanity check and of two epochs
+    assert whats == ("validation batch",) * 3  # of the sanity check and of two epochs
     assert all(end - begin == pytest.approx(100) for begin, end in zip(begins, ends, strict=True))

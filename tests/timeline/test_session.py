@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +63,7 @@ def test_a_path_that_another_job_writes_is_refused_on_every_rank(
     monkeypatch.setattr("lightning_ring.timeline.session._times_started", {})
     first.recorder.slice(STEPS, "step 0", 0.0, 1.0)
     said = refused(tmp_path / "t.json")
-    assert (
-        f"t.json is in use: t.rank0.jsonl, of process {os.getpid()} on {socket.gethostname()}, "
-        "another job" in said
-    )
+    assert "t.json is in use: t.rank0.jsonl, another job" in said
     first.finish()
     assert [event["name"] for event in slices(read_trace(tmp_path / "t.json"), "steps", 0)] == [
         "step 0"
