@@ -1,4 +1,6 @@
-"""Progress under mpirun, and where output is no terminal."""
+"""Progress under mpirun, where output is no terminal, and on bars of 80 columns: loss, metrics, one
+rate, the slowest rank.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,8 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 _OF_MPIRUN = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+OF_MONITOR = ("img/s", "slowest", "data", "comm")
+"""After the user's own metrics; the last ones are left out first."""
 
 
 def widen_terminal() -> None:
@@ -31,7 +35,8 @@ def widen_terminal() -> None:
     """
     if os.name != "posix" or not sys.stdout.isatty():
         return
-    import fcntl  # POSIX only
+    # POSIX only
+    import fcntl
     import termios
 
     descriptor = sys.stdout.fileno()
@@ -44,13 +49,12 @@ def shown_on_terminal() -> bool:
     """Whether a person sees this process's output: mpirun's pseudo-terminal may lead into a
     file.
     """
-    if not sys.stdout.isatty():
-        return False
-    if not any(name in os.environ for name in _OF_MPIRUN):
-        return True
+    if not sys.stdout.isatty() or not any(name in os.environ for name in _OF_MPIRUN):
+        return sys.stdout.isatty()
     try:
         output = os.readlink(f"/proc/{os.getppid()}/fd/1")
-    except OSError:  # another system than Linux, or not allowed
+    except OSError:
+        # another system than Linux, or not allowed
         return True
     return output.startswith(("/dev/pts/", "/dev/tty", "/dev/console"))
 
@@ -75,44 +79,27 @@ def replace_bars(trainer: Trainer) -> None:
 class EpochLines(ProgressBar):
     """One line of text for each epoch, with the metrics that a progress bar shows."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._enabled = True
-        self._began = 0.0
-
-    @property
-    def is_enabled(self) -> bool:
-        """`LightningModule.print` asks for it; Lightning's base class lacks it."""
-        return self._enabled
+    # `LightningModule.print` asks for it; Lightning's base class lacks it
+    is_enabled = True
 
     def disable(self) -> None:
-        self._enabled = False
+        self.is_enabled = False
 
     def enable(self) -> None:
-        self._enabled = True
+        self.is_enabled = True
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._enabled:
-            numbers = short(self.get_metrics(trainer, pl_module))
-            texts = {
-                name: f"{value:.4g}" if isinstance(value, float) else value
-                for name, value in numbers.items()
-            }
-            shown = [f"{name} {text}" for name, text in texts.items()]
+        if self.is_enabled:
             seconds = time.perf_counter() - self._began
-            epoch = (
-                f"epoch {trainer.current_epoch}: {trainer.fit_loop.epoch_loop.batch_idx + 1} "
-                f"batches in {seconds:.1f} s"
-            )
-            self.print(", ".join([epoch, *shown]), flush=True)
-
-
-OF_MONITOR = ("img/s", "slowest", "data", "comm")
-"""Behind the user's own metrics; the last ones are left out first."""
-_WIDE = 110  # columns that have room for the time too
+            batches = trainer.fit_loop.epoch_loop.batch_idx + 1
+            shown = [f"epoch {trainer.current_epoch}: {batches} batches in {seconds:.1f} s"]
+            for name, value in short(self.get_metrics(trainer, pl_module)).items():
+                text = f"{value:.4g}" if isinstance(value, float) else value
+                shown.append(f"{name} {text}")
+            self.print(", ".join(shown), flush=True)
 
 
 def narrow(trainer: Trainer) -> None:
@@ -122,7 +109,8 @@ def narrow(trainer: Trainer) -> None:
     bar = trainer.progress_bar_callback
     kinds: dict[type, type] = {TQDMProgressBar: NarrowTQDM, RichProgressBar: NarrowRich}
     if type(bar) in kinds:
-        bar.__class__ = kinds[type(bar)]  # keeps the settings that the user gave it
+        # keeps the settings that the user gave it
+        bar.__class__ = kinds[type(bar)]
 
 
 def short(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -131,17 +119,18 @@ def short(metrics: dict[str, Any]) -> dict[str, Any]:
 
     ``rank 1 +701 ms`` becomes ``1+701ms``.
     """
-    ends = Counter(name.rpartition("/")[2] for name in metrics if name not in OF_MONITOR)
-    named: dict[str, Any] = {}
-    for name, value in metrics.items():
-        end = name.rpartition("/")[2]
-        if name not in OF_MONITOR and name != "v_num":
-            named[end if ends[end] == 1 else name] = value
-    return named | {
-        name: metrics[name].removeprefix("rank").replace(" ", "")
-        for name in OF_MONITOR
-        if name in metrics
-    }
+    own = {name: name.rpartition("/")[2] for name in metrics if name not in (*OF_MONITOR, "v_num")}
+    ends = Counter(own.values())
+    named = {end if ends[end] == 1 else name: metrics[name] for name, end in own.items()}
+    for name in OF_MONITOR:
+        if name in metrics:
+            named[name] = metrics[name].removeprefix("rank").replace(" ", "")
+    return named
+
+
+def _wide() -> bool:
+    """Whether there is room for the time too."""
+    return shutil.get_terminal_size().columns >= 110
 
 
 class NarrowTQDM(TQDMProgressBar):
@@ -151,7 +140,7 @@ class NarrowTQDM(TQDMProgressBar):
         return short(super().get_metrics(*args))
 
     def init_train_tqdm(self) -> Tqdm:
-        time = " {elapsed}<{remaining}" if shutil.get_terminal_size().columns >= _WIDE else ""
+        clock = " {elapsed}<{remaining}" if _wide() else ""
         return _Line(
             position=2 * self.process_position,
             disable=self.is_disabled,
@@ -159,7 +148,7 @@ class NarrowTQDM(TQDMProgressBar):
             dynamic_ncols=True,
             file=sys.stdout,
             smoothing=0,
-            bar_format="{desc} {n_fmt}/{total_fmt}" + time + "{postfix}",
+            bar_format="{desc} {n_fmt}/{total_fmt}" + clock + "{postfix}",
         )
 
 
@@ -167,14 +156,12 @@ class _Line(Tqdm):
     def set_postfix(self, ordered_dict: Any = None, refresh: bool = True, **kwargs: Any) -> None:
         if self.disable:
             return
-        items = [
-            f"{name}={value if isinstance(value, str) else self.format_num(value)}"
-            for name, value in (ordered_dict or {}).items()
-        ]
+        items = []
+        for name, value in (ordered_dict or {}).items():
+            items.append(f"{name}={value if isinstance(value, str) else self.format_num(value)}")
         self.postfix = " ".join(items)
-        while items and len(self.format_meter(**self.format_dict | {"ncols": None})) > (
-            self.ncols or sys.maxsize
-        ):
+        columns = self.ncols or sys.maxsize
+        while items and len(self.format_meter(**self.format_dict | {"ncols": None})) > columns:
             items.pop()
             self.postfix = " ".join(items)
         if refresh:
@@ -188,15 +175,8 @@ class NarrowRich(RichProgressBar):
         return short(super().get_metrics(*args))
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
-        from lightning.pytorch.callbacks.progress.rich_progress import (
-            CustomBarColumn,
-            ProcessingSpeedColumn,
-        )
+        from lightning.pytorch.callbacks.progress import rich_progress
 
-        wide = shutil.get_terminal_size().columns >= _WIDE
-        return [
-            column
-            for column in super().configure_columns(trainer)
-            if not isinstance(column, ProcessingSpeedColumn)
-            and (wide or not isinstance(column, CustomBarColumn))
-        ]
+        wide = rich_progress.ProcessingSpeedColumn, rich_progress.CustomBarColumn
+        columns = super().configure_columns(trainer)
+        return [one for one in columns if not isinstance(one, wide[: 1 if _wide() else 2])]
