@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -114,66 +115,69 @@ class Dashboard:
             logger.experiment.add_text(tag, text, step)
 
 
+# pages, charts, and expressions for the tags in each
+_PAGES = """
+Training:
+  loss: [(?!ring/).*loss.*]
+  accuracy: [(?!ring/).*acc.*]
+  gradient norm: [ring/gradient_norm.*]
+  learning rate: [ring/lr/.*]
+Throughput:
+  images per second, all ranks: [ring/images_per_second$]
+  images per second, a rank: [ring/images_per_second_per_rank$]
+  where a step goes, ms:
+    - ring/data_ms$
+    - ring/copy_ms$
+    - ring/forward_ms$
+    - ring/backward_ms$
+    - ring/exposed_communication_ms$
+    - ring/optimizer_ms$
+    - ring/other_ms$
+  step, ms: [ring/step_ms$]
+  memory, GB: [ring/memory_gb$, ring/cuda_.*_gb$]
+Communication:
+  hidden and exposed, ms: [ring/hidden_communication_ms$, ring/exposed_communication_ms$]
+  exposed, share of a step: [ring/communication_share$]
+  bus bandwidth, GB/s: [ring/bus_bandwidth_gb_per_s$]
+  sent, MB a step and rank: [ring/sent_mb_per_step$]
+  distance of the ranks' parameters from their mean: [ring/consensus_distance$]
+  slowest rank, ms behind the others: [ring/slowest_rank_behind_ms/.*]
+Ranks:
+  ranks: [ring/world_size$]
+  deaths, in all: [ring/deaths$]
+  joins, in all: [ring/joins$]
+  standstill of the last change, ms: [ring/standstill_ms$]
+Data:
+  waiting for data, ms: [ring/data_ms$, ring/data_ms_slowest$]
+  waiting for data, share of the slowest rank's step: [ring/data_share$]
+  copying to the device, ms: [ring/copy_ms$]
+Optimizer:
+  optimizer, ms: [ring/optimizer_ms$]
+  trust ratio, percentiles: [ring/trust_ratio/.*]
+"""
+
+
 def layout(
     trust_ratios: bool,
     communicates: bool,
     ranks_change: bool = False,
     judged_by: Sequence[str | None] = (),
 ) -> dict[str, dict[str, list[Any]]]:
-    """The custom scalars' page: categories, charts, and expressions for the tags in each.
+    """The custom scalars' page, with the charts that have values.
 
     ``judged_by``: metrics that choose checkpoints. ``val/R@1`` gives a chart of R@1 in all stages.
     """
-    metrics = {
-        name.rpartition("/")[2] for name in judged_by if name and not re.search("loss|acc", name)
-    }
-    ratios = {"trust ratio, percentiles": ["ring/trust_ratio/.*"]} if trust_ratios else {}
-    parts = ("data", "copy", "forward", "backward", "exposed_communication", "optimizer", "other")
-    communication = {
-        "Communication": {
-            "hidden and exposed, ms": [
-                "ring/hidden_communication_ms$",
-                "ring/exposed_communication_ms$",
-            ],
-            "exposed, share of a step": ["ring/communication_share$"],
-            "bus bandwidth, GB/s": ["ring/bus_bandwidth_gb_per_s$"],
-            "sent, MB a step and rank": ["ring/sent_mb_per_step$"],
-            "distance of the ranks' parameters from their mean": ["ring/consensus_distance$"],
-            "slowest rank, ms behind the others": ["ring/slowest_rank_behind_ms/.*"],
-        }
-    }
-    ranks = {
-        "Ranks": {
-            "ranks": ["ring/world_size$"],
-            "deaths, in all": ["ring/deaths$"],
-            "joins, in all": ["ring/joins$"],
-            "standstill of the last change, ms": ["ring/standstill_ms$"],
-        }
-    }
-    pages = {
-        "Training": {
-            "loss": ["(?!ring/).*loss.*"],
-            "accuracy": ["(?!ring/).*acc.*"],
-            **{name: [f"(?!ring/).*{re.escape(name)}$"] for name in sorted(metrics)},
-            "gradient norm": ["ring/gradient_norm.*"],
-            "learning rate": ["ring/lr/.*"],
-        },
-        "Throughput": {
-            "images per second, all ranks": ["ring/images_per_second$"],
-            "images per second, a rank": ["ring/images_per_second_per_rank$"],
-            "where a step goes, ms": [f"ring/{part}_ms$" for part in parts],
-            "step, ms": ["ring/step_ms$"],
-            "memory, GB": ["ring/memory_gb$", "ring/cuda_.*_gb$"],
-        },
-        **(communication if communicates else {}),
-        **(ranks if ranks_change else {}),
-        "Data": {
-            "waiting for data, ms": ["ring/data_ms$", "ring/data_ms_slowest$"],
-            "waiting for data, share of the slowest rank's step": ["ring/data_share$"],
-            "copying to the device, ms": ["ring/copy_ms$"],
-        },
-        "Optimizer": {"optimizer, ms": ["ring/optimizer_ms$"], **ratios},
-    }
+    pages = yaml.safe_load(_PAGES)
+    if not communicates:
+        del pages["Communication"]
+    if not ranks_change:
+        del pages["Ranks"]
+    if not trust_ratios:
+        del pages["Optimizer"]["trust ratio, percentiles"]
+    for name in judged_by:
+        if name and not re.search("loss|acc", name):
+            metric = name.rpartition("/")[2]
+            pages["Training"][metric] = [f"(?!ring/).*{re.escape(metric)}$"]
     return {
         page: {name: ["Multiline", tags] for name, tags in charts.items()}
         for page, charts in pages.items()
@@ -185,28 +189,28 @@ def hyperparameters(trainer: Trainer) -> dict[str, Any]:
     under ``ring/``.
     """
     strategy = trainer.strategy
-    options = getattr(strategy, "options", None)
     found: dict[str, Any] = {
         "strategy": getattr(strategy, "strategy_name", type(strategy).__name__),
-        "communicator": type(getattr(strategy, "communicator", None)).__name__,
         "world_size": trainer.world_size,
         "num_nodes": trainer.num_nodes,
         "precision": str(trainer.precision),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "optimizer": ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers),
     }
+    options: Any = getattr(strategy, "options", None)
     for field in dataclasses.fields(options) if dataclasses.is_dataclass(options) else ():
         value = getattr(options, field.name)
         if isinstance(value, timedelta):
             value = value.total_seconds()
-        plain = value is None or isinstance(value, (bool, int, float, str))
-        found[field.name] = value if plain else str(getattr(value, "name", type(value).__name__))
+        if not isinstance(value, (bool, int, float, str, type(None))):
+            value = str(getattr(value, "name", type(value).__name__))
+        found[field.name] = value
     loader = trainer.fit_loop._data_source.instance
-    if isinstance(loader, DataLoader) and loader.batch_size is not None:  # others are not built yet
+    # others are not built yet
+    if isinstance(loader, DataLoader) and loader.batch_size is not None:
+        ranks = trainer.world_size * trainer.accumulate_grad_batches
         found["batch_size_per_rank"] = loader.batch_size
-        found["batch_size"] = (
-            loader.batch_size * trainer.world_size * trainer.accumulate_grad_batches
-        )
+        found["batch_size"] = loader.batch_size * ranks
     return {f"ring/{name}": value for name, value in found.items()}
 
 

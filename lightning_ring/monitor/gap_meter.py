@@ -413,21 +413,17 @@ class _Measurement:
         it would wait for.
         """
         found = []
-        with getattr(self.trainer.strategy, "block_backward_sync", nullcontext)():
+        trainer, automatic = self.trainer, self.module.automatic_optimization
+        block = None if automatic else getattr(trainer.strategy, "block_backward_sync", None)
+        # Lightning exchanges nothing, and does not step, before the second of two batches
+        trainer.accumulate_grad_batches, kept = 2, trainer.accumulate_grad_batches
+        with (block or nullcontext)():
             for _ in range(max(2, self.steps // 4)):
                 begin = time.perf_counter()
-                if self.module.automatic_optimization:
-                    kwargs = self._kwargs(self.device, 0)
-                    output = call._call_strategy_hook(
-                        self.trainer, "training_step", *kwargs.values()
-                    )
-                    loss = output["loss"] if isinstance(output, dict) else output
-                    optimizer = self.trainer.optimizers[0]
-                    call._call_strategy_hook(self.trainer, "backward", loss, optimizer)
-                else:
-                    self._train(self.device, 0)
+                self._train(self.device, 0)
                 self._wait_for_device()
                 found.append(time.perf_counter() - begin)
+        trainer.accumulate_grad_batches = kept
         for param in self.module.parameters():
             param.grad = None
         return found
@@ -439,12 +435,10 @@ class _Measurement:
             return self.replayed[number % len(self.replayed)]
         return self.device if source == ON_DEVICE else self.host
 
-    def _kwargs(self, batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
-        return self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
-
     def _train(self, batch: Any, batch_idx: int) -> None:
         """``batch_idx`` counts from the optimizer's last step."""
-        loop, kwargs = self.trainer.fit_loop.epoch_loop, self._kwargs(batch, batch_idx)
+        loop = self.trainer.fit_loop.epoch_loop
+        kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
         if self.module.automatic_optimization:
             # by these Lightning knows whether to step
             loop.batch_progress.current.ready = batch_idx + 1

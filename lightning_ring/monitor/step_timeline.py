@@ -80,11 +80,6 @@ class StepTimeline:
     def recording(self) -> bool:
         return self._session is not None
 
-    @property
-    def path(self) -> Path | None:
-        """The merged trace of what is recorded now."""
-        return self._session.path if self._session is not None else None
-
     def start(self, path: str | Path | None = None, max_mb: float | None = None) -> None:
         """Record from now on. All ranks call it at the same point of a fit. Where it records
         already: nothing.
