@@ -60,12 +60,7 @@ class Dashboard:
         self._drawn = time.monotonic()
         if begins:
             _log_hyperparameters(trainer)
-        charts = layout(
-            trust_ratios=any(hasattr(one, "trust_ratios") for one in trainer.optimizers),
-            communicates=getattr(trainer.strategy, "communicator", None) is not None,
-            ranks_change=getattr(trainer.strategy, "rank_changes", None) is not None,
-            judged_by=[getattr(one, "monitor", None) for one in trainer.checkpoint_callbacks],
-        )
+        charts = layout(trainer)
         for logger in self._loggers:
             # a writer takes one layout, a logger several fits
             if not getattr(logger, "_ring_layout_written", False):
@@ -118,8 +113,8 @@ class Dashboard:
 # pages, charts, and expressions for the tags in each
 _PAGES = """
 Training:
-  loss: [(?!ring/).*loss.*]
-  accuracy: [(?!ring/).*acc.*]
+  loss: ["(?!ring/).*loss.*"]
+  accuracy: ["(?!ring/).*acc.*"]
   gradient norm: [ring/gradient_norm.*]
   learning rate: [ring/lr/.*]
 Throughput:
@@ -157,24 +152,19 @@ Optimizer:
 """
 
 
-def layout(
-    trust_ratios: bool,
-    communicates: bool,
-    ranks_change: bool = False,
-    judged_by: Sequence[str | None] = (),
-) -> dict[str, dict[str, list[Any]]]:
-    """The custom scalars' page, with the charts that have values.
-
-    ``judged_by``: metrics that choose checkpoints. ``val/R@1`` gives a chart of R@1 in all stages.
+def layout(trainer: Trainer) -> dict[str, dict[str, list[Any]]]:
+    """The custom scalars' page, with the charts that have values, and one of each metric that
+    chooses checkpoints: ``val/R@1`` gives a chart of R@1 in all stages.
     """
     pages = yaml.safe_load(_PAGES)
-    if not communicates:
+    if getattr(trainer.strategy, "communicator", None) is None:
         del pages["Communication"]
-    if not ranks_change:
+    if getattr(trainer.strategy, "rank_changes", None) is None:
         del pages["Ranks"]
-    if not trust_ratios:
+    if not any(hasattr(optimizer, "trust_ratios") for optimizer in trainer.optimizers):
         del pages["Optimizer"]["trust ratio, percentiles"]
-    for name in judged_by:
+    for callback in trainer.checkpoint_callbacks:
+        name = getattr(callback, "monitor", None)
         if name and not re.search("loss|acc", name):
             metric = name.rpartition("/")[2]
             pages["Training"][metric] = [f"(?!ring/).*{re.escape(metric)}$"]

@@ -10,7 +10,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import cycle, repeat
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -360,10 +360,17 @@ class _Measurement:
         self, trainer: Trainer, module: LightningModule, steps: int, loader: CombinedLoader
     ) -> None:
         self.trainer, self.module, self.steps, self.loader = trainer, module, steps, loader
-        self.real = (batch for _ in repeat(None) for batch, _, _ in iter(loader))
-        self.replayed = [next(self.real) for _ in range(4)]
-        self.host = tree_map(_noise, self.replayed[0])
-        self.device = self._to_device(self.host)
+        real = (batch for _ in repeat(None) for batch, _, _ in iter(loader))
+        replayed = [next(real) for _ in range(4)]
+        self.first = replayed[0]
+        synthetic = tree_map(_noise, self.first)
+        self.device = self._to_device(synthetic)
+        self.sources: dict[str, Iterator[Any]] = {
+            ON_DEVICE: repeat(self.device),
+            ON_HOST: repeat(synthetic),
+            REPLAYED: cycle(replayed),
+            REAL: real,
+        }
         self.times: dict[str, list[float]] = defaultdict(list)
         self.waits: list[float] = []
         self.fetches: list[float] = []
@@ -377,7 +384,7 @@ class _Measurement:
             for source in SOURCES:
                 self._block(source)
             own += self._block_alone()
-        batch_size, fetching = count(self.replayed[0]), median(self.fetches)
+        batch_size, fetching = count(self.first), median(self.fetches)
         # as of a loader that cannot be asked
         unknown = LoaderCost(0.0, 0.0, fetching)
         arguments = self.loader.flattened[0], batch_size, fetching
@@ -397,7 +404,7 @@ class _Measurement:
             begin, fetching = time.perf_counter(), 0.0
             for number in range(self.accumulated):
                 before = time.perf_counter()
-                batch = self._batch(source, step * self.accumulated + number)
+                batch = next(self.sources[source])
                 fetching += time.perf_counter() - before
                 self._train(batch if source == ON_DEVICE else self._to_device(batch), number)
                 self._wait_for_device()
@@ -427,13 +434,6 @@ class _Measurement:
         for param in self.module.parameters():
             param.grad = None
         return found
-
-    def _batch(self, source: str, number: int) -> Any:
-        if source == REAL:
-            return next(self.real)
-        if source == REPLAYED:
-            return self.replayed[number % len(self.replayed)]
-        return self.device if source == ON_DEVICE else self.host
 
     def _train(self, batch: Any, batch_idx: int) -> None:
         """``batch_idx`` counts from the optimizer's last step."""

@@ -71,20 +71,16 @@ class RingProfile(Callback):
         self._timer = StepTimer.attach(trainer)
         self._timer.listeners.append(self._on_step)
 
-    def on_before_backward(
-        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
-    ) -> None:
-        self._began = now(loss.device) if self._recording else None
+    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
+        self._began = now(trainer.strategy.root_device) if self._recording else None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._seen += 1
         if self._timer is not None and self._seen == self.warmup + self.steps:
             self._stop(trainer)
             self._write(trainer, pl_module)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *_: Any) -> None:
         if self._timer is not None:
             rank_zero_info(
                 f"lightning_ring: RingProfile wrote nothing: training ended after {self._seen} "

@@ -132,14 +132,14 @@ class RingMonitor(Callback):
 
     # -- what belongs to one fit
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, *_: Any) -> None:
         self._close(trainer)
         fit = self.fit = _Fit(trainer)
         if trainer.is_global_zero:
             fit.open_pages(trainer)
             fit.tell(Dashboard.record_start, trainer)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         if self.fit is not None:
             self._receive(trainer, self.fit, wait=True)
             self.fit.draw(self.report)
@@ -176,26 +176,13 @@ class RingMonitor(Callback):
 
     # -- training
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(self, *_: Any) -> None:
         if self.fit is not None:
             self.fit.restart()
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, *_: Any) -> None:
         if self.fit is not None:
             self.fit.draw(self.report, seldom=True)
-
-    def on_before_backward(
-        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
-    ) -> None:
-        self._tell_timer(pl_module, StepTimer.begin_manual_backward)
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._tell_timer(pl_module, StepTimer.end_manual_backward)
-
-    def _tell_timer(self, module: LightningModule, what: Callable[[StepTimer], None]) -> None:
-        fit = self.fit
-        if fit is not None and fit.timer is not None and not module.automatic_optimization:
-            fit.run(_TIMES, None, what, fit.timer)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -244,7 +231,7 @@ class RingMonitor(Callback):
         """
         device = trainer.strategy.root_device
         times = fit.run(_TIMES, StepTimes.unknown(), fit.take, trainer.world_size)
-        memory = _memory(fit.run, device)
+        memory = fit.memory(device)
         nothing = math.nan, torch.zeros((), dtype=torch.float64)
         skipped, uncounted = nothing
         if fit.skipped is not None:
@@ -262,7 +249,7 @@ class RingMonitor(Callback):
         rows = exchange() if together is None else together(lambda: exchange().table())
         number = trainer.fit_loop.epoch_loop._batches_that_stepped
         optimizers = trainer.optimizers if trainer.is_global_zero else []
-        fit.pending = _logged_step(fit.run, number, optimizers, rows)
+        fit.send(number, optimizers, rows)
 
     def _receive(self, trainer: Trainer, fit: _Fit, *, wait: bool) -> None:
         report = fit.receive(wait)
@@ -284,27 +271,36 @@ class RingMonitor(Callback):
             # an error in it is the user's to see, as under DDP
             logger.log_metrics(scalars, step=report.step)
         fit.tell(Dashboard.add_histograms, report)
-        fit.run("numbers on the progress bar", None, _show_on_bar, trainer, report)
+        bar = fit.run("numbers on the progress bar", {}, report.bar)
+        # where `self.log(..., prog_bar=True)` ends up, for any bar to show; the property of that
+        # name would compute the epoch's metrics, with collectives in which no other rank takes part
+        trainer._logger_connector._progress_bar_metrics.update(bar)  # type: ignore[arg-type]
 
 
-class _Pending:
+class _Sender(MonitorFailures):
     """A logged step whose rows are under way, and what has failed."""
 
-    def __init__(self) -> None:
-        self.run = MonitorFailures().run
-        self.pending: LoggedStep | None = None
+    _pending: LoggedStep | None = None
+
+    def memory(self, device: torch.device) -> RankMemory:
+        return self.run("memory", RankMemory(*[math.nan] * 4), RankMemory.now, device)
+
+    def send(self, step: int, optimizers: Sequence[Optimizer], rows: RowExchange | Tensor) -> None:
+        rates = self.run(_OPTIMIZERS, {}, learning_rates, optimizers)
+        ratios = self.run(_OPTIMIZERS, torch.empty(0), trust_ratios, optimizers)
+        self._pending = LoggedStep(step, rates, ratios, rows)
 
     def receive(self, wait: bool) -> RingReport | None:
         """The report, once the rows have arrived; ``wait`` for them. Raises `RingError`."""
-        pending = self.pending
+        pending = self._pending
         if pending is None or not (wait or pending.arrived()):
             return None
-        self.pending = None
+        self._pending = None
         pending.wait()
         return self.run(_REPORT, None, pending.report)
 
 
-class _Fit(_Pending):
+class _Fit(_Sender):
     """What a monitor holds while its Trainer fits. ``window``, ``timer`` or ``skipped`` is `None`
     where it could not be made.
     """
@@ -378,22 +374,6 @@ def _unknown() -> Tensor:
     return torch.full((), UNKNOWN, dtype=torch.float64)
 
 
-def _memory(run: Callable[..., Any], device: torch.device) -> RankMemory:
-    memory: RankMemory = run("memory", RankMemory(*[math.nan] * 4), RankMemory.now, device)
-    return memory
-
-
-def _logged_step(
-    run: Callable[..., Any],
-    number: int,
-    optimizers: Sequence[Optimizer],
-    rows: RowExchange | Tensor,
-) -> LoggedStep:
-    rates = run(_OPTIMIZERS, {}, learning_rates, optimizers)
-    ratios = run(_OPTIMIZERS, torch.empty(0), trust_ratios, optimizers)
-    return LoggedStep(number, rates, ratios, rows)
-
-
 def _communicator(trainer: Trainer) -> Communicator | None:
     """`None` also where no rank may wait for another one between two steps: each then has its
     own row.
@@ -402,13 +382,6 @@ def _communicator(trainer: Trainer) -> Communicator | None:
     if algorithm is not None and not algorithm.steps_together:
         return None
     return getattr(trainer.strategy, "communicator", None)
-
-
-def _show_on_bar(trainer: Trainer, report: RingReport) -> None:
-    if trainer.progress_bar_callback is not None:
-        # where `self.log(..., prog_bar=True)` ends up, for any bar to show; the property of that
-        # name would compute the epoch's metrics, with collectives in which no other rank takes part
-        trainer._logger_connector._progress_bar_metrics.update(report.bar())  # type: ignore[arg-type]
 
 
 def add_monitor(trainer: Trainer) -> None:
@@ -447,7 +420,7 @@ class LoopMonitor:
         self._fabric: Any = None
         self._first: Optimizer | None = None
         self._step = 0
-        self._sent = _Pending()
+        self._sent = _Sender()
 
     def on_after_setup(self, fabric: Any, module: Any = None) -> None:
         """Fabric calls it for each module that is set up with optimizers."""
@@ -506,10 +479,10 @@ class LoopMonitor:
 
     def _send(self, strategy: Any) -> None:
         """Every rank sends a row of one length, whatever failed."""
-        run, device = self._sent.run, strategy.root_device
-        times = run(_TIMES, StepTimes.unknown(), self._times, strategy.world_size)
-        row = RankRow(strategy.global_rank, math.nan, times, _memory(run, device))
+        device = strategy.root_device
+        times = self._sent.run(_TIMES, StepTimes.unknown(), self._times, strategy.world_size)
+        row = RankRow(strategy.global_rank, math.nan, times, self._sent.memory(device))
         comm = strategy.communicator if strategy.steps_together else None
         rows = RowExchange(comm, row, [torch.zeros((), dtype=torch.float64)], device)
         optimizers = [self._first] if self._first is not None else []
-        self._sent.pending = _logged_step(run, self._step, optimizers, rows)
+        self._sent.send(self._step, optimizers, rows)

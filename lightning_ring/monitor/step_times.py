@@ -39,8 +39,7 @@ class StepTimes:
     Attributes:
         data: Waiting for the next batch.
         copy: Handing the batch to the device.
-        forward: ``training_step``; with manual optimization backward too, which Lightning does not
-            announce then, unless a callback told `StepTimer.begin_manual_backward`.
+        forward: ``training_step``, without the backward of manual optimization.
         backward: Backward; with a strategy that averages gradients in it, waiting for that too.
         optimizer: ``optimizer_step`` without the forward and backward that Lightning runs inside
             it.
@@ -105,14 +104,18 @@ class StepRecord:
     def __init__(self) -> None:
         self.began = self.total = 0.0
         self.marks: list[Span] = []
-        self._open: dict[str, Mark] = {}
+        self._open: dict[str, list[Mark]] = {}
 
     def begin(self, phase: str, mark: Mark) -> None:
-        self._open[phase] = mark
+        self._open.setdefault(phase, []).append(mark)
 
     def end(self, phase: str, mark: Mark) -> None:
-        if phase in self._open:
-            self.marks.append((phase, self._open.pop(phase), mark))
+        """Of a phase that was begun twice only the outer end counts."""
+        begins = self._open.get(phase)
+        if begins:
+            begin = begins.pop()
+            if not begins:
+                self.marks.append((phase, begin, mark))
 
     def has(self, phase: str) -> bool:
         return any(name == phase for name, _, _ in self.marks)
@@ -193,12 +196,15 @@ _INTERRUPTIONS = {
 
 
 @cache
-def _phase_of(action_name: str) -> str | None:
+def _phase_of(action_name: str, hook: str) -> str | None:
     """The phase that Lightning announces by ``action_name``. Without a class in front of it,
-    "optimizer_step" is that of manual optimization.
+    "optimizer_step" is that of manual optimization, whose backward only a ``hook`` of the module
+    announces.
     """
     ours = ("[Strategy]", "[_TrainingEpochLoop]", "[LightningModule]", "optimizer_step")
-    return _ANNOUNCED.get(_last(action_name)) if action_name.startswith(ours) else None
+    if not action_name.startswith(ours):
+        return None
+    return (_ANNOUNCED | {hook: "backward"}).get(_last(action_name))
 
 
 def _last(action_name: str) -> str:
@@ -279,7 +285,7 @@ class StepTimer(Profiler):
             self.failure = error
 
     def _begin(self, action_name: str) -> None:
-        phase = _phase_of(action_name)
+        phase = _phase_of(action_name, "on_before_backward")
         if phase is not None:
             if self._began is None:
                 self._began = self._clock()
@@ -288,7 +294,7 @@ class StepTimer(Profiler):
             self._interrupted[action_name] = self._clock()
 
     def _end(self, action_name: str) -> None:
-        phase = _phase_of(action_name)
+        phase = _phase_of(action_name, "on_after_backward")
         if phase is not None:
             self._record.end(phase, self._mark(phase))
         elif action_name == "run_training_batch" and self._began is not None:
@@ -302,12 +308,6 @@ class StepTimer(Profiler):
             began, ended = self._interrupted.pop(action_name), self._clock()
             for listener in self.interruption_listeners:
                 listener(_INTERRUPTIONS[_last(action_name)], began, ended)
-
-    def begin_manual_backward(self) -> None:
-        self._record.begin("backward", self._mark("backward"))
-
-    def end_manual_backward(self) -> None:
-        self._record.end("backward", self._mark("backward"))
 
     def restart(self) -> None:
         """The next step begins with its own first action: what happens until then is no part of
@@ -395,7 +395,7 @@ def collective_times(
         else:
             origin = one.events[0] if origin is None else origin
             called, ended = (elapsed(origin, event) for event in one.events)
-            waited = ended if one.wait_event is None else elapsed(origin, one.wait_event)
+            waited = elapsed(origin, one.wait_event)
             losses = [(waited, max(waited, ended))]
         began = min(max(called, previous), ended)
         previous = max(previous, ended)
@@ -434,9 +434,9 @@ class RecordedStep:
     def finished(self) -> bool:
         """Whether the device has come past all of it, so that its events can be read."""
         return self.record.finished() and all(
-            mark is None or is_reached(mark)
+            is_reached(one.events[1]) and is_reached(one.wait_event)
             for one in self.collectives
-            for mark in ((one.events[1], one.wait_event) if one.events else ())
+            if one.events is not None
         )
 
 

@@ -88,7 +88,7 @@ class EpochLines(ProgressBar):
     def enable(self) -> None:
         self.is_enabled = True
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(self, *_: Any) -> None:
         self._began = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

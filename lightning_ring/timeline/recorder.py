@@ -29,8 +29,6 @@ _NAMES = {
     RANKS: "ranks",
 }
 _BUCKET = re.compile(r"(parameters of )?bucket (\d+)")
-# tracks of one name, for what runs at the same time
-_ABREAST = 8
 # seconds, which `kill -9` may take of the end
 FLUSH_SECONDS = 0.2
 
@@ -52,11 +50,10 @@ def track_name(track: int) -> str:
 
 
 class Tracks:
-    """Trace events of one rank (a process ``pid`` of the trace). Slices of one thread follow each
-    other or nest. Times are integers of nanoseconds since the trace's zero.
+    """Trace events of one rank (a process ``pid`` of the trace). Times are integers of nanoseconds
+    since the trace's zero.
 
-    A track whose slice begins before the last one ended gets a second thread of its name, up to 8;
-    past that the slice begins later.
+    A track is a thread. A slice that began before the last one of its track had ended begins later.
     """
 
     def __init__(self, pid: int) -> None:
@@ -75,20 +72,14 @@ class Tracks:
         """Events of one slice in ``track``; before the first of a thread comes its name. A slice
         within it shows what was ``queued`` until then.
         """
-        begin = max(0, begin)
-        tid = track * _ABREAST
-        last = tid + _ABREAST - 1
-        while self._ends.get(tid, 0) > begin and tid < last:
-            tid += 1
-        if tid not in self._ends:
-            again = f" ({tid % _ABREAST + 1})" if tid % _ABREAST else ""
-            yield self._metadata(tid, "thread_name", name=track_name(track) + again)
-            yield self._metadata(tid, "thread_sort_index", sort_index=tid)
-        begin = max(begin, self._ends.get(tid, 0))
-        end = self._ends[tid] = max(begin, end)
-        yield self._complete(tid, name[:200], begin, end, args or {})
+        if track not in self._ends:
+            yield self._metadata(track, "thread_name", name=track_name(track))
+            yield self._metadata(track, "thread_sort_index", sort_index=track)
+        begin = max(0, begin, self._ends.get(track, 0))
+        end = self._ends[track] = max(begin, end)
+        yield self._complete(track, name[:200], begin, end, args or {})
         if begin < queued <= end:
-            yield self._complete(tid, "queued", begin, queued, {})
+            yield self._complete(track, "queued", begin, queued, {})
 
     def process(self, name: str, labels: str) -> Iterator[str]:
         yield self._metadata(0, "process_name", name=name)

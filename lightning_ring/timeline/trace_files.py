@@ -160,18 +160,16 @@ def rank_file(path: Path, rank: int) -> Path:
 
 def rank_files(path: Path) -> dict[int, Path]:
     """The ranks' files that are there, by rank."""
-    found = {}
-    for file in path.absolute().parent.glob("*.jsonl"):
-        if match := re.fullmatch(re.escape(path.stem) + r"\.rank(\d+)\.jsonl", file.name):
-            found[int(match[1])] = file
-    return dict(sorted(found.items()))
+    pattern = re.compile(re.escape(path.stem) + r"\.rank(\d+)\.jsonl")
+    files = path.absolute().parent.glob("*.jsonl")
+    found = [(int(match[1]), file) for file in files if (match := pattern.fullmatch(file.name))]
+    return dict(sorted(found))
 
 
 def timelines_in(folder: Path) -> list[Path]:
     """Names under which ``folder`` holds ranks' files: ``trace.json`` for ``trace.rank0.jsonl``."""
-    stems = {re.sub(r"\.rank\d+$", "", file.stem) for file in folder.glob("?*.rank*.jsonl")}
-    names = [folder / f"{stem}.json" for stem in sorted(stems)]
-    return [name for name in names if rank_files(name)]
+    stems = {re.sub(r"\.rank\d+$", "", file.stem) for file in folder.glob("?*.rank[0-9]*.jsonl")}
+    return [folder / f"{stem}.json" for stem in sorted(stems)]
 
 
 def remove_earlier(path: Path) -> None:
