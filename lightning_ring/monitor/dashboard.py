@@ -190,11 +190,8 @@ def hyperparameters(trainer: Trainer) -> dict[str, Any]:
     options: Any = getattr(strategy, "options", None)
     for field in dataclasses.fields(options) if dataclasses.is_dataclass(options) else ():
         value = getattr(options, field.name)
-        if isinstance(value, timedelta):
-            value = value.total_seconds()
-        if not isinstance(value, (bool, int, float, str, type(None))):
-            value = str(getattr(value, "name", type(value).__name__))
-        found[field.name] = value
+        plain = isinstance(value, (bool, int, float, str, timedelta, type(None)))
+        found[field.name] = value if plain else getattr(value, "name", type(value).__name__)
     loader = trainer.fit_loop._data_source.instance
     # others are not built yet
     if isinstance(loader, DataLoader) and loader.batch_size is not None:

@@ -68,8 +68,7 @@ class RingProfile(Callback):
         self._seen = 0
         self._steps.clear()
         self._ready.clear()
-        self._timer = StepTimer.attach(trainer)
-        self._timer.listeners.append(self._on_step)
+        self._timer = StepTimer.attach(trainer, self._on_step)
 
     def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
         self._began = now(trainer.strategy.root_device) if self._recording else None
@@ -141,8 +140,7 @@ class RingProfile(Callback):
             hook.remove()
         self._hooks.clear()
         if self._timer is not None:
-            self._timer.listeners.remove(self._on_step)
-            self._timer.detach(trainer)
+            self._timer.detach(trainer, self._on_step)
         self._timer = self._began = None
 
     # -- what comes out

@@ -203,11 +203,10 @@ class RingMonitor(Callback):
         fit = self.fit
         if fit is None:
             return
-        if fit.window is not None:
-            images = 0.0
-            if getattr(trainer.strategy, "has_data", True):
-                images = fit.run("images per second", math.nan, self.batch_size, batch)
-            fit.run(_TIMES, None, fit.window.end_step, images)
+        images = 0.0
+        if getattr(trainer.strategy, "has_data", True):
+            images = fit.run("images per second", math.nan, self.batch_size, batch)
+        fit.window.end_step(images)
         logs = self._logs_this_step(trainer, fit)
         self._receive(trainer, fit, wait=logs)
         if logs:
@@ -301,8 +300,8 @@ class _Sender(MonitorFailures):
 
 
 class _Fit(_Sender):
-    """What a monitor holds while its Trainer fits. ``window``, ``timer`` or ``skipped`` is `None`
-    where it could not be made.
+    """What a monitor holds while its Trainer fits. ``skipped`` is `None` where it could not be
+    made.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -310,13 +309,8 @@ class _Fit(_Sender):
         # a script may give loggers, and how often to log, to rank 0 alone: all ranks exchange rows
         # when rank 0 logs
         self.log_every_n_steps: int = trainer.strategy.broadcast(trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        listeners = getattr(trainer.strategy, "listeners", [])
-        self.window: StepWindow | None = self.run(_TIMES, None, StepWindow, listeners)
-        self.timer: StepTimer | None = None
-        if self.window is not None:
-            self.timer = self.run(_TIMES, None, StepTimer.attach, trainer)
-        if self.window is not None and self.timer is not None:
-            self.timer.listeners.append(self.window.on_step)
+        self.window = StepWindow(getattr(trainer.strategy, "listeners", []))
+        self.timer = StepTimer.attach(trainer, self.window.on_step)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.skipped: SkippedSteps | None = self.run(
             _SKIPPED, None, SkippedSteps, trainer.optimizers, scaler
@@ -342,30 +336,23 @@ class _Fit(_Sender):
             self.run(_PAGES, None, what, self.dashboard, *arguments)
 
     def draw(self, report: RingReport | None, seldom: bool = False) -> None:
-        if self.window is not None and self.window.latest is not None and report is not None:
+        if self.window.latest is not None and report is not None:
             self.tell(Dashboard.draw, self.window.latest, report.step, seldom)
 
     def restart(self) -> None:
         """What happened since the last step is no part of training."""
-        if self.window is not None and self.timer is not None:
-            self.window.restart()
-            self.timer.restart()
+        self.window.restart()
+        self.timer.restart()
 
     def take(self, world_size: int) -> StepTimes:
         """Raises `RuntimeError`: steps could not be timed."""
-        if self.window is None or self.timer is None:
-            return StepTimes.unknown()
         if self.timer.failure is not None:
             raise RuntimeError("steps could not be timed") from self.timer.failure
         return self.window.take(world_size)
 
     def close(self, trainer: Trainer) -> None:
-        if self.window is not None and self.timer is not None:
-            self.window.close()
-            # one that failed is told no more
-            if self.window.on_step in self.timer.listeners:
-                self.timer.listeners.remove(self.window.on_step)
-            self.timer.detach(trainer)
+        self.window.close()
+        self.timer.detach(trainer, self.window.on_step)
         if self.skipped is not None:
             self.skipped.remove()
 

@@ -128,8 +128,7 @@ class StepTimeline:
         self._num_ranks = session.comm.world_size if session.comm is not None else 1
         session.recorder.begin_step(_batch_number(trainer), self._ranks_since)
         self._listeners.append(session.recorder.collective)
-        self._timer = StepTimer.attach(trainer)
-        self._timer.listeners.append(self._on_step)
+        self._timer = StepTimer.attach(trainer, self._on_step)
         self._timer.interruption_listeners.append(self._on_interruption)
 
     def stop(self) -> None:
@@ -269,9 +268,8 @@ class StepTimeline:
         assert self._timer is not None
         assert self._trainer is not None
         self._listeners.remove(session.recorder.collective)
-        self._timer.listeners.remove(self._on_step)
         self._timer.interruption_listeners.remove(self._on_interruption)
-        self._timer.detach(self._trainer)
+        self._timer.detach(self._trainer, self._on_step)
         self._timer = None
         return session
 

@@ -246,21 +246,25 @@ class StepTimer(Profiler):
         self._began: float | None = None
 
     @classmethod
-    def attach(cls, trainer: Trainer, **arguments: Any) -> StepTimer:
+    def attach(
+        cls, trainer: Trainer, listener: Callable[[StepRecord], None], **arguments: Any
+    ) -> StepTimer:
         """Put a timer before ``trainer``'s profiler; one that is there already is shared, with its
-        own arguments.
-
-        Each user calls `detach` once, and takes its own listeners away.
+        own arguments. Each user calls `detach` once.
         """
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         if not isinstance(profiler, cls):
             profiler = cls(profiler, trainer.strategy.root_device, **arguments)
             trainer.profiler = profiler  # type: ignore[attr-defined]
         profiler._users += 1
+        profiler.listeners.append(listener)
         return profiler
 
-    def detach(self, trainer: Trainer) -> None:
+    def detach(self, trainer: Trainer, listener: Callable[[StepRecord], None]) -> None:
         """Give the Trainer its profiler back, once all who attached this timer have detached it."""
+        # one that failed is told no more
+        if listener in self.listeners:
+            self.listeners.remove(listener)
         self._users -= 1
         if not self._users and trainer.profiler is self:  # type: ignore[attr-defined]
             trainer.profiler = self.inner  # type: ignore[attr-defined]

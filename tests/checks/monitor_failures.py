@@ -49,7 +49,6 @@ PLACES: tuple[dict[tuple[Any, str], str], ...] = (
         (dashboard.Dashboard, "record_start"): "TensorBoard pages",
     },
     {
-        (step_times.StepWindow, "__init__"): "step times",
         (SkippedSteps, "__init__"): "skipped steps",
         (ring_monitor, "trust_ratios"): "numbers of the optimizers",
         (RingReport, "scalars"): "report",

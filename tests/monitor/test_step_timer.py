@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring.monitor import StepTimer, StepTimes
+from lightning_ring.monitor.step_times import StepRecord
 
 PHASES = {"data": 0.010, "forward": 0.020, "backward": 0.030, "optimizer": 0.040}
 
@@ -76,10 +77,15 @@ class Attach(L.Callback):
         self.interruptions: list[tuple[str, float, float]] = []
         self.steps: list[StepTimes] = []
 
+    def on_step(self, record: StepRecord) -> None:
+        self.steps.append(record.times())
+
+    def ignore(self, record: StepRecord) -> None:
+        """Another user of the same timer."""
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.timer = StepTimer.attach(trainer, clock=self.clock)
-        assert StepTimer.attach(trainer) is self.timer  # shared by two
-        self.timer.listeners.append(lambda record: self.steps.append(record.times()))
+        self.timer = StepTimer.attach(trainer, self.on_step, clock=self.clock)
+        assert StepTimer.attach(trainer, self.ignore) is self.timer  # shared by two
         self.timer.interruption_listeners.append(lambda *what: self.interruptions.append(what))
 
 
@@ -127,10 +133,12 @@ def test_accumulation_has_steps_without_optimizer() -> None:
 def test_the_trainers_own_profiler_goes_on() -> None:
     profiler = SimpleProfiler()
     _, trainer, timer = timed(profiler=profiler)
+    (attach,) = [callback for callback in trainer.callbacks if isinstance(callback, Attach)]
     assert len(profiler.recorded_durations["run_training_batch"]) == 12
-    timer.detach(trainer)
+    timer.detach(trainer, attach.ignore)
     assert trainer.profiler is timer, "the other one still uses it"
-    timer.detach(trainer)
+    timer.detach(trainer, attach.on_step)
+    assert not timer.listeners
     assert trainer.profiler is profiler
 
 
