@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
@@ -310,13 +311,15 @@ def learning_rates(optimizers: Sequence[Optimizer]) -> dict[str, float]:
     """Of each parameter group: ``SGD``, or ``SGD/1`` for the second group, ``SGD-1`` for the
     second SGD.
     """
-    found: dict[str, float] = {}
-    kinds = [type(optimizer).__name__ for optimizer in optimizers]
-    for number, (kind, optimizer) in enumerate(zip(kinds, optimizers, strict=True)):
-        earlier = kinds[:number].count(kind)
-        name = f"{kind}-{earlier}" if earlier else kind
+    found = {}
+    seen = Counter[str]()
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        name = f"{kind}-{seen[kind]}" if seen[kind] else kind
+        seen[kind] += 1
         for index, group in enumerate(optimizer.param_groups):
-            if "lr" in group:  # an optimizer need not have one
+            # an optimizer need not have one
+            if "lr" in group:
                 found[f"{name}/{index}" if index else name] = float(group["lr"])
     return found
 
@@ -350,31 +353,26 @@ class SkippedSteps:
 
     def __init__(self, optimizers: Sequence[Optimizer], scaler: Any) -> None:
         self._optimizers = optimizers
-        self._scales = scaler is not None
+        scaled = optimizers if scaler is not None else ()
         # steps: gradients are unscaled; and the optimizer has stepped
         self.announced = self._made = 0
         # where the optimizer itself looks at what the scaler found
-        self._found: Tensor | None = None
-        self._hooks = (
-            [one.register_step_post_hook(self._step_made) for one in optimizers]
-            if self._scales
-            else []
-        )
+        self._found = torch.zeros((), dtype=torch.float64)
+        self._hooks = [one.register_step_post_hook(self._step_made) for one in scaled]
 
     def count(self) -> tuple[float, Tensor]:
         """What the host knows, and what has to be added (0-d, float64, on the device perhaps)."""
-        known = float(self.announced - self._made) if self._scales else 0.0
-        known += sum(getattr(one, "skipped_steps", 0) for one in self._optimizers)
-        return known, torch.zeros((), dtype=torch.float64) if self._found is None else self._found
+        known = self.announced - self._made if self._hooks else 0
+        return known + sum(
+            getattr(one, "skipped_steps", 0) for one in self._optimizers
+        ), self._found
 
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
 
-    def _step_made(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _step_made(self, optimizer: Optimizer, *_: Any) -> None:
         self._made += 1
         found = getattr(optimizer, "found_inf", None)
         if isinstance(found, Tensor):
-            found = (found > 0).sum().double()
-            self._found = found if self._found is None else self._found + found
+            self._found = self._found.to(found.device, non_blocking=True) + (found > 0).sum()

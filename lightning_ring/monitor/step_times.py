@@ -241,7 +241,7 @@ class StepTimer(Profiler):
         self.interruption_listeners: list[Callable[[str, float, float], None]] = []
         self.failure: Exception | None = None
         self._users = 0
-        self._interrupted: dict[str, float] = {}
+        self._interrupted = clock()
         self._record = StepRecord()
         self._began: float | None = None
 
@@ -295,7 +295,7 @@ class StepTimer(Profiler):
                 self._began = self._clock()
             self._record.begin(phase, self._mark(phase))
         elif _last(action_name) in _INTERRUPTIONS:
-            self._interrupted[action_name] = self._clock()
+            self._interrupted = self._clock()
 
     def _end(self, action_name: str) -> None:
         phase = _phase_of(action_name, "on_after_backward")
@@ -307,11 +307,10 @@ class StepTimer(Profiler):
             record.began, record.total = began, ended - began
             self._record, self._began = StepRecord(), ended
             tell(self.listeners, record)
-        elif action_name in self._interrupted:
+        elif what := _INTERRUPTIONS.get(_last(action_name)):
             self.restart()
-            began, ended = self._interrupted.pop(action_name), self._clock()
             for listener in self.interruption_listeners:
-                listener(_INTERRUPTIONS[_last(action_name)], began, ended)
+                listener(what, self._interrupted, self._clock())
 
     def restart(self) -> None:
         """The next step begins with its own first action: what happens until then is no part of

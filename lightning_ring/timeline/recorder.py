@@ -117,7 +117,7 @@ class Recorder:
         self._file = file
         self._tracks = tracks
         self._zero = zero
-        self._seconds_of = seconds_of
+        self._seconds_of: Callable[[Any], Any] = seconds_of or (lambda mark: None)
         self._queue = deque[Callable[[], Iterable[str] | None]]()
         self._step_began = float("-inf")
         self._ended_before = 0.0
@@ -216,17 +216,10 @@ class Recorder:
             # it
             called, over = record.events
             times = self._seconds(called, over, record.wait_event, over)
-        return self._events_of(record, step, *times) if times else None
+        return self._events_of(record, step, times) if times else None
 
-    def _events_of(
-        self,
-        record: CollectiveRecord,
-        step: int,
-        called: float,
-        ended: float,
-        waits: float,
-        until: float,
-    ) -> Iterable[str]:
+    def _events_of(self, record: CollectiveRecord, step: int, times: list[float]) -> Iterable[str]:
+        called, ended, waits, until = times
         ended, until = max(called, ended), max(waits, until)
         # of two that overlap, the earlier one has the wire
         began = min(max(called, self._ended_before), ended)
@@ -251,15 +244,8 @@ class Recorder:
 
     def _seconds(self, *marks: Any) -> list[float]:
         """Empty while the device has not come so far."""
-        found = []
-        for mark in marks:
-            seconds = mark
-            if not isinstance(mark, float):
-                seconds = self._seconds_of(mark) if self._seconds_of is not None else None
-            if seconds is None:
-                return []
-            found.append(seconds)
-        return found
+        found = [mark if isinstance(mark, float) else self._seconds_of(mark) for mark in marks]
+        return [] if None in found else found
 
     def _ns(self, seconds: float) -> int:
         return round((seconds - self._zero) * 1e9)
