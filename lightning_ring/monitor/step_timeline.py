@@ -44,7 +44,7 @@ _SLICES = {
 
 
 # no lambda: ``start_method="spawn"`` pickles the strategy
-def _call(run: Callable[[], list[Any]]) -> list[Any]:
+def _call(run: Callable[[], Any]) -> Any:
     return run()
 
 
@@ -71,7 +71,7 @@ class StepTimeline:
         self._refused = False
         self.number: int | None = None
         self.waits = False
-        self.call_together: Callable[[Callable[[], list[Any]]], list[Any]] = _call
+        self.call_together = _call
         # when the ranks were connected that there are
         self._ranks_since = 0.0
         self._num_ranks = 1
@@ -136,35 +136,32 @@ class StepTimeline:
         is recorded: nothing.
         """
         trainer, session = self._trainer, self._detach()
-        if trainer is None:
-            return
-        changes = self.number is not None and self.settings.path is not None
-        if changes and not all(self.call_together(lambda: self._all_record(session is not None))):
-            # one that joined could not: `lightning-ring timeline` merges the others
-            if session is not None:
-                session.close()
-            return
-        if session is None:
+        ranks_change = self.number is not None and self.settings.path is not None
+        if trainer is None or not (session or ranks_change):
             return
         if is_gpu(device := trainer.strategy.root_device):
             # what it has not come to would be left out
             gpu_module(device).synchronize(device)
-        if self.number is not None:
+        if session is not None and self.number is not None:
             self._slice_of_ranks(session, time.perf_counter())
 
-        def gather() -> list[str]:
+        def gather() -> list[str] | None:
             # another one where a rank has died in the first attempt
-            session.comm = self._comm
+            comm = self._comm
+            mine = session is not None
+            if ranks_change and comm is not None:
+                mine = all(comm.all_gather_object(mine, name="timeline: sessions"))
+            if session is None or not mine:
+                return None
+            session.comm = comm
             return session.gather()
 
         problems = self.call_together(gather)
-        if session.comm is None or session.comm.rank == 0:
+        if session is not None and problems is None:
+            # one that joined could not record: `lightning-ring timeline` merges the others
+            session.close()
+        elif session is not None and (session.comm is None or session.comm.rank == 0):
             session.merge(problems)
-
-    def _all_record(self, mine: bool) -> list[Any]:
-        if self._comm is None:
-            return [mine]
-        return self._comm.all_gather_object(mine, name="timeline: sessions")
 
     # -- what the strategy calls
 
