@@ -89,12 +89,12 @@ class Dashboard:
 
     def record_start(self, trainer: Trainer) -> None:
         """A table of versions, hosts and devices, and the number of ranks as a scalar."""
-        facts = environment(trainer)
-        # a cell has no line and no bar of its own
-        cells = (" ".join(value.replace("|", "\\|").split()) for value in facts.values())
-        rows = [f"| {name} | {cell} |" for name, cell in zip(facts, cells, strict=True)]
-        table = "\n".join(["| of this fit | |", "|---|---|", *rows])
-        self.add_text("ring/environment", table, trainer.global_step)
+        rows = ["| of this fit | |", "|---|---|"]
+        for name, value in environment(trainer).items():
+            # a cell has no line and no bar of its own
+            cell = " ".join(value.replace("|", "\\|").split())
+            rows.append(f"| {name} | {cell} |")
+        self.add_text("ring/environment", "\n".join(rows), trainer.global_step)
         for logger in self._loggers:
             logger.experiment.add_scalar("ring/world_size", trainer.world_size, trainer.global_step)
 

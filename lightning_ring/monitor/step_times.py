@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import Profiler
 
-from lightning_ring.comm.recording import CollectiveRecord, Listener, passed_on, tell
+from lightning_ring.comm.recording import CollectiveRecord, Listener, tell
 from lightning_ring.comm.timing import Mark, elapsed, is_reached, now
 from lightning_ring.errors import RingError
 from lightning_ring.host.accelerator import is_gpu
@@ -211,7 +211,7 @@ def _last(action_name: str) -> str:
     return action_name.rpartition(".")[2]
 
 
-class StepTimer(Profiler):
+class StepTimer:
     """Stands before a Trainer's profiler, which goes on as it was, and times steps by the actions
     it announces.
 
@@ -233,7 +233,6 @@ class StepTimer(Profiler):
     def __init__(
         self, inner: Profiler, device: torch.device, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        super().__init__()
         self.inner = inner
         self._clock = clock
         self._device = device
@@ -322,12 +321,8 @@ class StepTimer(Profiler):
         on_host = not is_gpu(self._device) or phase in ("data", "copy")
         return self._clock() if on_host else now(self._device)
 
-    # -- what the Trainer asks of its profiler
-
-    setup = passed_on("inner", "setup")
-    teardown = passed_on("inner", "teardown")
-    describe = passed_on("inner", "describe")
-    summary = passed_on("inner", "summary")
+    # what else the Trainer asks of its profiler, the inner one answers
+    profile = Profiler.profile
 
     def __getattr__(self, name: str) -> Any:
         # while it is copied or unpickled there is nothing to delegate to yet

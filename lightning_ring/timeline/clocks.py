@@ -67,9 +67,8 @@ def read_clocks(
     readings = {names[0]: (0.0, 0.0)}
     for name in names:
         if name not in readings:
-            zeros, others = (
-                [times[r] for r in range(len(names)) if names[r] == one] for one in (names[0], name)
-            )
+            zeros = [mine for mine, one in zip(times, names, strict=True) if one == names[0]]
+            others = [mine for mine, one in zip(times, names, strict=True) if one == name]
             most, least = _largest_offset(zeros, others), -_largest_offset(others, zeros)
             readings[name] = (most + least) / 2, abs(most - least) / 2
     return [
@@ -80,11 +79,11 @@ def read_clocks(
 
 def _largest_offset(arriving: list[Times], leaving: list[Times]) -> float:
     """By which the clock of ``leaving`` may be ahead of that of ``arriving``."""
-    pairs = ((came, left) for came, _ in arriving for _, left in leaving)
     return min(
-        left - came
-        for all_came, all_left in pairs
-        for came, left in zip(all_came, all_left, strict=True)
+        end - begin
+        for came, _ in arriving
+        for _, left in leaving
+        for begin, end in zip(came, left, strict=True)
     )
 
 
