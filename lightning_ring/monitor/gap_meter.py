@@ -484,10 +484,8 @@ def _noise(leaf: Any) -> Any:
     """Random pixels for what looks like images, everything else (labels) as it is."""
     if not isinstance(leaf, Tensor) or leaf.ndim < 3:
         return leaf
-    if leaf.dtype == torch.uint8:
-        noise = torch.randint_like(leaf, 256)
-    elif leaf.is_floating_point():
-        noise = torch.rand_like(leaf)
-    else:
+    if leaf.dtype != torch.uint8 and not leaf.is_floating_point():
         return leaf
+    pixels = leaf.dtype == torch.uint8
+    noise = torch.randint_like(leaf, 256) if pixels else torch.rand_like(leaf)
     return noise.pin_memory() if leaf.is_pinned() else noise

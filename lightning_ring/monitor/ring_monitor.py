@@ -178,7 +178,8 @@ class RingMonitor(Callback):
 
     def on_train_epoch_start(self, *_: Any) -> None:
         if self.fit is not None:
-            self.fit.restart()
+            # what happened since the last step is no part of training
+            self.fit.timer.restart()
 
     def on_train_epoch_end(self, *_: Any) -> None:
         if self.fit is not None:
@@ -339,11 +340,6 @@ class _Fit(_Sender):
         if self.window.latest is not None and report is not None:
             self.tell(Dashboard.draw, self.window.latest, report.step, seldom)
 
-    def restart(self) -> None:
-        """What happened since the last step is no part of training."""
-        self.window.restart()
-        self.timer.restart()
-
     def take(self, world_size: int) -> StepTimes:
         """Raises `RuntimeError`: steps could not be timed."""
         if self.timer.failure is not None:
@@ -407,6 +403,7 @@ class LoopMonitor:
         self._fabric: Any = None
         self._first: Optimizer | None = None
         self._step = 0
+        self._record = StepRecord()
         self._sent = _Sender()
 
     def on_after_setup(self, fabric: Any, module: Any = None) -> None:
@@ -422,7 +419,7 @@ class LoopMonitor:
         self._fabric = fabric
         self._window = StepWindow(strategy.listeners)
         strategy.timeline.observers.append(self._phase)
-        self._begin_step()
+        self._record.began = time.perf_counter()
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Optimizer) -> None:
         """Fabric calls it. Collective where a step is logged."""
@@ -439,20 +436,16 @@ class LoopMonitor:
                 scalars = self._sent.run(_REPORT, {}, report.scalars)
                 self._fabric.log_dict(scalars, step=report.step)
         if logs:
-            self._send(strategy)
+            self._send(strategy, optimizer)
 
     def _phase(self, phase: str, began: Any, ended: Any) -> None:
         self._record.begin(phase, began)
         self._record.end(phase, ended)
 
-    def _begin_step(self) -> None:
-        self._record = StepRecord()
-        self._record.began = time.perf_counter()
-
     def _end_step(self) -> None:
-        record = self._record
-        record.total = time.perf_counter() - record.began
-        self._begin_step()
+        record, self._record = self._record, StepRecord()
+        self._record.began = time.perf_counter()
+        record.total = self._record.began - record.began
         self._window.on_step(record)
         self._window.end_step(math.nan)
 
@@ -464,12 +457,11 @@ class LoopMonitor:
             unknown += ["forward", "optimizer", "other"]
         return replace(times, **dict.fromkeys(unknown, math.nan))
 
-    def _send(self, strategy: Any) -> None:
+    def _send(self, strategy: Any, optimizer: Optimizer) -> None:
         """Every rank sends a row of one length, whatever failed."""
         device = strategy.root_device
         times = self._sent.run(_TIMES, StepTimes.unknown(), self._times, strategy.world_size)
         row = RankRow(strategy.global_rank, math.nan, times, self._sent.memory(device))
         comm = strategy.communicator if strategy.steps_together else None
         rows = RowExchange(comm, row, [torch.zeros((), dtype=torch.float64)], device)
-        optimizers = [self._first] if self._first is not None else []
-        self._sent.send(self._step, optimizers, rows)
+        self._sent.send(self._step, [optimizer], rows)

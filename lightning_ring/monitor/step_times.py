@@ -456,10 +456,6 @@ class StepWindow:
         self.latest: RecordedStep | None = None
         self._first = True
 
-    def restart(self) -> None:
-        """What happened since the last step is no part of training."""
-        self._told = []
-
     def on_step(self, record: StepRecord) -> None:
         """A step has ended: a listener of `StepTimer`."""
         self._ended, self._told = (record, collectives_of(record, self._told)), []
