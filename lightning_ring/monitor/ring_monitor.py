@@ -244,12 +244,13 @@ class RingMonitor(Callback):
             row = RankRow(trainer.global_rank, skipped, times, memory)
             return RowExchange(_communicator(trainer), row, [uncounted, *squares], device)
 
-        # where ranks may die all of them have to get the same rows
-        together = getattr(trainer.strategy, "call_together", None)
-        rows = exchange() if together is None else together(lambda: exchange().table())
+        def rows() -> RowExchange | Tensor:
+            # where ranks may die all of them have to get the same rows
+            together = getattr(trainer.strategy, "call_together", None)
+            return exchange() if together is None else together(lambda: exchange().table())
+
         number = trainer.fit_loop.epoch_loop._batches_that_stepped
-        optimizers = trainer.optimizers if trainer.is_global_zero else []
-        fit.send(number, optimizers, rows)
+        fit.send(number, trainer.optimizers if trainer.is_global_zero else [], rows)
 
     def _receive(self, trainer: Trainer, fit: _Fit, *, wait: bool) -> None:
         report = fit.receive(wait)
@@ -285,10 +286,16 @@ class _Sender(MonitorFailures):
     def memory(self, device: torch.device) -> RankMemory:
         return self.run("memory", RankMemory(*[math.nan] * 4), RankMemory.now, device)
 
-    def send(self, step: int, optimizers: Sequence[Optimizer], rows: RowExchange | Tensor) -> None:
+    def send(
+        self,
+        step: int,
+        optimizers: Sequence[Optimizer],
+        rows: Callable[[], RowExchange | Tensor],
+    ) -> None:
+        """``rows`` sends them, after the trust ratios have begun their way to the host."""
         rates = self.run(_OPTIMIZERS, {}, learning_rates, optimizers)
         ratios = self.run(_OPTIMIZERS, torch.empty(0), trust_ratios, optimizers)
-        self._pending = LoggedStep(step, rates, ratios, rows)
+        self._pending = LoggedStep(step, rates, ratios, rows())
 
     def receive(self, wait: bool) -> RingReport | None:
         """The report, once the rows have arrived; ``wait`` for them. Raises `RingError`."""
@@ -463,5 +470,5 @@ class LoopMonitor:
         times = self._sent.run(_TIMES, StepTimes.unknown(), self._times, strategy.world_size)
         row = RankRow(strategy.global_rank, math.nan, times, self._sent.memory(device))
         comm = strategy.communicator if strategy.steps_together else None
-        rows = RowExchange(comm, row, [torch.zeros((), dtype=torch.float64)], device)
-        self._sent.send(self._step, [optimizer], rows)
+        skipped = torch.zeros((), dtype=torch.float64)
+        self._sent.send(self._step, [optimizer], lambda: RowExchange(comm, row, [skipped], device))

@@ -159,19 +159,19 @@ class RingReport:
         return {f"ring/{name}": number for name, number in found.items()}
 
     def _times(self) -> dict[str, float]:
-        found = {f"{part}_ms": self._mean(part) * 1e3 for part in (*PHASES, "other")}
+        parts = {part: part for part in (*PHASES, "other")}
+        parts |= {"step": "total", "exposed_communication": "exposed"}
+        if self._communicates:
+            parts |= {"communication": "busy", "hidden_communication": "hidden"}
+        found = {f"{name}_ms": self._mean(part) * 1e3 for name, part in parts.items()}
         found |= {
             "images_per_second": self.images_per_second,
             "images_per_second_per_rank": self.images_per_second / len(self.rows),
-            "step_ms": self._mean("total") * 1e3,
-            "exposed_communication_ms": self._mean("exposed") * 1e3,
             "data_ms_slowest": max(row.times.data for row in self.rows) * 1e3,
             "data_share": self.data_share,
         }
         if self._communicates:
             found |= {
-                "communication_ms": self._mean("busy") * 1e3,
-                "hidden_communication_ms": self._mean("hidden") * 1e3,
                 "communication_share": self.communication_share,
                 "bus_bandwidth_gb_per_s": self.bus_bandwidth / 1e9,
                 "sent_mb_per_step": float(f"{self._mean('sent') / 1e6:.2g}"),
