@@ -278,7 +278,7 @@ class RingMonitor(Callback):
         trainer._logger_connector._progress_bar_metrics.update(bar)  # type: ignore[arg-type]
 
 
-class _Sender(MonitorFailures):
+class _RowSender(MonitorFailures):
     """A logged step whose rows are under way, and what has failed."""
 
     _pending: LoggedStep | None = None
@@ -307,7 +307,7 @@ class _Sender(MonitorFailures):
         return self.run(_REPORT, None, pending.report)
 
 
-class _Fit(_Sender):
+class _Fit(_RowSender):
     """What a monitor holds while its Trainer fits. ``skipped`` is `None` where it could not be
     made.
     """
@@ -411,7 +411,7 @@ class LoopMonitor:
         self._first: Optimizer | None = None
         self._step = 0
         self._record = StepRecord()
-        self._sent = _Sender()
+        self._sent = _RowSender()
 
     def on_after_setup(self, fabric: Any, module: Any = None) -> None:
         """Fabric calls it for each module that is set up with optimizers."""
