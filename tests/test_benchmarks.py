@@ -11,16 +11,28 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
 from benchmarks import hosts
+from benchmarks.comm.compression import code_speeds
 from benchmarks.elastic.outlive import Job, Outcome, horovod, outcome
 from benchmarks.elastic.outlive_rank import DEADLY
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import delayed, thread_ranks, trainer_ways
+from benchmarks.gpu.__main__ import NAMES
+from benchmarks.gpu.tests import GPU_TESTS, JPEG_TESTS
 from benchmarks.step import compare as step
 from benchmarks.turns import Conductor
+from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.comm.backends import nccl
+from tests.comm.backends import fake_nccl
 from tests.processes import ROOT, run
 
 JOB = """
@@ -209,19 +221,147 @@ def test_without_a_gpu_the_gpu_benchmark_says_so_in_one_line() -> None:
 
 
 @pytest.mark.ranks
-def test_the_gpu_benchmark_walks_its_whole_way_on_the_cpu() -> None:
+def test_the_gpu_benchmark_walks_its_whole_way_on_the_cpu(tmp_path: Path) -> None:
     pytest.importorskip("timm")
-    result = run([sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny"])
+    words = ["--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    result = run([sys.executable, "-m", "benchmarks.gpu", *words], timeout=280)
     assert result.returncode == 0, result.stdout
-    tests = "passed" if torch.cuda.is_available() else "skipped"
-    for said in (
-        "| ring:force_communication=True,monitor=False |",
-        "at world size 1:",
-        "LAMB",
-        "'onebit': encode",
-        tests,
-    ):
-        assert said in result.stdout, result.stdout
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    ended = {row["stage"]: row["exit"] for row in rows if "exit" in row}
+    assert ended == dict.fromkeys(set(NAMES) - {"tests", "counters"}, 0)
+    for fact in ("torch", "way", "told", "check", "gb_s", "of_ddp", "share_of_copy", "code"):
+        assert any(fact in row for row in rows), fact
+    assert "of the time of ddp" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.ranks
+def test_a_stage_that_hangs_or_fails_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hangs.py").write_text("import time; print('{}'); time.sleep(600)")
+    (tmp_path / "fails.py").write_text("raise ValueError('no such photo')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(
+        gpu,
+        "STAGES",
+        [
+            [gpu.Stage("a", 3, "hangs"), gpu.Stage("b", 30, "fails")],
+            [gpu.Stage("c", 30, "benchmarks.gpu.ceilings"), gpu.Stage("d", 30, "fails")],
+        ],
+    )
+    asked = argparse.Namespace(device="cpu", tiny=True, budget=60.0, stages=list("abc"), lines=3)
+    assert not gpu.run(asked, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    ended = {row["stage"]: row["exit"] for row in rows if "exit" in row}
+    assert ended == {"a": "ended after its 3 s", "b": 1, "c": 0}
+    assert {"stage": "a"} in rows  # what it said before
+    assert "no such photo" in capsys.readouterr().out
+
+
+@pytest.mark.ranks
+def test_thread_ranks_walk_their_whole_way_on_the_cpu() -> None:
+    result = run([sys.executable, "-m", "benchmarks.gpu.thread_ranks", "--device", "cpu"])
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row for row in rows if not row["ok"]] == []
+    assert result.returncode == 0
+    assert {"ring, 4 ranks", "sharded, LAMB, 3 ranks", "terngrad, 3 ranks"} <= {
+        row["check"] for row in rows
+    }
+
+
+@pytest.mark.ranks
+def test_wrong_sums_among_thread_ranks_are_rows_that_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fake_nccl, "reduced", lambda rows, op: rows[-1].clone())
+    assert thread_ranks.main(["--device", "cpu"]) == 1
+    rows = {row["check"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    wrong = {name for name, row in rows.items() if not row["ok"]}
+    # these codes travel by other collectives than sums
+    coded = ("int8", "onebit", "topk", "dgc", "terngrad", "powersgd, 1 rank")
+    assert all(name.startswith(coded) for name in rows.keys() - wrong)
+    assert rows["ring, 2 ranks"]["largest"] > 1e-3
+    assert rows["sharded, LAMB, 3 ranks"]["at"].startswith("gradients/delivery.py:")
+
+
+@pytest.mark.ranks
+def test_delayed_collectives_walk_their_whole_way_on_the_cpu() -> None:
+    pytest.importorskip("torchvision")
+    result = run([sys.executable, "-m", "benchmarks.gpu.delayed", "--device", "cpu", "--tiny"])
+    rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert result.returncode == 0, result.stdout
+    checks = {row["check"]: row["ok"] for row in rows if "check" in row}
+    assert all(checks.values())
+    assert {
+        "delayed sharded, recorded",
+        "ddp trains as plain does",
+        "ring is finite at the end",
+    } <= {*checks}
+    timed = {(row["gb_s"], row["contender"]) for row in rows if "gb_s" in row}
+    assert timed == {
+        (gb_s, name) for gb_s in (10, 25, 50) for name in ("plain", "ddp", "ring", "sharded")
+    }
+
+
+@pytest.mark.parametrize("algorithm", [Averaging, Sharded])
+def test_who_does_not_wait_for_a_delayed_collective_fails_its_check(
+    monkeypatch: pytest.MonkeyPatch, algorithm: type[Averaging | Sharded]
+) -> None:
+    monkeypatch.setattr(nccl, "dist", fake_nccl.FakeDistributed())
+    check = partial(delayed.small, "cpu", algorithm)
+    assert thread_ranks.row("waits", check)["ok"]
+    monkeypatch.setattr(delayed.LateWork, "wait", lambda self: True)
+    assert not thread_ranks.row("does not wait", check)["ok"]
+
+
+def test_under_a_delayed_collective_reads_are_nan_and_writes_are_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nccl, "dist", fake_nccl.FakeDistributed())
+    comm, flat = delayed.ring_over(delayed.Wire("cpu", 10)), torch.arange(5.0)
+    for start in (comm.all_reduce_, comm.reduce_scatter_, comm.all_gather_, comm.broadcast_):
+        work = start(flat)
+        assert flat.isnan().all()
+        flat.zero_()
+        assert not work.done()
+        work.wait()
+        assert torch.equal(flat, torch.arange(5.0))
+
+
+@pytest.mark.ranks
+def test_the_trainer_s_ways_agree_with_a_plain_device() -> None:
+    result = run([sys.executable, "-m", "benchmarks.gpu.trainer_ways", "--device", "cpu"])
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert [line for line in lines if not line["ok"]] == []
+    assert len(lines) == 35, result.stdout
+    assert {"ring", "ring, onebit", "ring_sharded, LAMB", "ring_local"} < {
+        line["way"] for line in lines
+    }
+    assert result.returncode == 0, result.stdout
+
+
+def test_a_way_of_the_trainer_that_fails_says_where_and_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken = trainer_ways.Way("broken", 0.0, {"compression": "no such"})
+    monkeypatch.setattr(
+        trainer_ways, "ways", lambda device: [broken, trainer_ways.Way("ring", 0.0)]
+    )
+    monkeypatch.setattr(trainer_ways, "train", _train_without_trainer)
+    first, second = trainer_ways.compare("cpu", 1)
+    assert (first["ok"], second["ok"]) == (False, False)  # the second has not moved
+    assert "ConfigurationError" in first["error"]
+    assert "lightning_ring" in first["frame"]
+    assert second["bits"]
+
+
+def _train_without_trainer(
+    way: trainer_ways.Way, strategy: Any, device: str, steps: int
+) -> torch.Tensor:
+    if strategy:
+        trainer_ways.forced(**strategy)
+    L.seed_everything(3, verbose=False)
+    return trainer_ways._flat(trainer_ways.Net())
 
 
 @pytest.mark.ranks
@@ -237,3 +377,45 @@ def test_turns_are_compared_by_their_means() -> None:
     peer = [1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
     middle, low, high = step.ratio_of_turns([1.1, 1.1, 1.0, 3.2, 4.8, 4.8], peer, steps=2)
     assert (middle, low, high) == pytest.approx((1.1, 1.05, 1.2))
+
+
+def test_the_codes_are_timed_with_aligned_rows_and_others() -> None:
+    told = list(code_speeds("cpu", 2**16, copy_gb_s=10.0))
+    assert [(each["code"], each["rows"]) for each in told] == [
+        (code, rows) for code in ("int8", "onebit") for rows in ("aligned", "unaligned")
+    ]
+    for each in told:
+        for way in ("encode", "decode", "average"):
+            assert float(each[f"{way}_gb_s"]) >= 0  # type: ignore[arg-type]
+            assert f"{way}_of_copy" in each
+
+
+# hydra goes once pytest has loaded its plugins, of which it is one
+MISSING = """
+import sys
+sys.modules.update(dict.fromkeys(("pytorch_metric_learning", "simplejpeg")))
+import pytest
+from benchmarks.gpu.tests import selection
+class Missing:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_load_initial_conftests(self):
+        sys.modules["hydra"] = None
+sys.exit(pytest.main([*selection(), "--collect-only"], plugins=[Missing()]))
+"""
+
+
+def test_every_gpu_test_is_in_a_file_that_the_gpu_benchmark_names() -> None:
+    mark = "pytest.mark." + "gpu"
+    marked = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("*.py")
+        if mark in path.read_text()
+    }
+    assert marked == {*GPU_TESTS, *JPEG_TESTS, "tests/integrations/lightning/test_gpu.py"}
+
+
+@pytest.mark.ranks
+def test_gpu_tests_are_collected_without_packages_that_other_tests_need() -> None:
+    result = run([sys.executable, "-c", MISSING], PYTHONPATH=str(ROOT))
+    assert result.returncode == 0, result.stdout
+    assert all(f"{name}::" in result.stdout for name in GPU_TESTS), result.stdout

@@ -1,5 +1,6 @@
-"""Imports point one way: errors, comm, gradients, strategy; Lightning stays at the top
-(docs/architecture.md).
+"""Imports point one way: errors, comm, gradients, strategy; Lightning stays at the top.
+
+``python -m tests.test_imports`` writes the table of rooms into docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,60 +16,131 @@ import pytest
 from tests.processes import ROOT, clean_env
 
 PACKAGE = ROOT / "lightning_ring"
-ROOMS = sorted(
-    {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in PACKAGE.rglob("*.py")}
-)
+PAGE = ROOT / "docs" / "architecture.md"
 MAY_IMPORT_LIGHTNING = {"integrations", "monitor"}
-ALLOWED = {  # room: the rooms that it may import
-    "errors": set(),
-    "host": {"errors"},
-    "comm": {"errors", "host"},
-    "job": {"comm", "errors", "host"},
-    "gradients": {"comm", "errors", "host"},
-    "algorithms": {"comm", "errors", "gradients", "optim"},
-    "options": {"algorithms", "comm", "errors", "gradients", "timeline"},
-    "membership": {"errors", "job"},
-    "launch": {"errors", "host", "job", "membership"},
-    "timeline": {"comm", "errors", "host"},
-    "optim": {"errors"},
-    "schedules": {"errors"},
-    "data": {"errors", "host"},
-    "retrieval": {"errors"},
-    "tools": {"comm", "errors", "host", "job", "launch", "membership"},
-    "monitor": {"comm", "errors", "host", "timeline", "tools"},
-    "cli": {"data", "errors", "host", "job", "launch", "timeline", "tools"},
-    "elastic": {"algorithms", "comm", "errors", "gradients", "host", "job", "membership"},
-    "integrations": {
-        *(
-            "algorithms",
-            "comm",
-            "data",
-            "elastic",
-            "errors",
-            "gradients",
-            "host",
-            "job",
-            "launch",
-            "membership",
-        ),
-        *("loops", "monitor", "options", "timeline"),
-    },
-    "loops": {
-        *(
-            "algorithms",
-            "comm",
-            "errors",
-            "gradients",
-            "host",
-            "job",
-            "launch",
-            "options",
-            "timeline",
-        ),
-    },
-    "horovod": {"comm", "elastic", "errors", "gradients", "host", "job", "membership"},
-    "__init__": {"errors", "host", "integrations", "loops"},
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a room of the package answers, what lies in it, and which rooms it may import.
+
+    ``errors`` may be imported by all.
+    """
+
+    question: str
+    contents: str
+    imports: str = ""
+
+    @property
+    def allowed(self) -> set[str]:
+        return {"errors", *self.imports.split()}
+
+
+ROOMS = {
+    "integrations": Room(
+        "Who calls us?",
+        "`lightning/` (the Trainer's strategy), `fabric/`, `ranks/` (launcher and environment)",
+        "loops algorithms gradients job comm launch membership elastic host monitor timeline data "
+        "options",
+    ),
+    "loops": Room(
+        "How does a loop without a Trainer train?",
+        "`distribute`, `Replicas` of one module",
+        "algorithms gradients job comm launch host options timeline",
+    ),
+    "horovod": Room(
+        "How do scripts for Horovod run?",
+        "its API for PyTorch over our reducer",
+        "gradients job comm membership elastic host",
+    ),
+    "algorithms": Room(
+        "What keeps the replicas together?",
+        "averaging, `sharded/`, `local/`, `server/`",
+        "gradients comm optim",
+    ),
+    "gradients": Room(
+        "Which bytes are sent, when, in which format?",
+        "buckets, the reducer, `compression/`",
+        "comm host",
+    ),
+    "comm": Room(
+        "Who moves the bytes?", "`Communicator`, rings, queues and waits, `backends/`", "host"
+    ),
+    "job": Room(
+        "Who is in the job?",
+        "`launchers/`, `rendezvous/`, `watch/`, `stalls/`, exit codes",
+        "comm host",
+    ),
+    "launch": Room(
+        "Who starts the processes?",
+        "mpirun's options, hosts, the supervisor, elastic jobs",
+        "membership job host",
+    ),
+    "membership": Room(
+        "Who takes part when ranks die or come?", "the steward and its members; no torch", "job"
+    ),
+    "elastic": Room(
+        "How does a training go on when ranks die?",
+        "connections of each view, recovery, `catch_up/`",
+        "membership algorithms gradients job comm host",
+    ),
+    "optim": Room("How are parameters updated?", "LARS, LAMB, `engine/`", "host"),
+    "schedules": Room("How does the learning rate change?", "scaling, warm-up"),
+    "data": Room("Where do the samples come from?", "packing, shards, samplers, loader", "host"),
+    "retrieval": Room("Which images look like this one?", "neighbours over the ranks, metrics"),
+    "monitor": Room(
+        "Where does a step's time go?",
+        "callbacks for TensorBoard and the report",
+        "comm host timeline tools",
+    ),
+    "timeline": Room("What happened when?", "traces for Perfetto", "comm host"),
+    "tools": Room(
+        "Is it set up right, how fast is it, how far will it scale?",
+        "doctor, bench, plan, report",
+        "launch membership job comm host",
+    ),
+    "cli": Room(
+        "What does a command take?",
+        "argument parsers of `lightning-ring` and `ringrun`",
+        "tools launch job timeline data host",
+    ),
+    "host": Room("What does this machine offer?", "cores, malloc, random generators"),
+    "options": Room(
+        "What did the user ask for?",
+        "arguments of the strategy, checked",
+        "algorithms gradients comm timeline",
+    ),
+    "errors": Room("What can go wrong?", "`RingError` and those derived from it"),
+    "__init__": Room("What is public?", "the names to import", "host integrations loops"),
 }
+
+
+def table() -> str:
+    """The rooms as a table in Markdown."""
+    lines = ["| question | room | contents | may import |", "|---|---|---|---|"]
+    for name, room in ROOMS.items():
+        path = f"{name}/" if (PACKAGE / name).is_dir() else f"{name}.py"
+        imports = ", ".join(f"`{one}`" for one in room.imports.split())
+        lines.append(f"| {room.question} | `{path}` | {room.contents} | {imports} |")
+    return "\n".join(lines)
+
+
+def with_table(page: str) -> str:
+    """``page`` with today's table between its two marks."""
+    before, rest = page.split("<!-- rooms -->\n")
+    _, after = rest.split("<!-- /rooms -->")
+    return f"{before}<!-- rooms -->\n{table()}\n<!-- /rooms -->{after}"
+
+
+def test_the_page_has_the_table_of_rooms() -> None:
+    page = PAGE.read_text()
+    assert page == with_table(page), "`python -m tests.test_imports` writes it"
+    assert len(page.splitlines()) <= 200
+
+
+def test_every_room_is_in_the_table() -> None:
+    there = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in PACKAGE.rglob("*.py")}
+    assert there == set(ROOMS)
 
 
 def imported(module: Path) -> set[str]:
@@ -89,7 +162,7 @@ def test_imports_point_one_way(room: str) -> None:
                 name for name in names if name.split(".")[0] in ("lightning", "pytorch_lightning")
             }, module
         rooms = {name.split(".")[1] for name in names if name.startswith("lightning_ring.")}
-        assert rooms <= ALLOWED[room] | {room}, module
+        assert rooms <= ROOMS[room].allowed | {room}, module
 
 
 def run_code(code: str) -> str:
@@ -175,3 +248,7 @@ def test_the_trainer_of_the_other_package_says_which_package_to_use(order: str) 
         "ConfigurationError: Trainer(strategy='ring') of pytorch_lightning was called"
         in result.stderr
     )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))

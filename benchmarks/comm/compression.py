@@ -1,24 +1,32 @@
 """What compressors cost: encoding and decoding on one core.
 
     OMP_NUM_THREADS=1 python -m benchmarks.comm.compression
+    python -m benchmarks.comm.compression --codes cuda
 
 Speeds are gradients (4 bytes each) a second, the best of several rounds, on a tensor of --mb MB:
 ``encode`` is all that a rank does before it sends, with what it keeps for error feedback; ``whole``
-also what it does to the average that has arrived.
+also what it does to the average that has arrived. ``--codes cuda`` tells how fast a GPU codes a GiB
+of gradients, beside a copy of 2 GiB.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from benchmarks.gpu.ceilings import copy_bandwidth
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work
 from lightning_ring.gradients.compression import DGC, Compressor, Int8, OneBit, TernGrad, TopK
+from lightning_ring.gradients.compression.between_nodes import messages
+from lightning_ring.gradients.compression.blocks import shard_length
 from lightning_ring.gradients.compression.int8 import INT8
 from lightning_ring.gradients.compression.one_bit import SIGNS
 from lightning_ring.host.malloc import keep_freed_memory
@@ -128,23 +136,65 @@ def speeds(num_bytes: int, rounds: int) -> None:
         )
 
 
-def codes(device: str, num_bytes: int) -> Iterator[str]:
-    """GB/s of gradients that the codes with Triton kernels take, whole and from memory."""
-    from torch.utils.benchmark import Timer  # deferred: it says so where there is no CUDA
+def code_speeds(
+    device: str, num_bytes: int, copy_gb_s: float | None = None, num_ranks: int = 4
+) -> Iterator[dict[str, object]]:
+    """GB/s of memory, read and written, at which a rank's whole bucket is coded, by code.
 
-    values = torch.randn(num_bytes // 4, device=device)
+    ``aligned`` are rows of messages as they are now; ``unaligned`` ones begin at any multiple of 4
+    bytes, as they did, and so do the gradients. ``average`` decodes the messages of all ranks for
+    one shard.
+
+    Args:
+        device: ``"cuda"``, or ``"cpu"`` to walk the same way.
+        num_bytes: Of the gradients: many times the GPU's cache.
+        copy_gb_s: Bandwidth of a copy, read and written, of which the speeds are also told as
+            shares.
+        num_ranks: Rows of messages.
+    """
+    length = shard_length(num_bytes // 4, num_ranks)
+    numel = length * num_ranks
+    room = torch.randn(numel + 1, device=device)
     for name, code in {"int8": INT8, "onebit": SIGNS}.items():
-        message = torch.empty(code.num_bytes(values.numel()), dtype=torch.uint8, device=device)
-        given = {"code": code, "values": values, "message": message}
-        calls = {"encode": "code.encode(values, message)", "decode": "code.decode(message, values)"}
-        times = {
-            call: Timer(line, globals=given).blocked_autorange().median
-            for call, line in calls.items()
-        }
-        found = ", ".join(
-            f"{call} {num_bytes / seconds / 1e9:.1f} GB/s" for call, seconds in times.items()
-        )
-        yield f"- compression={name!r}: {found}"
+        num_message_bytes = num_ranks * code.num_bytes(length)
+        for rows, offset in {"aligned": 0, "unaligned": 1}.items():
+            values = room[offset : offset + numel]
+            sent = pad(messages(num_ranks, code.num_bytes(length), values), (0, 4 * offset))
+            own = values[:length]
+            calls: dict[str, tuple[Callable[[], None], int]] = {
+                "encode": (partial(code.encode, values, sent), 4 * numel),
+                "decode": (partial(code.decode, sent, values), 4 * numel),
+                "average": (partial(code.average, sent, own), 4 * length),
+            }
+            told: dict[str, object] = {"code": name, "rows": rows, "ranks": num_ranks}
+            for way, (call, num_value_bytes) in calls.items():
+                speed = (num_value_bytes + num_message_bytes) / median_seconds(call, device) / 1e9
+                told[f"{way}_gb_s"] = round(speed, 1)
+                if copy_gb_s is not None:
+                    told[f"{way}_of_copy"] = round(speed / copy_gb_s, 3)
+            yield told
+
+
+def median_seconds(call: Callable[[], None], device: str, rounds: int = 20) -> float:
+    """Of ``rounds`` calls; on a GPU between events, none of which waits for the host."""
+    for _ in range(3):
+        call()
+    if device == "cpu":
+        times = []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(50_000_000)  # 25 ms and more, in which the host comes to lead
+    for begin, end in events:
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
 
 
 def main() -> None:
@@ -155,7 +205,14 @@ def main() -> None:
         "--mb", type=float, default=16.0, help="size of the gradients, in units of 10^6 bytes"
     )
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--codes", choices=("cuda", "cpu"), help="the codes alone, on this device")
     asked = parser.parse_args()
+    if asked.codes:
+        on_gpu = asked.codes == "cuda"
+        copied = copy_bandwidth("cuda", 2**31) if on_gpu else None
+        for told in code_speeds(asked.codes, 2**30 if on_gpu else 2**20, copied):
+            print(json.dumps(told), flush=True)
+        return
     speeds(int(asked.mb * 1e6), asked.rounds)
 
 

@@ -61,7 +61,7 @@ class Stage:
 STAGES: list[list[Stage]] = [
     [Stage("ceilings", 40, "benchmarks.gpu.ceilings")],
     [
-        Stage("tests", 120, "benchmarks.gpu.tests"),
+        Stage("tests", 120, "benchmarks.gpu.tests", cpu=False),
         Stage("ways", 120, "benchmarks.gpu.trainer_ways"),
         Stage("waits", 60, "benchmarks.gpu.no_waits"),
         Stage("ranks", 90, "benchmarks.gpu.thread_ranks"),
@@ -87,11 +87,12 @@ class Running:
     @classmethod
     def start(cls, stage: Stage, limit: float, options: Sequence[str], folder: Path) -> Running:
         output = folder / f"{stage.name}.log"
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         with output.open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-u", "-m", stage.module, *options],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -4,23 +4,33 @@
 All optimizers of a table take turns, round after round, and a ratio is the median over rounds of
 the ratio within a round, so that what else the machine does hits all of them alike. Each table
 comes from a process of its own.
+
+Three more ways look at the fused step alone. ``--host`` times what it costs the host, with the
+Triton launches left out: that is asked to take at most 0.3 ms. ``--graphs`` times replays of CUDA
+graphs of whole steps. ``--steps N`` takes N steps of LAMB with ResNet-50's parameters, for a
+profiler::
+
+    ncu -k 'regex:^(measure|move)$' --launch-skip 4 --launch-count 2 --set full \\
+        python -m benchmarks.step.optim --steps 4
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from lightning_ring.optim import LAMB, LARS
-from lightning_ring.optim.engine import compiler
+from lightning_ring.optim.engine import compiler, fused, runners, triton_kernel
 
 Shapes = list[tuple[int, ...]]
 Step = Callable[[], Any]
@@ -228,6 +238,151 @@ def on_cuda(model: str, num_rounds: int) -> Iterator[str]:
             )
 
 
+SETTINGS: dict[str, tuple[type[LAMB] | type[LARS], dict[str, float]]] = {
+    "LAMB": (LAMB, {"lr": 1e-4, "weight_decay": 0.01}),
+    "LARS": (LARS, {"lr": 1.0, "momentum": 0.9, "weight_decay": 1e-4}),
+}
+TINY: Shapes = [(64, 64), (64,), (1,)]
+BLOCKS = (1024, 2048)  # elements; float32 parameters get 1024
+
+
+class _NoKernels:
+    """Stands for the module of Triton kernels and launches nothing."""
+
+    def __getitem__(self, _: Any) -> _NoKernels:
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def _no_kernels(*_: Any) -> _NoKernels:
+    return _NoKernels()
+
+
+def host_ms(name: str, shapes: Shapes, device: str = "cpu", num_steps: int = 300) -> float:
+    """Median milliseconds of the host for one fused step of ``name`` without its Triton launches.
+
+    On the CPU the small operations around the launches are computed, not launched, and the time is
+    the processor's, which other processes do not lengthen by taking turns.
+    """
+    optimizer_class, settings = SETTINGS[name]
+    params = make_params(shapes, device)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    clock = time.perf_counter if device == "cuda" else time.thread_time
+    times = []
+    # The fused way means Triton on the CPU, too, where its interpreter is asked for.
+    with (
+        mock.patch.object(runners, "interpreting_triton", return_value=True),
+        mock.patch.object(runners, "triton_is_here", return_value=True),
+        mock.patch.object(fused, "_module", _no_kernels),
+    ):
+        optimizer = optimizer_class(params, fused=True, **settings)
+        for _ in range(num_steps + 10):
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = clock()
+            optimizer.step()
+            times.append(clock() - start)
+    torch.set_num_threads(threads)
+    return statistics.median(times[10:]) * 1e3
+
+
+def _ms(call: Step, device: str, num_calls: int, num_rounds: int = 7) -> float:
+    """Median over rounds of the milliseconds of one call, on the device's clock."""
+    rounds = []
+    for _ in range(num_rounds + 1):
+        if device == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+        start = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        if device == "cuda":
+            end.record()
+            end.synchronize()
+            rounds.append(begin.elapsed_time(end) / num_calls)
+        else:
+            rounds.append((time.perf_counter() - start) * 1e3 / num_calls)
+    return statistics.median(rounds[1:])
+
+
+def copy_bandwidth(device: str = "cuda", num_bytes: int = 2 << 30) -> float:
+    """GB/s of a copy within the device's memory; bytes that are read and bytes that are written
+    count.
+    """
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / _ms(lambda: target.copy_(source), device, 10) / 1e6
+
+
+def captured_step(optimizer: torch.optim.Optimizer, device: str) -> Step:
+    """A replay of ``optimizer.step()`` as a CUDA graph; on the CPU the step itself."""
+    if device != "cuda":
+        return optimizer.step
+    # The first steps make the state and compile the kernels, on another stream, as torch asks.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    return graph.replay
+
+
+def graph_rows(
+    models: dict[str, Shapes], bandwidth: float, device: str = "cuda", num_calls: int = 20
+) -> Iterator[dict[str, Any]]:
+    """Replays of LAMB and LARS: ms, GB/s of the bytes that the rule must move, and their share of
+    ``bandwidth`` (see `copy_bandwidth`), for each model and size of block.
+    """
+    for model, shapes in models.items():
+        params = make_params(shapes, device)
+        count = sum(param.numel() for param in params)
+        for name, (optimizer_class, settings) in SETTINGS.items():
+            for block in BLOCKS:
+                # The kernels count in bytes of the widest tensor, which is float32 here.
+                with mock.patch.object(triton_kernel, "BLOCK_BYTES", 4 * block):
+                    optimizer = optimizer_class(params, capturable=device == "cuda", **settings)
+                    ms = _ms(captured_step(optimizer, device), device, num_calls)
+                gb_per_s = BYTES_PER_PARAMETER[name] * count / ms / 1e6
+                yield {
+                    "optimizer": name,
+                    "model": model,
+                    "block": block,
+                    "ms": ms,
+                    "gb_per_s": gb_per_s,
+                    "share_of_copy": gb_per_s / bandwidth,
+                }
+
+
+def graphs(device: str = "cuda", tiny: bool = False) -> Iterator[str]:
+    """A line of JSON for the copy and one for each row of `graph_rows`; at least 0.85 of the copy's
+    bandwidth is asked.
+    """
+    bandwidth = copy_bandwidth(device, 1 << 20 if tiny else 2 << 30)
+    yield json.dumps({"copy_gb_per_s": bandwidth})
+    models = {"tiny": TINY} if tiny else {name: shapes() for name, shapes in MODELS.items()}
+    for row in graph_rows(models, bandwidth, device, num_calls=1 if tiny else 20):
+        yield json.dumps(row)
+
+
+def steps_for_a_profiler(
+    num_steps: int, device: str = "cuda", shapes: Shapes | None = None
+) -> None:
+    """``num_steps`` steps of LAMB, by default with ResNet-50's parameters."""
+    optimizer_class, settings = SETTINGS["LAMB"]
+    optimizer = optimizer_class(make_params(shapes or resnet50(), device), **settings)
+    for _ in range(num_steps):
+        optimizer.step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -238,7 +393,25 @@ def main() -> None:
     parser.add_argument(
         "--table", nargs=2, metavar=("MODEL", "THREADS"), help="one CPU table, in this process"
     )
+    parser.add_argument("--host", action="store_true", help="host time of a fused step")
+    parser.add_argument("--graphs", action="store_true", help="replays of CUDA graphs, as JSON")
+    parser.add_argument("--steps", type=int, metavar="N", help="N steps of LAMB, for a profiler")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
+    parser.add_argument("--tiny", action="store_true", help="a few parameters, to see it run")
     arguments = parser.parse_args()
+    shapes = TINY if arguments.tiny else resnet50()
+    if arguments.host:
+        for name in SETTINGS:
+            ms = host_ms(name, shapes, arguments.device, 10 if arguments.tiny else 300)
+            print(json.dumps({"optimizer": name, "tensors": len(shapes), "host_ms": ms}))
+    if arguments.graphs:
+        for line in graphs(arguments.device, arguments.tiny):
+            print(line, flush=True)
+    if arguments.steps is not None:
+        steps_for_a_profiler(arguments.steps, arguments.device, shapes)
+    if arguments.host or arguments.graphs or arguments.steps is not None:
+        return
     if arguments.table:
         print(
             *on_cpu(arguments.table[0], int(arguments.table[1]), arguments.rounds),

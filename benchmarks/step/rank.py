@@ -172,7 +172,8 @@ def strategy(contender: str, device: str) -> tuple[Any, dict[str, Any]]:
         keep_freed_memory()
     devices = {"devices": local_size, "num_nodes": world_size // local_size}
     if name == "auto":
-        return "auto", {"devices": 1}
+        # Else Lightning looks for one, and raises where mpi4py has no MPI library.
+        return "auto", {"devices": 1, "plugins": [LightningEnvironment()]}
     if name == "alone":  # every rank by itself: computation without communication
         return SingleDeviceStrategy(device=torch.device(device)), {
             "devices": 1,

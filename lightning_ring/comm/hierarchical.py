@@ -6,6 +6,18 @@ all-reduce of each rank's part with its peers on the other nodes, an all-gather 
 hosts each then sends 2·(M−1)/M of the tensor, where one ring over all ranks, placed round-robin,
 sends as much from every rank. Source: the 2D-torus all-reduce of Mikami et al., "Massively
 distributed SGD: ImageNet/ResNet-50 training in a flash" (2018), arXiv:1811.05233.
+
+- One agreement over a transport between all ranks, which also carries small tensors and objects.
+  The levels over MPI and Gloo exchange no headers of their own.
+- Three stages, each first in, first out: a piece is reduced in the node while another one is on the
+  wire. The first and the last stage have a communicator each over the same ranks and memory. The
+  order of their pieces differs from rank to rank, and one queue for both would deadlock.
+- The first error ends every collective under way, on all levels.
+- A bucket is cut into pieces (`comm.cost.num_nested_pieces`), none smaller than 4 MiB. All ranks
+  must cut alike before anything is measured, so typical links are assumed.
+- Rank r holds shard ``shard_index``, local rank first. A length that the world size does not divide
+  is sent as a padded copy.
+- Flat rings remain for nodes of different sizes, and for GPUs, where NCCL arranges its own rings.
 """
 
 from __future__ import annotations

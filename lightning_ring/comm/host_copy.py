@@ -56,5 +56,5 @@ def start_copy(tensor: Tensor) -> tuple[Tensor, Any]:
     """The copy in page-locked memory, and the event after which it is valid."""
     value = tensor.to("cpu", non_blocking=True)
     event = torch.Event(tensor.device.type)
-    event.record()
+    event.record(torch.accelerator.current_stream(tensor.device))
     return value, event

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import Collective
-from lightning_ring.host.accelerator import is_gpu, timed_event
+from lightning_ring.host.accelerator import gpu_module, is_gpu, timed_event
 
 Mark = Any  # a float, or an event
 
@@ -24,7 +24,7 @@ def now(device: torch.device) -> Mark:
     if not is_gpu(device):
         return time.perf_counter()
     event = timed_event(device)
-    event.record()
+    event.record(gpu_module(device).current_stream(device))
     return event
 
 

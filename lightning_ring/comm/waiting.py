@@ -1,5 +1,15 @@
-"""How a communicator waits for other ranks: the timeout, the check on peers, and the first
-error, which stays.
+"""How a communicator waits for other ranks: the timeout, the check on peers, and the first error,
+which stays.
+
+Every wait ends: by the result, by ``timeout``, or because another rank failed. MPI would wait by
+spinning, and Gloo until an exception. Our threads spin for 50 µs and then sleep a tenth of the time
+waited, 1 ms at most, so that backward keeps its core. A thread that returns from C++ while the
+interpreter ends aborts the process; an exit handler therefore ends all waits first.
+
+A GPU's collectives are waited for when the host reads what they carry (`Communicator.read`, at
+least the stop flag of the backward before last): such a wait polls an event and ends like any
+other. A read by other means (``loss.item()``) waits inside the driver until torch's watchdog, or
+the job's, ends it.
 """
 
 from __future__ import annotations

@@ -4,17 +4,19 @@ it is over.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
+from lightning_ring.comm.backends.nccl import NCCLCommunicator
 from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.elastic.gloo_sockets import give_up_opening, shut_down_sockets
@@ -59,6 +61,8 @@ class Generations:
         self._memory = KeptMemory()
         self._store: StewardStore | None = None  # of the generation
         self._opening = False
+        # what is aborted by one thread is not destroyed by another
+        self._ending = threading.Lock()
         member.on_stop = self._end_waits
 
     @property
@@ -121,9 +125,11 @@ class Generations:
         """End this generation, broken by ``error``, or in peace. From here on this rank sends
         and writes nothing.
         """
-        if self.job is None:
+        with self._ending:
+            job, self.job = self.job, None
+        if job is None:
             return
-        job, self.job = self.job, None
+        broken = error is not None or (job.policy is not None and job.policy.error is not None)
         if error is not None:
             if job.policy is not None:
                 job.policy.fail(error)
@@ -132,7 +138,7 @@ class Generations:
             job.communicator.abandon()
             job.communicator = None
         if dist.is_initialized():
-            if error is not None and is_gpu(self._device):
+            if broken and is_gpu(self._device):
                 # NCCL's kernels wait for the dead rank, and destroying waits for them
                 _abort_process_group()
             else:
@@ -154,13 +160,32 @@ class Generations:
         """In the member's thread, while this rank computes, waits for a collective or opens
         connections.
         """
-        job, store = self.job, self._store
-        if job is not None and job.policy is not None:
-            job.policy.fail(error)
+        store = self._store
+        with self._ending:
+            job = self.job
+            if job is not None:
+                if job.policy is not None:
+                    job.policy.fail(error)
+                self._abort_nccl(job)
         self._shut_down()
         # else it asks the store first, which refuses
         if self._opening and job is not None and store is not None:
             self._give_up_opening(store, job.info.world_size)
+
+    def _abort_nccl(self, job: Job) -> None:
+        """End NCCL's kernels, which wait for the dead rank: this rank may wait for them inside the
+        driver.
+
+        Each group has a thread: to abort one frees memory, which waits for the kernels of the
+        others.
+        """
+        aborts: list[Callable[[], None]] = []
+        if isinstance(job.communicator, NCCLCommunicator):
+            aborts.append(job.communicator.interrupt)
+        if is_gpu(self._device) and dist.is_initialized() and dist.group.WORLD is not None:
+            aborts.append(dist.group.WORLD._get_backend(self._device).abort)
+        for abort in aborts:
+            threading.Thread(target=_end, args=(abort,), name="ring-abort", daemon=True).start()
 
     def _give_up_opening(self, store: StewardStore, num_ranks: int) -> None:
         def is_opening() -> bool:
@@ -174,6 +199,12 @@ class Generations:
     def _shut_down(self) -> None:
         if (store := self._store) is not None:
             shut_down_sockets(store.values)
+
+
+def _end(abort: Callable[[], None]) -> None:
+    # It takes longer than torch allows, or the group was destroyed meanwhile.
+    with contextlib.suppress(RuntimeError):
+        abort()
 
 
 @functools.cache

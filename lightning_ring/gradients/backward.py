@@ -1,5 +1,25 @@
 """Backward passes: which ones are reduced, the hooks that report their gradients, and gradients
 that no optimizer may step.
+
+The backward that Lightning runs for training is reduced (automatic optimization, or
+``manual_backward``). With manual optimization a plain ``loss.backward()`` inside ``training_step``
+is reduced too, unless code of the module's class names ``manual_backward``. Every other backward
+stays local. A local gradient that ``zero_grad`` does not drop is sent with the next reduced
+backward, as under DDP. An optimizer that is about to step a gradient of one rank alone is an error.
+
+How a backward ends was tried on two ranks before this was written (`tests/checks/gradients`):
+
+- Through Lightning the strategy ends it, whichever hooks fired.
+- For a plain ``loss.backward()`` the hook queues a callback in the autograd engine, which runs
+  once, after the last gradient. With reentrant checkpointing it runs at the end of *each inner*
+  backward. The outermost one has ended when ``torch._C._current_autograd_node()`` is ``None``.
+- If everything lies inside reentrant checkpoints there is no callback of the outermost backward; it
+  is ended before the optimizer's step.
+- A rank without any gradient takes part with zeros.
+- Autograd deletes the callbacks of a backward that raises, without calling them, before the caller
+  can catch the exception. What was sent is waited for in the next backward and dropped. What is
+  left in ``param.grad`` becomes NaN, and ``zero_grad()`` must drop it before the next backward or
+  step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,14 @@
-"""Flat buckets: the gradients of several parameters in one buffer, sent as one message."""
+"""Flat buckets: the gradients of several parameters in one buffer, sent as one message.
+
+Gradients are views in a storage of their own over the bucket's memory (through DLPack), so that the
+communicator's aliases do not count. Before a bucket is written again, its references (tensors, weak
+references, storage) are compared with those of an unused bucket. If user code, an optimizer's
+state, autograd or a NumPy array holds a gradient, the bucket goes on in other memory and hands out
+copies, as DDP does by default.
+
+Every bucket ends with flags that are reduced with it: the parameters that *some* rank used (one
+that no rank used keeps its ``.grad``, ``None`` included), and a request to stop.
+"""
 
 from __future__ import annotations
 

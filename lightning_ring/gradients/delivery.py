@@ -24,6 +24,7 @@ from lightning_ring.errors import RingError
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression.compressor import Compressor, bounds_of
 from lightning_ring.gradients.sharded_gradient import GradientShards, ShardedGradient
+from lightning_ring.host.accelerator import send
 
 Named = Callable[[str], str]  # the name of a collective of this backward, from what it carries
 
@@ -135,7 +136,10 @@ class ShardedAverages:
         device = queue[0].flat.device
         # small: sums over many ranks are exact in float32
         keeps, digit = len(self._kept) > 0, len(self._kept) % 16
-        counted = torch.tensor([keeps, digit, digit * digit], dtype=torch.float32)
+        if keeps:
+            counted = send(torch.tensor([1.0, digit, digit * digit]), device)
+        else:  # made there: a backward without averages to keep sends the GPU nothing
+            counted = torch.zeros(3, device=device)
         vector = torch.cat([part.to(device) for part in (*flags, counted)])
         *parts, totals = vector.split([part.numel() for part in (*flags, counted)])
 

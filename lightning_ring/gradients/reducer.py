@@ -1,4 +1,22 @@
-"""Averages gradients over the ranks while backward runs."""
+"""Averages gradients over the ranks while backward runs.
+
+**The first backward** sends nothing before its end. It shows whether gradients come in several
+parts, as those of a module do that is used twice under reentrant checkpointing. If one rank saw
+that, all ranks give up overlap.
+
+**Hooks registered after ours.** In the first backward in which one runs, the buckets are sent at
+the end. From then on our hook runs last, so that changes of the user's hook are sent. If backward
+accumulates into a gradient that was sent already, the late part is sent a second time.
+
+**Several modules in one backward** have a reducer each, over one communicator. They take turns in
+the order in which backward reaches them (`Turns`): a bucket that waits for a parameter which only
+some ranks use would otherwise be sent before another module's buckets on some ranks, and after them
+on others.
+
+**Names.** A collective is named by the number of the reduced backward and of the optimizer steps
+before it. One backward or step more on a rank is therefore a `CollectiveError` on every rank. NCCL
+exchanges no headers: with ``RING_CHECK_COLLECTIVES=1`` the ranks compare names over the hosts.
+"""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from lightning_ring.errors import RingError
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.layout import BucketLayout
 from lightning_ring.gradients.memory import unreadable_like
+from lightning_ring.host.accelerator import send
 
 aten = torch.ops.aten
 _ADDS = {aten.add_.Tensor, aten.add.Tensor}
@@ -409,4 +410,4 @@ def sum_of_squares(params: Sequence[Parameter], world_size: int) -> Tensor:
     device = grads[0][0].device
     squares = torch.stack([norm.to(device, torch.float64) for norm in norms]).square_()
     shares = torch.tensor([share for _, share in grads], dtype=torch.float64)
-    return squares.dot(shares.to(device, non_blocking=True))
+    return squares.dot(send(shares, device))

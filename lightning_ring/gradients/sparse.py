@@ -1,5 +1,11 @@
-"""Sparse gradients (``nn.Embedding(sparse=True)``): ranks gather indices and values, and
-averages stay sparse.
+"""Sparse gradients (``nn.Embedding(sparse=True)``): ranks gather indices and values, and averages
+stay sparse.
+
+At the end of backward the ranks gather the number of entries, then indices and values, if those of
+all ranks together are shorter than the parameter; otherwise one dense all-reduce carries them. Sums
+are made rank by rank, so that all ranks hold the same bits. Embeddings are known to be sparse
+beforehand. Other parameters are found in the first backward, after which ranks exchange the names;
+a first sparse gradient later than that is sent dense, with one warning.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.gradients.delivery import average_
+from lightning_ring.host.accelerator import send
 
 _ABSENT, _DENSE = -1, -2  # in place of a number of entries
 
@@ -147,7 +154,7 @@ def average_gradients(
     mine = [[*size, int(param in fresh)] for size, param in zip(sizes, params, strict=True)] + [
         [0, 0, int(stop)]
     ]
-    table = torch.tensor(mine, device=next(iter(params)).device)
+    table = send(torch.tensor(mine), next(iter(params)).device)
     # by rank and parameter: the three numbers; the last row has the request to stop
     by_rank = comm.read(
         torch.stack(comm.all_gather(table, name=f"{prefix}sizes of sparse gradients"))
@@ -205,7 +212,7 @@ class _SparseAverage:
         self._num_entries = self._indexed.numel()
         self._row = param.shape[dim:]
         strides = [self._indexed[axis + 1 :].numel() for axis in range(dim)]
-        self._strides = torch.tensor(strides, device=param.device).unsqueeze(1)
+        self._strides = send(torch.tensor(strides), param.device).unsqueeze(1)
 
     def __call__(
         self, grad: Tensor | None, counts: Sequence[int], active_ranks: int | None

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # torch's backend of the vendor's collectives; on AMD's GPUs that which torch calls nccl is RCCL
 COLLECTIVES = {"cuda": "nccl", "xpu": "xccl"}
@@ -48,3 +49,10 @@ def started_gpus() -> Iterator[tuple[str, Any]]:
 def timed_event(device: torch.device) -> Any:
     """An event that tells times, not recorded yet."""
     return gpu_module(device).Event(enable_timing=True)
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` (on the CPU, or there already) on ``device``, without waiting for the device."""
+    if is_gpu(device) and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

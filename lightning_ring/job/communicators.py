@@ -69,7 +69,7 @@ def open_communicator(
             nodes, job.info.rank, chosen, across, policy, store, mpi_comm, kept
         )
     else:
-        job.communicator = _open_flat(job, across, policy)
+        job.communicator = _open_flat(job, across, policy, device)
     return job.communicator
 
 
@@ -102,7 +102,7 @@ def _by_messages(info: RankInfo) -> str:
     return "mpi" if info.source == "mpi" else "gloo"
 
 
-def _open_flat(job: Job, backend: str, policy: WaitPolicy) -> Communicator:
+def _open_flat(job: Job, backend: str, policy: WaitPolicy, device: torch.device) -> Communicator:
     if backend == "shared memory":
         store = dist.PrefixStore(f"shared memory/{job.num_communicators}", job.store)
         bootstrap = StoreBootstrap(store, range(job.info.world_size), job.info.rank, policy)
@@ -113,7 +113,7 @@ def _open_flat(job: Job, backend: str, policy: WaitPolicy) -> Communicator:
         backend = _by_messages(job.info)
     if backend == "mpi":
         return MPICommunicator(_mpi_comm(job), policy)
-    return open_torch_communicator(backend, policy)
+    return open_torch_communicator(backend, policy, device)
 
 
 def _mpi_comm(job: Job) -> Any:

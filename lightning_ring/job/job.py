@@ -1,4 +1,22 @@
-"""The job of this process: the ranks that work together, and the connections between them."""
+"""The job of this process: the ranks that work together, and the connections between them.
+
+There is one job a process. It outlives a fit, so that a rank that dies between two fits ends the
+others too; the strategy takes the current job if the ranks are the same, and opens the next one
+otherwise. A Trainer built after `Job.reopen` has the new ranks.
+
+After a fit these stay, and do not grow with the number of fits:
+
+- the threads ``ring-watch`` and ``ring-stall``, in rank 0 ``ring-watch-relay``, and their
+  connections, until the job is closed;
+- ``sys.excepthook``, ``sys.exit`` and an exit handler: the watch learns how this rank ended;
+- the communicator, until the next fit opens another: ``trainer.strategy.barrier()`` uses it;
+- torch.distributed's default group, as after a fit with DDP. A group that the script opened is
+  used, and never destroyed; its store is where the ranks meet.
+
+Rank 0 serves the store (unless torchrun or the script does), the relay of the watch and the stall
+report. It may leave by `Job.reopen`, which hands over the address of the next store. Its death ends
+the job, as the death of any other rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""Finds mpirun, and builds the line that starts ranks with it."""
+"""Finds mpirun, and builds the line that starts ranks with it.
+
+What a bare mpirun (Open MPI 5.0.11) does, tried on two ranks in a loop of asynchronous all-reduces
+with a polling thread, and why the job watch exists:
+
+- A rank that raises, or calls ``sys.exit``, while another one waits: the job hangs.
+- A rank that is killed: the others end, with exit code 128 + signal.
+- mpirun gets SIGTERM, SIGINT or SIGHUP: ranks are killed 0.2 s later, too soon for a Python
+  handler.
+- mpirun gets SIGUSR2: it is passed to each rank's process group, and data-loader workers die of it.
+- mpirun is killed: ranks go on as orphans, and its segments stay in /dev/shm.
+- The link between two hosts is cut: the job hangs. With ``oob_tcp_keepalive_time`` mpirun ends
+  after 11 s, with exit code 0.
+"""
 
 from __future__ import annotations
 

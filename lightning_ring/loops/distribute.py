@@ -78,7 +78,7 @@ def distribute(
             end this process with their exit code. With a launcher, how many ranks it must have
             started. `None`: what was started.
         device: Move the module there; ``"cuda"`` or ``"xpu"`` is this rank's GPU. `None`: it stays
-            where it is.
+            where it is. A GPU becomes torch's current device.
         broadcast_buffers: After each step rank 0's buffers (BatchNorm statistics) replace those of
             the other ranks.
         backend, topology, bucket_cap_mb, compression, timeout: As of `RingStrategy`.
@@ -180,10 +180,11 @@ def _timeline(
 
 
 def _move(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:
-    if all(param.device == device for param in module.parameters()):
-        return
+    # events and kernels go to the current device, wherever the module is
     if is_gpu(device):
         gpu_module(device).set_device(device)
+    if all(param.device == device for param in module.parameters()):
+        return
     module.to(device)
     for optimizer in optimizers:
         if optimizer.state:

@@ -161,8 +161,10 @@ class LAMB(TrustRatioOptimizer):
     @staticmethod
     def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:
         assert step is not None
-        correction1 = torch.where(h.bias_correction != 0, 1 - h.beta1**step, 1.0)
-        correction2 = torch.where(h.bias_correction != 0, 1 - h.beta2**step, 1.0)
+        # 1 - beta ** inf = 1
+        correction_step = torch.where(h.bias_correction != 0, step, torch.inf)
+        correction1 = 1 - h.beta1**correction_step
+        correction2 = 1 - h.beta2**correction_step
         # (m / c1) / (sqrt(v / c2) + eps) = m / (sqrt(v) * c1 / sqrt(c2) + c1 * eps): fewer sweeps
         # over memory.
         return Scalars(
@@ -177,8 +179,7 @@ class LAMB(TrustRatioOptimizer):
             trust_clip=h.trust_clip,
             grad_scale=grad_scale,
             eps=h.eps,
-            # 1 - beta ** inf = 1
-            correction_step=torch.where(h.bias_correction != 0, step, torch.inf),
+            correction_step=correction_step,
         )
 
     @staticmethod

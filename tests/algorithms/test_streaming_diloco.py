@@ -12,6 +12,7 @@ from torch.nn.utils import parameters_to_vector
 
 from lightning_ring.algorithms.local import DiLoCo
 from lightning_ring.gradients.compression.between_nodes import BetweenNodes
+from lightning_ring.gradients.compression.blocks import SHARD_VALUES
 from tests.algorithms.local_training import NUM_STEPS, OPTIMIZERS, loss, network, one_step, trained
 from tests.thread_ranks import run_ranks
 
@@ -110,7 +111,9 @@ def two_legs(values: list[np.ndarray], bits: int) -> np.ndarray:
     """The average of the ranks' vectors; each shard's messages to its owner and back are
     rounded.
     """
-    shards = [np.array_split(own, len(values)) for own in values]
+    length = -(-len(values[0]) // (len(values) * SHARD_VALUES)) * SHARD_VALUES
+    cuts = [length * rank for rank in range(1, len(values))]
+    shards = [np.split(own, cuts) for own in values]
     return np.concatenate(
         [
             rounded(np.mean([rounded(own[owner], bits) for own in shards], 0), bits)

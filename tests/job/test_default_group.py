@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
@@ -32,6 +35,40 @@ def test_an_attempt_that_failed_does_not_rename_the_next_group() -> None:
         assert dist.group.WORLD.group_name == "0"
     finally:
         dist.destroy_process_group()
+
+
+def test_every_backend_of_a_default_group_waits_longer_than_it_opens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL's watchdog ends a process whose SyncBatchNorm waits for a rank longer than that."""
+    set_to: dict[str, timedelta] = {}
+
+    def backend(device: torch.device) -> Any:
+        return SimpleNamespace(
+            _set_default_timeout=lambda limit: set_to.__setitem__(device.type, limit)
+        )
+
+    kinds = [torch.device("cpu"), torch.device("cuda")]
+    group = SimpleNamespace(_device_types=kinds, _get_backend=backend)
+    fakes = {
+        "is_initialized": lambda: False,
+        "is_backend_available": lambda name: True,
+        "init_process_group": lambda *args, **kwargs: None,
+        "group": SimpleNamespace(WORLD=group),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(dist, name, fake)
+    minutes = timedelta(minutes=5)
+    Job(
+        RankInfo(0, 2, 0, 2, 0, 1, "ringrun"),
+        [],
+        dist.HashStore(),
+        device=torch.device("cuda:0"),
+        timeout=minutes,
+        lasting=Lasting(lambda: None, KeptMemory()),
+    ).open_default_group()
+    monkeypatch.undo()
+    assert set_to == {"cpu": minutes, "cuda": minutes}
 
 
 @pytest.mark.parametrize("broken", [False, True])

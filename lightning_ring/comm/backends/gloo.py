@@ -32,17 +32,18 @@ _NUM_CHANNELS = 3
 # chosen by the tag
 _INTERRUPTING_TAGS = range(4, 8)
 _NATIVE = (torch.float32, torch.float64)
-_GPU_NAMES = {"nccl": ("CUDA", torch.cuda), "xccl": ("Intel", torch.xpu)}
+_GPU_NAMES = {"nccl": ("CUDA", "cuda", torch.cuda), "xccl": ("Intel", "xpu", torch.xpu)}
 _OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp} | {ReduceOp.AVG: dist.ReduceOp.SUM}
 
 
 def open_torch_communicator(
-    backend: str = "gloo", policy: WaitPolicy | None = None
+    backend: str = "gloo", policy: WaitPolicy | None = None, device: torch.device | None = None
 ) -> Communicator:
     """A communicator over all ranks with process groups of its own; ``backend`` is gloo, nccl or
     xccl (Intel's GPUs).
 
-    Collective over the whole default group, which must be up; NCCL and XCCL use the current device.
+    Collective over the whole default group, which must be up. NCCL and XCCL start on ``device``, by
+    default that of the default group, or the current one.
 
     Raises:
         ConfigurationError: The default group is not up, or this torch lacks ``backend``.
@@ -56,7 +57,7 @@ def open_torch_communicator(
             f"backend={backend!r}; torch.distributed is used with 'gloo', 'nccl' or 'xccl' here."
         )
     if backend in _GPU_NAMES and not (
-        dist.is_backend_available(backend) and _GPU_NAMES[backend][1].is_available()
+        dist.is_backend_available(backend) and _GPU_NAMES[backend][2].is_available()
     ):
         raise ConfigurationError(
             f"backend={backend!r} needs {_GPU_NAMES[backend][0]} GPUs and a torch built with "
@@ -70,7 +71,15 @@ def open_torch_communicator(
     # where both are ready
     options = getattr(dist, f"ProcessGroup{backend.upper()}").Options(is_high_priority_stream=True)
     options._timeout = policy.timeout
-    group: Any = dist.new_group(timeout=policy.timeout, backend=backend, pg_options=options)
+    if device is None or device.index is None:
+        _, kind, gpu = _GPU_NAMES[backend]
+        bound = getattr(dist.group.WORLD, "bound_device_id", None)
+        device = bound or torch.device(kind, gpu.current_device())
+    # A group that is bound to a device starts at once, so that NCCL can allocate buckets before
+    # the first collective.
+    group: Any = dist.new_group(
+        timeout=policy.timeout, backend=backend, pg_options=options, device_id=device
+    )
     return NCCLCommunicator(
         group, host, policy, checked=os.environ.get(CHECK_VARIABLE, "0") not in ("", "0")
     )
@@ -111,10 +120,11 @@ def _own_group(policy: WaitPolicy, ranks: list[int] | None = None) -> Any:
 
 
 def limit_waits(group: dist.ProcessGroup, limit: timedelta) -> None:
-    """Let later collectives of ``group`` on CPUs take up to ``limit``, which differs from the
-    time of its opening.
+    """Let later collectives of ``group`` take up to ``limit``, on each kind of device; the time of
+    its opening differs.
     """
-    group._get_backend(torch.device("cpu"))._set_default_timeout(limit)
+    for device in group._device_types:
+        group._get_backend(device)._set_default_timeout(limit)
 
 
 class GlooCommunicator(RingCommunicator):

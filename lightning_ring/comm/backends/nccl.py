@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -26,6 +27,8 @@ from lightning_ring.comm.waiting import WaitPolicy, transport_error
 from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
 
 ENDING_SECONDS = 5.0  # collectives whose peers live end within that; those of a failed one never do
+# A launch takes microseconds, unless the driver's queue is full behind a kernel that never ends.
+LAUNCH_SECONDS = 1.0
 
 _OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp}
 
@@ -60,6 +63,7 @@ class NCCLCommunicator(Communicator):
         self._policy = policy or WaitPolicy()
         self._checked = checked
         self._closed = False
+        self._launching = threading.Lock()
         self.queue = StreamQueue(self._policy)
         _open.add(self)
         _abort_at_exit()
@@ -159,6 +163,22 @@ class NCCLCommunicator(Communicator):
     def open_requests(self, answer: Answer) -> Requests:
         return self._host.open_requests(answer)
 
+    def interrupt(self) -> None:
+        """End this group's kernels, from any thread, after the policy has failed.
+
+        A rank that is inside the driver (``loss.item()``) waits for them, and they wait for a rank
+        that never comes. What they leave in their tensors is no result.
+        """
+        # NCCL frees the communicator, which a launch in another thread may still use.
+        mine = self._launching.acquire(timeout=LAUNCH_SECONDS)
+        try:
+            # To abort twice is safe. To abort what was destroyed is not.
+            if not self._closed:
+                self._group.abort()
+        finally:
+            if mine:
+                self._launching.release()
+
     def abandon(self) -> None:
         """Abort the group. To destroy it would wait for kernels that end only once every rank takes
         part.
@@ -198,7 +218,10 @@ class NCCLCommunicator(Communicator):
         if self._checked:  # the host's collectives compare names, and tell which rank does not come
             self._host.all_reduce_(torch.zeros(1), name=f"call of {what}").wait()
         try:
-            return self.queue.add(what, launch(), finish)
+            with self._launching:
+                self._policy.raise_if_broken()
+                # `launch` refers to all tensors of the collective
+                return self.queue.add(what, launch(), finish, launch)
         except RingError:
             raise
         except RuntimeError as error:

@@ -26,11 +26,16 @@ class Launched(NamedTuple):
 class StreamWork:
     """A collective on the GPU's streams. ``finish`` is queued behind it, once, by the first
     `wait`.
+
+    ``held`` refers to the collective's tensors until then. torch's work drops them when the first
+    stream is ordered after it, which may be the monitor's: the stream that computes could get their
+    memory for other tensors, which the collective still reads.
     """
 
     _description: str
     _work: Any
     _finish: Callable[[], None] | None
+    _held: Any
 
     def order_current_stream(self) -> None:
         """Have the current stream go on after the collective; unlike `wait` this queues nothing
@@ -46,6 +51,7 @@ class StreamWork:
         if self._finish is not None:
             self._finish()
             self._finish = None
+        self._held = None
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
@@ -63,11 +69,11 @@ class StreamQueue:
         self._last: Launched | None = None
         policy.engines.append(weakref.ref(self))
 
-    def add(self, description: str, work: Any, finish: Callable[[], None]) -> StreamWork:
+    def add(self, description: str, work: Any, finish: Callable[[], None], held: Any) -> StreamWork:
         while self._open and self._open[0].work.is_completed():
             self._last = self._open.popleft()
         self._open.append(Launched(description, time.monotonic(), work))
-        return StreamWork(description, work, finish)
+        return StreamWork(description, work, finish, held)
 
     def head(self) -> Launched | None:
         """The first one that has not ended. From any thread."""
@@ -114,6 +120,8 @@ class StreamQueue:
                 raise policy.fail(policy.timeout_error(head.description))
 
         poll_until(reached, check)
+        # An aborted collective ends too, and leaves no result.
+        policy.raise_if_broken()
 
     def ends_within(self, seconds: float) -> bool:
         """Wait until all collectives have ended, for ``seconds`` at most; whether they did."""

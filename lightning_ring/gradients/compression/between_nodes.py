@@ -17,6 +17,7 @@ from lightning_ring.gradients.compression.compressor import Compressor, counterp
 from lightning_ring.gradients.compression.error_feedback import keep_if_finite
 
 MIN_NUMEL = 4096  # 16 KiB of float32: the most that an all-reduce sends as one message to everybody
+_ROW_BYTES = 128
 
 
 @dataclass(slots=True)
@@ -141,5 +142,8 @@ def _keep(lost: Tensor | None, part: Part, num_ranks: int) -> None:
 
 
 def messages(count: int, length: int, like: Tensor) -> Tensor:
-    """Room for as many messages of bytes, on the device of ``like``."""
-    return torch.zeros(count, length, dtype=torch.uint8, device=like.device)
+    """Room for as many messages of bytes, on the device of ``like``: rows that begin at multiples
+    of 128 bytes, so that a GPU reads 16 bytes at a time.
+    """
+    padded = -(-length // _ROW_BYTES) * _ROW_BYTES
+    return torch.zeros(count, padded, dtype=torch.uint8, device=like.device)

@@ -13,11 +13,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lightning_ring.comm.communicator import Communicator, Work, shard
+from lightning_ring.comm.communicator import Work
 from lightning_ring.gradients.compression.between_nodes import Part, messages
 
 BLOCK = 256  # values that share a scale
 CHUNK = 1 << 16  # values of a piece: 256 KiB, beside which its copy fits into 1 MiB of cache
+SHARD_VALUES = 32  # a shard has a multiple of them: 128 bytes of float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +30,76 @@ class BlockCode:
         encode_blocks: Writes 1-D float32 values, of which the last block may be shorter, to numbers
             (int8, with room for whole blocks) and scales.
         decode_blocks: Takes numbers, scales, and values to replace.
+        kernels: The code's name in the module `kernels`; empty if it has none.
     """
 
     width: int
     encode_blocks: Callable[[Tensor, Tensor, Tensor], None]
     decode_blocks: Callable[[Tensor, Tensor, Tensor], None]
+    kernels: str = ""
 
     def num_bytes(self, numel: int) -> int:
         """Length of the message of ``numel`` values: a multiple of 4."""
         return -(-numel // BLOCK) * (self.width + 4)
 
-    def encode(self, values: Tensor, message: Tensor) -> None:
-        """Write 1-D ``values`` to 1-D uint8 ``message``, which may be longer."""
-        self.encode_blocks(values, *self._cut(message))
+    def encode(self, values: Tensor, messages: Tensor) -> None:
+        """Write each shard of 1-D ``values`` to a row of 2-D uint8 ``messages``, which may be
+        longer.
+        """
+        numbers, scales = self._cut(messages)
+        length = shard_length(values.numel(), len(messages))
+        if self.kernels and (kernels := triton_kernels(values)):
+            kernels.encode(self.kernels, values, numbers, scales, length)
+            return
+        shards = zip(values.split(length), numbers, scales, strict=False)
+        for own, own_numbers, own_scales in shards:
+            self.encode_blocks(own, own_numbers, own_scales)
 
-    def decode(self, message: Tensor, values: Tensor) -> None:
-        """Replace ``values`` by those that were encoded."""
-        self.decode_blocks(*self._cut(message), values)
+    def decode(self, messages: Tensor, values: Tensor) -> None:
+        """Replace each shard of ``values`` by the one that was encoded in its row."""
+        numbers, scales = self._cut(messages)
+        length = shard_length(values.numel(), len(messages))
+        if self.kernels and (kernels := triton_kernels(values)):
+            kernels.decode(self.kernels, values, numbers, scales, length)
+            return
+        shards = zip(values.split(length), numbers, scales, strict=False)
+        for own, own_numbers, own_scales in shards:
+            self.decode_blocks(own_numbers, own_scales, own)
 
-    def _cut(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        end = message.numel() // (self.width + 4) * self.width
-        return message[:end].view(torch.int8), message[end:].view(torch.float32)
+    def average(self, messages: Tensor, values: Tensor) -> None:
+        """Replace ``values`` by the average of all rows, each of which holds as many values."""
+        if self.kernels and (kernels := triton_kernels(values)):
+            numbers, scales = self._cut(messages)
+            length = shard_length(values.numel(), 1)
+            kernels.decode(self.kernels, values, numbers, scales, length, len(messages))
+            return
+        self.decode(messages[:1], values)
+        other = torch.empty_like(values)
+        for index in range(1, len(messages)):
+            self.decode(messages[index : index + 1], other)
+            values += other
+        values.div_(len(messages))
+
+    def _cut(self, messages: Tensor) -> tuple[Tensor, Tensor]:
+        end = messages.shape[1] // (self.width + 4) * self.width
+        return messages[:, :end].view(torch.int8), messages[:, end:].view(torch.float32)
+
+
+def shard_length(numel: int, num_shards: int) -> int:
+    """Values of each shard but the last ones, which are shorter or empty.
+
+    Sharded buckets have a multiple of ``num_shards * SHARD_VALUES`` elements: there these are the
+    shards of `shard_bounds`.
+    """
+    return max(-(-numel // (num_shards * SHARD_VALUES)), 1) * SHARD_VALUES
+
+
+def aligned_shard(values: Tensor, num_shards: int, index: int) -> Tensor:
+    """View of the shard ``index`` of 1-D ``values``, which begins at a multiple of 128 bytes of
+    float32.
+    """
+    length = shard_length(values.numel(), num_shards)
+    return values[index * length : (index + 1) * length]
 
 
 def rows_of(values: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -92,56 +142,42 @@ def average_in_two_legs(
         server: The owners' errors of the second leg, in the places of the shards, which are added
             before it and become its new errors. Of the size of ``part.values``; only this rank's
             shard is used.
-        shard_only: Leave out the second leg. This rank's shard of ``part.values`` gets the bits
-            that all would get.
+        shard_only: Leave out the second leg. This rank's `aligned_shard` of ``part.values`` gets
+            the bits that all would get.
     """
-    group, mine = part.group, part.group.shard_index
-    shards = _shards(part.values, group)
-    lost = None if part.lost is None else _shards(part.lost, group)
-    owed = None if server is None else _shards(server, group)[mine]
-    longest = max(own.numel() for own in shards)
-    sent = messages(len(shards), code.num_bytes(longest), part.values)
-    for own, message in zip(shards, sent, strict=True):
-        code.encode(own, message)
+    group, values, lost = part.group, part.values, part.lost
+    size, mine = group.world_size, group.shard_index
+    own = aligned_shard(values, size, mine)
+    length = code.num_bytes(shard_length(values.numel(), size))
+    sent = messages(size, length, values)
+    own_message = sent[mine : mine + 1]
+    code.encode(values, sent)
     received = torch.empty_like(sent)
     targets = [sent[index] for index in group.shard_indices]
     work = group.all_to_all(targets, list(received), name=part.name)
     if lost is not None:  # while the messages travel
-        for own, message, error in zip(shards, sent, lost, strict=True):
-            _subtract_decoded(code, own, message, error)
+        _subtract_decoded(code, values, sent, lost)
     yield work
-    mean = _mean(received, shards[mine], code)
+    mean = torch.empty_like(own)
+    code.average(received, mean)
+    owed = None if server is None else aligned_shard(server, size, mine)
     if owed is not None:
         mean += owed
-    code.encode(mean, sent[mine])
+    code.encode(mean, own_message)
     if owed is not None:
-        error = _subtract_decoded(code, mean, sent[mine], torch.empty_like(mean))
+        error = _subtract_decoded(code, mean, own_message, torch.empty_like(mean))
         part.updates.append((owed, error))
     elif lost is not None:
-        error = _subtract_decoded(code, mean, sent[mine], torch.empty_like(mean))
-        lost[mine].add_(error, alpha=group.world_size)
+        error = _subtract_decoded(code, mean, own_message, torch.empty_like(mean))
+        aligned_shard(lost, size, mine).add_(error, alpha=size)
     if shard_only:
-        code.decode(sent[mine], shards[mine])
+        code.decode(own_message, own)
         return
     yield group.all_gather_(sent.view(-1), name=f"{part.name}, averages")
-    for own, message in zip(shards, sent, strict=True):
-        code.decode(message, own)
+    code.decode(sent, values)
 
 
-def _subtract_decoded(code: BlockCode, values: Tensor, message: Tensor, out: Tensor) -> Tensor:
-    """What ``message`` lacks of ``values``."""
-    code.decode(message, out)
+def _subtract_decoded(code: BlockCode, values: Tensor, sent: Tensor, out: Tensor) -> Tensor:
+    """What the messages ``sent`` lack of ``values``."""
+    code.decode(sent, out)
     return torch.sub(values, out, out=out)
-
-
-def _mean(received: Tensor, like: Tensor, code: BlockCode) -> Tensor:
-    total, other = torch.empty_like(like), torch.empty_like(like)
-    code.decode(received[0], total)
-    for message in received[1:]:
-        code.decode(message, other)
-        total += other
-    return total.div_(len(received))
-
-
-def _shards(tensor: Tensor, group: Communicator) -> list[Tensor]:
-    return [shard(tensor, group.world_size, index) for index in range(group.world_size)]

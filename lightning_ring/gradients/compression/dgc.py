@@ -185,7 +185,7 @@ class DGC(ErrorFeedback):
         if comm.is_nested:
             velocity.masked_fill_(average != 0, 0.0)
         else:
-            velocity[places] = 0
+            velocity.index_fill_(0, places, 0.0)
 
 
 def _numbers(value: Any) -> tuple[float, ...]:

@@ -20,12 +20,13 @@ from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp
 from lightning_ring.gradients.compression.between_nodes import BetweenNodes, Part, SteppedWork
 from lightning_ring.gradients.compression.blocks import (
     BLOCK,
+    SHARD_VALUES,
     BlockCode,
     average_in_two_legs,
     rows_of,
-    triton_kernels,
 )
 from lightning_ring.gradients.compression.registry import int8_bytes
+from lightning_ring.host.accelerator import send
 
 LARGEST = 127
 TINY = 1e-30  # the least maximum, whose reciprocal is finite
@@ -55,11 +56,13 @@ class Int8(BetweenNodes):
 
     def reduce_scatter(self, flat: Tensor, comm: Communicator, *, name: str = "") -> Work:
         """The first leg. On nested rings both, as a rank's shard is not its part of the node's
-        average there.
+        average there; so where shards do not begin at multiples of 128 bytes, as those of sharded
+        buckets do.
         """
         if flat.numel() < max(self.min_numel, 1):
             return comm.reduce_scatter_(flat, op=ReduceOp.AVG, name=name)
-        if comm.is_nested:  # on a copy: flags in ``flat`` are read while it travels
+        aligned = flat.numel() % (comm.world_size * SHARD_VALUES) == 0
+        if comm.is_nested or not aligned:  # on a copy: flags in ``flat`` are read while it travels
             whole = flat.clone()
             return ChainedWork(self.all_reduce(whole, comm, name=name), lambda: flat.copy_(whole))
         part = Part(flat, flat, comm, None, name)
@@ -68,9 +71,6 @@ class Int8(BetweenNodes):
 
 def encode_int8(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
     """Write s = max|x|/127 of each block x to ``scales``, and round(x/s) to ``numbers``."""
-    if kernels := triton_kernels(values):
-        kernels.encode_int8(values, numbers, scales)
-        return
     for first, rows in rows_of(values):
         scale = scales[first : first + len(rows)]
         scratch = rows.abs()
@@ -82,15 +82,12 @@ def encode_int8(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
 
 def decode_int8(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
     """Replace ``values`` by ``numbers`` times the scale of their block."""
-    if kernels := triton_kernels(values):
-        kernels.decode_int8(numbers, scales, values)
-        return
     for first, rows in rows_of(values):
         rows.copy_(numbers[first * BLOCK :][: rows.numel()].view_as(rows))
         rows.mul_(scales[first : first + len(rows)].unsqueeze(1))
 
 
-INT8 = BlockCode(BLOCK, encode_int8, decode_int8)
+INT8 = BlockCode(BLOCK, encode_int8, decode_int8, "int8")
 
 
 # the magnitudes of a block, as shares of its largest: 0, 1/64, 1/32, ... 1
@@ -122,7 +119,7 @@ def _encode_4_bits(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
     rows = pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     scale = rows.abs().amax(1, keepdim=True)
     scales[: len(rows)].copy_(scale.view(-1))
-    middles = torch.tensor(_MAGNITUDES, device=values.device).unfold(0, 2, 1).mean(1)
+    middles = send(torch.tensor(_MAGNITUDES), values.device).unfold(0, 2, 1).mean(1)
     code = torch.bucketize(rows.abs() / scale.clamp_min(TINY), middles, out_int32=True)
     low, high = (code + 8 * rows.signbit()).to(torch.uint8).view(2, -1)
     numbers.view(torch.uint8)[: low.numel()].copy_(low + 16 * high)
@@ -132,7 +129,7 @@ def _decode_4_bits(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
     num_blocks = -(-values.numel() // BLOCK)
     packed = numbers.view(torch.uint8)[: num_blocks * BLOCK // 2]
     code = torch.cat([packed & 15, packed >> 4]).int()
-    table = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)], device=values.device)
+    table = send(torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)]), values.device)
     rows = table[code].view(-1, BLOCK) * scales[:num_blocks].unsqueeze(1)
     values.copy_(rows.view(-1)[: values.numel()])
 

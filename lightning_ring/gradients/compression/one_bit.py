@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_ring.comm.communicator import ChainedWork, Communicator, Work, shard
+from lightning_ring.comm.communicator import ChainedWork, Communicator, Work
 from lightning_ring.gradients.compression.between_nodes import MIN_NUMEL, BetweenNodes, Part
 from lightning_ring.gradients.compression.blocks import (
     BLOCK,
     BlockCode,
+    aligned_shard,
     average_in_two_legs,
     rows_of,
-    triton_kernels,
 )
 from lightning_ring.gradients.compression.compressor import GradientLayout, bounds_of
 from lightning_ring.gradients.compression.error_feedback import ErrorFeedback, NamedBuffers
@@ -90,7 +90,7 @@ class Signs(BetweenNodes):
         server = part.of(self._server[part.whole])
         # buckets were built anew: what is owed elsewhere travels with the gradients
         if part.whole in self._moved:
-            own = shard(server, part.group.world_size, part.group.shard_index)
+            own = aligned_shard(server, part.group.world_size, part.group.shard_index)
             mine = own.clone()
             own.zero_()
             part.values.add_(server, alpha=part.group.world_size)
@@ -109,6 +109,7 @@ class Signs(BetweenNodes):
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:
         if len(state["server"]) == world_size:  # else `ErrorFeedback` says that errors start again
             self._server.load(state["server"][rank])
+            self._moved.update(self._gaps)  # an earlier release cut shards elsewhere
         return None
 
 
@@ -132,9 +133,6 @@ def encode_signs(values: Tensor, bits: Tensor, scales: Tensor) -> None:
     """Write mean|x| of each block x to ``scales``, and x ≥ 0 to ``bits``, the first value in the
     lowest of a byte.
     """
-    if kernels := triton_kernels(values):
-        kernels.encode_signs(values, bits, scales)
-        return
     for first, rows in rows_of(values):
         missing = BLOCK - rows.shape[1]
         whole = pad(rows, (0, missing)) if missing else rows
@@ -149,9 +147,6 @@ def encode_signs(values: Tensor, bits: Tensor, scales: Tensor) -> None:
 
 def decode_signs(bits: Tensor, scales: Tensor, values: Tensor) -> None:
     """Replace ``values`` by the scale of their block if their bit is set, else by its opposite."""
-    if kernels := triton_kernels(values):
-        kernels.decode_signs(bits, scales, values)
-        return
     bytes_ = torch.arange(256, device=values.device).unsqueeze(1)
     places = torch.arange(8, device=values.device)
     signs = ((bytes_ >> places) & 1).float().mul_(2).sub_(1)  # of each byte
@@ -164,4 +159,4 @@ def decode_signs(bits: Tensor, scales: Tensor, values: Tensor) -> None:
             rows.copy_(whole[:, : rows.shape[1]])
 
 
-SIGNS = BlockCode(BLOCK // 8, encode_signs, decode_signs)
+SIGNS = BlockCode(BLOCK // 8, encode_signs, decode_signs, "signs")

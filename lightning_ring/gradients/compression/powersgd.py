@@ -10,9 +10,11 @@ as they lie in memory.
 from __future__ import annotations
 
 import logging
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from lightning_ring.gradients.compression.compressor import Compressor, Gradient
 from lightning_ring.gradients.compression.error_feedback import ErrorFeedback, replace_if
 
 log = logging.getLogger(__name__)
+
+_GRAM_SCHMIDT_RANK = 4  # beyond it `torch.linalg.qr`, a call a matrix on GPUs, is worth its time
 
 
 @dataclass(slots=True)
@@ -45,11 +49,16 @@ class Plan:
     """The two messages of a flat tensor of gradients: ``matrices`` travel as factors, the ``rest``
     as it is.
 
-    ``first`` holds all P and then the rest, ``second`` all Q.
+    ``first`` holds all P and then the rest, ``second`` all Q. Matrices of one shape lie side by
+    side: ``ps`` and ``qs`` are views of their factors as batches, and ``noise`` is for
+    `orthonormal`.
     """
 
     names: list[str]
     matrices: list[Matrix]
+    ps: list[Tensor]
+    qs: list[Tensor]
+    noise: Tensor
     rest: list[Tensor]
     sent: list[Tensor]  # the rest's places in the first message
     first: Tensor
@@ -60,11 +69,52 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def orthonormal(factor: Tensor) -> Tensor:
-    """Columns that span the same space; where that has fewer dimensions, such as for zeros, some
-    of the rest too.
+def orthonormal(factors: Tensor, noise: Tensor) -> Tensor:
+    """Columns that span the same space, for each n × r matrix of a batch; where that has fewer
+    dimensions, such as for zeros, some of the rest too.
+
+    Up to rank 4 by Gram-Schmidt, whose few operations serve the whole batch, in float64: float32
+    products may be rounded to TensorFloat-32. Each column is projected twice, which makes it
+    orthogonal to rounding. In between ``noise``, n · r random numbers or more, of the size of a
+    rounding gives a direction to columns that have lost theirs.
+
+    Source: Giraud, Langou, Rozložník and van den Eshof, "Rounding error analysis of the classical
+    Gram-Schmidt orthogonalization process" (2005).
     """
-    return torch.linalg.qr(factor).Q
+    _, n, r = factors.shape
+    if r > _GRAM_SCHMIDT_RANK:
+        return torch.linalg.qr(factors).Q
+    columns = factors / _sizes(factors.double())
+    share = torch.finfo(factors.dtype).eps / math.sqrt(n)
+    directions = noise[: n * r].view(n, r, 1)
+    for index in range(r):
+        column, before = columns[:, :, index : index + 1], columns[:, :, :index]
+        if index:
+            column -= before @ (before.mT @ column)
+        column.add_(directions[:, index], alpha=share)
+        if index:
+            column -= before @ (before.mT @ column)
+        column /= _sizes(column)
+    return columns.to(factors.dtype)
+
+
+def _sizes(columns: Tensor) -> Tensor:
+    """Norms of columns, and no zeros."""
+    sizes = torch.linalg.vector_norm(columns, dim=1, keepdim=True)
+    return sizes.clamp_min_(torch.finfo(sizes.dtype).tiny)
+
+
+def batches(parts: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+    """``parts``, which lie side by side in ``flat``, with a batch of those that follow each other
+    and have one shape.
+    """
+    found = []
+    for shape, same in groupby(parts, lambda part: part.shape):
+        first, *others = same
+        start = first.storage_offset() - flat.storage_offset()
+        count = 1 + len(others)
+        found.append(flat[start : start + count * first.numel()].view(count, *shape))
+    return found
 
 
 def in_memory_order(flat: Tensor, view: Tensor) -> Tensor:
@@ -144,6 +194,7 @@ class LowRank(Compressor):
                 matrices.append(self._remember(name, gradient))
             else:
                 rest.append(in_memory_order(flat, view))
+        matrices.sort(key=lambda matrix: matrix.gradient.shape)
         first, views = side_by_side([*(m.p for m in matrices), *rest], like=flat)
         second, qs = side_by_side([m.q for m in matrices], like=flat)
         ps, sent = views[: len(matrices)], views[len(matrices) :]
@@ -153,7 +204,21 @@ class LowRank(Compressor):
         self._plans = {
             other: plan for other, plan in self._plans.items() if replaced.isdisjoint(plan.names)
         }
-        self._plans[flat] = Plan(list(layout.names), matrices, rest, sent, first, second)
+        most = max((part.numel() for part in (*ps, *qs)), default=0)
+        generator = torch.Generator().manual_seed(self.seed)
+        # uniform: the first ones are the same in every bucket
+        noise = (2 * torch.rand(most, generator=generator, dtype=flat.dtype) - 1).to(flat)
+        self._plans[flat] = Plan(
+            list(layout.names),
+            matrices,
+            batches(ps, first),
+            batches(qs, second),
+            noise,
+            rest,
+            sent,
+            first,
+            second,
+        )
 
     def forget_tensors(self) -> None:
         self._plans.clear()
@@ -182,8 +247,9 @@ class LowRank(Compressor):
             if lost is not None:
                 lost.zero_()
             return comm.all_reduce_(flat, op=ReduceOp.AVG, name=name)
-        for matrix in plan.matrices:
-            torch.mm(matrix.gradient, orthonormal(matrix.q), out=matrix.p)
+        qs = [q for batch in plan.qs for q in orthonormal(batch, plan.noise)]
+        for matrix, q in zip(plan.matrices, qs, strict=True):
+            torch.mm(matrix.gradient, q, out=matrix.p)
         if plan.rest:
             torch._foreach_copy_(plan.sent, plan.rest)
         work = comm.all_reduce_(plan.first, op=ReduceOp.AVG, name=name)
@@ -258,8 +324,9 @@ class PowerSGD(ErrorFeedback):
 def _send_second(plan: Plan, comm: Communicator, name: str) -> None:
     if plan.rest:
         torch._foreach_copy_(plan.rest, plan.sent)
+    for batch in plan.ps:
+        batch.copy_(orthonormal(batch, plan.noise))
     for matrix in plan.matrices:
-        matrix.p.copy_(orthonormal(matrix.p))
         torch.mm(matrix.gradient.t(), matrix.p, out=matrix.q)
     comm.all_reduce_(plan.second, op=ReduceOp.AVG, name=f"{name}, second factors").wait()
 

@@ -63,7 +63,8 @@ class Largest(BetweenNodes):
         rows[group.shard_index, 1].view(torch.int32).copy_(places)
         work = group.all_gather_(rows.view(-1), name=part.name)
         if part.lost is not None:
-            part.lost.copy_(values)[places] = 0
+            # an assignment would copy its 0 to a GPU, and wait for that
+            part.lost.copy_(values).index_fill_(0, places, 0.0)
         values.zero_()
         yield work
         for theirs, at in rows:

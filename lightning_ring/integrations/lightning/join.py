@@ -1,4 +1,12 @@
-"""``uneven="join"``: ranks without data repeat a batch, whose gradient counts as zero."""
+"""``uneven="join"``: ranks without data repeat a batch, whose gradient counts as zero.
+
+Ranks compare the lengths of their training loaders when Lightning sets them up. Equal lengths need
+nothing. Different lengths are an error on every rank under ``uneven="error"``. Under ``"join"``,
+and for iterable data sets, whose length is unknown, all ranks exchange at every batch whether they
+have one. The repeated batch makes the same collective calls in ``training_step`` and does not
+count: no gradient, no buffer, no weight in logged means. Metric objects that count by themselves do
+see it. With several training loaders the number of combined batches counts.
+"""
 
 from __future__ import annotations
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, ParameterList
+
+# Loops over all parameters cost the host most of a fused step; `map` calls these from C.
+DTYPE, DEVICE = attrgetter("dtype"), attrgetter("device")
 
 
 class CollectedParameters:
@@ -28,9 +30,14 @@ class CollectedParameters:
     ) -> None:
         self._listed = listed
         self._parts = [replace(part, grads=[], tables=None) for part in parts]
-        self._count = sum(len(part.positions) for part in parts)
-        self._params = [[listed.params[position] for position in part.positions] for part in parts]
-        self._layouts = [_layouts(params) for params in self._params]
+        taken = {position for part in parts for position in part.positions}
+        self._has_grad = [position in taken for position in range(len(listed.params))]
+        self._layouts = [
+            (params, *(list(map(ask, params)) for ask in (Tensor.stride, DTYPE, DEVICE)))
+            for params in (
+                [listed.params[position] for position in part.positions] for part in parts
+            )
+        ]
         self._state = _values(state)
 
     def at_next_step(
@@ -39,30 +46,34 @@ class CollectedParameters:
         """The batches with the gradients of now; None if they have to be collected anew."""
         if listed is not self._listed or not _same(_values(state), self._state):
             return None
-        grads = [param.grad for param in listed.params]
-        if sum(grad is not None for grad in grads) != self._count:
+        grads: list[Any] = [param.grad for param in listed.params]
+        if [grad is not None for grad in grads] != self._has_grad:
             return None
         parts = []
-        for part, params, layouts in zip(self._parts, self._params, self._layouts, strict=True):
-            own = [grad for grad in map(grads.__getitem__, part.positions) if grad is not None]
-            if len(own) < len(params) or any(grad.layout is not torch.strided for grad in own):
+        for part, (params, strides, dtypes, devices) in zip(
+            self._parts, self._layouts, strict=True
+        ):
+            own = grads
+            if len(part.positions) < len(grads):
+                own = [grads[position] for position in part.positions]
+            try:
+                own_strides = list(map(Tensor.stride, own))
+            except RuntimeError:  # a sparse gradient has none
                 return None
-            kinds = [(grad.stride(), grad.dtype) for grad in own]
             if (
-                kinds != [(strides, part.kind.grad) for strides, *_ in layouts]
-                or _layouts(params) != layouts
+                own_strides != strides
+                or list(map(DTYPE, own)) != [part.kind.grad] * len(own)
+                or list(map(Tensor.stride, params)) != strides
+                or list(map(DTYPE, params)) != dtypes
+                or list(map(DEVICE, params)) != devices
             ):
                 return None
             parts.append(replace(part, grads=own))
         return parts
 
 
-def _layouts(params: list[Tensor]) -> list[tuple[Any, ...]]:
-    return [(param.stride(), param.dtype, param.device) for param in params]
-
-
 def _values(state: Mapping[Tensor, Any]) -> list[Any]:
-    return list(chain.from_iterable(of_one.values() for of_one in state.values()))
+    return list(chain.from_iterable(map(dict.values, state.values())))
 
 
 def _same(now: list[Any], before: list[Any]) -> bool:

@@ -12,28 +12,25 @@ import torch
 from torch import Tensor
 
 from lightning_ring.optim.engine import compiler, cpp_kernel, triton_kernel
-from lightning_ring.optim.engine.parameter_list import ParameterBatch, TensorKind, send
+from lightning_ring.optim.engine.parameter_list import ParameterBatch
 from lightning_ring.optim.engine.plain import PlainRunner
 from lightning_ring.optim.engine.rule import Rule, StepNumbers
-from lightning_ring.optim.engine.trace import cached, measure_body, move_body
+from lightning_ring.optim.engine.sent_tables import SentTables
+from lightning_ring.optim.engine.trace import Body, cached, measure_body, move_body
 
 
 class FusedRunner(PlainRunner):
     """The tables through which the kernels find their tensors; each call works on a chunk of one
     tensor.
 
-    Tables are made when they change (gradients tend to come back at the same addresses). They
-    travel to a GPU from pinned memory, without waiting. A CUDA graph repeats that copy, which is
-    why it keeps the memory.
+    Tables are made when they change: gradients tend to come back at the same addresses.
     """
 
     chunk: int  # elements
 
     def __init__(self, rule: type[Rule]) -> None:
         super().__init__(rule)
-        self._chunks: dict[Any, tuple[Tensor, Tensor]] = {}
-        self._addresses: dict[TensorKind, tuple[list[list[int]], Tensor]] = {}
-        self._captured: list[Tensor] = []
+        self._kept = SentTables()
 
     def grad_square_sum(self, part: ParameterBatch) -> Tensor:
         return torch.stack(torch._foreach_norm(part.grads, 2, torch.float64)).square().sum()
@@ -50,51 +47,53 @@ class FusedRunner(PlainRunner):
 
         Shape [parameters, tensors + 1].
         """
-        addresses = [[tensor.data_ptr() for tensor in column] for column in part.columns()]
-        known = self._addresses.get(part.kind)
-        if known is None or known[0] != addresses:
-            aligned = [
-                int(all(address % 16 == 0 for address in row))
-                for row in zip(*addresses, strict=True)
-            ]
-            table = torch.tensor([*addresses, aligned]).T.contiguous()
-            known = self._addresses[part.kind] = (
-                addresses,
-                self._to_device(table, part.kind.device),
-            )
-        return known[1]
+        # Memory may change without a word to Python (`param.data = ...`), so that each step asks.
+        addresses = [list(map(Tensor.data_ptr, column)) for column in part.columns()]
+
+        def make() -> Tensor:
+            rows = zip(*addresses, strict=True)
+            aligned = [int(all(address % 16 == 0 for address in row)) for row in rows]
+            return torch.tensor([*addresses, aligned]).T.contiguous()
+
+        return self._kept.get(part.kind, addresses, part.kind.device, make)
 
     def _chunks_of(self, part: ParameterBatch) -> tuple[Tensor, Tensor]:
         """Row, start and size of each chunk, shape [chunks, 3]; first chunk of each row, shape
         [parameters + 1].
         """
-        sizes = tuple(weight.numel() for weight in part.weights)
-        key = (part.kind.device, sizes)
-        if key not in self._chunks:
-            step = self.chunk
-            chunks = [
-                (row, at, min(step, size - at))
-                for row, size in enumerate(sizes)
-                for at in range(0, size, step)
-            ]
-            first = accumulate((-(-size // step) for size in sizes), initial=0)
-            tables = (
-                torch.tensor(chunks, dtype=torch.int64).reshape(-1, 3),
-                torch.tensor(list(first)),
-            )
-            self._chunks[key] = (
-                self._to_device(tables[0], key[0]),
-                self._to_device(tables[1], key[0]),
-            )
-        return self._chunks[key]
+        sizes = tuple(map(Tensor.numel, part.weights))
+        device = part.kind.device
 
-    def _to_device(self, table: Tensor, device: torch.device) -> Tensor:
-        if device.type != "cuda":
-            return table
-        pinned = table.pin_memory()
-        if torch.cuda.is_current_stream_capturing():
-            self._captured.append(pinned)
-        return pinned.to(device, non_blocking=True)
+        def chunks() -> Tensor:
+            rows = [
+                (row, at, min(self.chunk, size - at))
+                for row, size in enumerate(sizes)
+                for at in range(0, size, self.chunk)
+            ]
+            return torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
+
+        def first() -> Tensor:
+            counts = (-(-size // self.chunk) for size in sizes)
+            return torch.tensor(list(accumulate(counts, initial=0)))
+
+        return (
+            self._kept.get(("chunks", device, sizes), None, device, chunks),
+            self._kept.get(("first", device, sizes), None, device, first),
+        )
+
+    def _table(self, body: Body, part: ParameterBatch, numbers: StepNumbers) -> Tensor:
+        """Scalars of ``body`` by parameter of the part, shape [parameters, scalars], float64, on
+        the part's device.
+        """
+        device = part.kind.device
+        if not body.scalars:
+            return torch.zeros(len(part.positions), 1, dtype=torch.float64, device=device)
+        table = torch.stack([numbers.on_device[name] for name in body.scalars], dim=1)
+        if len(part.positions) != len(table):
+            positions, place = tuple(part.positions), table.device
+            rows = self._kept.get((positions, place), None, place, lambda: torch.tensor(positions))
+            table = table.index_select(0, rows)
+        return table.to(device)
 
 
 class FusedCpuRunner(FusedRunner):
@@ -107,12 +106,12 @@ class FusedCpuRunner(FusedRunner):
     def measure(self, part: ParameterBatch, numbers: StepNumbers) -> Tensor:
         chunks, *_ = self._tables_of(part)
         sums = torch.empty(len(chunks), 2, dtype=torch.float64)
-        self._call("measure", part, _table(measure_body(self._rule).scalars, part, numbers), sums)
+        self._call("measure", part, self._table(measure_body(self._rule), part, numbers), sums)
         by_row = torch.zeros(len(part.positions), 2, dtype=torch.float64)
         return by_row.index_add_(0, chunks[:, 0], sums).T
 
     def move(self, part: ParameterBatch, numbers: StepNumbers) -> None:
-        self._call("move", part, _table(move_body(self._rule).scalars, part, numbers), None)
+        self._call("move", part, self._table(move_body(self._rule), part, numbers), None)
         torch.autograd.graph.increment_version([*part.weights, *part.mirrors])
 
     def _call(self, name: str, part: ParameterBatch, scalars: Tensor, sums: Tensor | None) -> None:
@@ -138,47 +137,31 @@ class FusedCudaRunner(FusedRunner):
     def measure(self, part: ParameterBatch, numbers: StepNumbers) -> Tensor:
         device, rows = part.kind.device, len(part.positions)
         chunks, first_chunk, pointers = self._tables_of(part)
-        by_row = torch.zeros(2, rows, dtype=torch.float64, device=device)
         if not len(chunks):
-            return by_row
-        sums = torch.zeros(len(chunks), 2, dtype=torch.float64, device=device)
-        scalars = _table(measure_body(self._rule).scalars, part, numbers)
-        module, sizes = (
-            _module(self._rule, part.kind),
-            {"CHUNK": self.chunk, "BLOCK": triton_kernel.BLOCK},
-        )
+            return torch.zeros(2, rows, dtype=torch.float64, device=device)
+        by_row = torch.empty(2, rows, dtype=torch.float64, device=device)
+        sums = torch.empty(len(chunks), 2, dtype=torch.float64, device=device)
+        body = measure_body(self._rule)
+        scalars = self._table(body, part, numbers)
+        module = _module(self._rule, part.kind)
+        sizes = {"CHUNK": self.chunk, "BLOCK": triton_kernel.block_size(body, part.kind)}
+        num_warps = triton_kernel.NUM_WARPS
         with _on(device):
-            module["measure"][(len(chunks),)](chunks, pointers, scalars, sums, num_warps=8, **sizes)
+            launch = module["measure"][(len(chunks),)]
+            launch(chunks, pointers, scalars, sums, num_warps=num_warps, **sizes)
             module["add_up"][(rows,)](first_chunk, sums, by_row, rows, BLOCK=128, num_warps=4)
         return by_row
 
     def move(self, part: ParameterBatch, numbers: StepNumbers) -> None:
         chunks, _, pointers = self._tables_of(part)
         if len(chunks):
-            scalars = _table(move_body(self._rule).scalars, part, numbers)
-            sizes = {"CHUNK": self.chunk, "BLOCK": triton_kernel.BLOCK}
+            body = move_body(self._rule)
+            scalars = self._table(body, part, numbers)
+            sizes = {"CHUNK": self.chunk, "BLOCK": triton_kernel.block_size(body, part.kind)}
             launch = _module(self._rule, part.kind)["move"][(len(chunks),)]
             with _on(part.kind.device):
-                launch(chunks, pointers, scalars, num_warps=8, **sizes)
+                launch(chunks, pointers, scalars, num_warps=triton_kernel.NUM_WARPS, **sizes)
         torch.autograd.graph.increment_version([*part.weights, *part.mirrors])
-
-
-def _table(names: tuple[str, ...], part: ParameterBatch, numbers: StepNumbers) -> Tensor:
-    """Scalars by parameter of the part, shape [parameters, names], float64, on the part's
-    device.
-    """
-    device = part.kind.device
-    if not names:
-        return torch.zeros(len(part.positions), 1, dtype=torch.float64, device=device)
-    table = torch.stack([numbers.on_device[name] for name in names], dim=1)
-    if len(part.positions) != len(table):
-        table = table.index_select(0, _index(tuple(part.positions), table.device))
-    return table.to(device)
-
-
-@functools.lru_cache(maxsize=64)
-def _index(positions: tuple[int, ...], device: torch.device) -> Tensor:
-    return send(torch.tensor(positions), device)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

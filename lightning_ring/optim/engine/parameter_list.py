@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from operator import is_
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-GPUS = ("cuda", "xpu")  # NVIDIA's and AMD's, and Intel's
+from lightning_ring.optim.engine.sent_tables import SentTables
+
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -71,13 +73,6 @@ class ParameterBatch:
         return ParameterBatch(self.kind, *picked, mirrors, room)  # type: ignore[arg-type, call-arg]
 
 
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` (on the CPU, or there already) on ``device``, without waiting for the device."""
-    if device.type in GPUS and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
-
-
 class ParameterList:
     """The parameters of all groups, in order.
 
@@ -104,37 +99,34 @@ class ParameterList:
             self.steps = torch.zeros(count, device=self.device if steps_on_device else "cpu")
             self.step_views = list(self.steps.unbind())
 
-        self._indices: dict[Any, Tensor] = {}
-        self._sent: tuple[list[list[float]], Tensor] | None = None
+        self.tables = SentTables()
+        # The groups' numbers at the last step, and the same by parameter.
+        self.spread: tuple[list[list[float]], dict[str, Tensor]] | None = None
 
     def expand(self, per_group: Tensor, device: torch.device) -> Tensor:
         """Values of each group (last dimension) as values of each parameter, on ``device``."""
-        if device not in self._indices:
-            self._indices[device] = send(self.group_of, device)
-        return per_group.index_select(-1, self._indices[device])
+        index = self.tables.get(("groups", device), None, device, lambda: self.group_of)
+        return per_group.index_select(-1, index)
 
     def table(self, rows: list[list[float]], device: torch.device) -> Tensor:
-        """``rows`` as a float64 tensor on ``device``; sent only when they change, so never
-        within a CUDA graph.
-        """
+        """``rows`` as a float64 tensor on ``device``; sent only when they change."""
         if device.type == "cpu":
             return torch.tensor(rows, dtype=torch.float64)
-        if self._sent is None or self._sent[0] != rows:
-            self._sent = (rows, send(torch.tensor(rows, dtype=torch.float64), device))
-        return self._sent[1]
+        return self.tables.get(
+            "rows", rows, device, lambda: torch.tensor(rows, dtype=torch.float64)
+        )
 
     def index(self, positions: list[int]) -> Tensor:
         """``positions`` as an int64 tensor on the list's device, kept for the next step."""
-        key = tuple(positions)
-        if key not in self._indices:
-            self._indices[key] = send(torch.tensor(positions), self.device)
-        return self._indices[key]
+        key = ("positions", tuple(positions))
+        return self.tables.get(key, None, self.device, lambda: torch.tensor(positions))
 
     def fits(self, groups: list[dict[str, Any]]) -> bool:
         """Whether the groups still hold the parameters that this list was made of."""
         if self.sizes != [len(group["params"]) for group in groups]:
             return False
-        return all(map(is_, self.params, (p for group in groups for p in group["params"])))
+        now = chain.from_iterable(map(itemgetter("params"), groups))
+        return all(map(is_, self.params, now))
 
 
 def parameter_names(groups: list[dict[str, Any]]) -> Iterator[str]:

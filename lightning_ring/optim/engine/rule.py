@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ring.optim.engine.parameter_list import send
+from lightning_ring.host.accelerator import send
 from lightning_ring.optim.engine.tensor_list import Tensors
 
 Operand = Any  # a Tensor, a TensorList or a Symbol: each has + - * / and .sqrt()

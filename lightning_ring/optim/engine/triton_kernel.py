@@ -12,7 +12,11 @@ from lightning_ring.optim.engine.rule import Rule
 from lightning_ring.optim.engine.trace import Body, element_types, measure_body, move_body
 
 CHUNK = 1 << 14  # elements of one program
-BLOCK = 2048  # elements it works on at a time
+NUM_WARPS = 8
+# Bytes that a program works on at a time of the widest tensor it loads: 16 for each of its threads,
+# which is one load. With 32, LAMB's `measure` needs 106 to 118 registers, and two programs fit a
+# multiprocessor of an A100 or H100; with 16 it needs 48, and five fit.
+BLOCK_BYTES = 16 * 32 * NUM_WARPS
 
 TRITON_TYPES = {
     torch.float64: "tl.float64",
@@ -81,6 +85,12 @@ def compile_module(rule: type[Rule], kind: TensorKind) -> dict[str, Any]:
     module: dict[str, Any] = {"__name__": f"{__name__}.generated"}
     exec(compile(text, filename, "exec"), module)
     return module
+
+
+def block_size(body: Body, kind: TensorKind) -> int:
+    """Elements that a program works on at a time, a power of two."""
+    dtypes = {"w": kind.weight, "g": kind.grad}
+    return BLOCK_BYTES // max(dtypes.get(name, kind.compute).itemsize for name in body.loads)
 
 
 def _function(name: str, body: Body, types: dict[str, str], compute: str) -> str:

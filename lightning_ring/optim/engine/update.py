@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ring.optim.engine.parameter_list import ParameterBatch, ParameterList, send
+from lightning_ring.host.accelerator import send
+from lightning_ring.optim.engine.parameter_list import ParameterBatch, ParameterList
 from lightning_ring.optim.engine.plain import PlainRunner
 from lightning_ring.optim.engine.rule import Rule, Scalars, StepNumbers, known_on_host
 from lightning_ring.optim.engine.runners import RunOptions
@@ -47,10 +48,11 @@ def update(
     def measure(runs: list[Run]) -> None:
         """Fill in ``sums`` over each parameter; see `PlainRunner.measure`."""
         for runner, part in runs:
-            part_sums = runner.measure(part, numbers)
-            sums.index_copy_(
-                1, listed.index(part.positions), part_sums.to(listed.device, sums.dtype)
-            )
+            part_sums = runner.measure(part, numbers).to(listed.device, sums.dtype)
+            if len(part.positions) == len(listed.params):
+                sums.copy_(part_sums)
+            else:
+                sums.index_copy_(1, listed.index(part.positions), part_sums)
 
     def move(runs: list[Run], sums: Tensor) -> Tensor:
         """Move the parameters of ``runs`` by the trust ratios that follow from ``sums``; returns
@@ -85,7 +87,8 @@ def _active(listed: ParameterList, runs: list[Run]) -> Tensor | None:
         return None
     active = torch.zeros(len(listed.params))
     active[positions] = 1
-    return active if listed.steps is None else send(active, listed.steps.device)
+    device = listed.device if listed.steps is None else listed.steps.device
+    return listed.tables.get("active", positions, device, lambda: active)
 
 
 def _per_parameter(
@@ -98,7 +101,11 @@ def _per_parameter(
     plain = [
         name for name in names if not any(isinstance(value, Tensor) for value in tensors[name])
     ]
-    table = listed.table([[float(v) for v in tensors[name]] for name in plain], device)
+    rows = [[float(v) for v in tensors[name]] for name in plain]
+    kept = not on_device and plain == names and not torch.compiler.is_compiling()
+    if kept and listed.spread is not None and listed.spread[0] == rows:
+        return Scalars(**listed.spread[1])
+    table = listed.table(rows, device)
     expanded = dict(zip(plain, listed.expand(table, device).unbind(), strict=True))
     for name in names:
         if name not in expanded:
@@ -107,6 +114,8 @@ def _per_parameter(
                 for v in tensors[name]
             ]
             expanded[name] = listed.expand(torch.stack(values), device)
+    if kept:
+        listed.spread = (rows, expanded)
     return Scalars(**expanded)
 
 

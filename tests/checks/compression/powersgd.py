@@ -109,7 +109,7 @@ def check_powersgd_equals_torchs_hook() -> None:
     group = dist.new_group(backend="gloo")
     weights = [
         (f"w{i}", Parameter(torch.zeros(shape)))
-        for i, shape in enumerate([(20, 30), (16, 8, 3, 3), (9,)])
+        for i, shape in enumerate([(16, 8, 3, 3), (20, 30), (9,)])
     ]
     compressor = PowerSGD(rank=2, start_iter=0)
     bucket = Bucket([name for name, _ in weights], [param for _, param in weights])

@@ -14,6 +14,12 @@ Step = Callable[[list[Array]], Array]
 BLOCK = 256
 
 
+def shards(x: Array, size: int) -> list[Array]:
+    """Of multiples of 128 bytes; the last ones may be shorter or empty."""
+    length = math.ceil(len(x) / (32 * size)) * 32
+    return np.split(x, [length * index for index in range(1, size)])
+
+
 def blocks(x: Array) -> list[slice]:
     return [slice(start, min(start + BLOCK, len(x))) for start in range(0, len(x), BLOCK)]
 
@@ -38,10 +44,9 @@ def signs(x: Array) -> Array:
 def int8() -> Step:
     def step(gradients: list[Array]) -> Array:
         size = len(gradients)
-        shards = [np.array_split(g, size) for g in gradients]
+        parts = [shards(g, size) for g in gradients]
         means = [
-            sum(rounded(shards[rank][owner]) for rank in range(size)) / size
-            for owner in range(size)
+            sum(rounded(parts[rank][owner]) for rank in range(size)) / size for owner in range(size)
         ]
         return np.concatenate([rounded(mean.astype(np.float32)) for mean in means])
 
@@ -56,11 +61,11 @@ def onebit() -> Step:
     def step(gradients: list[Array]) -> Array:
         size = len(gradients)
         errors.extend(np.zeros_like(g) for g in gradients[len(errors) :])
-        owed.extend(np.zeros_like(part) for part in np.array_split(gradients[0], size)[len(owed) :])
+        owed.extend(np.zeros_like(part) for part in shards(gradients[0], size)[len(owed) :])
         sent = []
         for rank, gradient in enumerate(gradients):
             wanted = gradient + errors[rank]
-            sent.append([signs(part) for part in np.array_split(wanted, size)])
+            sent.append([signs(part) for part in shards(wanted, size)])
             errors[rank] = wanted - np.concatenate(sent[rank])
         out = []
         for owner in range(size):

@@ -1,12 +1,28 @@
-"""NCCL without a GPU: CPU tensors of thread-ranks, NCCL's arithmetic, and a record of what torch
-was asked for.
+"""NCCL between the threads of one process: its arithmetic, its order among streams, and a record of
+what torch was asked for.
+
+NCCL itself refuses two ranks on one GPU. Here a collective is computed once, by the rank that calls
+it last, with torch's own operations.
+
+- Tensors on a GPU: a call returns at once, as NCCL's does. The collective runs on a stream of the
+  group, after what the callers' current streams held when they called. `FakeWork.wait` blocks the
+  host until every rank has called, then orders the caller's current stream after the collective,
+  and lets go of the caller's tensors, as torch's NCCL works do.
+- Tensors on the CPU: a call returns when every rank has called, and the result is there.
+
+A rank that waits needs the other ranks' threads to go on. Autograd has one thread for each GPU,
+which the backwards of all thread-ranks would share: a hook that waits in one of them would stop the
+others for ever. Thread-ranks on a GPU therefore train inside
+``set_multithreading_enabled(False)``, where a backward runs in the thread that called it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -15,7 +31,11 @@ from torch import Tensor
 
 from lightning_ring.comm.backends import nccl
 from lightning_ring.comm.backends.nccl import NCCLCommunicator
-from lightning_ring.comm.communicator import Communicator, shard
+from lightning_ring.comm.communicator import shard
+from lightning_ring.comm.waiting import CHECK_SECONDS
+from tests.thread_ranks import ThreadCommunicator, ThreadWorld
+
+LATE_CYCLES = 2_000_000  # of a GPU's clock, some 1 ms: who does not wait reads the old values
 
 _REDUCE = {
     dist.ReduceOp.SUM: torch.add,
@@ -24,21 +44,113 @@ _REDUCE = {
     dist.ReduceOp.PRODUCT: torch.mul,
 }
 
+Sent = list[Any]  # by rank: what each sends, and what each gets; a tensor or several
+Compute = Callable[[Sent, Sent], None]
+
+
+def reduced(rows: Sequence[Tensor], op: Any) -> Tensor:
+    """NCCL's sums are in the tensor's type, rank by rank. So is the factor that AVG multiplies
+    with first.
+    """
+    if op == dist.ReduceOp.AVG:
+        # a copy from the host would make it wait for the stream
+        factor = torch.full((), 1 / len(rows), dtype=rows[0].dtype, device=rows[0].device)
+        rows, op = [row * factor for row in rows], dist.ReduceOp.SUM
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total = _REDUCE[op](total, row)
+    return total
+
+
+class Collective:
+    """One collective of all ranks: what they have handed in so far, and when it was launched."""
+
+    def __init__(self, kind: tuple[str, Any], world_size: int) -> None:
+        self.kind = kind
+        self.sent: Sent = [None] * world_size
+        self.outputs: Sent = [None] * world_size
+        self.events: list[Any] = []  # of the callers' streams
+        self.num_called = 0
+        self.launched = threading.Event()
+        self.over: Any = None  # an event of the group's stream
+        self.error: Exception | None = None
+
+
+class Meeting:
+    """The collectives of one group, in the order of their calls."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._lock = threading.Lock()
+        self._open: dict[int, Collective] = {}
+        self._stream: Any = None
+
+    def call(
+        self, number: int, rank: int, kind: tuple[str, Any], sent: Any, output: Any, how: Compute
+    ) -> Collective:
+        """Rank ``rank`` calls its collective ``number``; the last of all ranks launches it."""
+        with self._lock:
+            collective = self._open.setdefault(number, Collective(kind, self._world_size))
+            if collective.kind != kind:
+                collective.error = RuntimeError(f"ranks call {collective.kind} and {kind}")
+            collective.sent[rank], collective.outputs[rank] = sent, output
+            if on_gpu(output):
+                event = torch.cuda.Event()
+                event.record()
+                collective.events.append(event)
+            collective.num_called += 1
+            if collective.num_called == self._world_size:
+                del self._open[number]
+                self._launch(collective, how)
+            return collective
+
+    @torch.no_grad()
+    def _launch(self, collective: Collective, how: Compute) -> None:
+        try:
+            if collective.error is None and not collective.events:
+                how(collective.sent, collective.outputs)
+            elif collective.error is None:
+                self._stream = self._stream or torch.cuda.Stream()
+                with torch.cuda.stream(self._stream):
+                    for event in collective.events:
+                        self._stream.wait_event(event)
+                    torch.cuda._sleep(LATE_CYCLES)
+                    how(collective.sent, collective.outputs)
+                    collective.over = torch.cuda.Event()
+                    collective.over.record()
+        except Exception as error:
+            collective.error = error
+        collective.sent, collective.outputs = [], []
+        collective.launched.set()
+
+
+def on_gpu(output: Any) -> bool:
+    return (output if isinstance(output, Tensor) else output[0]).is_cuda
+
 
 class FakeGroup:
-    """One rank's NCCL process group over ``comm``, a communicator between threads.
+    """One rank's NCCL process group among the thread-ranks of ``comm``.
 
     Attributes:
         calls: The collectives so far, as (kind, operation), and what ended the group.
         late: Until it is set, collectives are on the stream and not over.
         registered: What it allocates, if anything.
+        connected: Whether NCCL has started, as by ``device_id`` or by the first collective.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(
+        self,
+        comm: ThreadCommunicator | None,
+        meeting: Meeting | None = None,
+        connected: bool = True,
+    ) -> None:
         self.comm = comm
+        self.connected = connected
         self.calls: list[tuple[str, Any]] = []
         self.late: threading.Event | None = None
         self.registered: Tensor | None = None
+        self._meeting = meeting or Meeting(1)
+        self._num_collectives = 0
 
     def _get_backend(self, device: torch.device) -> FakeGroup:
         return self
@@ -49,20 +161,26 @@ class FakeGroup:
     def allocate_tensor(
         self, size: int, *, dtype: torch.dtype, device: torch.device
     ) -> Tensor | None:
+        if not self.connected:
+            raise RuntimeError(
+                "NCCL communicator has not been initialized before mem pool creation"
+            )
         return self.registered
 
-    def reduce(self, tensor: Tensor, op: Any) -> Tensor:
-        """NCCL's sums are in the tensor's type, rank by rank. So is the factor that AVG
-        multiplies with first.
-        """
-        rows = self.comm.all_gather(tensor)
-        if op == dist.ReduceOp.AVG:
-            factor = torch.tensor(1 / self.comm.world_size).to(tensor.dtype)
-            rows, op = [row * factor for row in rows], dist.ReduceOp.SUM
-        total = rows[0]
-        for row in rows[1:]:
-            total = _REDUCE[op](total, row)
-        return total
+    def abort(self) -> None:
+        """Ends the kernels on the stream, and with them every wait inside the driver."""
+        self.calls.append(("abort", None))
+        if self.late is not None:
+            self.late.set()
+
+    def start(self, kind: str, op: Any, sent: Any, output: Any, how: Compute) -> FakeWork:
+        self.calls.append((kind, op))
+        number, self._num_collectives = self._num_collectives, self._num_collectives + 1
+        called = self._meeting.call(number, self.comm.rank, (kind, op), sent, output, how)
+        work = FakeWork(self, called, (sent, output))
+        if not on_gpu(output):
+            work.wait()
+        return work
 
 
 class FakeDistributed:
@@ -72,23 +190,52 @@ class FakeDistributed:
     ProcessGroup = dist.ProcessGroup
 
     def all_reduce(self, tensor: Tensor, *, op: Any, group: FakeGroup, async_op: bool) -> FakeWork:
-        group.calls.append(("all_reduce", op))
-        tensor.copy_(group.reduce(tensor, op))
-        return FakeWork(group.late)
+        def how(sent: Sent, outputs: Sent) -> None:
+            total = reduced(sent, op)
+            for output in outputs:
+                output.copy_(total)
+
+        return group.start("all_reduce", op, tensor, tensor, how)
 
     def reduce_scatter_tensor(
-        self, output: Tensor, sent: Tensor, *, op: Any, group: Any, async_op: bool
+        self, output: Tensor, sent: Tensor, *, op: Any, group: FakeGroup, async_op: bool
     ) -> FakeWork:
-        group.calls.append(("reduce_scatter", op))
-        output.copy_(shard(group.reduce(sent, op), group.comm.world_size, group.comm.rank))
-        return FakeWork(group.late)
+        def how(sent: Sent, outputs: Sent) -> None:
+            total = reduced(sent, op)
+            for rank, part in enumerate(outputs):
+                part.copy_(shard(total, len(outputs), rank))
+
+        return group.start("reduce_scatter", op, sent, output, how)
 
     def all_gather_into_tensor(
         self, output: Tensor, sent: Tensor, *, group: FakeGroup, async_op: bool
     ) -> FakeWork:
-        group.calls.append(("all_gather", None))
-        output.copy_(torch.cat(group.comm.all_gather(sent)))
-        return FakeWork(group.late)
+        def how(sent: Sent, outputs: Sent) -> None:
+            whole = torch.cat(sent)
+            for one in outputs:
+                one.copy_(whole)
+
+        return group.start("all_gather", None, sent, output, how)
+
+    def all_to_all(
+        self, outputs: list[Tensor], sent: list[Tensor], *, group: FakeGroup, async_op: bool
+    ) -> FakeWork:
+        def how(sent: Sent, outputs: Sent) -> None:
+            for target, rows in enumerate(outputs):
+                for source, row in enumerate(rows):
+                    row.copy_(sent[source][target])
+
+        return group.start("all_to_all", None, sent, outputs, how)
+
+    def broadcast(self, tensor: Tensor, src: int, *, group: FakeGroup, async_op: bool) -> FakeWork:
+        def how(sent: Sent, outputs: Sent) -> None:
+            for output in outputs:
+                output.copy_(sent[src])
+
+        return group.start("broadcast", src, tensor, tensor, how)
+
+    def get_global_rank(self, group: FakeGroup, rank: int) -> int:
+        return rank
 
     def is_initialized(self) -> bool:
         return True
@@ -100,16 +247,35 @@ class FakeDistributed:
 
 
 class FakeWork:
-    """Waiting for it orders streams, and so returns at once."""
+    """Waiting for it orders streams, and so returns once every rank has called."""
 
-    def __init__(self, late: threading.Event | None = None) -> None:
-        self._late = late
+    def __init__(self, group: FakeGroup, collective: Collective, held: Any) -> None:
+        self._group = group
+        self._collective = collective
+        self._late = group.late
+        self._held = held  # by nothing else, maybe
 
     def wait(self, *args: Any) -> bool:
+        policy = self._group.comm._policy
+        until = time.monotonic() + policy.seconds
+        while not self._collective.launched.wait(CHECK_SECONDS):
+            policy.check_peers()
+            if time.monotonic() > until:
+                raise RuntimeError(f"some rank did not call {self._collective.kind}")
+        if self._collective.error is not None:
+            raise RuntimeError(str(self._collective.error)) from self._collective.error
+        if self._collective.over is not None:
+            torch.cuda.current_stream().wait_event(self._collective.over)
+        self._held = None
         return True
 
     def is_completed(self) -> bool:
-        return self._late is None or self._late.is_set()
+        collective = self._collective
+        return (
+            (self._late is None or self._late.is_set())
+            and collective.launched.is_set()
+            and (collective.over is None or collective.over.query())
+        )
 
 
 class CPUTensorsOverNCCL(NCCLCommunicator):
@@ -119,14 +285,25 @@ class CPUTensorsOverNCCL(NCCLCommunicator):
         return True
 
 
-def over_fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Callable[..., NCCLCommunicator]:
-    """Have the NCCL backend call fakes; returns what makes a thread-rank's communicator of such
-    a group.
+def over_fake_nccl(
+    monkeypatch: pytest.MonkeyPatch, backend: type[NCCLCommunicator] = CPUTensorsOverNCCL
+) -> Callable[..., NCCLCommunicator]:
+    """Have the NCCL backend call fakes; returns what makes a thread-rank's communicator, a
+    ``backend``, of such a group.
+
+    A rank makes one in each `run_ranks`.
     """
     monkeypatch.setattr(nccl, "dist", FakeDistributed())
     monkeypatch.setattr(
         nccl, "_abort_process_group", lambda group: group.calls.append(("abort", None))
     )
-    return lambda host, **options: CPUTensorsOverNCCL(
-        FakeGroup(host), host, host._policy, **options
-    )  # type: ignore[arg-type]
+    meetings: WeakKeyDictionary[ThreadWorld, Meeting] = WeakKeyDictionary()
+    lock = threading.Lock()
+
+    def open_nccl(host: ThreadCommunicator, **options: Any) -> NCCLCommunicator:
+        with lock:
+            world = host.transport._world
+            meeting = meetings.setdefault(world, Meeting(world.world_size))
+        return backend(FakeGroup(host, meeting), host, host._policy, **options)  # type: ignore[arg-type]
+
+    return open_nccl

@@ -14,7 +14,7 @@ from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import CollectiveError, PeerFailedError
 from lightning_ring.job.stalls.rank_status import own_status
-from tests.comm.backends.fake_nccl import over_fake_nccl
+from tests.comm.backends.fake_nccl import FakeGroup, over_fake_nccl
 from tests.thread_ranks import run_ranks
 
 
@@ -164,9 +164,8 @@ def test_groups_of_nvidia_amd_and_intel_have_streams_of_high_priority(monkeypatc
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(gloo.dist, name, fake, raising=False)
-    monkeypatch.setitem(
-        gloo._GPU_NAMES, backend, ("any", SimpleNamespace(is_available=lambda: True))
-    )
+    gpu = SimpleNamespace(is_available=lambda: True, current_device=lambda: 3)
+    monkeypatch.setitem(gloo._GPU_NAMES, backend, ("any", "cuda", gpu))
     monkeypatch.setattr(gloo, "GlooCommunicator", lambda group, policy: "the host's")
     monkeypatch.setattr(gloo, "NCCLCommunicator", lambda group, host, policy, checked: host)
     policy = WaitPolicy(timedelta(seconds=60))
@@ -175,3 +174,38 @@ def test_groups_of_nvidia_amd_and_intel_have_streams_of_high_priority(monkeypatc
     assert (of_gloo["backend"], of_gpus["backend"]) == ("gloo", backend)
     assert of_gpus["pg_options"].is_high_priority_stream
     assert of_gpus["pg_options"]._timeout == of_gpus["timeout"] == policy.timeout
+    assert of_gpus["device_id"] == torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize("bound", [None, torch.device("cuda", 1)])
+@pytest.mark.parametrize("asked", [None, torch.device("cuda", 1)])
+def test_buckets_are_allocated_before_the_first_collective(monkeypatch, bound, asked):
+    """Where the GPU reduces in NVLink's switches torch's group allocates once NCCL has started."""
+    groups = []
+    expected = asked or bound or torch.device("cuda", 3)
+
+    def new_group(ranks=None, device_id=None, **arguments):
+        groups.append(FakeGroup(None, connected=device_id == expected))
+        groups[-1].registered = torch.zeros(8)
+        return groups[-1]
+
+    class Options:
+        def __init__(self, is_high_priority_stream):
+            pass
+
+    fakes = {
+        "is_initialized": lambda: True,
+        "is_backend_available": lambda name: True,
+        "new_group": new_group,
+        "group": SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound)),
+        "ProcessGroupNCCL": SimpleNamespace(Options=Options),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(gloo.dist, name, fake, raising=False)
+    gpu = SimpleNamespace(is_available=lambda: True, current_device=lambda: 3)
+    monkeypatch.setitem(gloo._GPU_NAMES, "nccl", ("CUDA", "cuda", gpu))
+    host = SimpleNamespace(rank=0, world_size=1, abandon=lambda: None)
+    monkeypatch.setattr(gloo, "GlooCommunicator", lambda group, policy: host)
+    comm = gloo.open_torch_communicator("nccl", device=asked)
+    bucket = comm.empty(8, torch.float32, expected)
+    assert bucket is groups[-1].registered

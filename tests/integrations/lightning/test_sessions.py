@@ -18,8 +18,7 @@ from tests.processes import ROOT, clean_env, end_session, mpirun_command, run
 SCRIPT = str(ROOT / "tests" / "integrations" / "lightning" / "session_script.py")
 pytestmark = pytest.mark.ranks
 
-# They serve the next fit, and what the script does between: docs/architecture.md, "What stays after
-# a fit"
+# They serve the next fit, and what the script does in between: the docstring of `job.job` says why.
 STAYS = {"threads", "excepthook", "exit", "exit handlers", "rank", "group", "files"}
 
 

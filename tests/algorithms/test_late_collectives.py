@@ -1,0 +1,186 @@
+"""Every way of training over collectives that run as late as a GPU's streams let them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.comm import recording
+from lightning_ring.comm.backends import nccl
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.gradients.compression import DGC, Int8, OneBit, PowerSGD, TernGrad, TopK
+from lightning_ring.gradients.compression.compressor import Compressor
+from tests.comm.backends.late_nccl import over_late_nccl
+from tests.thread_ranks import run_ranks
+
+CAP = 0.001
+COMPRESSORS: dict[str, Callable[[], Compressor | str | None]] = {
+    "none": lambda: None,
+    "fp16": lambda: "fp16",
+    "bf16": lambda: "bf16",
+    "int8": lambda: Int8(0),
+    "onebit": lambda: OneBit(0),
+    "terngrad": lambda: TernGrad(min_numel=0),
+    "topk": lambda: TopK(0.1, 0),
+    "dgc": lambda: DGC(0.1, warmup_steps=0, min_numel=0),
+    "powersgd": lambda: PowerSGD(rank=1, start_iter=0),
+}
+
+
+class Net(nn.Module):
+    """Rank 1 leaves a layer out: flags tell it of the others' gradients."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(30, 8, sparse=sparse)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())]
+        self.layers = nn.Sequential(*layers)
+        self.more = nn.Linear(8, 8)
+
+    def forward(self, words: Tensor, rank: int) -> Tensor:
+        hidden = self.words(words)
+        if rank == 0:
+            hidden = self.more(hidden)
+        return self.layers(hidden).square().mean()
+
+
+def train(
+    comm: Communicator,
+    net: Net,
+    algorithm: Averaging | Sharded,
+    *,
+    sparse: bool = False,
+    accumulates: bool = False,
+    compiles: bool = False,
+) -> Tensor:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    algorithm.attach(net, [optimizer], comm)
+    called = torch.compile(net, backend="aot_eager") if compiles else net
+    for step in range(4):
+        words = torch.arange(3) * (2 + comm.rank) + step
+        algorithm.begin_batch()
+        optimizer.zero_grad()
+        for last in (False, True) if accumulates else (True,):
+            with algorithm.forward():
+                loss = called(words, comm.rank)
+            with nullcontext() if last else algorithm.backwards.no_sync(), algorithm.backward():
+                loss.backward()
+        if not sparse:
+            algorithm.clip_grad_norm_(net.parameters(), 0.5)
+        algorithm.before_commit()
+        optimizer.step()
+        algorithm.after_commit()
+        algorithm.agreed_to_stop()
+    algorithm.wait_parameters()
+    weights = torch.cat([param.detach().flatten() for param in net.parameters()])
+    algorithm.detach()
+    return weights
+
+
+def mirrored() -> Sharded:
+    algorithm = Sharded(bucket_cap_mb=CAP)
+    algorithm.mirrors_shards = True
+    return algorithm
+
+
+def check(monkeypatch, make, **options) -> None:
+    results = []
+    for late in (False, True):
+        with monkeypatch.context() as patch:
+            connect = over_late_nccl(patch, late=late)
+            nets = [Net(sparse=options.get("sparse", False)) for _ in range(2)]
+
+            def rank(comm, connect=connect, nets=nets):
+                return train(connect(comm), nets[comm.rank], make(), **options)
+
+            results.append(run_ranks(2, rank))
+    assert torch.equal(results[1][0], results[0][0])
+    assert torch.equal(results[1][1], results[0][1])
+    assert results[0][0].isfinite().all()
+
+
+@pytest.mark.parametrize("compression", COMPRESSORS)
+def test_ring(monkeypatch, compression):
+    compressor = COMPRESSORS[compression]
+    check(monkeypatch, lambda: Averaging(bucket_cap_mb=CAP, compression=compressor()))
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "int8"])
+def test_sharded(monkeypatch, compression):
+    compressor = COMPRESSORS[compression]
+    check(monkeypatch, lambda: Sharded(bucket_cap_mb=CAP, compression=compressor()))
+
+
+def test_mirrored(monkeypatch):
+    check(monkeypatch, mirrored)
+
+
+def test_sparse(monkeypatch):
+    check(monkeypatch, lambda: Averaging(bucket_cap_mb=CAP), sparse=True)
+
+
+@pytest.mark.parametrize("algorithm", [Averaging, Sharded])
+def test_accumulated(monkeypatch, algorithm):
+    check(monkeypatch, lambda: algorithm(bucket_cap_mb=CAP), accumulates=True)
+
+
+@pytest.mark.parametrize("algorithm", [Averaging, Sharded])
+def test_compiled(monkeypatch, algorithm):
+    with FakeTensorMode():  # torch 2.11 keeps a pointer into the first thread that compiles
+        pass
+    check(monkeypatch, lambda: algorithm(bucket_cap_mb=CAP), compiles=True)
+
+
+def early_read(comm: Communicator) -> None:
+    tensor = torch.ones(8)
+    work = comm.all_reduce_(tensor)
+    total = tensor.sum()
+    work.wait()
+    assert total == 16, "read before it was there"
+
+
+def early_write(comm: Communicator) -> None:
+    tensor = torch.ones(8)
+    work = comm.all_reduce_(tensor)
+    tensor.zero_()
+    work.wait()
+
+
+def written_input(comm: Communicator) -> None:
+    inputs, outputs = [torch.ones(3) for _ in range(2)], [torch.empty(3) for _ in range(2)]
+    work = comm.all_to_all(inputs, outputs)
+    inputs[1].zero_()
+    work.wait()
+
+
+def freed_input(comm: Communicator) -> None:
+    """The work of torch alone, which a side stream has waited for."""
+    tensor, group = torch.ones(8), comm._comm._group
+    work = nccl.dist.all_reduce(tensor, op=nccl.dist.ReduceOp.SUM, group=group, async_op=True)
+    with recording.gpu_module(tensor.device).stream("side"):
+        work.wait()
+    del tensor
+    work.wait()
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (early_read, "read before"),
+        (early_write, "written while"),
+        (written_input, "written while"),
+        (freed_input, "freed before"),
+    ],
+)
+def test_a_path_that_breaks_the_rule_is_found(monkeypatch, broken, message):
+    connect = over_late_nccl(monkeypatch)
+    with pytest.raises(AssertionError, match=message):
+        run_ranks(2, lambda comm: broken(connect(comm)))
