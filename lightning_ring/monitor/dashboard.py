@@ -190,7 +190,9 @@ def hyperparameters(trainer: Trainer) -> dict[str, Any]:
     options: Any = getattr(strategy, "options", None)
     for field in dataclasses.fields(options) if dataclasses.is_dataclass(options) else ():
         value = getattr(options, field.name)
-        plain = isinstance(value, (bool, int, float, str, timedelta, type(None)))
+        # hparams.yaml is to be read again, and by anyone
+        value = value.total_seconds() if isinstance(value, timedelta) else value
+        plain = isinstance(value, (bool, int, float, str, type(None)))
         found[field.name] = value if plain else getattr(value, "name", type(value).__name__)
     loader = trainer.fit_loop._data_source.instance
     # others are not built yet
