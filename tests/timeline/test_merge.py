@@ -13,7 +13,6 @@ import pytest
 
 from lightning_ring.cli.main import main
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.errors import ConfigurationError
 from lightning_ring.timeline.recorder import BACKWARD, EXPOSED, FORWARD, STEPS, Recorder, Tracks
 from lightning_ring.timeline.trace_files import TraceFile, gather_files, merge, read_other
 from tests.checks.trace_format import read_trace, slices, tracks
@@ -156,16 +155,6 @@ def test_after_a_crash_what_is_there_is_merged_and_what_is_missing_is_named(
     assert json.loads(path.read_bytes())["otherData"]["missing_ranks"] == [2, 3]
 
 
-def test_an_event_that_is_just_being_written_is_left_out(tmp_path: Path) -> None:
-    record_rank(tmp_path / "t.json", 0, 1, close=False)
-    file = tmp_path / "t.rank0.jsonl"
-    content = file.read_bytes()
-    whole = content.count(b"\n") - 1
-    file.write_bytes(content[:-3])
-    merged = merge(tmp_path / "t.json")
-    assert len(read_trace(tmp_path / "t.json")) == merged.num_events == whole - 1
-
-
 def test_of_a_file_that_was_cut_short_whole_events_are_taken(tmp_path: Path, capfd: Any) -> None:
     record_rank(tmp_path / "t.json", 0, 1)
     file = tmp_path / "t.rank0.jsonl"
@@ -253,10 +242,3 @@ def test_a_slice_that_overlaps_the_last_one_of_its_track_begins_later() -> None:
     ]
     found = [(event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
     assert found == [(0, 0.05), (0.05, 0.01), (0.07, 0.01)]
-
-
-def test_nothing_to_merge(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"No timeline of a rank can be merged into t\.json"
-    ):
-        merge(tmp_path / "t.json")

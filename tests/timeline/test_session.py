@@ -4,7 +4,6 @@ stands in its way: one error, the same on every rank.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -90,17 +89,6 @@ def test_a_rank_whose_own_file_is_taken_is_named(tmp_path: Path) -> None:
     assert file.path.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir()] == [file.path.name]
     file.close({"generator": "another"})
-
-
-def test_of_two_that_start_together_one_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "t.rank0.jsonl"
-    with open(path, "wb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        other.write(b"of the first")
-        other.flush()
-        with pytest.raises(OSError, match="another job is writing it now"):
-            TraceFile(path, {}, max_bytes=SIZE)
-        assert path.read_bytes() == b"of the first"
 
 
 def test_a_folder_that_nobody_can_make_names_the_variable() -> None:
