@@ -130,6 +130,33 @@ def test_backward_of_manual_optimization_comes_out_of_forward_and_out_of_a_closu
     ]  # fmt: skip
 
 
+class Event:
+    """Of a GPU, at a time of its own clock, in seconds."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1e3 * (other.at - self.at)
+
+    def query(self) -> bool:
+        return True
+
+
+def test_on_a_gpu_events_tell_the_times_of_phases_and_collectives() -> None:
+    record = step(data=(0.0, 2.0))
+    for phase, begin, end in (("forward", 1, 5), ("backward", 5, 13), ("optimizer", 0.5, 16)):
+        record.begin(phase, Event(begin))
+        record.end(phase, Event(end))
+    one = collective(20, 20.1, (21, 21.1), 0)
+    one.ended, one.events, one.wait_event = None, (Event(8), Event(14)), Event(13)
+    found = break_down(record, [one], world_size=2)
+    assert found == replace(found, data=2, forward=4, backward=7, optimizer=3.5, exposed=1, busy=6)
+    shown = [(bar.lane, bar.kind, bar.start, bar.stop) for bar in bars(record, [one])]
+    assert [bar for bar in shown if bar[0] == "forward"] == [("forward", "forward", 0.5, 4.5)]
+    assert shown[-2:] == [("a", ON_THE_WIRE, 7.5, 13.5), ("a", WAITED_FOR, 12.5, 13.5)]
+
+
 @pytest.mark.parametrize(
     ("kind", "sent"),
     [
