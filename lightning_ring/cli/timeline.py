@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_ring.cli.arguments import check_plot
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.timeline.merge import Merged, merge, timelines_in
+from lightning_ring.timeline.trace_files import Merged, merge, timelines_in
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -98,9 +98,9 @@ def _report(merged: Merged) -> bool:
         "events. Open it in https://ui.perfetto.dev"
     )
     for rank in merged.ranks:
-        about = merged.clocks.get(rank)
-        if about and not about["shared"]:
-            print(f"rank {rank}: its clock is known to ±{about['error'] * 1e6:.0f} µs")
+        clock = merged.others[rank]["rank"]["clock"]
+        if not clock["shared"]:
+            print(f"rank {rank}: its clock is known to ±{clock['error'] * 1e6:.0f} µs")
     if merged.unfinished:
         print(
             f"not closed by rank(s) {_listed(merged.unfinished)}: their job was killed or still "

@@ -16,9 +16,9 @@ from lightning_ring.comm.recording import Listener
 from lightning_ring.comm.timing import now
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.timeline.clocks import DeviceClock
+from lightning_ring.timeline.recorder import FORWARD, OPTIMIZER, STEPS
 from lightning_ring.timeline.session import Session, start_session
 from lightning_ring.timeline.settings import TimelineSettings
-from lightning_ring.timeline.tracks import FORWARD, OPTIMIZER, STEPS
 
 
 class LoopTimeline:

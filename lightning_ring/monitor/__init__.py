@@ -13,12 +13,10 @@ communication and of the user's loggers are raised.
 """
 
 from lightning_ring.monitor.gap_meter import GapMeter
-from lightning_ring.monitor.loop_monitor import LoopMonitor
 from lightning_ring.monitor.profile import RingProfile
-from lightning_ring.monitor.ring_monitor import RingMonitor
+from lightning_ring.monitor.ring_monitor import LoopMonitor, RingMonitor
 from lightning_ring.monitor.ring_report import RingReport
-from lightning_ring.monitor.step_record import StepTimes
-from lightning_ring.monitor.step_timer import StepTimer
+from lightning_ring.monitor.step_times import StepTimer, StepTimes
 
 __all__ = [
     "GapMeter",

@@ -1,31 +1,44 @@
-"""TensorBoard's pages: one layout of custom scalars, hyper-parameters, histograms, and the
-buckets of a step.
+"""TensorBoard's pages: one layout of custom scalars, hyper-parameters, histograms, the buckets of
+a step, and texts about environment and end, which `lightning-ring report` shows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import platform
 import re
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities.logger import _convert_params, _flatten_dict, _sanitize_params
+import torch
+import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
-from lightning_ring.monitor.bucket_chart import bars
+from lightning_ring.comm.recording import CollectiveRecord
+from lightning_ring.host.accelerator import gpu_module, is_gpu
+from lightning_ring.host.cores import bound_cores
 from lightning_ring.monitor.ring_report import RingReport
-from lightning_ring.monitor.step_window import RecordedStep
-from lightning_ring.timeline.drawing import draw
+from lightning_ring.monitor.step_times import (
+    PHASES,
+    RecordedStep,
+    StepRecord,
+    collective_times,
+)
+from lightning_ring.timeline.drawing import ON_THE_WIRE, READY, WAITED_FOR, Bar, draw
+from lightning_ring.tools.doctor.packages import version
 
-_SECONDS_BETWEEN_IMAGES = 60  # drawing one takes 0.2 to 0.3
-_IMAGE = "ring/buckets of a step"
+# drawing an image takes 0.2 to 0.3
+_SECONDS_BETWEEN_IMAGES = 60
+_MOST_COLLECTIVES = 48
 
 
 class Dashboard:
@@ -37,27 +50,17 @@ class Dashboard:
     """
 
     def __init__(self, trainer: Trainer, *, begins: bool = True) -> None:
-        self._loggers = [
-            logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)
-        ]
-        csv_instead = any(isinstance(logger, CSVLogger) for logger in trainer.loggers)
+        loggers = trainer.loggers
+        self._loggers = [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
+        csv_instead = any(isinstance(logger, CSVLogger) for logger in loggers)
         if not self._loggers and csv_instead and importlib.util.find_spec("tensorboard") is None:
             _warn_of_missing(
                 "tensorboard", "scalars go to the other loggers, and its pages are left out"
             )
         self._drawn = time.monotonic()
         if begins:
-            _log_hyperparameters(trainer, hyperparameters(trainer))
-        charts = layout(
-            trust_ratios=any(
-                hasattr(optimizer, "trust_ratios") for optimizer in trainer.optimizers
-            ),
-            communicates=getattr(trainer.strategy, "communicator", None) is not None,
-            ranks_change=getattr(trainer.strategy, "rank_changes", None) is not None,
-            judged_by=[
-                getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks
-            ],
-        )
+            _log_hyperparameters(trainer)
+        charts = layout(trainer)
         for logger in self._loggers:
             # a writer takes one layout, a logger several fits
             if not getattr(logger, "_ring_layout_written", False):
@@ -65,91 +68,106 @@ class Dashboard:
                 logger._ring_layout_written = True  # type: ignore[attr-defined]
 
     def add_histograms(self, report: RingReport) -> None:
-        for logger in self._loggers:
-            if report.trust_ratios.numel():
-                logger.experiment.add_histogram(
-                    "ring/trust_ratio", report.trust_ratios, report.step
-                )
+        for logger in self._loggers if report.trust_ratios.numel() else ():
+            logger.experiment.add_histogram("ring/trust_ratio", report.trust_ratios, report.step)
 
-    def draw_seldom(self, step: RecordedStep | None, report: RingReport | None) -> None:
-        """`draw`, once a minute at most."""
-        if time.monotonic() - self._drawn > _SECONDS_BETWEEN_IMAGES:
-            self.draw(step, report)
-
-    def draw(self, step: RecordedStep | None, report: RingReport | None) -> None:
-        """An image of the buckets of ``step``, the last logged one; takes some 0.2 s."""
-        if step is None or report is None or not self._loggers:
+    def draw(self, step: RecordedStep, number: int, seldom: bool) -> None:
+        """An image of the buckets of ``step``, the last logged one; ``seldom``: once a minute at
+        most.
+        """
+        since = time.monotonic() - self._drawn
+        if not self._loggers or (seldom and since < _SECONDS_BETWEEN_IMAGES):
             return
         if importlib.util.find_spec("matplotlib") is None:
             _warn_of_missing("matplotlib", "the image of a step's buckets is left out")
             return
         self._drawn = time.monotonic()
-        title = f"step {report.step} on rank 0: {1e3 * step.record.total:.1f} ms"
+        title = f"step {number} on rank 0: {1e3 * step.record.total:.1f} ms"
         for logger in self._loggers:
             figure = draw(bars(step.record, step.collectives), title=title)
-            logger.experiment.add_figure(_IMAGE, figure, report.step)
+            logger.experiment.add_figure("ring/buckets of a step", figure, number)
+
+    def record_start(self, trainer: Trainer) -> None:
+        """A table of versions, hosts and devices, and the number of ranks as a scalar."""
+        rows = ["| of this fit | |", "|---|---|"]
+        for name, value in environment(trainer).items():
+            # a cell has no line and no bar of its own
+            cell = " ".join(value.replace("|", "\\|").split())
+            rows.append(f"| {name} | {cell} |")
+        self.add_text("ring/environment", "\n".join(rows), trainer.global_step)
+        for logger in self._loggers:
+            logger.experiment.add_scalar("ring/world_size", trainer.world_size, trainer.global_step)
+
+    def record_end(self, trainer: Trainer, error: BaseException | None = None) -> None:
+        """ "finished", or the error that ended the fit, also that of another rank where it is
+        known.
+        """
+        text = "finished" if error is None else f"{type(error).__name__}: {error}"
+        self.add_text("ring/end", text, trainer.global_step)
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        for logger in self._loggers:
+            logger.experiment.add_text(tag, text, step)
 
 
-def layout(
-    trust_ratios: bool,
-    communicates: bool,
-    ranks_change: bool = False,
-    judged_by: Sequence[str | None] = (),
-) -> dict[str, dict[str, list[Any]]]:
-    """The custom scalars' page: categories, charts, and expressions for the tags in each.
+# pages, charts, and expressions for the tags in each
+_PAGES = """
+Training:
+  loss: ["(?!ring/).*loss.*"]
+  accuracy: ["(?!ring/).*acc.*"]
+  gradient norm: [ring/gradient_norm.*]
+  learning rate: [ring/lr/.*]
+Throughput:
+  images per second, all ranks: [ring/images_per_second$]
+  images per second, a rank: [ring/images_per_second_per_rank$]
+  where a step goes, ms:
+    - ring/data_ms$
+    - ring/copy_ms$
+    - ring/forward_ms$
+    - ring/backward_ms$
+    - ring/exposed_communication_ms$
+    - ring/optimizer_ms$
+    - ring/other_ms$
+  step, ms: [ring/step_ms$]
+  memory, GB: [ring/memory_gb$, ring/cuda_.*_gb$]
+Communication:
+  hidden and exposed, ms: [ring/hidden_communication_ms$, ring/exposed_communication_ms$]
+  exposed, share of a step: [ring/communication_share$]
+  bus bandwidth, GB/s: [ring/bus_bandwidth_gb_per_s$]
+  sent, MB a step and rank: [ring/sent_mb_per_step$]
+  distance of the ranks' parameters from their mean: [ring/consensus_distance$]
+  slowest rank, ms behind the others: [ring/slowest_rank_behind_ms/.*]
+Ranks:
+  ranks: [ring/world_size$]
+  deaths, in all: [ring/deaths$]
+  joins, in all: [ring/joins$]
+  standstill of the last change, ms: [ring/standstill_ms$]
+Data:
+  waiting for data, ms: [ring/data_ms$, ring/data_ms_slowest$]
+  waiting for data, share of the slowest rank's step: [ring/data_share$]
+  copying to the device, ms: [ring/copy_ms$]
+Optimizer:
+  optimizer, ms: [ring/optimizer_ms$]
+  trust ratio, percentiles: [ring/trust_ratio/.*]
+"""
 
-    ``judged_by``: metrics that choose checkpoints. ``val/R@1`` gives a chart of R@1 in all stages.
+
+def layout(trainer: Trainer) -> dict[str, dict[str, list[Any]]]:
+    """The custom scalars' page, with the charts that have values, and one of each metric that
+    chooses checkpoints: ``val/R@1`` gives a chart of R@1 in all stages.
     """
-    metrics = {
-        name.rpartition("/")[2] for name in judged_by if name and not re.search("loss|acc", name)
-    }
-    ratios = {"trust ratio, percentiles": ["ring/trust_ratio/.*"]} if trust_ratios else {}
-    parts = ("data", "copy", "forward", "backward", "exposed_communication", "optimizer", "other")
-    communication = {
-        "Communication": {
-            "hidden and exposed, ms": [
-                "ring/hidden_communication_ms$",
-                "ring/exposed_communication_ms$",
-            ],
-            "exposed, share of a step": ["ring/communication_share$"],
-            "bus bandwidth, GB/s": ["ring/bus_bandwidth_gb_per_s$"],
-            "sent, MB a step and rank": ["ring/sent_mb_per_step$"],
-            "distance of the ranks' parameters from their mean": ["ring/consensus_distance$"],
-            "slowest rank, ms behind the others": ["ring/slowest_rank_behind_ms/.*"],
-        }
-    }
-    ranks = {
-        "Ranks": {
-            "ranks": ["ring/world_size$"],
-            "deaths, in all": ["ring/deaths$"],
-            "joins, in all": ["ring/joins$"],
-            "standstill of the last change, ms": ["ring/standstill_ms$"],
-        }
-    }
-    pages = {
-        "Training": {
-            "loss": ["(?!ring/).*loss.*"],
-            "accuracy": ["(?!ring/).*acc.*"],
-            **{name: [f"(?!ring/).*{re.escape(name)}$"] for name in sorted(metrics)},
-            "gradient norm": ["ring/gradient_norm.*"],
-            "learning rate": ["ring/lr/.*"],
-        },
-        "Throughput": {
-            "images per second, all ranks": ["ring/images_per_second$"],
-            "images per second, a rank": ["ring/images_per_second_per_rank$"],
-            "where a step goes, ms": [f"ring/{part}_ms$" for part in parts],
-            "step, ms": ["ring/step_ms$"],
-            "memory, GB": ["ring/memory_gb$", "ring/cuda_.*_gb$"],
-        },
-        **(communication if communicates else {}),
-        **(ranks if ranks_change else {}),
-        "Data": {
-            "waiting for data, ms": ["ring/data_ms$", "ring/data_ms_slowest$"],
-            "waiting for data, share of the slowest rank's step": ["ring/data_share$"],
-            "copying to the device, ms": ["ring/copy_ms$"],
-        },
-        "Optimizer": {"optimizer, ms": ["ring/optimizer_ms$"], **ratios},
-    }
+    pages = yaml.safe_load(_PAGES)
+    if getattr(trainer.strategy, "communicator", None) is None:
+        del pages["Communication"]
+    if getattr(trainer.strategy, "rank_changes", None) is None:
+        del pages["Ranks"]
+    if not any(hasattr(optimizer, "trust_ratios") for optimizer in trainer.optimizers):
+        del pages["Optimizer"]["trust ratio, percentiles"]
+    for callback in trainer.checkpoint_callbacks:
+        name = getattr(callback, "monitor", None)
+        if name and not re.search("loss|acc", name):
+            metric = name.rpartition("/")[2]
+            pages["Training"][metric] = [f"(?!ring/).*{re.escape(metric)}$"]
     return {
         page: {name: ["Multiline", tags] for name, tags in charts.items()}
         for page, charts in pages.items()
@@ -161,69 +179,43 @@ def hyperparameters(trainer: Trainer) -> dict[str, Any]:
     under ``ring/``.
     """
     strategy = trainer.strategy
-    options = getattr(strategy, "options", None)
     found: dict[str, Any] = {
         "strategy": getattr(strategy, "strategy_name", type(strategy).__name__),
-        "communicator": type(getattr(strategy, "communicator", None)).__name__,
         "world_size": trainer.world_size,
         "num_nodes": trainer.num_nodes,
         "precision": str(trainer.precision),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "optimizer": ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers),
     }
+    options: Any = getattr(strategy, "options", None)
     for field in dataclasses.fields(options) if dataclasses.is_dataclass(options) else ():
         value = getattr(options, field.name)
-        if isinstance(value, timedelta):
-            value = value.total_seconds()
-        plain = value is None or isinstance(value, (bool, int, float, str))
-        found[field.name] = value if plain else str(getattr(value, "name", type(value).__name__))
+        # hparams.yaml is to be read again, and by anyone
+        value = value.total_seconds() if isinstance(value, timedelta) else value
+        plain = isinstance(value, (bool, int, float, str, type(None)))
+        found[field.name] = value if plain else getattr(value, "name", type(value).__name__)
     loader = trainer.fit_loop._data_source.instance
-    if isinstance(loader, DataLoader) and loader.batch_size is not None:  # others are not built yet
+    # others are not built yet
+    if isinstance(loader, DataLoader) and loader.batch_size is not None:
+        ranks = trainer.world_size * trainer.accumulate_grad_batches
         found["batch_size_per_rank"] = loader.batch_size
-        found["batch_size"] = (
-            loader.batch_size * trainer.world_size * trainer.accumulate_grad_batches
-        )
+        found["batch_size"] = loader.batch_size * ranks
     return {f"ring/{name}": value for name, value in found.items()}
 
 
-def _log_hyperparameters(trainer: Trainer, ours: dict[str, Any]) -> None:
+def _log_hyperparameters(trainer: Trainer) -> None:
     """Before Lightning logs the module's: TensorBoard keeps the first set of a run, which is to
     hold both.
     """
     if not getattr(trainer, "enable_autolog_hparams", True) or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
+    params: dict[str, Any] = {}
+    for part in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
+        if part is not None and part._log_hyperparams:
+            params |= part.hparams_initial
+    params.pop("_class_path", None)
     for logger in trainer.loggers:
-        if not isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams(ours)
-            continue
-        module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
-        theirs = [
-            one.hparams_initial
-            for one in (module, data)
-            if one is not None and one._log_hyperparams
-        ]
-        metrics = {"ring/images_per_second": 0.0}
-        if theirs and logger._default_hp_metric:
-            metrics["hp_metric"] = -1.0  # Lightning's own, which it writes with the module's
-        merged = {
-            key: value for params in theirs for key, value in params.items() if key != "_class_path"
-        }
-        shown = _sanitize_params(_flatten_dict(_convert_params(merged | ours)))
-        _write_hyperparameters(logger, shown, metrics)
-        logger.hparams.update(ours)  # for hparams.yaml
-
-
-def _write_hyperparameters(
-    logger: TensorBoardLogger, shown: dict[str, Any], metrics: dict[str, float]
-) -> None:
-    try:
-        from torch.utils.tensorboard.summary import hparams
-    except ImportError:  # tensorboardX
-        logger.experiment.add_hparams(shown, metrics)
-        return
-    writer = logger.experiment._get_file_writer()
-    for summary in hparams(shown, metrics):
-        writer.add_summary(summary)
+        logger.log_hyperparams(params | hyperparameters(trainer))
 
 
 @cache
@@ -232,3 +224,68 @@ def _warn_of_missing(package: str, what_is_left_out: str) -> None:
         f"lightning_ring: {package} is not installed: {what_is_left_out}. `pip install "
         "'lightning-ring[monitor]'` brings it; RingStrategy(monitor=False) measures nothing."
     )
+
+
+# -- texts
+
+
+def environment(trainer: Trainer) -> dict[str, str]:
+    strategy = trainer.strategy
+    communicator = getattr(strategy, "communicator", None)
+    ranks: dict[str, list[str]] = {}
+    for rank, host in enumerate(getattr(strategy, "hosts", None) or [socket.gethostname()]):
+        ranks.setdefault(host, []).append(str(rank))
+    hosts = [
+        f"{host} (rank{'s' if len(mine) > 1 else ''} {', '.join(mine)})"
+        for host, mine in ranks.items()
+    ]
+    return {
+        "ranks": str(trainer.world_size),
+        "hosts": "; ".join(hosts),
+        "strategy": str(getattr(strategy, "strategy_name", type(strategy).__name__)),
+        "communicator": "none" if communicator is None else type(communicator).__name__,
+        "device of rank 0": _device(strategy.root_device),
+        "precision": str(trainer.precision),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": version("lightning") or "not installed by pip",
+        "lightning-ring": version("lightning-ring") or "not installed by pip",
+        "system": platform.platform(),
+    }
+
+
+def _device(device: torch.device) -> str:
+    if is_gpu(device):
+        return str(gpu_module(device).get_device_name(device))
+    info = Path("/proc/cpuinfo")
+    model = re.search(r"^model name.*: (.*)", info.read_text(), re.M) if info.is_file() else None
+    name = model[1] if model else platform.processor() or platform.machine()
+    return f"{name}, {len(bound_cores())} cores, {torch.get_num_threads()} threads"
+
+
+# -- the image
+
+
+def bars(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> list[Bar]:
+    """What was computed in a finished step, and of each bucket when it was ready, on the wire, and
+    waited for; by the host's clock, or on CUDA by the device's.
+    """
+    pieces = record.pieces(on_device=True)
+    zero = min((begin for _, begin, _ in pieces), default=record.began)
+    # what the host timed itself, fetching and copying, is on another clock
+    pieces = pieces or record.pieces(on_device=False)
+    pieces.sort(key=lambda piece: (PHASES.index(piece[0]), piece[1]))
+    found = [Bar(phase, phase, begin - zero, end - zero) for phase, begin, end in pieces]
+    collectives = collectives[:_MOST_COLLECTIVES]
+    if not any(one.events for one in collectives):
+        zero = record.began
+    times = collective_times(collectives, record.origin)
+    for one, when in zip(collectives, times, strict=True):
+        waited, until = when.losses[-1]
+        for kind, begin, end in (
+            (READY, when.called, when.began),
+            (ON_THE_WIRE, when.began, when.ended),
+            (WAITED_FOR, waited, until),
+        ):
+            found.append(Bar(one.name or one.kind, kind, begin - zero, end - zero))
+    return found

@@ -1,12 +1,18 @@
-"""How much slower training is on real data than on synthetic, and why."""
+"""How much slower training is on real data than on synthetic, and which part of the pipeline is the
+bottleneck.
+"""
 
 from __future__ import annotations
 
+import copy
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import repeat
+from dataclasses import dataclass
+from itertools import cycle, repeat
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,25 +22,269 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import Metric
 
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import gpu_module, is_gpu
-from lightning_ring.monitor.batch_size import first_dimension
-from lightning_ring.monitor.failures import MonitorFailures
-from lightning_ring.monitor.gap_report import (
-    ON_DEVICE,
-    REAL,
-    REPLAYED,
-    SOURCES,
-    GapReport,
-    LoaderCost,
-    RankTimes,
-    judge,
-    loader_cost,
-    median,
+from lightning_ring.host.random_state import collect_random_state, restore_random_state
+from lightning_ring.monitor.ring_monitor import MonitorFailures, first_dimension
+
+ON_DEVICE, ON_HOST, REPLAYED, REAL = SOURCES = (
+    "synthetic on the device",
+    "synthetic on the host",
+    "replayed",
+    "real",
 )
-from lightning_ring.monitor.trainer_snapshot import borrowed
+SLOW_RANK = 1.25
+"""A rank whose own time is this many times that of the others is what a step waits for."""
+SMALL_GAP = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderCost:
+    """Seconds of one rank to make one batch, as one worker after another would take them."""
+
+    # waiting for storage
+    reading: float
+    # decoding and transforms: computing in the data set
+    decoding: float
+    # collating, and what lies between worker and training loop
+    handing_over: float
+
+    def largest(self) -> str:
+        costs = self.reading, self.decoding, self.handing_over
+        return ("reading", "decoding and transforms", "handing over")[costs.index(max(costs))]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """What one rank measured, in seconds."""
+
+    # images of a step on this rank
+    batch_size: int
+    # what its loader spends on a batch
+    loader: LoaderCost
+    # for each of `SOURCES` the median step, a batch's share of it where gradients accumulate
+    step: Mapping[str, float]
+    # for each step on real data the share of it spent waiting for the batch
+    waits: Sequence[float]
+    # median time of forward and backward without any exchange of gradients
+    own: float
+    # whether a batch has to be copied to the device: on the CPU the two synthetic sources are one
+    copies: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class GapReport:
+    """The result, the same on every rank.
+
+    Attributes:
+        images_per_second: For each of `SOURCES`, over all ranks.
+        gap: (synthetic - real) / synthetic in images per second, synthetic being that on the
+            device.
+        wait_p50, wait_p95: Share of a step on real data spent waiting for the batch, on the rank
+            that waits longest.
+        waiting_rank: That rank.
+        slow_rank: The rank that the others wait for, if there is one.
+        bottleneck: ``"none"``, ``"reading"``, ``"decoding and transforms"``, ``"handing over"``,
+            ``"copying to the device"`` or ``"a slow rank"``.
+        ranks: What each measured.
+    """
+
+    images_per_second: Mapping[str, float]
+    gap: float
+    wait_p50: float
+    wait_p95: float
+    waiting_rank: int
+    slow_rank: int | None
+    bottleneck: str
+    ranks: Sequence[RankTimes]
+
+    def verdict(self) -> str:
+        """The bottleneck, in one line."""
+        if self.bottleneck == "none":
+            return f"no bottleneck: real data costs {100 * self.gap:.1f} % of the images per second"
+        if self.slow_rank is not None:
+            own = [times.own for times in self.ranks]
+            mine = own.pop(self.slow_rank)
+            return (
+                f"bottleneck: a slow rank. Rank {self.slow_rank} takes {1e3 * mine:.1f} ms for "
+                "forward and backward before any collective, the others "
+                f"{1e3 * median(own):.1f} ms"
+            )
+        rank = self.ranks[self.waiting_rank]
+        step, costs = rank.step, rank.loader
+        copying = max(0.0, step[ON_HOST] - step[ON_DEVICE])
+        return (
+            f"bottleneck: {self.bottleneck}. Of {1e3 * step[REAL]:.1f} ms a step on real data, "
+            f"training takes {1e3 * step[ON_DEVICE]:.1f}, copying {1e3 * copying:.1f}; a batch "
+            f"costs the loader {1e3 * costs.reading:.1f} ms of reading, "
+            f"{1e3 * costs.decoding:.1f} of decoding and transforms, "
+            f"{1e3 * costs.handing_over:.1f} of handing over"
+        )
+
+    def table(self) -> str:
+        """Plain text: images per second a source, the gap, the waiting, the verdict."""
+        speeds = self.images_per_second
+        lines = [
+            f"gap meter, {len(self.ranks)} rank(s), {self.ranks[0].batch_size} images a rank and "
+            "step",
+            *(f"{source:<23}  {speeds[source]:>10.1f} images/s" for source in SOURCES),
+            f"gap between synthetic and real: {100 * self.gap:.1f} %",
+            f"share of a step spent waiting for data on rank {self.waiting_rank}: "
+            f"p50 {100 * self.wait_p50:.1f} %, p95 {100 * self.wait_p95:.1f} %",
+            self.verdict(),
+        ]
+        return "\n  ".join(lines)
+
+
+def judge(ranks: Sequence[RankTimes]) -> GapReport:
+    """Put the ranks' measurements together.
+
+    A slow rank holds the others up on any data: it is the bottleneck if it costs a step more than
+    real data do. Otherwise, if the gap is more than `SMALL_GAP`, it is copying where most of the
+    gap opens between the two synthetic sources, else the costliest part of the loader.
+    """
+    images = sum(times.batch_size for times in ranks)
+    speed = {source: images / max(times.step[source] for times in ranks) for source in SOURCES}
+    gap = (speed[ON_DEVICE] - speed[REAL]) / speed[ON_DEVICE]
+    waits = [sorted(times.waits) for times in ranks]
+    medians = [shares[len(shares) // 2] for shares in waits]
+    waiting = medians.index(max(medians))
+    longest = waits[waiting]
+    slow = _slow_rank(ranks)
+    return GapReport(
+        images_per_second=speed,
+        gap=gap,
+        wait_p50=medians[waiting],
+        wait_p95=longest[int(0.95 * len(longest))],
+        waiting_rank=waiting,
+        slow_rank=slow,
+        bottleneck="a slow rank" if slow is not None else _bottleneck(gap, ranks[waiting]),
+        ranks=ranks,
+    )
+
+
+def _bottleneck(gap: float, rank: RankTimes) -> str:
+    if gap <= SMALL_GAP:
+        return "none"
+    copying = rank.step[ON_HOST] - rank.step[ON_DEVICE]
+    if rank.copies and copying > (rank.step[REAL] - rank.step[ON_DEVICE]) / 2:
+        return "copying to the device"
+    return rank.loader.largest()
+
+
+def _slow_rank(ranks: Sequence[RankTimes]) -> int | None:
+    own = [times.own for times in ranks]
+    slowest = max(own)
+    rank = own.index(slowest)
+    del own[rank]
+    if not own:
+        return None
+    others = median(own)
+    data = max(times.step[REAL] - times.step[ON_DEVICE] for times in ranks)
+    return rank if slowest > max(SLOW_RANK * others, others + data) else None
+
+
+def loader_cost(
+    loader: Any, batch_size: int, seconds_per_batch: float, num_batches: int = 2
+) -> LoaderCost:
+    """Make ``num_batches`` of the training loader's data set in this thread, and measure the parts.
+
+    Time in the data set during which this thread ran, or was ready to and waited for a core, is
+    decoding and transforms; time that it slept is reading, which waits for storage.
+    ``seconds_per_batch`` is the loader's time for a batch that training waits for: the part of it
+    that the workers' share of reading, decoding and collating does not explain is handing over. A
+    loader that measures itself (``loader.cost()``, as `lightning_ring.data`'s) is believed.
+    """
+    if hasattr(loader, "cost"):
+        return LoaderCost(*loader.cost())
+    dataset: Any = getattr(loader, "dataset", None)
+    # an IterableDataset has a __getitem__, which raises; without a batch sampler only the sampler
+    # knows the indices
+    by_index = isinstance(loader, DataLoader) and loader.batch_sampler is not None
+    if not by_index or isinstance(dataset, IterableDataset):
+        return LoaderCost(0.0, 0.0, seconds_per_batch)
+    wall = worked = collated = 0.0
+    for number in range(num_batches):
+        begin, ready = time.perf_counter(), _seconds_ready()
+        indices = [(number * batch_size + index) % len(dataset) for index in range(batch_size)]
+        at_once = hasattr(dataset, "__getitems__")
+        items = dataset.__getitems__(indices) if at_once else [dataset[index] for index in indices]
+        read = time.perf_counter()
+        wall += (read - begin) / num_batches
+        worked += (_seconds_ready() - ready) / num_batches
+        loader.collate_fn(items)
+        collated += (time.perf_counter() - read) / num_batches
+    explained = (wall + collated) / max(1, loader.num_workers)
+    handing_over = collated + max(0.0, seconds_per_batch - explained)
+    return LoaderCost(max(0.0, wall - worked), worked, handing_over)
+
+
+def _seconds_ready() -> float:
+    """Seconds that this thread has run so far, with those that it could have run had a core been
+    free (on Linux).
+    """
+    try:
+        ran, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except OSError:
+        return time.thread_time()
+    return (int(ran) + int(waited)) / 1e9
+
+
+@contextmanager
+def borrowed(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """Inside, ``module`` may be trained; on leaving, training goes on as if nothing had happened.
+
+    Put back are parameters, buffers, gradients, optimizers, the loss scaler, learning-rate
+    schedulers, the loop's counters, everything that was logged, torchmetrics objects, loaders'
+    positions, and all random states. Costs a copy of parameters and optimizer state.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    module_state = copy.deepcopy(module.state_dict())
+    # with those that a state_dict leaves out
+    buffers = [
+        (part._buffers, name, buffer, buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    gradients = [(param, param.grad) for param in module.parameters()]
+    combined = trainer.fit_loop._combined_loader
+    parts: list[Any] = [
+        *trainer.optimizers,
+        trainer.precision_plugin,
+        *(config.scheduler for config in trainer.lr_scheduler_configs),
+        loop,
+        *(combined.flattened if combined is not None else ()),
+    ]
+    parts = [part for part in parts if hasattr(part, "state_dict")]
+    states = [copy.deepcopy(part.state_dict()) for part in parts]
+    metrics = [one for one in module.modules() if isinstance(one, Metric)]
+    kept = [copy.deepcopy(metric) for metric in metrics]
+    random_state = collect_random_state()
+    for param, _ in gradients:
+        param.grad = None
+    try:
+        yield
+    finally:
+        # a step may have put another tensor in a buffer's place
+        for place, name, buffer, _ in buffers:
+            place[name] = buffer
+        # a module may save a part of itself only
+        module.load_state_dict(module_state, strict=False)
+        with torch.no_grad():
+            for _, _, buffer, values in buffers:
+                buffer.copy_(values)
+        for param, gradient in gradients:
+            param.grad = gradient
+        for part, state in zip(parts, states, strict=True):
+            part.load_state_dict(state)
+        loop._results.reset()
+        for metric, before in zip(metrics, kept, strict=True):
+            metric.__dict__.update(before.__dict__)
+        restore_random_state(random_state)
 
 
 class GapMeter(Callback):
@@ -90,17 +340,15 @@ class GapMeter(Callback):
                 "Return one, or leave GapMeter out."
             )
         with borrowed(trainer, pl_module), _loaders_of_its_own(trainer) as loader:
-            mine = _Measurement(trainer, pl_module, self.steps, loader, self.batch_size).run(
-                self.rounds
+            mine = _Measurement(trainer, pl_module, self.steps, loader).run(
+                self.rounds, self.batch_size
             )
-        everyone: list[RankTimes] = [mine]
+        everyone: list[Any] = [mine] * trainer.world_size
         if trainer.world_size > 1:
-            everyone = [None] * trainer.world_size  # type: ignore[list-item]
             torch.distributed.all_gather_object(everyone, mine)
         self.report = judge(everyone)
-        rank_zero_only(print)(
-            self.report.table(), flush=True
-        )  # the launcher's rank 0: a strategy may know of one process
+        # the launcher's rank 0: a strategy may know of one process
+        rank_zero_only(print)(self.report.table(), flush=True)
         if self.only:
             trainer.should_stop = True
 
@@ -109,44 +357,43 @@ class _Measurement:
     """The four sources over one Trainer's own step."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        steps: int,
-        loader: CombinedLoader,
-        batch_size: Callable[[Any], int],
+        self, trainer: Trainer, module: LightningModule, steps: int, loader: CombinedLoader
     ) -> None:
         self.trainer, self.module, self.steps, self.loader = trainer, module, steps, loader
-        self.real = (batch for _ in repeat(None) for batch, _, _ in iter(loader))
-        self.replayed = [next(self.real) for _ in range(4)]
-        self.batch_size = batch_size(self.replayed[0])
-        self.host = tree_map(_noise, self.replayed[0])
-        self.device = self._to_device(self.host)
-        self.times: dict[str, list[float]] = {source: [] for source in SOURCES}
+        real = (batch for _ in repeat(None) for batch, _, _ in iter(loader))
+        replayed = [next(real) for _ in range(4)]
+        self.first = replayed[0]
+        synthetic = tree_map(_noise, self.first)
+        self.device = self._to_device(synthetic)
+        self.sources: dict[str, Iterator[Any]] = {
+            ON_DEVICE: repeat(self.device),
+            ON_HOST: repeat(synthetic),
+            REPLAYED: cycle(replayed),
+            REAL: real,
+        }
+        self.times: dict[str, list[float]] = defaultdict(list)
         self.waits: list[float] = []
         self.fetches: list[float] = []
-        self.own: list[float] = []
         # Lightning steps at the end of an epoch, too, however many batches it has accumulated by
         # then
-        self.accumulated = min(
-            trainer.accumulate_grad_batches, int(min(trainer.num_training_batches, 2**31))
-        )
+        self.accumulated = int(min(trainer.accumulate_grad_batches, trainer.num_training_batches))
 
-    def run(self, rounds: int) -> RankTimes:
+    def run(self, rounds: int, count: Callable[[Any], int]) -> RankTimes:
+        own: list[float] = []
         for _ in range(rounds):
             for source in SOURCES:
                 self._block(source)
-            self._block_alone()
-        loader, fetching = self.loader.flattened[0], median(self.fetches)
-        unknown = LoaderCost(0.0, 0.0, fetching)  # as of a loader that cannot be asked
+            own += self._block_alone()
+        batch_size, fetching = count(self.first), median(self.fetches)
+        # as of a loader that cannot be asked
+        unknown = LoaderCost(0.0, 0.0, fetching)
+        arguments = self.loader.flattened[0], batch_size, fetching
         return RankTimes(
+            batch_size=batch_size,
+            loader=MonitorFailures().run("loader's cost", unknown, loader_cost, *arguments),
             step={source: median(times) for source, times in self.times.items()},
             waits=self.waits,
-            own=median(self.own),
-            batch_size=self.batch_size,
-            loader=MonitorFailures().run(
-                "loader's cost", unknown, loader_cost, loader, self.batch_size, fetching
-            ),
+            own=median(own),
             copies=self.module.device.type != "cpu",
         )
 
@@ -156,51 +403,37 @@ class _Measurement:
         for step in range(steps):
             begin, fetching = time.perf_counter(), 0.0
             for number in range(self.accumulated):
-                fetching += self._train_batch(source, step * self.accumulated + number)
+                before = time.perf_counter()
+                batch = next(self.sources[source])
+                fetching += time.perf_counter() - before
+                self._train(batch if source == ON_DEVICE else self._to_device(batch), number)
+                self._wait_for_device()
             seconds = time.perf_counter() - begin
-            if step < steps // 2:
-                continue
-            self.times[source].append(seconds / self.accumulated)
-            if source == REAL:
+            if step >= steps // 2:
+                self.times[source].append(seconds / self.accumulated)
+            if step >= steps // 2 and source == REAL:
                 self.waits.append(fetching / seconds)
                 self.fetches.append(fetching / self.accumulated)
 
-    def _train_batch(self, source: str, number: int) -> float:
-        """Seconds spent waiting for the batch."""
-        begin = time.perf_counter()
-        batch = self._batch(source, number)
-        fetched = time.perf_counter()
-        self._train(
-            batch if source == ON_DEVICE else self._to_device(batch), number % self.accumulated
-        )
-        self._wait_for_device()
-        return fetched - begin
-
-    def _block_alone(self) -> None:
-        """Forward and backward without gradients travelling: a rank's own time, whoever it would
-        wait for.
+    def _block_alone(self) -> list[float]:
+        """Seconds of forward and backward without gradients travelling: a rank's own time, whoever
+        it would wait for.
         """
-        with getattr(self.trainer.strategy, "block_backward_sync", nullcontext)():
+        found = []
+        trainer, automatic = self.trainer, self.module.automatic_optimization
+        block = None if automatic else getattr(trainer.strategy, "block_backward_sync", None)
+        # Lightning exchanges nothing, and does not step, before the second of two batches
+        trainer.accumulate_grad_batches, kept = 2, trainer.accumulate_grad_batches
+        with (block or nullcontext)():
             for _ in range(max(2, self.steps // 4)):
                 begin = time.perf_counter()
-                if self.module.automatic_optimization:
-                    loss = self._forward(self.device)
-                    call._call_strategy_hook(
-                        self.trainer, "backward", loss, self.trainer.optimizers[0]
-                    )
-                else:
-                    self._train(self.device, 0)
+                self._train(self.device, 0)
                 self._wait_for_device()
-                self.own.append(time.perf_counter() - begin)
+                found.append(time.perf_counter() - begin)
+        trainer.accumulate_grad_batches = kept
         for param in self.module.parameters():
             param.grad = None
-
-    def _batch(self, source: str, number: int) -> Any:
-        if source == REAL:
-            return next(self.real)
-        if source == REPLAYED:
-            return self.replayed[number % len(self.replayed)]
-        return self.device if source == ON_DEVICE else self.host
+        return found
 
     def _train(self, batch: Any, batch_idx: int) -> None:
         """``batch_idx`` counts from the optimizer's last step."""
@@ -213,13 +446,6 @@ class _Measurement:
             loop.automatic_optimization.run(self.trainer.optimizers[0], batch_idx, kwargs)
         else:
             loop.manual_optimization.run(kwargs)
-
-    def _forward(self, batch: Any) -> Tensor:
-        kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
-        output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
-        loss = output["loss"] if isinstance(output, dict) else output
-        assert isinstance(loss, Tensor)
-        return loss
 
     def _to_device(self, batch: Any) -> Any:
         batch = self.trainer.precision_plugin.convert_input(batch)
@@ -241,7 +467,7 @@ def _loaders_of_its_own(trainer: Trainer) -> Iterator[CombinedLoader]:
     persistent = [
         (loader, loader._iterator)
         for loader in theirs.flattened
-        if isinstance(loader, DataLoader) and loader.persistent_workers
+        if getattr(loader, "persistent_workers", False)
     ]
     for loader, _ in persistent:
         loader._iterator = None
@@ -258,10 +484,8 @@ def _noise(leaf: Any) -> Any:
     """Random pixels for what looks like images, everything else (labels) as it is."""
     if not isinstance(leaf, Tensor) or leaf.ndim < 3:
         return leaf
-    if leaf.is_floating_point():
-        noise = torch.rand_like(leaf)
-    elif leaf.dtype == torch.uint8:
-        noise = torch.randint_like(leaf, 256)
-    else:
+    if leaf.dtype != torch.uint8 and not leaf.is_floating_point():
         return leaf
+    pixels = leaf.dtype == torch.uint8
+    noise = torch.randint_like(leaf, 256) if pixels else torch.rand_like(leaf)
     return noise.pin_memory() if leaf.is_pinned() else noise

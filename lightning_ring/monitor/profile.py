@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -13,15 +12,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.timing import Mark, now, seconds_between
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import gpu_module, is_gpu
-from lightning_ring.monitor.step_record import StepRecord
-from lightning_ring.monitor.step_timer import StepTimer
+from lightning_ring.monitor.step_times import PHASES, StepRecord, StepTimer
 from lightning_ring.tools.plan.profile import Gradient, Model, Phases, Profile, Run, write_profile
 
 
@@ -51,9 +47,9 @@ class RingProfile(Callback):
         self.path = Path(path)
         self.steps = steps
         self.warmup = warmup
-        self._hooks: dict[Parameter, RemovableHandle] = {}
+        self._hooks: dict[Tensor, RemovableHandle] = {}
         self._ready: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
-        self._times: list[StepRecord] = []
+        self._steps: list[StepRecord] = []
         self._began: Mark | None = None
         self._seen = 0
         self._timer: StepTimer | None = None
@@ -62,34 +58,29 @@ class RingProfile(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._watch(pl_module)  # before the strategy does: its own hook may send a bucket
+            # before the strategy does: its own hook may send a bucket
+            self._watch(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._check(trainer, pl_module)
+        if problem := self._problem(trainer, pl_module):
+            raise ConfigurationError(f"RingProfile({str(self.path)!r}) cannot {problem}")
         self._watch(pl_module)
-        self._seen, self._times = 0, []
+        self._seen = 0
+        self._steps.clear()
         self._ready.clear()
-        self._timer = StepTimer.attach(trainer)
-        self._timer.listeners.append(self._on_step)
+        self._timer = StepTimer.attach(trainer, self._on_step)
 
-    def on_before_backward(
-        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
-    ) -> None:
-        self._began = now(loss.device) if self._recording else None
+    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
+        self._began = now(trainer.strategy.root_device) if self._recording else None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._timer is None:
-            return
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._seen += 1
-        if self._seen == self.warmup + self.steps:
+        if self._timer is not None and self._seen == self.warmup + self.steps:
             self._stop(trainer)
             self._write(trainer, pl_module)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *_: Any) -> None:
         if self._timer is not None:
-            self._stop(trainer)
             rank_zero_info(
                 f"lightning_ring: RingProfile wrote nothing: training ended after {self._seen} "
                 f"steps, and it needs {self.warmup + self.steps} (warmup and steps)."
@@ -104,29 +95,31 @@ class RingProfile(Callback):
     def _recording(self) -> bool:
         return self._timer is not None and self._seen >= self.warmup
 
-    def _check(self, trainer: Trainer, module: LightningModule) -> None:
-        """Raises `ConfigurationError`: names what stands in the way."""
-        path, name = self.path, f"RingProfile({str(self.path)!r})"
-        writable = os.access(path.absolute().parent, os.W_OK) and not path.is_dir()
+    def _problem(self, trainer: Trainer, module: LightningModule) -> str:
+        """What stands in the way; empty if nothing."""
+        writable = os.access(self.path.absolute().parent, os.W_OK) and not self.path.is_dir()
+        strategy, ranks = trainer.strategy, trainer.world_size
+        algorithm = getattr(strategy, "algorithm", None)
         if trainer.is_global_zero and not writable:
-            raise ConfigurationError(
-                f"{name} cannot be written. Name a file in a folder that is there."
-            )
+            return "be written. Name a file in a folder that is there."
         if not module.automatic_optimization:
-            raise ConfigurationError(
-                f"{name} records steps of automatic optimization: with manual optimization "
-                "Lightning does not announce where backward begins and ends."
+            return (
+                "record manual optimization, where Lightning does not announce where backward "
+                "begins and ends."
             )
         if trainer.accumulate_grad_batches != 1:
-            raise ConfigurationError(
-                f"{name} records steps of one batch, and accumulate_grad_batches is "
+            return (
+                "record steps of several batches, and accumulate_grad_batches is "
                 f"{trainer.accumulate_grad_batches}. Record without accumulation."
             )
-        if trainer.world_size > 1 and (other := _not_the_ring(trainer)):
-            raise ConfigurationError(
-                f"{name} cannot record {other} on {trainer.world_size} ranks. Record with "
-                "strategy='ring', or on one rank: `lightning-ring plan` predicts from that."
-            )
+        if algorithm is None or algorithm.steps_alone or algorithm.sharded:
+            other = type(strategy if algorithm is None else algorithm).__name__
+            if ranks > 1:
+                return (
+                    f"record {other} on {ranks} ranks. Record with strategy='ring', or on one "
+                    "rank: `lightning-ring plan` predicts from that."
+                )
+        return ""
 
     def _watch(self, module: LightningModule) -> None:
         for name, param in module.named_parameters():
@@ -140,33 +133,38 @@ class RingProfile(Callback):
 
     def _on_step(self, record: StepRecord) -> None:
         if self._recording:
-            self._times.append(record)
+            self._steps.append(record)
 
     def _stop(self, trainer: Trainer) -> None:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         if self._timer is not None:
-            self._timer.listeners.remove(self._on_step)
-            self._timer.detach(trainer)
+            self._timer.detach(trainer, self._on_step)
         self._timer = self._began = None
 
     # -- what comes out
 
     def _write(self, trainer: Trainer, module: LightningModule) -> None:
         gradients = self._gradients(module)
-        phases = self._phases(gradients[-1].ready, trainer)
+        strategy: Any = trainer.strategy
+        if is_gpu(device := strategy.root_device):
+            gpu_module(device).synchronize(device)
+        steps = [record.times() for record in self._steps]
+        middle = {part: median(getattr(one, part) for one in steps) for part in (*PHASES, "other")}
+        # backward ends with its last gradient, and waits for nobody
+        phases = Phases(**middle | {"backward": gradients[-1].ready})
         if trainer.world_size > 1:
-            comm: Communicator = trainer.strategy._comm  # type: ignore[attr-defined]
-            everyones = comm.all_gather_object((phases, gradients), name="profiles")
+            everyones = strategy.communicator.all_gather_object(
+                (phases, gradients), name="profiles"
+            )
             phases, gradients = max(everyones, key=lambda own: own[0].forward + own[0].backward)
         if trainer.is_global_zero:
             num_parameters = sum(param.numel() for param in module.parameters())
-            model = Model(type(module).__name__, num_parameters)
-            environment = getattr(trainer.strategy, "ring_environment", None)
+            environment = getattr(strategy, "ring_environment", None)
             nodes = trainer.num_nodes if environment is None else environment.num_nodes()
-            device = trainer.strategy.root_device.type
-            run = Run(trainer.world_size, int(nodes), device, self.steps)
+            run = Run(trainer.world_size, int(nodes), device.type, self.steps)
+            model = Model(type(module).__name__, num_parameters)
             write_profile(Profile(model, run, phases, tuple(gradients)), self.path)
             rank_zero_info(
                 f"lightning_ring: RingProfile wrote {self.path}. Next: lightning-ring plan "
@@ -189,27 +187,6 @@ class RingProfile(Callback):
         found = []
         for name, param in module.named_parameters():
             if param.requires_grad:
-                dtype, num_bytes = str(param.dtype).removeprefix("torch."), param.nbytes
-                at = ready.get(name, last)
-                found.append(Gradient(name, param.numel(), dtype, num_bytes, at))
+                dtype, at = str(param.dtype).removeprefix("torch."), ready.get(name, last)
+                found.append(Gradient(name, param.numel(), dtype, param.nbytes, at))
         return sorted(found, key=lambda gradient: gradient.ready)
-
-    def _phases(self, backward: float, trainer: Trainer) -> Phases:
-        """Medians over the steps; backward ends with its last gradient, and waits for nobody."""
-        if is_gpu(device := trainer.strategy.root_device):
-            gpu_module(device).synchronize(device)
-        steps = [record.times() for record in self._times]
-        names = [part.name for part in fields(Phases)]
-        middle = {name: median(getattr(step, name) for step in steps) for name in names}
-        return Phases(**middle | {"backward": backward})
-
-
-def _not_the_ring(trainer: Trainer) -> str:
-    """What keeps gradients from being averaged at each step by the ring; empty if nothing."""
-    strategy = trainer.strategy
-    algorithm = getattr(strategy, "algorithm", None)
-    if getattr(strategy, "_comm", None) is None:
-        return type(strategy).__name__
-    if algorithm is not None and (algorithm.steps_alone or algorithm.sharded):
-        return type(algorithm).__name__
-    return ""

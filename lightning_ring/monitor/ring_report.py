@@ -5,21 +5,69 @@ bar.
 from __future__ import annotations
 
 import math
+import os
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field, fields
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from lightning_ring.monitor.rank_rows import RankRow, RowExchange
+from lightning_ring.comm.communicator import Communicator, CompletedWork
+from lightning_ring.comm.host_copy import HostCopy
+from lightning_ring.host.accelerator import gpu_module, is_gpu
+from lightning_ring.monitor.step_times import PHASES, StepTimes
 
-_MS = 1e3
-_MB = 1e6
-_GB = 1e9
-_TIMES = {part: part for part in ("data", "copy", "forward", "backward", "optimizer", "other")}
-_TIMES["exposed"] = "exposed_communication"
 PERCENTILES = (5, 50, 95)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes that a rank holds. The GPU allocator's are zero on a CPU."""
+
+    # this process's, without its data-loading workers; 0 where the system does not tell
+    resident: float = 0.0
+    allocated: float = 0.0  # tensors on the device
+    reserved: float = 0.0  # held by the allocator
+    peak: float = 0.0  # largest ``allocated`` since the process started, or since a reset
+
+    @classmethod
+    def now(cls, device: torch.device) -> RankMemory:
+        statm = Path("/proc/self/statm")
+        pages = int(statm.read_text().split()[1]) if statm.exists() else 0
+        resident = pages * os.sysconf("SC_PAGE_SIZE") if pages else 0
+        if not is_gpu(device):
+            return cls(resident)
+        gpu = gpu_module(device)
+        allocated, peak = gpu.memory_allocated(device), gpu.max_memory_allocated(device)
+        return cls(resident, allocated, gpu.memory_reserved(device), peak)
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank's numbers since the last logged step."""
+
+    rank: int
+    skipped: float  # steps that a loss scaler left out since training began
+    times: StepTimes  # means over the steps, on CUDA over the steps that the device has finished
+    memory: RankMemory
+
+    def as_list(self) -> list[float]:
+        return [self.rank, self.skipped, *astuple(self.times), *astuple(self.memory)]
+
+    @classmethod
+    def from_list(cls, numbers: Sequence[float]) -> RankRow:
+        times, memory = numbers[2:_MEMORY], numbers[_MEMORY:]
+        return cls(int(numbers[0]), numbers[1], StepTimes(*times), RankMemory(*memory))
+
+
+# where in a row a rank's memory begins, and where the row ends
+_MEMORY = 2 + len(fields(StepTimes))
+_END = _MEMORY + len(fields(RankMemory))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +94,13 @@ class RingReport:
     def images_per_second(self) -> float:
         """Of all ranks; NaN where nobody can tell."""
         seconds = max(row.times.total for row in self.rows)
-        return sum(row.times.images for row in self.rows) / seconds if seconds > 0 else math.nan
+        return sum(row.times.images for row in self.rows) / (seconds or math.nan)
 
     @property
     def data_share(self) -> float:
         """Of a step of the slowest rank, spent waiting for data: that of others holds nobody up."""
-        times = self._slowest.times
-        return times.data / (times.total or math.nan) if self._timed else math.nan
+        times = self.rows[self.slowest[0]].times
+        return times.data / (times.total or math.nan)
 
     @property
     def communication_share(self) -> float:
@@ -67,19 +115,19 @@ class RingReport:
         Its own time is that in which it does not wait for others: all ranks end a step together, so
         that the step itself takes equally long everywhere.
         """
-        slowest = self._slowest
-        others = [row.times.own for row in self.rows if row is not slowest]
-        return slowest.rank, slowest.times.own - statistics.median(others) if others else 0.0
+        own = [row.times.own for row in self.rows]
+        slowest = max(own)
+        place = own.index(slowest)
+        del own[place]
+        return place, slowest - statistics.median(own) if own else 0.0
 
     @property
     def bus_bandwidth(self) -> float:
         """Bytes a second, on the rank whose collectives took least: the others' times hold
         waiting for a slow rank.
         """
-        return max(
-            (row.times.sent / row.times.busy for row in self.rows if row.times.busy > 0),
-            default=0.0,
-        )
+        times = [row.times for row in self.rows]
+        return max((one.sent / one.busy for one in times if one.busy > 0), default=0.0)
 
     def scalars(self) -> dict[str, float]:
         """By name; what cannot be told is left out.
@@ -87,28 +135,57 @@ class RingReport:
         In units and digits with which TensorBoard's ticks differ: it writes three digits. The
         slowest rank is in the name of a scalar, because TensorBoard would smooth a rank's number.
         """
-        found = {
-            "memory_gb": round(_most(row.memory.resident for row in self.rows) / _GB, 2),
-            "skipped_steps": self.skipped,
-            **{f"lr/{name}": lr for name, lr in self.learning_rates.items()},
-            **self._times(),
-            **self._communication(),
-            **self._cuda_memory(),
-            **self._percentiles(),
-        }
+        # unlike `max`, this is NaN where one of them is
+        held = torch.tensor([astuple(row.memory) for row in self.rows], dtype=torch.float64)
+        memory, *cuda = [round(size / 1e9, 2) for size in held.amax(0).tolist()]
+        found = {"memory_gb": memory, "skipped_steps": self.skipped}
+        found |= {f"lr/{name}": lr for name, lr in self.learning_rates.items()}
+        if cuda[1] > 0:
+            names = ("allocated", "reserved", "peak")
+            found |= {f"cuda_{name}_gb": size for name, size in zip(names, cuda, strict=True)}
+        if self._timed:
+            found |= self._times()
+        if self.trust_ratios.numel():
+            at = torch.tensor(PERCENTILES, dtype=torch.float64) / 100
+            ratios = torch.quantile(self.trust_ratios.double(), at).tolist()
+            for percent, ratio in zip(PERCENTILES, ratios, strict=True):
+                found[f"trust_ratio/p{percent:02d}"] = ratio
         found = {name: number for name, number in found.items() if not math.isnan(number)}
         for number, norm in enumerate(self.gradient_norms):
-            if norm is not None:  # one that is not finite is news
-                found[
-                    "gradient_norm" if len(self.gradient_norms) == 1 else f"gradient_norm/{number}"
-                ] = norm
+            # one that is not finite is news
+            if norm is not None:
+                several = f"/{number}" if len(self.gradient_norms) > 1 else ""
+                found[f"gradient_norm{several}"] = norm
         return {f"ring/{name}": number for name, number in found.items()}
+
+    def _times(self) -> dict[str, float]:
+        parts = {part: part for part in (*PHASES, "other")}
+        parts |= {"step": "total", "exposed_communication": "exposed"}
+        if self._communicates:
+            parts |= {"communication": "busy", "hidden_communication": "hidden"}
+        found = {f"{name}_ms": self._mean(part) * 1e3 for name, part in parts.items()}
+        found |= {
+            "images_per_second": self.images_per_second,
+            "images_per_second_per_rank": self.images_per_second / len(self.rows),
+            "data_ms_slowest": max(row.times.data for row in self.rows) * 1e3,
+            "data_share": self.data_share,
+        }
+        if self._communicates:
+            found |= {
+                "communication_share": self.communication_share,
+                "bus_bandwidth_gb_per_s": self.bus_bandwidth / 1e9,
+                "sent_mb_per_step": float(f"{self._mean('sent') / 1e6:.2g}"),
+            }
+        if len(self.rows) > 1:
+            rank, behind = self.slowest
+            found[f"slowest_rank_behind_ms/rank_{rank}"] = behind * 1e3
+        return found
 
     def bar(self) -> dict[str, str]:
         """For a progress bar: short names and texts, which all bars show as they are."""
-        if not self._timed:
-            return {}
         shown: dict[str, str] = {}
+        if not self._timed:
+            return shown
         if math.isfinite(self.images_per_second):
             shown["img/s"] = f"{self.images_per_second:.0f}"
         shown["data"] = f"{self.data_share:.0%}"
@@ -116,12 +193,8 @@ class RingReport:
             shown["comm"] = f"{self.communication_share:.0%}"
         if len(self.rows) > 1:
             rank, behind = self.slowest
-            shown["slowest"] = f"rank {rank} +{behind * _MS:.0f} ms"
+            shown["slowest"] = f"rank {rank} +{behind * 1e3:.0f} ms"
         return shown
-
-    @property
-    def _slowest(self) -> RankRow:
-        return max(self.rows, key=lambda row: row.times.own)
 
     @property
     def _timed(self) -> bool:
@@ -134,58 +207,50 @@ class RingReport:
     def _mean(self, part: str) -> float:
         return sum(getattr(row.times, part) for row in self.rows) / len(self.rows)
 
-    def _times(self) -> dict[str, float]:
-        if not self._timed:
-            return {}
-        return {
-            "images_per_second": self.images_per_second,
-            "images_per_second_per_rank": self.images_per_second / len(self.rows),
-            "step_ms": self._mean("total") * _MS,
-            **{f"{name}_ms": self._mean(part) * _MS for part, name in _TIMES.items()},
-            "data_ms_slowest": max(row.times.data for row in self.rows) * _MS,
-            "data_share": self.data_share,
-        }
 
-    def _communication(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        if not self._timed:
-            return found
-        if self._communicates:
-            found = {
-                "communication_ms": self._mean("busy") * _MS,
-                "hidden_communication_ms": self._mean("hidden") * _MS,
-                "communication_share": self.communication_share,
-                "bus_bandwidth_gb_per_s": self.bus_bandwidth / 1e9,
-                "sent_mb_per_step": float(f"{self._mean('sent') / _MB:.2g}"),
-            }
-        if len(self.rows) > 1:
-            rank, behind = self.slowest
-            found[f"slowest_rank_behind_ms/rank_{rank}"] = behind * _MS
-        return found
+class RowExchange:
+    """An all-gather of every rank's row, under way; before `table` nothing waits for it, nor for
+    the device.
 
-    def _cuda_memory(self) -> dict[str, float]:
-        names = ("allocated", "reserved", "peak")
-        most = {
-            name: round(_most(getattr(row.memory, name) for row in self.rows) / _GB, 2)
-            for name in names
-        }
-        return {f"cuda_{name}_gb": size for name, size in most.items() if most["reserved"] > 0}
+    ``further`` numbers (0-d, float64) may lie on the device; there are as many on all ranks.
+    """
 
-    def _percentiles(self) -> dict[str, float]:
-        if not self.trust_ratios.numel():
-            return {}
-        at = torch.tensor(PERCENTILES, dtype=torch.float64) / 100
-        values = torch.quantile(self.trust_ratios.double(), at).tolist()
-        return {
-            f"trust_ratio/p{percent:02d}": value
-            for percent, value in zip(PERCENTILES, values, strict=True)
-        }
+    def __init__(
+        self,
+        comm: Communicator | None,
+        row: RankRow,
+        further: Sequence[Tensor],
+        device: torch.device,
+    ) -> None:
+        numbers = torch.tensor(row.as_list(), dtype=torch.float64)
+        if is_gpu(device):
+            numbers = numbers.pin_memory().to(device, non_blocking=True)
+        others = [number.to(numbers.device, non_blocking=True) for number in further]
+        numbers = torch.cat([numbers, torch.stack(others)])
+        self._width = numbers.numel()
+        # all of it is this rank's until the others' shards arrive
+        self._flat = numbers.repeat(comm.world_size if comm is not None else 1)
+        self._comm = comm
+        self._work: Any = CompletedWork()
+        if comm is not None and comm.world_size > 1:
+            self._work = comm.all_gather_(self._flat, name="monitor")
+        self._copy: HostCopy | None = None
 
+    def done(self) -> bool:
+        """Whether `table` would return at once."""
+        return (self._copy is not None or self._work.done()) and self._start_copy().ready()
 
-def _most(numbers: Iterable[float]) -> float:
-    """The greatest; NaN where one of them is, which `max` may overlook."""
-    found = list(numbers)
-    return math.nan if any(math.isnan(number) for number in found) else max(found)
+    def table(self) -> Tensor:
+        """Block until all ranks' numbers are on the host; a row a rank. Raises `RingError`: as
+        `Work.wait`.
+        """
+        return self._start_copy().value().view(-1, self._width)
+
+    def _start_copy(self) -> HostCopy:
+        if self._copy is None:
+            self._work.wait()
+            self._copy = HostCopy(self._flat, self._comm.wait_until if self._comm else None)
+        return self._copy
 
 
 # a squared norm of gradients that did not step; so is its sum with what other ranks have
@@ -194,31 +259,120 @@ UNKNOWN = -math.inf
 
 @dataclass(slots=True)
 class LoggedStep:
-    """A logged step, until all ranks' rows are here."""
+    """A logged step, until all ranks' rows are here: a table, a row a rank, or still under way."""
 
     step: int
     learning_rates: dict[str, float]
     trust_ratios: Tensor
-    rows: RowExchange
+    rows: RowExchange | Tensor
+
+    def arrived(self) -> bool:
+        return isinstance(self.rows, Tensor) or self.rows.done()
+
+    def wait(self) -> Tensor:
+        """Block until it has arrived. Raises `RingError`: as `Work.wait`."""
+        if not isinstance(self.rows, Tensor):
+            self.rows = self.rows.table()
+        return self.rows
 
     def report(self) -> RingReport:
-        rows, sums = self.rows.finish()
-        uncounted, *squares = sums.tolist()
-        ratios = self.trust_ratios
+        """After `wait`."""
+        table = self.wait()
+        rows = sorted(map(RankRow.from_list, table[:, :_END].tolist()), key=lambda row: row.rank)
+        uncounted, *squares = table[:, _END:].sum(0).tolist()
         return RingReport(
             step=self.step,
             rows=rows,
             gradient_norms=[None if square < 0 else math.sqrt(square) for square in squares],
-            skipped=rows[0].skipped + uncounted / len(rows),  # all ranks skip the same steps
+            # all ranks skip the same steps
+            skipped=rows[0].skipped + uncounted / len(rows),
             learning_rates=self.learning_rates,
-            trust_ratios=ratios[~ratios.isnan()],
+            trust_ratios=self.trust_ratios[~self.trust_ratios.isnan()],
         )
 
 
-def numbers_on_device(
-    uncounted: Tensor, squares: Sequence[Tensor | None], device: torch.device
-) -> Tensor:
-    """1-D, float64: skipped steps, and ``squares`` of each optimizer."""
-    unknown = torch.full((), UNKNOWN, dtype=torch.float64)
-    numbers = [uncounted, *(unknown if one is None else one for one in squares)]
-    return torch.stack([number.to(device, non_blocking=True) for number in numbers])
+def gradient_squares(strategy: Any, optimizer: Optimizer) -> Tensor:
+    """What this rank adds to the squared norm of the optimizer's gradients (0-d, float64).
+
+    Under other strategies than ours what this rank holds.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if hasattr(strategy, "gradient_squares"):
+        squares: Tensor = strategy.gradient_squares(params)
+        return squares
+    grads = [param.grad for param in params if param.grad is not None]
+    if not grads:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(grads)])
+    return norms.square().sum()
+
+
+def learning_rates(optimizers: Sequence[Optimizer]) -> dict[str, float]:
+    """Of each parameter group: ``SGD``, or ``SGD/1`` for the second group, ``SGD-1`` for the
+    second SGD.
+    """
+    found = {}
+    seen = Counter[str]()
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        name = f"{kind}-{seen[kind]}" if seen[kind] else kind
+        seen[kind] += 1
+        for index, group in enumerate(optimizer.param_groups):
+            # an optimizer need not have one
+            if "lr" in group:
+                found[f"{name}/{index}" if index else name] = float(group["lr"])
+    return found
+
+
+def trust_ratios(optimizers: Sequence[Optimizer]) -> Tensor:
+    """Last trust ratio of each parameter that adapts (LARS, LAMB), 1-D, on its way to the host;
+    NaN without a step.
+    """
+    found: list[Tensor] = []
+    for optimizer in optimizers:
+        ratios = getattr(optimizer, "trust_ratios", None)
+        if not isinstance(ratios, Tensor):
+            continue
+        adapts = [
+            group.get("adapt", True) for group in optimizer.param_groups for _ in group["params"]
+        ]
+        places = [place for place, adapt in enumerate(adapts) if adapt]
+        index = torch.tensor(places, dtype=torch.int64).to(ratios.device, non_blocking=True)
+        # the copy of all ranks' rows, which comes after this one, is waited for
+        found.append(ratios[index].to("cpu", non_blocking=True))
+    return torch.cat(found) if found else torch.empty(0)
+
+
+class SkippedSteps:
+    """Counts steps that a loss scaler left out, and adds what optimizers count themselves
+    (``skip_nonfinite``).
+
+    Without reading anything off the device: a step that `GradScaler` skips is one that was
+    announced and not made.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], scaler: Any) -> None:
+        self._optimizers = optimizers
+        scaled = optimizers if scaler is not None else ()
+        # steps: gradients are unscaled; and the optimizer has stepped
+        self.announced = self._made = 0
+        # where the optimizer itself looks at what the scaler found
+        self._found = torch.zeros((), dtype=torch.float64)
+        self._hooks = [one.register_step_post_hook(self._step_made) for one in scaled]
+
+    def count(self) -> tuple[float, Tensor]:
+        """What the host knows, and what has to be added (0-d, float64, on the device perhaps)."""
+        known = self.announced - self._made if self._hooks else 0
+        return known + sum(
+            getattr(one, "skipped_steps", 0) for one in self._optimizers
+        ), self._found
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _step_made(self, optimizer: Optimizer, *_: Any) -> None:
+        self._made += 1
+        found = getattr(optimizer, "found_inf", None)
+        if isinstance(found, Tensor):
+            self._found = self._found.to(found.device, non_blocking=True) + (found > 0).sum()

@@ -16,26 +16,35 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import gpu_module, is_gpu
-from lightning_ring.monitor.step_record import StepRecord
-from lightning_ring.monitor.step_timer import StepTimer
+from lightning_ring.monitor.step_times import StepRecord, StepTimer
 from lightning_ring.timeline.clocks import DeviceClock
-from lightning_ring.timeline.joining import invitation_to, join_session
-from lightning_ring.timeline.session import Session, start_session
+from lightning_ring.timeline.recorder import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    OPTIMIZER,
+    PAUSES,
+    RANKS,
+    STEPS,
+)
+from lightning_ring.timeline.session import Session, join_session, start_session
 from lightning_ring.timeline.settings import TimelineSettings
-from lightning_ring.timeline.tracks import BACKWARD, DATA, FORWARD, OPTIMIZER, PAUSES, RANKS, STEPS
 
 log = logging.getLogger(__name__)
 
-_LOOK_EVERY = 20  # batches between two looks at the switch
-_PAUSES = {
-    "validation_step": "validation batch",
-    "test_step": "test batch",
-    "save_checkpoint": "checkpoint",
+# batches between two looks at the switch
+_LOOK_EVERY = 20
+_SLICES = {
+    "data": (DATA, "data wait"),
+    "copy": (DATA, "copy to device"),
+    "forward": (FORWARD, "forward"),
+    "backward": (BACKWARD, "backward"),
+    "optimizer": (OPTIMIZER, "optimizer step"),
 }
 
 
 # no lambda: ``start_method="spawn"`` pickles the strategy
-def _call(run: Callable[[], list[Any]]) -> list[Any]:
+def _call(run: Callable[[], Any]) -> Any:
     return run()
 
 
@@ -58,22 +67,18 @@ class StepTimeline:
         self._session: Session | None = None
         self._timer: StepTimer | None = None
         self._batches = 0
-        self._refused = False  # by `start`, since the switch is on
+        # by `start`, since the switch is on
+        self._refused = False
         self.number: int | None = None
         self.waits = False
-        self.call_together: Callable[[Callable[[], list[Any]]], list[Any]] = _call
-        self._max_bytes = 0
-        self._ranks_since = 0.0  # when the ranks were connected that there are
+        self.call_together = _call
+        # when the ranks were connected that there are
+        self._ranks_since = 0.0
         self._num_ranks = 1
 
     @property
     def recording(self) -> bool:
         return self._session is not None
-
-    @property
-    def path(self) -> Path | None:
-        """The merged trace of what is recorded now."""
-        return self._session.path if self._session is not None else None
 
     def start(self, path: str | Path | None = None, max_mb: float | None = None) -> None:
         """Record from now on. All ranks call it at the same point of a fit. Where it records
@@ -103,16 +108,15 @@ class StepTimeline:
                 "callback, such as on_train_batch_start, on all ranks; "
                 "RingStrategy(timeline='trace.json') records from the start."
             )
-        self._max_bytes = int((max_mb if max_mb is not None else self.settings.max_mb) * 2**20)
-        about: dict[str, Any] = {
+        about = {
             "strategy": type(trainer.strategy).__name__,
             "epoch": trainer.current_epoch,
+            "ranks_change": self.number is not None,
         }
-        about["ranks_change"] = self.number is not None
         session = start_session(
             Path(chosen),
             self._comm,
-            max_bytes=self._max_bytes,
+            max_bytes=int((max_mb or self.settings.max_mb) * 2**20),
             about=about,
             seconds_of=_device_clock(trainer),
             number=self.number,
@@ -123,9 +127,8 @@ class StepTimeline:
         self._session, self._ranks_since = session, time.perf_counter()
         self._num_ranks = session.comm.world_size if session.comm is not None else 1
         session.recorder.begin_step(_batch_number(trainer), self._ranks_since)
-        self._listeners.append(self._session.recorder.collective)
-        self._timer = StepTimer.attach(trainer)
-        self._timer.listeners.append(self._on_step)
+        self._listeners.append(session.recorder.collective)
+        self._timer = StepTimer.attach(trainer, self._on_step)
         self._timer.interruption_listeners.append(self._on_interruption)
 
     def stop(self) -> None:
@@ -133,33 +136,31 @@ class StepTimeline:
         is recorded: nothing.
         """
         trainer, session = self._trainer, self._detach()
-        if trainer is None:
-            return
-        if self.number is not None and self.settings.path is not None:
-            recorded = self.call_together(
-                lambda: (
-                    self._comm.all_gather_object(session is not None, name="timeline: sessions")
-                    if self._comm
-                    else []
-                )
-            )
-            if session is not None and not all(recorded):
-                # one that joined could not: `lightning-ring timeline` merges the others
-                session.close()
-                return
-        if session is None:
+        ranks_change = self.number is not None and self.settings.path is not None
+        if trainer is None or not (session or ranks_change):
             return
         if is_gpu(device := trainer.strategy.root_device):
-            gpu_module(device).synchronize(device)  # what it has not come to would be left out
-        if self.number is not None:
+            # what it has not come to would be left out
+            gpu_module(device).synchronize(device)
+        if session is not None and self.number is not None:
             self._slice_of_ranks(session, time.perf_counter())
 
-        def gather() -> list[str]:
-            session.comm = self._comm  # another one where a rank has died in the first attempt
+        def gather() -> list[str] | None:
+            # another one where a rank has died in the first attempt
+            comm = self._comm
+            mine = session is not None
+            if ranks_change and comm is not None:
+                mine = all(comm.all_gather_object(mine, name="timeline: sessions"))
+            if session is None or not mine:
+                return None
+            session.comm = comm
             return session.gather()
 
         problems = self.call_together(gather)
-        if session.comm is None or session.comm.rank == 0:
+        if session is not None and problems is None:
+            # one that joined could not record: `lightning-ring timeline` merges the others
+            session.close()
+        elif session is not None and (session.comm is None or session.comm.rank == 0):
             session.merge(problems)
 
     # -- what the strategy calls
@@ -170,13 +171,16 @@ class StepTimeline:
         # plain mpirun hands no RING_TIMELINE to other hosts, and starting is collective
         if comm is not None:
             self.settings = comm.broadcast_object(self.settings, name="timeline: settings")
-        if self.settings.path is not None and self.settings.switch is None and not self.waits:
+        self._start_if_asked()
+
+    def _start_if_asked(self) -> None:
+        asked = self.settings.path is not None and self.settings.switch is None
+        if asked and not self.waits and self._trainer is not None:
             self.start()
 
     def begin_training(self) -> None:
-        starts = self.settings.path is not None and self.settings.switch is None and not self.waits
-        if starts and self._trainer is not None:
-            self.start()  # a fit within this one (a search for the learning rate) has ended its own
+        # a fit within this one (a search for the learning rate) has ended its own
+        self._start_if_asked()
         if self._timer is not None:
             self._timer.restart()
 
@@ -194,19 +198,14 @@ class StepTimeline:
 
     def let_in(self, comm: Communicator, *, joins: bool) -> None:
         """Let ranks that ``join`` record where the others do. Collective."""
-        session, trainer = self._session, self._trainer
+        trainer = self._trainer
         assert trainer is not None
         assert self.number is not None
-        invitation = (
-            invitation_to(session, self._max_bytes)
-            if session is not None and comm.rank == 0
-            else None
-        )
         made = join_session(
-            invitation,
+            self._session,
             comm,
             number=self.number,
-            joins=joins and session is None,
+            joins=joins and self._session is None,
             seconds_of=_device_clock(trainer),
         )
         if made is not None:
@@ -266,9 +265,8 @@ class StepTimeline:
         assert self._timer is not None
         assert self._trainer is not None
         self._listeners.remove(session.recorder.collective)
-        self._timer.listeners.remove(self._on_step)
         self._timer.interruption_listeners.remove(self._on_interruption)
-        self._timer.detach(self._trainer)
+        self._timer.detach(self._trainer, self._on_step)
         self._timer = None
         return session
 
@@ -278,33 +276,23 @@ class StepTimeline:
         session, trainer = self._session, self._trainer
         if session is None or trainer is None:
             return
-        recorder, marks = session.recorder, record.marks
+        recorder = session.recorder
         step = {"step": recorder.step}
         whole = step | {"epoch": trainer.current_epoch, "optimizer_steps": trainer.global_step}
-        recorder.slice(
-            STEPS, f"step {recorder.step}", record.began, record.began + record.total, whole
-        )
-        waits = [(*pair, "data wait") for pair in marks.get("data", ())]
-        copies = [(*pair, "copy to device") for pair in marks.get("copy", ())]
-        for begin, end, name in sorted(waits + copies):
-            recorder.slice(DATA, name, begin, end, step)
-        for begin, end in marks.get("forward", ()):
-            recorder.slice(FORWARD, "forward", begin, end, step)
-        for phase in ("backward", "manual_backward", "closure_backward"):
-            for begin, end in marks.get(phase, ()):
-                recorder.slice(BACKWARD, "backward", begin, end, step)
-        # of optimizer_step, with automatic optimization
-        inside = marks.get("backward") or marks.get("forward")
-        for begin, end in marks.get("optimizer", ()):
-            recorder.slice(
-                OPTIMIZER, "optimizer step", inside[-1][1] if inside else begin, end, step
-            )
-        for begin, end in marks.get("manual_optimizer", ()):
-            recorder.slice(OPTIMIZER, "optimizer step", begin, end, step)
+        ended = record.began + record.total
+        recorder.slice(STEPS, f"step {recorder.step}", record.began, ended, whole)
+        # automatic optimization runs forward and backward at the begin of the optimizer's step
+        inside = None
+        for phase, begin, end in record.marks:
+            if phase == "optimizer" and inside is not None:
+                begin = inside
+            if phase == "forward" or (phase == "backward" and inside is not None):
+                inside = end
+            recorder.slice(*_SLICES[phase], begin, end, step)
 
     def _on_interruption(self, what: str, began: float, ended: float) -> None:
         if self._session is not None:
-            self._session.recorder.slice(PAUSES, _PAUSES[what], began, ended)
+            self._session.recorder.slice(PAUSES, what, began, ended)
 
 
 def _device_clock(trainer: Trainer) -> DeviceClock | None:

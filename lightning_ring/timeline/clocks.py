@@ -6,13 +6,12 @@ bounds every pair of clocks from both sides, as a ping-pong does in Cristian's a
 in NTP. The tightest bounds of many barriers are kept; their middle is the estimate and half their
 distance its error.
 
-Ranks that read one clock (the same boot of the same kernel and the same time namespace) differ by
-exactly 0, and their bounds count for each other.
+Ranks that read one clock (the same boot of the same kernel) differ by exactly 0, and their bounds
+count for each other.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -44,15 +43,8 @@ class ClockReading:
 
 def clock_identity() -> str:
     """Equal on ranks whose `time.perf_counter` reads one clock."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
-    try:
-        namespace = os.readlink("/proc/self/ns/time")
-    except OSError:  # kernels before 5.6 have none
-        namespace = ""
-    return f"{boot} {namespace}"
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def read_clocks(
@@ -75,9 +67,8 @@ def read_clocks(
     readings = {names[0]: (0.0, 0.0)}
     for name in names:
         if name not in readings:
-            zeros, others = (
-                [times[r] for r in range(len(names)) if names[r] == one] for one in (names[0], name)
-            )
+            zeros = [mine for mine, one in zip(times, names, strict=True) if one == names[0]]
+            others = [mine for mine, one in zip(times, names, strict=True) if one == name]
             most, least = _largest_offset(zeros, others), -_largest_offset(others, zeros)
             readings[name] = (most + least) / 2, abs(most - least) / 2
     return [
@@ -88,11 +79,11 @@ def read_clocks(
 
 def _largest_offset(arriving: list[Times], leaving: list[Times]) -> float:
     """By which the clock of ``leaving`` may be ahead of that of ``arriving``."""
-    pairs = ((came, left) for came, _ in arriving for _, left in leaving)
     return min(
-        left - came
-        for all_came, all_left in pairs
-        for came, left in zip(all_came, all_left, strict=True)
+        end - begin
+        for came, _ in arriving
+        for _, left in leaving
+        for begin, end in zip(came, left, strict=True)
     )
 
 

@@ -5,7 +5,7 @@ and was waited for. Needs matplotlib.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 from lightning_ring.errors import ConfigurationError
 
 READY, ON_THE_WIRE, WAITED_FOR = "ready", "on the wire", "waited for"
-_COLOURS = {  # by the first words of a kind
+# by the first words of a kind
+_COLOURS = {
     "data": "#8c8c8c",
     "copy": "#b0a08c",
     "forward": "#59a14f",
@@ -23,11 +24,11 @@ _COLOURS = {  # by the first words of a kind
     ON_THE_WIRE: "#f28e2b",
     "gradients": "#f28e2b",
     "parameters": "#edc948",
-    WAITED_FOR: "#e15759",
-    "waiting": "#e15759",
+    "wait": "#e15759",
     "": "#b3b3b3",
 }
-_CHARACTER = 0.0055  # width of one, as a part of the picture's
+# width of one, as a part of the picture's
+_CHARACTER = 0.0055
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,53 +48,37 @@ class Bar:
     group: str = ""
 
 
-def draw(bars: Sequence[Bar], labels: Iterable[str] = (), title: str = "") -> Any:
-    """A matplotlib figure of ``bars``, a row for each lane in the order of their first bars.
-
-    ``labels`` replace the lanes' names.
-    """
-    from matplotlib.figure import Figure  # no pyplot: it would look for a display
+def draw(bars: Sequence[Bar], title: str = "") -> Any:
+    """A matplotlib figure of ``bars``, a row for each lane in the order of their first bars."""
+    # no pyplot: it would look for a display
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     lanes = list(dict.fromkeys((bar.group, bar.lane) for bar in bars))
-    names = [
-        name if len(name) < 60 else f"{name[:57]}..."
-        for name in labels or [lane for _, lane in lanes]
-    ]
     figure = Figure(figsize=(12, 1.6 + 0.26 * len(lanes)), dpi=100, layout="constrained")
-    axes = figure.add_subplot()
+    axes = figure.add_subplot(ylim=(len(lanes) - 0.5, -0.5), xlabel="milliseconds", title=title)
     span = max((bar.stop for bar in bars), default=1.0)
     for bar in bars:
-        row, height = lanes.index((bar.group, bar.lane)), 0.34 if bar.kind == WAITED_FOR else 0.8
-        axes.barh(
-            row,
-            1e3 * (bar.stop - bar.start),
-            left=1e3 * bar.start,
-            height=height,
-            color=_colour(bar.kind),
-        )
-        if bar.stop - bar.start > len(bar.text) * _CHARACTER * span:
-            middle = 500 * (bar.start + bar.stop)
+        row, seconds = lanes.index((bar.group, bar.lane)), bar.stop - bar.start
+        height = 0.34 if bar.kind == WAITED_FOR else 0.8
+        left, width = 1e3 * bar.start, 1e3 * seconds
+        axes.barh(row, width, height, left, color=_colour(bar.kind))
+        if seconds > len(bar.text) * _CHARACTER * span:
+            middle = left + width / 2
             axes.text(middle, row, bar.text, ha="center", va="center", fontsize=6, clip_on=True)
     for group in dict.fromkeys(group for group, _ in lanes if group):
-        rows = [row for row, (its, _) in enumerate(lanes) if its == group]
+        rows = [row for row, lane in enumerate(lanes) if lane[0] == group]
         axes.axhline(rows[-1] + 0.5, color="black", linewidth=0.8)
         beside = axes.get_yaxis_transform()
         axes.text(1.005, sum(rows) / len(rows), group, transform=beside, va="center", rotation=270)
+    names = [lane if len(lane) < 60 else f"{lane[:57]}..." for _, lane in lanes]
     axes.set_yticks(range(len(lanes)), names, fontsize=8)
-    axes.set(
-        ylim=(len(lanes) - 0.5, -0.5), xlim=(0, 1e3 * span), xlabel="milliseconds", title=title
-    )
-    axes.grid(True, axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
-    kinds = {
-        kind
-        for bar in bars
-        for kind in _COLOURS
-        if kind in (READY, ON_THE_WIRE, WAITED_FOR) and bar.kind == kind
-    }
-    patches = [Patch(color=_COLOURS[kind], label=kind) for kind in _COLOURS if kind in kinds]
-    if patches:
+    axes.set_xlim(0, 1e3 * span)
+    axes.grid(axis="x", alpha=0.3)
+    kinds = {bar.kind for bar in bars}
+    explained = [kind for kind in (READY, ON_THE_WIRE, WAITED_FOR) if kind in kinds]
+    if explained:
+        patches = [Patch(color=_colour(kind), label=kind) for kind in explained]
         figure.legend(handles=patches, loc="outside lower right", ncols=3, fontsize=8)
     return figure
 
@@ -102,74 +87,46 @@ def _colour(kind: str) -> str:
     return next(colour for word, colour in _COLOURS.items() if kind.startswith(word))
 
 
-# -- of a merged trace
-
-
 def plot(trace: Path, path: Path, steps: tuple[int, int] | None = None) -> None:
-    """Draw ``steps`` (first and last; default: the last two that every rank finished) of ``trace``
-    into ``path``.
+    """Draw ``steps`` (first and last; default: the last two that every rank finished) of the merged
+    ``trace`` into ``path``.
 
     Raises `ConfigurationError`: the trace has no such steps.
     """
     events = json.loads(trace.read_text())["traceEvents"]
-    begin, end = _span(events, *(steps or _last_steps(events)))
-    threads, bars = _names(events), []
-    sizes: dict[tuple[str, str], int] = {}  # in bytes, of the largest message of a lane
+    begin, end = _span(events, steps)
+    names = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["name"] in ("process_name", "thread_name")
+    }
+    bars = []
     for event in sorted(events, key=lambda event: (event["pid"], event["tid"])):
-        if event["ph"] == "X" and event["ts"] < end and event["ts"] + event["dur"] > begin:
-            group, lane = threads[event["pid"], event["tid"]]
-            queued = event["name"] == "queued"
-            start, stop = (
-                max(begin, event["ts"]) - begin,
-                min(end, event["ts"] + event["dur"]) - begin,
+        start, stop = event["ts"], event["ts"] + event.get("dur", 0)
+        if event["ph"] == "X" and start < end and stop > begin:
+            # a process's own name has thread 0
+            group, lane = names[event["pid"], 0], names[event["pid"], event["tid"]]
+            kind, text = (lane, event["name"]) if event["name"] != "queued" else (READY, "")
+            start, stop = ((max(begin, min(end, at)) - begin) / 1e6 for at in (start, stop))
+            bars.append(Bar(lane, kind, start, stop, text, group))
+    draw(bars).savefig(path, dpi=110)
+
+
+def _span(events: list[dict[str, Any]], steps: tuple[int, int] | None) -> tuple[float, float]:
+    whole = [one for one in events if one["ph"] == "X" and one["name"].startswith("step ")]
+    if steps is None:
+        numbers = [
+            {event["args"]["step"] for event in whole if event["pid"] == pid}
+            for pid in {event["pid"] for event in events}
+        ]
+        common = sorted(set.intersection(*numbers))
+        if not common:
+            raise ConfigurationError(
+                "--plot: the trace holds no step that all of its ranks finished."
             )
-            kind, text = (READY, "") if queued else (lane, event["name"])
-            bars.append(Bar(lane, kind, start / 1e6, stop / 1e6, text, group))
-            size = (
-                event["args"].get("bytes", 0) if lane.startswith(("gradients", "parameters")) else 0
-            )
-            sizes[group, lane] = max(size, sizes.get((group, lane), 0))
-    draw(bars, [_label(lane, size) for (_, lane), size in sizes.items()]).savefig(path, dpi=110)
-
-
-def _last_steps(events: list[dict[str, Any]]) -> tuple[int, int]:
-    numbers = [
-        {event["args"]["step"] for event in events if event["pid"] == pid and _is_step(event)}
-        for pid in {event["pid"] for event in events}
-    ]
-    common = set.intersection(*numbers) if numbers else set()
-    if not common:
-        raise ConfigurationError("--plot: the trace holds no step that all of its ranks finished.")
-    return max(min(common), max(common) - 1), max(common)
-
-
-def _span(events: list[dict[str, Any]], first: int, last: int) -> tuple[float, float]:
-    steps = [
-        event for event in events if _is_step(event) and first <= event["args"]["step"] <= last
-    ]
-    if not steps:
+        steps = max(common[0], common[-1] - 1), common[-1]
+    first, last = steps
+    mine = [event for event in whole if first <= event["args"]["step"] <= last]
+    if not mine:
         raise ConfigurationError(f"--steps {first}-{last}: the trace holds none of these steps.")
-    return min(step["ts"] for step in steps), max(step["ts"] + step["dur"] for step in steps)
-
-
-def _names(events: list[dict[str, Any]]) -> dict[tuple[int, int], tuple[str, str]]:
-    """The names of process and thread, by the numbers of both."""
-    named = [event for event in events if event["name"] in ("process_name", "thread_name")]
-    processes = {
-        event["pid"]: event["args"]["name"] for event in named if event["name"] == "process_name"
-    }
-    threads = [event for event in named if event["name"] == "thread_name"]
-    return {
-        (event["pid"], event["tid"]): (processes[event["pid"]], event["args"]["name"])
-        for event in threads
-    }
-
-
-def _label(lane: str, size: int) -> str:
-    if not size:
-        return lane
-    return f"{lane}, {size / 1e6:.1f} MB" if size >= 1e5 else f"{lane}, {size / 1e3:.1f} kB"
-
-
-def _is_step(event: dict[str, Any]) -> bool:
-    return bool(event["ph"] == "X" and event["name"].startswith("step "))
+    return min(event["ts"] for event in mine), max(event["ts"] + event["dur"] for event in mine)

@@ -1,25 +1,99 @@
-"""Slices and collectives of a rank, written to its trace file by a thread."""
+"""Slices and collectives of a rank, as trace events that a thread writes to its trace file."""
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.timeline.rank_file import TraceFile
-from lightning_ring.timeline.tracks import EXPOSED, Tracks, track_name, track_of
+from lightning_ring.timeline.trace_files import TraceFile, compact
 
 log = logging.getLogger(__name__)
 
-FLUSH_SECONDS = 0.2  # what `kill -9` may take of the end
-_KINDS = {
-    "all_reduce": "all-reduce",
-    "reduce_scatter": "reduce-scatter",
-    "all_gather": "all-gather",
+STEPS, DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER = range(1, 7)
+# GRADIENTS + i is bucket i's
+GRADIENTS, PARAMETERS, OTHER, PAUSES, RANKS = 1_000, 10_000, 20_000, 30_000, 40_000
+_NAMES = {
+    STEPS: "steps",
+    DATA: "data wait",
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    EXPOSED: "waiting for communication",
+    OPTIMIZER: "optimizer step",
+    OTHER: "other collectives",
+    PAUSES: "validation and checkpoints",
+    RANKS: "ranks",
 }
+_BUCKET = re.compile(r"(parameters of )?bucket (\d+)")
+# seconds, which `kill -9` may take of the end
+FLUSH_SECONDS = 0.2
+
+
+def track_of(name: str) -> int:
+    """The track of a collective, by the name that its caller gave it."""
+    match = _BUCKET.match(name)
+    if match is None:
+        return OTHER
+    return (PARAMETERS if match[1] else GRADIENTS) + min(int(match[2]), PARAMETERS - GRADIENTS - 1)
+
+
+def track_name(track: int) -> str:
+    if track in _NAMES:
+        return _NAMES[track]
+    if track < PARAMETERS:
+        return f"gradients of bucket {track - GRADIENTS}"
+    return f"parameters of bucket {track - PARAMETERS}"
+
+
+class Tracks:
+    """Trace events of one rank (a process ``pid`` of the trace). Times are integers of nanoseconds
+    since the trace's zero.
+
+    A track is a thread. A slice that began before the last one of its track had ended begins later.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._ends: dict[int, int] = {}
+
+    def slice(
+        self,
+        track: int,
+        name: str,
+        begin: int,
+        end: int,
+        args: dict[str, Any] | None = None,
+        queued: int = 0,
+    ) -> Iterator[str]:
+        """Events of one slice in ``track``; before the first of a thread comes its name. A slice
+        within it shows what was ``queued`` until then.
+        """
+        if track not in self._ends:
+            yield self._metadata(track, "thread_name", name=track_name(track))
+            yield self._metadata(track, "thread_sort_index", sort_index=track)
+        begin = max(0, begin, self._ends.get(track, 0))
+        end = self._ends[track] = max(begin, end)
+        yield self._complete(track, name[:200], begin, end, args or {})
+        if begin < queued <= end:
+            yield self._complete(track, "queued", begin, queued, {})
+
+    def process(self, name: str, labels: str) -> Iterator[str]:
+        yield self._metadata(0, "process_name", name=name)
+        yield self._metadata(0, "process_labels", labels=labels)
+        yield self._metadata(0, "process_sort_index", sort_index=self._pid)
+
+    def _complete(self, tid: int, name: str, begin: int, end: int, args: dict[str, Any]) -> str:
+        event = {"ph": "X", "pid": self._pid, "tid": tid, "name": name}
+        # microseconds
+        return compact(event | {"ts": begin / 1e3, "dur": (end - begin) / 1e3, "args": args})
+
+    def _metadata(self, tid: int, what: str, /, **args: Any) -> str:
+        event = {"ph": "M", "pid": self._pid, "tid": tid, "name": what}
+        return compact(event | {"ts": 0, "args": args})
 
 
 class Recorder:
@@ -43,10 +117,10 @@ class Recorder:
         self._file = file
         self._tracks = tracks
         self._zero = zero
-        self._seconds_of = seconds_of
-        self._queue: deque[Callable[[], Iterable[str] | None]] = deque()
+        self._seconds_of: Callable[[Any], Any] = seconds_of or (lambda mark: None)
+        self._queue = deque[Callable[[], Iterable[str] | None]]()
         self._step_began = float("-inf")
-        self._ended_before: float = 0.0
+        self._ended_before = 0.0
         self._failed = False
         self._closing = threading.Event()
         self._thread = threading.Thread(
@@ -88,20 +162,20 @@ class Recorder:
             self._give_up(error)
 
     def _write_now_and_then(self) -> None:
-        while not self._closing.wait(FLUSH_SECONDS):
+        while not self._failed and not self._closing.wait(FLUSH_SECONDS):
             try:
                 self._drain()
             except OSError as error:
                 self._give_up(error)
-                return
 
     def _drain(self, *, to_the_end: bool = False) -> None:
         was_full = self._file.full
         events: list[str] = []
         while self._queue:
             made = self._queue[0]()
+            # the device has not come so far
             if made is None and not to_the_end:
-                break  # the device has not come so far
+                break
             self._queue.popleft()
             events.extend(made or ())
         self._file.append(events)
@@ -114,7 +188,8 @@ class Recorder:
 
     def _give_up(self, error: OSError) -> None:
         self._failed = True
-        self._queue.clear()  # nobody takes anything from it any more
+        # nobody takes anything from it any more
+        self._queue.clear()
         self._file.leave()
         log.warning(
             "lightning_ring: the timeline %s ends here, it cannot be written any more (%s). "
@@ -126,63 +201,51 @@ class Recorder:
     def _slice(
         self, track: int, name: str, begin: Any, end: Any, args: dict[str, Any] | None
     ) -> Iterable[str] | None:
-        start, stop = self._seconds(begin), self._seconds(end)
-        if start is None or stop is None:
+        times = self._seconds(begin, end)
+        if not times:
             return None
-        return self._tracks.slice(track, name, self._ns(start), self._ns(stop), args)
+        start, stop = map(self._ns, times)
+        return self._tracks.slice(track, name, start, stop, args)
 
     def _collective(self, record: CollectiveRecord, step: int) -> Iterable[str] | None:
         if record.events is None:
-            ended = max(record.called, record.ended or record.waited_until)
-            return self._events_of(
-                record, step, (record.called, ended), (record.waited_from, record.waited_until)
-            )
-        marks = [self._seconds(mark) for mark in (*record.events, record.wait_event)]
-        if None in marks:
-            return None
-        called, ended, waits = cast("list[float]", marks)
-        ended = max(called, ended)
-        # the host has only queued the wait: it is the stream that waits, from when it comes to it
-        return self._events_of(record, step, (called, ended), (waits, max(waits, ended)))
+            ended = record.ended or record.waited_until
+            times = [record.called, ended, record.waited_from, record.waited_until]
+        else:
+            # the host has only queued the wait: it is the stream that waits, from when it comes to
+            # it
+            called, over = record.events
+            times = self._seconds(called, over, record.wait_event, over)
+        return self._events_of(record, step, times) if times else None
 
-    def _events_of(
-        self,
-        record: CollectiveRecord,
-        step: int,
-        times: tuple[float, float],
-        wait: tuple[float, float],
-    ) -> Iterable[str]:
-        called, ended = times
-        track = track_of(record.name)
+    def _events_of(self, record: CollectiveRecord, step: int, times: list[float]) -> Iterable[str]:
+        called, ended, waits, until = times
+        ended, until = max(called, ended), max(waits, until)
         # of two that overlap, the earlier one has the wire
         began = min(max(called, self._ended_before), ended)
         self._ended_before = max(self._ended_before, ended)
         args = {
             "step": step,
             "bytes": record.nbytes,
-            "kind": record.kind,
             "name": record.name[:500],
             "called": round((record.called - self._zero) * 1e6, 3),
             "call_us": round((record.returned - record.called) * 1e6, 1),
             "queued_us": round((began - called) * 1e6, 1),
-            "waited_for": round((wait[0] - self._zero) * 1e6, 3),
-            "waited_us": round((wait[1] - wait[0]) * 1e6, 1),
+            "waited_for": round((waits - self._zero) * 1e6, 3),
+            "waited_us": round((until - waits) * 1e6, 1),
         }
-        kind = _KINDS.get(record.kind, record.kind)
-        queued = ("queued", self._ns(began)) if began > called else None
-        yield from self._tracks.slice(track, kind, self._ns(called), self._ns(ended), args, queued)
-        what = (
-            f"wait for {track_name(track)}"
-            if track_of("") != track
-            else f"wait for {record.name or kind}"
-        )
+        track, kind = track_of(record.name), record.kind.replace("_", "-")
+        spans = self._ns(called), self._ns(ended)
+        yield from self._tracks.slice(track, kind, *spans, args, self._ns(began))
+        what = track_name(track) if track != OTHER else record.name or kind
+        spans = self._ns(waits), self._ns(until)
         waited = {"step": step, "bytes": record.nbytes}
-        yield from self._tracks.slice(EXPOSED, what, self._ns(wait[0]), self._ns(wait[1]), waited)
+        yield from self._tracks.slice(EXPOSED, f"wait for {what}", *spans, waited)
 
-    def _seconds(self, mark: Any) -> float | None:
-        if isinstance(mark, float):
-            return mark
-        return self._seconds_of(mark) if self._seconds_of is not None else None
+    def _seconds(self, *marks: Any) -> list[float]:
+        """Empty while the device has not come so far."""
+        found = [mark if isinstance(mark, float) else self._seconds_of(mark) for mark in marks]
+        return [] if None in found else found
 
     def _ns(self, seconds: float) -> int:
         return round((seconds - self._zero) * 1e9)

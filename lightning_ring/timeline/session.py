@@ -1,4 +1,4 @@
-"""One timeline from start to stop, on all ranks."""
+"""One timeline from start to stop, on all ranks, and on those that join meanwhile."""
 
 from __future__ import annotations
 
@@ -16,25 +16,30 @@ from typing import Any
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.timeline.clocks import ClockReading, read_clocks
-from lightning_ring.timeline.merge import gather_files, merge
-from lightning_ring.timeline.rank_file import TraceFile
-from lightning_ring.timeline.recorder import Recorder
-from lightning_ring.timeline.settings import (
-    GENERATOR,
-    checked_path,
+from lightning_ring.timeline.recorder import Recorder, Tracks
+from lightning_ring.timeline.settings import GENERATOR, checked_path
+from lightning_ring.timeline.trace_files import (
+    TraceFile,
+    gather_files,
+    merge,
     numbered,
     rank_file,
     remove_earlier,
 )
-from lightning_ring.timeline.tracks import Tracks
 
 log = logging.getLogger(__name__)
 
-_times_started: dict[Path, int] = {}  # in this process, by the path that was asked for
+SecondsOf = Callable[[Any], float | None]
+
+# in this process, by the path that was asked for
+_times_started: dict[Path, int] = {}
 
 
 class Session:
-    """What one rank records between `start_session` and `finish`.
+    """What one rank records, in a file of its own, from `start_session` or `join_session` to
+    `finish`.
+
+    ``zero`` is the trace's, by this rank's clock. Raises `OSError`: the file cannot be written.
 
     Attributes:
         path: Where rank 0 writes the merged trace.
@@ -44,12 +49,28 @@ class Session:
     """
 
     def __init__(
-        self, path: Path, other: dict[str, Any], recorder: Recorder, comm: Communicator | None
+        self,
+        path: Path,
+        about: dict[str, Any],
+        number: int,
+        zero: float,
+        clock: ClockReading,
+        max_bytes: int,
+        seconds_of: SecondsOf | None,
     ) -> None:
         self.path = path
-        self.recorder = recorder
-        self.other = other
-        self.comm = comm
+        self.max_bytes = max_bytes
+        self.comm: Communicator | None = None
+        host = socket.gethostname()
+        mine = {"rank": number, "host": host, "pid": os.getpid(), "zero": zero}
+        self.other = about | {"rank": mine | {"clock": asdict(clock)}}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = TraceFile(rank_file(path, number), self.other, max_bytes=max_bytes)
+        tracks = Tracks(number)
+        what = "process" if about.get("ranks_change") else "rank"
+        label = "" if clock.shared else f"clock ±{clock.error * 1e6:.0f} µs"
+        self._file.append(tracks.process(f"{what} {number} ({host})", label))
+        self.recorder = Recorder(self._file, tracks, zero, seconds_of)
 
     def finish(self) -> None:
         """Close the ranks' files, and merge them on rank 0. Collective. What goes wrong with
@@ -65,14 +86,14 @@ class Session:
 
         Collective; may be called again, where a rank died in it.
         """
-        comm = self.comm
+        comm, mine = self.comm, self.other["rank"]
         if comm is not None:
-            self.other["rank"]["clock_at_end"] = asdict(read_clocks(comm)[comm.rank])
+            mine["clock_at_end"] = asdict(read_clocks(comm)[comm.rank])
         self.close()
         if comm is None:
             return []
-        comm.barrier(name="timeline: closed")  # all files are closed
-        problems = gather_files(self.path, self.other["run"], comm, self.other["rank"]["rank"])
+        comm.barrier(name="timeline: closed")
+        problems = gather_files(self.path, self.other["run"], comm, mine["rank"])
         # the source of the last broadcast did not wait for the others
         comm.barrier(name="timeline: merged")
         return problems
@@ -82,6 +103,11 @@ class Session:
         there.
         """
         self.other["ended"] = _now()
+        self.recorder.close(self.other)
+
+    def discard(self) -> None:
+        """Some rank cannot record: leave no file."""
+        self._file.discard()
         self.recorder.close(self.other)
 
     def merge(self, problems: list[str]) -> None:
@@ -108,7 +134,7 @@ def start_session(
     *,
     max_bytes: int,
     about: dict[str, Any],
-    seconds_of: Callable[[Any], float | None] | None = None,
+    seconds_of: SecondsOf | None = None,
     number: int | None = None,
 ) -> Session:
     """Open every rank's file. Collective; rank 0's ``path`` and ``max_bytes`` count. ``comm`` is
@@ -120,52 +146,75 @@ def start_session(
     same on every rank.
     """
     rank, world_size = (comm.rank, comm.world_size) if comm is not None else (0, 1)
-    agreed = (str(path), max_bytes, "", "")
+    run = {"generator": GENERATOR, "run": uuid.uuid4().hex[:12], "began": _now()}
     problem: str | None = None
-    if rank == 0:
-        try:
-            agreed = (str(_take_name(path)), max_bytes, uuid.uuid4().hex[:12], _now())
-        except OSError as error:
-            problem = _cannot_write(str(error))
-        except ConfigurationError as error:
-            problem = str(error)
+    try:
+        path = _take_name(path) if rank == 0 else path
+    except OSError as error:
+        problem = _cannot_write(str(error))
+    except ConfigurationError as error:
+        problem = str(error)
     if comm is not None:
-        agreed, problem = comm.broadcast_object((agreed, problem), name="timeline: start")
+        path, max_bytes, run, problem = comm.broadcast_object(
+            (path, max_bytes, run, problem), name="timeline: start"
+        )
     if problem is not None:
         raise ConfigurationError(problem)
-    final, run = Path(agreed[0]), agreed[2]
-    clocks = (
-        read_clocks(comm)
-        if comm is not None
-        else [ClockReading(0.0, 0.0, time.perf_counter(), True)]
-    )
+    clocks = [ClockReading(0.0, 0.0, time.perf_counter(), True)]
+    if comm is not None:
+        clocks = read_clocks(comm)
     # one zero for all: rank 0's reading, which every rank knows by its own clock
-    zero = clocks[0].at + clocks[rank].offset
-    run_of_all = {
-        "generator": GENERATOR,
-        "run": run,
-        "began": agreed[3],
-        "world_size": world_size,
-        **about,
-    }
+    clock, zero = clocks[rank], clocks[0].at + clocks[rank].offset
+    about = run | {"world_size": world_size} | about
+    session: Session | None = None
     number = rank if number is None else number
-    other = run_of_all | {"rank": about_rank(number, zero, clocks[rank])}
-    tracks = Tracks(number)
-    file = _open_together(rank_file(final, number), other, tracks, clocks[rank], agreed[1], comm)
-    return Session(final, other, Recorder(file, tracks, zero, seconds_of), comm)
+    try:
+        session = Session(path, about, number, zero, clock, max_bytes, seconds_of)
+        session.comm = comm
+    except OSError as error:
+        problem = f"{rank_file(path, number)}: {error.strerror or error}"
+    problems = [problem]
+    if comm is not None:
+        problems = comm.all_gather_object(problem, name="timeline: problems")
+    who = [f"rank {rank}: {found}" for rank, found in enumerate(problems) if found]
+    if who or session is None:
+        if session is not None:
+            session.discard()
+        raise ConfigurationError(_cannot_write("; ".join(who)))
+    return session
 
 
-def about_rank(number: int, zero: float, clock: ClockReading) -> dict[str, Any]:
-    """The part of ``otherData`` that each rank has for itself. ``zero``: the trace's, by this
-    rank's clock.
+def join_session(
+    session: Session | None,
+    comm: Communicator,
+    *,
+    number: int,
+    joins: bool,
+    seconds_of: SecondsOf | None = None,
+) -> Session | None:
+    """Compare clocks, and where this rank ``joins`` open its file, one more of the trace.
+    Collective; rank 0's ``session`` counts.
+
+    A file that cannot be written is a warning: the others record on.
     """
-    return {
-        "rank": number,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "zero": zero,
-        "clock": asdict(clock),
-    }
+    invitation = None if session is None else (session.path, session.other, session.max_bytes)
+    invitation = comm.broadcast_object(invitation, name="invitation to a timeline")
+    if invitation is None:
+        return None
+    path, other, max_bytes = invitation
+    clock = read_clocks(comm)[comm.rank]
+    if not joins:
+        return None
+    try:
+        zero = other["rank"]["zero"] + clock.offset
+        joined = Session(path, other, number, zero, clock, max_bytes, seconds_of)
+    except OSError as error:
+        log.warning(
+            "lightning_ring: process %d joins, and does not record its timeline: %s", number, error
+        )
+        return None
+    joined.comm = comm
+    return joined
 
 
 def _take_name(path: Path) -> Path:
@@ -177,46 +226,6 @@ def _take_name(path: Path) -> Path:
         remove_earlier(path)
     _times_started[path] = number
     return numbered(path, number)
-
-
-def _open_together(
-    path: Path,
-    other: dict[str, Any],
-    tracks: Tracks,
-    clock: ClockReading,
-    max_bytes: int,
-    comm: Communicator | None,
-) -> TraceFile:
-    file: TraceFile | None = None
-    problem: str | None = None
-    try:
-        file = open_rank_file(path, other, tracks, clock, max_bytes)
-    except OSError as error:
-        problem = f"{path}: {error.strerror or error}"
-    problems = (
-        comm.all_gather_object(problem, name="timeline: problems")
-        if comm is not None
-        else [problem]
-    )
-    if any(problems):
-        who = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(problems) if found)
-        if file is not None:
-            file.discard()
-        raise ConfigurationError(_cannot_write(who))
-    assert file is not None
-    return file
-
-
-def open_rank_file(
-    path: Path, other: dict[str, Any], tracks: Tracks, clock: ClockReading, max_bytes: int
-) -> TraceFile:
-    """This rank's file, which begins with its name. Raises `OSError`."""
-    labels = "" if clock.shared else f"clock ±{clock.error * 1e6:.0f} µs"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = TraceFile(path, other, max_bytes=max_bytes)
-    what = "process" if other.get("ranks_change") else "rank"
-    file.append(tracks.process(f"{what} {other['rank']['rank']} ({other['rank']['host']})", labels))
-    return file
 
 
 def _cannot_write(why: str) -> str:

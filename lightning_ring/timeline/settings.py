@@ -1,75 +1,40 @@
-"""Settings and paths of a timeline: ``trace.json``, and each rank's ``trace.rank0.jsonl`` beside
-it.
-"""
+"""What the argument ``timeline=`` and the environment say of a timeline, checked."""
 
 from __future__ import annotations
 
 import math
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.host.file_lock import TAKEN, is_claimed
-from lightning_ring.timeline.rank_file import read_other
 
 GENERATOR = "lightning_ring"
+PATH_VARIABLE = "RING_TIMELINE"
+SWITCH_VARIABLE = "RING_TIMELINE_SWITCH"
+SIZE_VARIABLE = "RING_TIMELINE_MAX_MB"
 
 
 def checked_path(value: Any, asked: str) -> Path:
     """``value`` as a path that a timeline may be written to, checked without writing; ``~`` is a
-    home.
+    home. Whether its folder can be written shows when the recording starts.
 
     ``asked`` begins the error message: ``"RingStrategy got timeline='trace.json'"``. Raises
-    `ConfigurationError` if it is no name of a JSON file, its folder cannot be written, or the file
-    exists and is no timeline.
+    `ConfigurationError` if it is no name of a JSON file, or the file exists and is no timeline.
     """
-    expected = "expected the name of a file that ends in .json, such as 'logs/trace.json'"
-    if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):
-        raise ConfigurationError(f"{asked}, {expected}.")
-    path = expanded(value, asked)
-    if path.suffix != ".json" or path.stem == "":
-        raise ConfigurationError(f"{asked}, {expected}.")
-    try:
-        _check_place(path, asked, expected)
-    except OSError as error:  # a name that is too long, a folder that may not be entered
+    path = Path(value).expanduser() if isinstance(value, (str, os.PathLike)) else Path()
+    if path.suffix != ".json":
         raise ConfigurationError(
-            f"{asked}, which cannot be looked up ({error}). Give another path."
-        ) from None
+            f"{asked}, expected the name of a file that ends in .json, such as 'logs/trace.json'."
+        )
+    if os.path.exists(path) and not is_timeline(path):
+        raise ConfigurationError(
+            f"{asked}, which exists and was not written as a timeline. It is left as it is: give "
+            "another path, or remove it."
+        )
     return path
-
-
-def expanded(value: str | os.PathLike[str], asked: str) -> Path:
-    """``value`` with the home folder for ``~``. Raises `ConfigurationError`: there is no such
-    home.
-    """
-    try:
-        return Path(value).expanduser()
-    except RuntimeError as error:
-        raise ConfigurationError(f"{asked}, but: {error} Write the path out.") from None
-
-
-def _check_place(path: Path, asked: str, expected: str) -> None:
-    """What `checked_path` says of a path whose name is right."""
-    if path.is_dir():
-        raise ConfigurationError(f"{asked}, which is a folder; {expected}.")
-    folder = path.absolute().parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    if not folder.is_dir():
-        raise ConfigurationError(f"{asked}, but {folder} is no folder. Give another path.")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigurationError(
-            f"{asked}, but the folder {folder} cannot be written. Give another path."
-        )
-    if path.exists() and not is_timeline(path):
-        raise ConfigurationError(
-            f"{asked}, a file that exists and was not written as a timeline. It is left as it is: "
-            "give another path, or remove it."
-        )
 
 
 def is_timeline(path: Path) -> bool:
@@ -84,70 +49,14 @@ def is_timeline(path: Path) -> bool:
     return not start or f'"generator":"{GENERATOR}"'.encode() in start
 
 
-def numbered(path: Path, number: int) -> Path:
-    """``trace.json``, then ``trace-2.json``: what one script records is not replaced by what it
-    records next.
-    """
-    return path if number == 1 else path.with_name(f"{path.stem}-{number}.json")
-
-
-def rank_file(path: Path, rank: int) -> Path:
-    return path.with_name(f"{path.stem}.rank{rank}.jsonl")
-
-
-def rank_files(path: Path) -> dict[int, Path]:
-    """The ranks' files that are there, by rank."""
-    pattern = re.compile(re.escape(path.stem) + r"\.rank(\d+)\.jsonl")
-    found = {}
-    for file in path.absolute().parent.glob("*.jsonl"):
-        if match := pattern.fullmatch(file.name):
-            found[int(match[1])] = file
-    return dict(sorted(found.items()))
-
-
-def remove_earlier(path: Path) -> None:
-    """Remove what an earlier run left under this name (``trace-2.json`` too): it would pass for
-    part of this one.
-
-    Raises `ConfigurationError`: that run goes on.
-    """
-    for file in _timelines_named(path, r"\.rank\d+\.jsonl"):
-        if is_claimed(file):
-            raise ConfigurationError(
-                f"The timeline {path} is in use: {file.name}{_writer(file)}, {TAKEN}. Give each "
-                "job a path of its own, or wait until that one has ended."
-            )
-    for file in _timelines_named(path, r"(\.rank\d+\.jsonl|\.json)(\.part)?"):
-        file.unlink(missing_ok=True)
-
-
-def _timelines_named(path: Path, ending: str) -> Iterator[Path]:
-    pattern = re.compile(re.escape(path.stem) + r"(-\d+)?" + ending)
-    for file in sorted(path.absolute().parent.glob("*.json*")):
-        if pattern.fullmatch(file.name) and is_timeline(file):
-            yield file
-
-
-def _writer(file: Path) -> str:
-    try:
-        rank = read_other(file)["rank"]
-        return f", of process {rank['pid']} on {rank['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-
-
-PATH_VARIABLE = "RING_TIMELINE"
-SWITCH_VARIABLE = "RING_TIMELINE_SWITCH"
-SIZE_VARIABLE = "RING_TIMELINE_MAX_MB"
-DEFAULT_MAX_MB = 64.0
-
-
 @dataclass(frozen=True, slots=True)
 class TimelineSettings:
     # where the merged trace goes; `None`: nothing is recorded, unless a script starts it
     path: Path | None
-    switch: Path | None  # record only while this file exists on rank 0's host
-    max_mb: float  # largest size of a rank's file, in MiB
+    # record only while this file exists on rank 0's host
+    switch: Path | None
+    # largest size of a rank's file, in MiB
+    max_mb: float
 
 
 def timeline_settings(argument: str | Path | None, environ: Mapping[str, str]) -> TimelineSettings:
@@ -166,20 +75,14 @@ def timeline_settings(argument: str | Path | None, environ: Mapping[str, str]) -
             f"{SWITCH_VARIABLE} is {switch!r}, but no timeline is asked for. Set "
             f"{PATH_VARIABLE}=trace.json too, or give RingStrategy(timeline='trace.json')."
         )
-    switch_path = expanded(switch, f"{SWITCH_VARIABLE} is {switch!r}") if switch else None
-    return TimelineSettings(path, switch_path, _max_mb(environ.get(SIZE_VARIABLE)))
-
-
-def _max_mb(text: str | None) -> float:
-    if not text:
-        return DEFAULT_MAX_MB
+    text = environ.get(SIZE_VARIABLE) or "64"
     try:
         size = float(text)
     except ValueError:
         size = math.nan
-    if not (math.isfinite(size) and size >= 1):
+    if not 1 <= size < math.inf:
         raise ConfigurationError(
             f"{SIZE_VARIABLE} is {text!r}, expected the largest size of a rank's timeline in MiB, "
             "1 or more, as in 64."
         )
-    return size
+    return TimelineSettings(path, Path(switch).expanduser() if switch else None, size)

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import yaml
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -391,3 +392,5 @@ def check_tensorboard_pages_are_written(tmp_path: Path) -> None:
     assert shown["ring/world_size"].number_value == SIZE
     assert shown["ring/optimizer"].string_value == "LARS"
     assert shown["ring/batch_size"].number_value == 4 * SIZE
+    written = yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
+    assert written["ring/timeout"] == shown["ring/timeout"].number_value > 0

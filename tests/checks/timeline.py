@@ -18,7 +18,7 @@ from mpi4py import MPI
 from lightning_ring import RingStrategy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import StepTimer
-from lightning_ring.timeline.rank_file import TraceFile, read_other
+from lightning_ring.timeline.trace_files import TraceFile, read_other
 from tests.checks.models import (
     RANK,
     SIZE,

@@ -4,40 +4,36 @@ Ranks are threads.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.monitor.rank_rows import RankMemory, RankRow, RowExchange
-from lightning_ring.monitor.ring_monitor import _exchanged
-from lightning_ring.monitor.step_record import StepTimes
+from lightning_ring.monitor.ring_report import LoggedStep, RankMemory, RankRow, RowExchange
 from lightning_ring.monitor.step_timeline import StepTimeline
+from lightning_ring.monitor.step_times import StepTimes
 from lightning_ring.timeline.session import start_session
-from lightning_ring.timeline.settings import TimelineSettings, rank_file
+from lightning_ring.timeline.settings import TimelineSettings
+from lightning_ring.timeline.trace_files import rank_file
 from tests.thread_ranks import run_ranks
 
 
-def exchange(comm: Communicator | None) -> RowExchange:
-    rank = comm.rank if comm is not None else 1
-    on_device = torch.tensor([10.0 + rank], dtype=torch.float64)
-    return RowExchange(
-        comm, RankRow(rank, 0.0, StepTimes.unknown(), RankMemory()), on_device, torch.device("cpu")
-    )
+def test_a_rank_that_gets_the_table_of_another_reads_all_rows() -> None:
+    """As after a death (`HostCalls`), when it has exchanged nothing itself."""
 
+    def table(comm: Communicator) -> Tensor:
+        row = RankRow(comm.rank, 0.0, StepTimes.unknown(), RankMemory())
+        further = [torch.tensor(value + comm.rank).double() for value in (0.0, 8.0)]
+        return RowExchange(comm, row, further, torch.device("cpu")).table()
 
-def test_a_rank_that_has_missed_the_end_of_an_exchange_has_all_rows() -> None:
-    """It gets what another rank has, after a death (`HostCalls`), and has exchanged nothing
-    itself.
-    """
-    table, _ = run_ranks(2, lambda comm: exchange(comm).table().clone())
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(call_together=lambda run: table))
-    rows, sums = _exchanged(trainer, exchange).finish()
-    assert [row.rank for row in rows] == [0, 1]
-    assert sums.tolist() == [10.0 + 11.0]
+    of_rank_0, _ = run_ranks(2, table)
+    report = LoggedStep(3, {}, torch.empty(0), of_rank_0).report()
+    assert [row.rank for row in report.rows] == [0, 1]
+    assert report.skipped == (0 + 1) / 2
+    assert report.gradient_norms == [math.sqrt(8 + 9)]
 
 
 def test_a_rank_that_could_not_record_lets_the_others_end_their_files(tmp_path: Path) -> None:

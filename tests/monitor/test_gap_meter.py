@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ring.monitor import GapMeter
-from lightning_ring.monitor.gap_report import (
+from lightning_ring.monitor.gap_meter import (
     ON_DEVICE,
     ON_HOST,
     REAL,
@@ -39,7 +39,7 @@ def rank(
     cost: tuple[float, float, float] = (0.01, 0.02, 0.005),
 ) -> RankTimes:
     step = {ON_DEVICE: device, ON_HOST: host, REPLAYED: host, REAL: real}
-    return RankTimes(step, waits, own, batch_size=32, loader=LoaderCost(*cost))
+    return RankTimes(32, LoaderCost(*cost), step, waits, own)
 
 
 def test_the_gap_is_relative_to_synthetic_and_the_slowest_rank_sets_the_speed() -> None:
@@ -75,7 +75,6 @@ def test_one_bottleneck_is_named(ranks: list[RankTimes], expected: str) -> None:
     report = judge(ranks)
     assert report.bottleneck == expected
     assert expected == "none" or f"bottleneck: {expected}" in report.table()
-    assert report.bottleneck == expected
 
 
 @pytest.mark.parametrize(("steps", "rounds"), [(3, 1), (4, 0)])

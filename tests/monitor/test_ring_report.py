@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.monitor.bucket_chart import bars
-from lightning_ring.monitor.rank_rows import RankMemory, RankRow
-from lightning_ring.monitor.ring_report import RingReport
-from lightning_ring.monitor.step_record import StepRecord, StepTimes, mean_times
-from lightning_ring.monitor.step_window import (
+from lightning_ring.monitor.dashboard import bars
+from lightning_ring.monitor.ring_monitor import first_dimension
+from lightning_ring.monitor.ring_report import RankMemory, RankRow, RingReport
+from lightning_ring.monitor.step_times import (
+    StepRecord,
+    StepTimes,
     break_down,
     collective_times,
     collectives_of,
+    mean_times,
     sent_bytes,
 )
 from lightning_ring.timeline.drawing import ON_THE_WIRE, READY, WAITED_FOR, draw
@@ -116,12 +118,9 @@ def test_time_in_which_two_collectives_overlap_counts_once() -> None:
 
 def test_backward_of_manual_optimization_comes_out_of_forward_and_out_of_a_closure() -> None:
     record = step(forward=(0.0, 20.0))
-    record.begin_manual_backward(102.0)
-    record.end_manual_backward(105.0)
-    record.begin("manual_optimizer", 106.0)
-    record.begin_manual_backward(107.0)
-    record.end_manual_backward(111.0)
-    record.end("manual_optimizer", 112.0)
+    for phase, begin, end in (("backward", 2, 5), ("backward", 7, 11), ("optimizer", 6, 12)):
+        record.begin(phase, 100.0 + begin)
+        record.end(phase, 100.0 + end)
     times = record.times()
     assert (times.forward, times.backward, times.optimizer) == pytest.approx(
         (20 - 3 - 6, 3 + 4, 6 - 4)
@@ -129,6 +128,33 @@ def test_backward_of_manual_optimization_comes_out_of_forward_and_out_of_a_closu
     assert [record.phase_at(100.0 + at) for at in (1, 3, 6.5, 8, 25, 31)] == [
         "forward", "backward", "optimizer", "backward", "other", None,
     ]  # fmt: skip
+
+
+class Event:
+    """Of a GPU, at a time of its own clock, in seconds."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1e3 * (other.at - self.at)
+
+    def query(self) -> bool:
+        return True
+
+
+def test_on_a_gpu_events_tell_the_times_of_phases_and_collectives() -> None:
+    record = step(data=(0.0, 2.0))
+    for phase, begin, end in (("forward", 1, 5), ("backward", 5, 13), ("optimizer", 0.5, 16)):
+        record.begin(phase, Event(begin))
+        record.end(phase, Event(end))
+    one = collective(20, 20.1, (21, 21.1), 0)
+    one.ended, one.events, one.wait_event = None, (Event(8), Event(14)), Event(13)
+    found = break_down(record, [one], world_size=2)
+    assert found == replace(found, data=2, forward=4, backward=7, optimizer=3.5, exposed=1, busy=6)
+    shown = [(bar.lane, bar.kind, bar.start, bar.stop) for bar in bars(record, [one])]
+    assert [bar for bar in shown if bar[0] == "forward"] == [("forward", "forward", 0.5, 4.5)]
+    assert shown[-2:] == [("a", ON_THE_WIRE, 7.5, 13.5), ("a", WAITED_FOR, 12.5, 13.5)]
 
 
 @pytest.mark.parametrize(
@@ -283,3 +309,57 @@ def test_the_chart_shows_what_was_ready_on_the_wire_and_waited_for() -> None:
     ]
     drawn = {(round(bar.get_x()), round(bar.get_x() + bar.get_width())) for bar in axes.patches}
     assert drawn == {(round(1e3 * bar.start), round(1e3 * bar.stop)) for bar in found}
+
+
+def drawn(marks: dict[str, list[tuple[float, float]]]) -> list[tuple[str, float, float]]:
+    record = StepRecord()
+    record.began, record.total = 100.0, 20.0
+    record.marks = [(phase, *span) for phase, spans in marks.items() for span in spans]
+    return [(bar.lane, bar.start, bar.stop) for bar in bars(record, [])]
+
+
+def test_the_optimizer_is_drawn_without_the_forward_and_backward_inside_it() -> None:
+    marks = {
+        "optimizer": [(102.0, 112.0)],
+        "backward": [(106.0, 110.0)],
+        "forward": [(102.0, 106.0)],
+    }
+    marks |= {"copy": [(101.0, 102.0)], "data": [(100.0, 101.0)]}
+    assert drawn(marks) == [
+        ("data", 0.0, 1.0),
+        ("copy", 1.0, 2.0),
+        ("forward", 2.0, 6.0),
+        ("backward", 6.0, 10.0),
+        ("optimizer", 10.0, 12.0),
+    ]
+
+
+def test_a_closure_that_runs_twice_leaves_the_optimizer_what_lies_between_and_behind() -> None:
+    marks = {"optimizer": [(100.0, 110.0)], "forward": [(100.0, 101.0), (104.0, 105.0)]}
+    marks["backward"] = [(101.0, 103.0), (105.0, 107.0)]
+    assert [bar for bar in drawn(marks) if bar[0] == "optimizer"] == [
+        ("optimizer", 3.0, 4.0),
+        ("optimizer", 7.0, 10.0),
+    ]
+
+
+def test_forward_is_drawn_without_a_manual_backward_and_optimizer() -> None:
+    marks = {
+        "forward": [(100.0, 110.0)],
+        "backward": [(102.0, 105.0)],
+        "optimizer": [(106.0, 109.0)],
+    }
+    assert drawn(marks) == [
+        ("forward", 0.0, 2.0),
+        ("forward", 5.0, 6.0),
+        ("forward", 9.0, 10.0),
+        ("backward", 2.0, 5.0),
+        ("optimizer", 6.0, 9.0),
+    ]
+
+
+def test_batch_size_is_the_first_tensors_length() -> None:
+    images = [torch.ones(7, 3), torch.ones(9)]
+    assert first_dimension({"scale": torch.tensor(1.0), "images": images}) == 7
+    with pytest.raises(TypeError, match="Give the callback batch_size="):
+        first_dimension(["no", "tensor"])

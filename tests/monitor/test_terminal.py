@@ -18,10 +18,13 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from lightning_ring import RingStrategy
 from lightning_ring.monitor import RingMonitor
-from lightning_ring.monitor.narrow_bars import NarrowRich, NarrowTQDM, narrow, short
 from lightning_ring.monitor.terminal import (
     EpochLines,
+    NarrowRich,
+    NarrowTQDM,
+    narrow,
     replace_bars,
+    short,
     shown_on_terminal,
     widen_terminal,
 )
@@ -46,18 +49,14 @@ def terminal(monkeypatch):
         os.close(descriptor)
 
 
-def test_width_of_zero_becomes_columns(terminal, monkeypatch):
+@pytest.mark.parametrize(("found", "expected"), [(0, 132), (44, 44)])
+def test_a_width_of_zero_becomes_columns_and_another_is_kept(
+    terminal, monkeypatch, found, expected
+):
     monkeypatch.setenv("COLUMNS", "132")
-    descriptor = terminal(0)
+    descriptor = terminal(found)
     widen_terminal()
-    assert os.get_terminal_size(descriptor).columns == 132
-
-
-def test_a_width_is_kept(terminal, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "132")
-    descriptor = terminal(44)
-    widen_terminal()
-    assert os.get_terminal_size(descriptor).columns == 44
+    assert os.get_terminal_size(descriptor).columns == expected
 
 
 def test_no_terminal_is_left_alone(monkeypatch, tmp_path):

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from lightning_ring.timeline.rank_file import TraceFile, read_events, read_other
+from lightning_ring.timeline.trace_files import TraceFile, read_events, read_other
 
 PAGE = 4096  # SIGKILL ends a write(2) between two pages
 OTHER = {"generator": "lightning_ring", "run": "1"}

@@ -1,10 +1,10 @@
-"""What stands in the way of a timeline is one error, the same on every rank."""
+"""What the argument and the environment may say of a timeline, real fits that record one, and what
+stands in its way: one error, the same on every rank.
+"""
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ import pytest
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.timeline.rank_file import TraceFile
+from lightning_ring.options import RingOptions
+from lightning_ring.timeline.recorder import STEPS
 from lightning_ring.timeline.session import start_session
-from lightning_ring.timeline.tracks import STEPS
+from lightning_ring.timeline.settings import timeline_settings
+from lightning_ring.timeline.trace_files import TraceFile
+from tests.battery import Battery, check_names
 from tests.checks.trace_format import read_trace, slices
 from tests.thread_ranks import run_ranks
 
@@ -64,10 +67,7 @@ def test_a_path_that_another_job_writes_is_refused_on_every_rank(
     monkeypatch.setattr("lightning_ring.timeline.session._times_started", {})
     first.recorder.slice(STEPS, "step 0", 0.0, 1.0)
     said = refused(tmp_path / "t.json")
-    assert (
-        f"t.json is in use: t.rank0.jsonl, of process {os.getpid()} on {socket.gethostname()}, "
-        "another job" in said
-    )
+    assert "t.json is in use: t.rank0.jsonl, another job" in said
     first.finish()
     assert [event["name"] for event in slices(read_trace(tmp_path / "t.json"), "steps", 0)] == [
         "step 0"
@@ -91,25 +91,72 @@ def test_a_rank_whose_own_file_is_taken_is_named(tmp_path: Path) -> None:
     file.close({"generator": "another"})
 
 
-def test_of_two_that_start_together_one_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "t.rank0.jsonl"
-    with open(path, "wb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        other.write(b"of the first")
-        other.flush()
-        with pytest.raises(OSError, match="another job is writing it now"):
-            TraceFile(path, {}, max_bytes=SIZE)
-        assert path.read_bytes() == b"of the first"
-
-
-def test_a_home_is_found(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    start_session(Path("~/home.json"), None, max_bytes=SIZE, about={}).finish()
-    assert (tmp_path / "home.json").exists()
-
-
 def test_a_folder_that_nobody_can_make_names_the_variable() -> None:
     said = refused(Path("/proc/nope/trace.json"))
     assert "/proc/nope" in said
     assert "Give timeline= or RING_TIMELINE a path" in said
+
+
+MODULE = "tests.checks.timeline"
+
+
+@pytest.mark.parametrize("check", check_names(MODULE))
+def test_timeline(battery: Battery, check: str) -> None:
+    battery(MODULE, 2, check)
+
+
+def test_the_argument_counts_more_than_the_environment(tmp_path: Path) -> None:
+    environ = {"RING_TIMELINE": str(tmp_path / "env.json"), "RING_TIMELINE_MAX_MB": "3.5"}
+    assert timeline_settings(None, {}).path is None
+    assert timeline_settings(None, environ).path == tmp_path / "env.json"
+    settings = timeline_settings(tmp_path / "new" / "folder" / "argument.json", environ)
+    assert settings.path == tmp_path / "new" / "folder" / "argument.json"
+    assert settings.max_mb == 3.5
+    assert not (tmp_path / "new").exists(), "nothing is made before training"
+
+
+def test_a_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert timeline_settings("~/t.json", {}).path == tmp_path / "t.json"
+    settings = timeline_settings(
+        None, {"RING_TIMELINE": "~/t.json", "RING_TIMELINE_SWITCH": "~/on"}
+    )
+    assert (settings.path, settings.switch) == (tmp_path / "t.json", tmp_path / "on")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, "ends in .json"),
+        (True, "ends in .json"),
+        ("trace", "ends in .json"),
+        ("trace.txt", "ends in .json"),
+        ("{tmp}/folder.json", "exists and was not written as a timeline"),
+        ("{tmp}/mine.json", "exists and was not written as a timeline"),
+    ],
+)
+def test_a_path_that_cannot_work_is_an_error_when_the_strategy_is_built(
+    tmp_path, value, message
+) -> None:
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "mine.json").write_text('{"precious": 1}')
+    value = value.format(tmp=tmp_path) if isinstance(value, str) else value
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        RingOptions(timeline=value)
+    assert f"timeline={value!r}" in str(caught.value)
+    if isinstance(value, str):
+        with pytest.raises(ConfigurationError, match=f"RING_TIMELINE is '.*{message}"):
+            timeline_settings(None, {"RING_TIMELINE": value})
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf", "much"])
+def test_a_size_that_cannot_work(size: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"RING_TIMELINE_MAX_MB is '{size}'"):
+        timeline_settings(None, {"RING_TIMELINE_MAX_MB": size})
+
+
+def test_a_switch_without_a_timeline() -> None:
+    with pytest.raises(
+        ConfigurationError, match="RING_TIMELINE_SWITCH is '/tmp/on', but no timeline is asked for"
+    ):
+        timeline_settings(None, {"RING_TIMELINE_SWITCH": "/tmp/on"})

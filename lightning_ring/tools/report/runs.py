@@ -18,7 +18,7 @@ import yaml
 
 from lightning_ring.errors import ConfigurationError
 
-# texts of `lightning_ring.monitor.run_record`
+# texts of `lightning_ring.monitor.dashboard`
 ENVIRONMENT, END = "ring/environment/text_summary", "ring/end/text_summary"
 _NUM_FOLDERS_UP = 3  # from event files to a configuration: FOLDER/lightning_logs/version_0
 

@@ -19,13 +19,14 @@ def tell_monitors(trainer: pl.Trainer, changes: RankChanges) -> None:
 
 def log_every_n_steps(trainer: pl.Trainer) -> int | None:
     """How often monitors log, which rank 0 has decided."""
-    return next((monitor.log_every_n_steps for monitor in _monitors(trainer)), None)
+    fits = (monitor.fit for monitor in _monitors(trainer))
+    return next((fit.log_every_n_steps for fit in fits if fit is not None), None)
 
 
 def log_as_the_others(trainer: pl.Trainer, every: int | None) -> None:
     for monitor in _monitors(trainer):
-        if every is not None:
-            monitor.log_every_n_steps = every
+        if every is not None and monitor.fit is not None:
+            monitor.fit.log_every_n_steps = every
 
 
 def remember_announced_steps(trainer: pl.Trainer) -> Callable[[], None]:
@@ -35,7 +36,7 @@ def remember_announced_steps(trainer: pl.Trainer) -> Callable[[], None]:
     counts = [
         (counted, counted.announced)
         for monitor in _monitors(trainer)
-        if (counted := monitor.skipped)
+        if monitor.fit is not None and (counted := monitor.fit.skipped)
     ]
 
     def restore() -> None:
