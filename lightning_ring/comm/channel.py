@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_ring.comm import ring
 from lightning_ring.comm.collective_thread import CollectiveThread
+from lightning_ring.comm.transport import PointToPoint, Request
 from lightning_ring.comm.waiting import WaitPolicy
 
 # A choice takes this into account of what went before: a channel that once carried a large tensor
@@ -27,7 +28,7 @@ class Channel:
     ``landing`` is memory of `ring.scratch_bytes`.
     """
 
-    def __init__(self, transport: ring.PointToPoint, tag: int, policy: WaitPolicy) -> None:
+    def __init__(self, transport: PointToPoint, tag: int, policy: WaitPolicy) -> None:
         self.thread = CollectiveThread(policy)
         self.rank = transport.rank
         self.world_size = transport.world_size
@@ -41,10 +42,10 @@ class Channel:
             self._landing = torch.empty(ring.scratch_bytes(), dtype=torch.uint8)
         return self._landing
 
-    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> ring.Request:
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Request:
         return self._transport.isend(tensor, dst, self._tag)
 
-    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> ring.Request:
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Request:
         return self._transport.irecv(tensor, src, self._tag)
 
     def wait(self, requests: Sequence[Any]) -> None:

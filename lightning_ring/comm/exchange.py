@@ -12,13 +12,12 @@ from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.ring import (
     COMBINE,
     PIECE_BYTES,
-    PointToPoint,
-    Request,
     cut,
     finish_,
     num_pieces,
     prepare_,
 )
+from lightning_ring.comm.transport import PointToPoint, Request
 from lightning_ring.comm.wide_sum import sum_into_, wants_wide_sum
 
 

@@ -11,18 +11,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightning_ring.comm import ring
 from lightning_ring.comm.collective_thread import CollectiveThread, ThreadWork
+from lightning_ring.comm.transport import Request, Transport
 from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy, transport_error
 from lightning_ring.errors import CollectiveError, RingError
-
-if TYPE_CHECKING:
-    from lightning_ring.comm.ring_communicator import Transport
 
 Answer = Callable[[int, Tensor], Tensor]
 Use = Callable[[int, int, Tensor], object]
@@ -203,7 +199,7 @@ class Requests:
                 number, *lengths = head.tolist()
                 if number == _GOODBYE:
                     return
-                before: list[ring.Request] = []
+                before: list[Request] = []
                 questions = self._receives(transport, peer, lengths[:number])
                 for (_, question), length in zip(
                     questions, lengths[_MOST_QUESTIONS:], strict=False
@@ -251,14 +247,12 @@ class Requests:
 
     def _send_questions(
         self, transport: Transport, questions: Sequence[Tensor], lengths: Sequence[int], peer: int
-    ) -> list[ring.Request]:
+    ) -> list[Request]:
         assert len(questions) == len(lengths) <= _MOST_QUESTIONS
         head = _head(len(questions), [question.numel() for question in questions], lengths)
         return self._send(transport, peer, [head, *questions])
 
-    def _send(
-        self, transport: Transport, peer: int, messages: Sequence[Tensor]
-    ) -> list[ring.Request]:
+    def _send(self, transport: Transport, peer: int, messages: Sequence[Tensor]) -> list[Request]:
         return [
             transport.isend(piece, peer, _TAG) for message in messages for piece in _pieces(message)
         ]
@@ -272,7 +266,7 @@ class Requests:
         The first receives have begun when this returns.
         """
 
-        def begin(index: int, length: int) -> tuple[Tensor, Tensor, list[ring.Request]]:
+        def begin(index: int, length: int) -> tuple[Tensor, Tensor, list[Request]]:
             told = torch.zeros(_ERROR_BYTES if are_answers else 0, dtype=torch.uint8)
             message = self._memory(transport, peer, index % (_AHEAD + 1), length)
             pieces = [*_pieces(told), *_pieces(message)]

@@ -10,13 +10,13 @@ next one arrives, and no message is longer than transports like.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import ReduceOp, shard, shard_bounds
+from lightning_ring.comm.transport import PointToPoint, Request
 from lightning_ring.errors import ConfigurationError
 
 # measured over MPI and Gloo on one node: 256 KiB take twice as long, 4 MiB gain nothing
@@ -38,38 +38,6 @@ _REDUCIBLE = {
     **dict.fromkeys(_COMPLEX, (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)),
     torch.bool: (ReduceOp.MIN, ReduceOp.MAX),
 }
-
-
-class Request(Protocol):
-    """A message under way; ``peer`` is the rank at its other end."""
-
-    @property
-    def peer(self) -> int: ...
-
-
-class PointToPoint(Protocol):
-    """Send and receive between fixed ranks: all that the ring asks of a transport.
-
-    Messages of one ``tag`` between two ranks arrive in the order they were sent. Tensors are
-    contiguous and not empty; a sent one may not change, and a received one may not be read, before
-    `wait`. `isend` and `irecv` may be called while another thread waits.
-    """
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Request: ...
-
-    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Request:
-        """Receive exactly ``tensor.nbytes`` bytes."""
-
-    def wait(self, requests: Sequence[Any]) -> None:
-        """Block until all these requests of this transport are over, or raise what interrupts
-        the wait.
-        """
 
 
 def reduce_scatter_(

@@ -6,7 +6,6 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,32 +25,13 @@ from lightning_ring.comm.calls import (
 from lightning_ring.comm.channel import Channel, ChannelSelector
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work, as_bytes
 from lightning_ring.comm.requests import Answer, Requests
+from lightning_ring.comm.transport import Request, Transport
 from lightning_ring.comm.waiting import WaitPolicy, nothing
 from lightning_ring.errors import CollectiveError
 
 DIRECT_BYTES = 16 * 1024  # per rank; up to this an all-reduce is one message to everybody
 _HEADER_TAG = 1
 _CHANNEL_TAGS = (0, 2, 3)
-
-
-class Transport(ring.PointToPoint, Protocol):
-    """A `PointToPoint` whose waits can be ended from outside."""
-
-    while_waiting: Callable[[Sequence[int]], float]
-    """Called with the ranks waited for, again and again during a wait, which goes on for as many
-    more seconds as it returns; what it raises ends the wait."""
-
-    def interrupt(self) -> None:
-        """End the waits of other threads that ask `while_waiting` too seldom; no message travels
-        after that.
-        """
-
-    def duplicate(self, policy: WaitPolicy) -> Transport:
-        """Another one between the same ranks, whose messages do not meet those of this one.
-        Collective.
-        """
-
-    def close(self, broken: bool) -> None: ...
 
 
 class RingCommunicator(Communicator):
@@ -211,7 +191,7 @@ class RingCommunicator(Communicator):
         call = self._num_calls
         headers = torch.empty(self.world_size, HEADER_BYTES, dtype=torch.uint8)
         headers[self.rank] = header(what)
-        requests: list[ring.Request] = []
+        requests: list[Request] = []
         failure: Exception | None = None
         try:
             requests = exchange.start_exchange(headers, self.transport, _HEADER_TAG)

@@ -22,13 +22,12 @@ from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.ring import (
     PIECE_BYTES,
     WINDOW,
-    PointToPoint,
-    Request,
     all_gather_,
     cut,
     landing_places,
     num_pieces,
 )
+from lightning_ring.comm.transport import PointToPoint, Request
 
 # elements that are summed at once: two such float32 buffers stay in the second-level cache
 _CHUNK = 64 * 1024

@@ -17,8 +17,8 @@ from lightning_ring.comm.backends.shared_memory.communicator import (
 from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
-from lightning_ring.comm.ring_communicator import Transport
 from lightning_ring.comm.store_bootstrap import StoreBootstrap
+from lightning_ring.comm.transport import Transport
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.members import JobMember
