@@ -134,9 +134,11 @@ def test_interpreted_kernels_far_into_a_tensor(optimizer_class, dtype, monkeypat
 
 
 ARGUMENTS = {
-    "measure": {"chunks": "*i64", "pointers": "*i64", "scalars": "*fp64", "sums": "*fp64"},
+    "scalars": {"groups": "*i64", "hyper": "*fp64", "numbers": "*fp64"},
+    "measure": {"chunks": "*i64", "pointers": "*i64", "numbers": "*fp64", "sums": "*fp64"},
     "add_up": {"first_chunk": "*i64", "sums": "*fp64", "by_row": "*fp64", "num_rows": "i32"},
-    "move": {"chunks": "*i64", "pointers": "*i64", "scalars": "*fp64"},
+    "rates": {"sums": "*fp64", "numbers": "*fp64", "ratios": "*fp64", "num_rows": "i32"},
+    "move": {"chunks": "*i64", "pointers": "*i64", "numbers": "*fp64"},
 }
 
 

@@ -105,8 +105,33 @@ class ParameterList:
 
     def expand(self, per_group: Tensor, device: torch.device) -> Tensor:
         """Values of each group (last dimension) as values of each parameter, on ``device``."""
-        index = self.tables.get(("groups", device), None, device, lambda: self.group_of)
-        return per_group.index_select(-1, index)
+        return per_group.index_select(-1, self.groups_on(device))
+
+    def groups_on(self, device: torch.device) -> Tensor:
+        """The group of each parameter, on ``device``."""
+        return self.tables.get(("groups", device), None, device, lambda: self.group_of)
+
+    def hyper_table(self, groups: list[list[Any]]) -> Tensor:
+        """Hyper-parameters of each group as a float64 tensor on the list's device, shape [groups,
+        hyper-parameters]. Tensors on a device are read there.
+        """
+        on_device = [
+            any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values)
+            for values in zip(*groups, strict=True)
+        ]
+        rows = [
+            [0.0 if skip else float(value) for value, skip in zip(row, on_device, strict=True)]
+            for row in groups
+        ]
+        table = self.table(rows, self.device)
+        if True not in on_device:
+            return table
+        columns = list(table.unbind(1))
+        for i, values in enumerate(zip(*groups, strict=True)):
+            if on_device[i]:
+                wide = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
+                columns[i] = torch.stack([value.reshape(()) for value in wide])
+        return torch.stack(columns, dim=1)
 
     def table(self, rows: list[list[float]], device: torch.device) -> Tensor:
         """``rows`` as a float64 tensor on ``device``; sent only when they change."""
