@@ -148,8 +148,11 @@ class FusedCudaRunner(FusedRunner):
         listed: ParameterList,
         step: Tensor | None,
         clip: Tensor | None,
+        ratios: Tensor,
     ) -> StepNumbers:
-        """The scalars of a step whose parameters are all on one device; see `step_scalars`."""
+        """The scalars of a step whose parameters are all on one device, see `step_scalars`; the
+        trust ratios are to be written to ``ratios``.
+        """
         names, device = scalars_body(self._rule).scalars, listed.device
         hyper = listed.hyper_table([[group[n] for n in names] for group in hyperparameters])
         count = len(listed.params)
@@ -161,7 +164,7 @@ class FusedCudaRunner(FusedRunner):
         with _on(device):
             launch = module["scalars"][(count,)]
             launch(listed.groups_on(device), hyper, steps, clip, table, num_warps=1)
-        return _NumbersTable(table, module)
+        return _NumbersTable(table, module, ratios)
 
     def measure(self, part: ParameterBatch, numbers: StepNumbers) -> Tensor:
         device, rows = part.kind.device, len(part.positions)
@@ -196,20 +199,20 @@ class FusedCudaRunner(FusedRunner):
 class _NumbersTable(StepNumbers):
     """The numbers of a step in the kernels' table, shape [parameters, `number_names`]."""
 
-    def __init__(self, table: Tensor, module: dict[str, Any]) -> None:
+    def __init__(self, table: Tensor, module: dict[str, Any], ratios: Tensor) -> None:
         super().__init__({}, {})
         self._table = table
         self._module = module
+        self._ratios = ratios
 
     def table(self, names: tuple[str, ...]) -> Tensor:
         return self._table
 
     def after(self, rule: type[Rule], sums: Tensor) -> tuple[Tensor, StepNumbers]:
         count = len(self._table)
-        ratios = torch.empty(count, dtype=torch.float64, device=sums.device)
         with _on(sums.device):
-            self._module["rates"][(count,)](sums, self._table, ratios, count, num_warps=1)
-        return ratios, self
+            self._module["rates"][(count,)](sums, self._table, self._ratios, count, num_warps=1)
+        return self._ratios, self
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -113,24 +113,23 @@ class ParameterList:
 
     def hyper_table(self, groups: list[list[Any]]) -> Tensor:
         """Hyper-parameters of each group as a float64 tensor on the list's device, shape [groups,
-        hyper-parameters]. Tensors on a device are read there.
+        hyper-parameters]. The host reads no tensor that is there.
         """
-        on_device = [
-            any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values)
-            for values in zip(*groups, strict=True)
-        ]
-        rows = [
-            [0.0 if skip else float(value) for value, skip in zip(row, on_device, strict=True)]
-            for row in groups
-        ]
+
+        def is_there(value: Any) -> bool:
+            return isinstance(value, Tensor) and value.device.type == self.device.type
+
+        rows = [[0.0 if is_there(value) else float(value) for value in row] for row in groups]
         table = self.table(rows, self.device)
-        if True not in on_device:
+        there = {i for row in groups for i, value in enumerate(row) if is_there(value)}
+        if not there:
             return table
         columns = list(table.unbind(1))
-        for i, values in enumerate(zip(*groups, strict=True)):
-            if on_device[i]:
-                wide = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
-                columns[i] = torch.stack([value.reshape(()) for value in wide])
+        for i in there:
+            values = (
+                torch.as_tensor(row[i], dtype=torch.float64, device=self.device) for row in groups
+            )
+            columns[i] = torch.stack([value.reshape(()) for value in values])
         return torch.stack(columns, dim=1)
 
     def table(self, rows: list[list[float]], device: torch.device) -> Tensor:

@@ -54,7 +54,8 @@ def update(
         numbers = _numbers(rule, h, step, clip, listed.device)
     else:
         runner, kind = kernels
-        numbers = runner.numbers(kind, hyperparameters, listed, step, clip)
+        ratios = listed.ratios if active is None else torch.empty_like(listed.ratios)
+        numbers = runner.numbers(kind, hyperparameters, listed, step, clip, ratios)
 
     def move(runs: list[Run], sums: Tensor) -> Tensor:
         """Move the parameters of ``runs`` by the trust ratios that follow from ``sums``; returns
@@ -187,4 +188,5 @@ def _commit(
         listed.steps.copy_(step)
     if active is not None:
         ratio = torch.where(send(active, ratio.device) != 0, ratio, listed.ratios)
-    listed.ratios.copy_(ratio)
+    if ratio is not listed.ratios:
+        listed.ratios.copy_(ratio)
