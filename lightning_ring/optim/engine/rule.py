@@ -197,9 +197,11 @@ class StepNumbers:
         return ratio, self._extended(rates)
 
     def table(self, names: tuple[str, ...]) -> Tensor:
-        """The numbers of these names, shape [parameters, names]; 0 where one is not known yet."""
-        zeros = torch.zeros_like(self.on_device["adapt"])
-        return torch.stack([self.on_device.get(name, zeros) for name in names], dim=1)
+        """The numbers of these names, shape [parameters, names]; of rates anything before they
+        are known.
+        """
+        known = self.on_device
+        return torch.stack([known.get(name, known["adapt"]) for name in names], dim=1)
 
     def _extended(self, further: Scalars) -> StepNumbers:
         """These vectors and ``further`` vectors on the device."""

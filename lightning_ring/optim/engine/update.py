@@ -99,15 +99,15 @@ def _measure(
     `PlainRunner.measure`.
     """
     count, dtype = len(listed.params), listed.ratios.dtype
-    for runner, part in runs:
-        part_sums = runner.measure(part, numbers).to(listed.device, dtype)
-        if len(part.positions) == count:
-            return part_sums.contiguous()
-        if sums is None:
-            sums = torch.zeros(2, count, dtype=dtype, device=listed.device)
+    found = [
+        runner.measure(part, numbers).to(listed.device, dtype).contiguous() for runner, part in runs
+    ]
+    if [len(part.positions) for _, part in runs] == [count]:
+        return found[0]
+    if sums is None:
+        sums = torch.zeros(2, count, dtype=dtype, device=listed.device)
+    for (_, part), part_sums in zip(runs, found, strict=True):
         sums.index_copy_(1, listed.index(part.positions), part_sums)
-    if sums is None:  # no parameter has a gradient here
-        return torch.zeros(2, count, dtype=dtype, device=listed.device)
     return sums
 
 
