@@ -137,6 +137,7 @@ ARGUMENTS = {
         "groups": "*i64",
         "hyper": "*fp64",
         "steps": "*fp32",
+        "count": "fp32",
         "clips": "*fp64",
         "numbers": "*fp64",
     },
@@ -232,13 +233,16 @@ def test_sums_and_rates_compile_for_one_parameter_too(
 @pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("same_step", [False, True])
 @every_optimizer
-def test_scalars_compile(optimizer_class, clipped, arch, tmp_path, monkeypatch):
+def test_scalars_compile(optimizer_class, same_step, clipped, arch, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     module = compile_module(optimizer_class, kind_of(torch.float32, torch.float32))
-    absent = {"clips": None} if not clipped else {}
+    absent = {"steps": None} if same_step else {"count": None}
+    if not clipped:
+        absent["clips"] = None
     if not optimizer_class.counts_steps:
-        absent["steps"] = None
+        absent |= {"steps": None, "count": None}
     assert compiled(module, "scalars", absent, 1, arch, True)["cubin"]
 
 

@@ -159,11 +159,11 @@ class FusedCudaRunner(FusedRunner):
         table = torch.empty(
             count, len(number_names(self._rule)), dtype=torch.float64, device=device
         )
-        steps = None if step is None else send(step, device)
-        module = _module(self._rule, kind)
+        steps, same_step = _steps(step, device)
+        groups, module = listed.groups_on(device), _module(self._rule, kind)
         with _on(device):
             launch = module["scalars"][(count,)]
-            launch(listed.groups_on(device), hyper, steps, clip, table, num_warps=1)
+            launch(groups, hyper, steps, same_step, clip, table, num_warps=1)
         return _NumbersTable(table, module, ratios)
 
     def measure(self, part: ParameterBatch, numbers: StepNumbers) -> Tensor:
@@ -213,6 +213,17 @@ class _NumbersTable(StepNumbers):
         with _on(sums.device):
             self._module["rates"][(count,)](sums, self._table, self._ratios, count, num_warps=1)
         return self._ratios, self
+
+
+def _steps(step: Tensor | None, device: torch.device) -> tuple[Tensor | None, float | None]:
+    """``step`` on ``device``, or the one number that it holds, which needs no copy."""
+    if step is None:
+        return None, None
+    if step.device.type == "cpu":
+        low, high = (bound.item() for bound in step.aminmax())
+        if low == high:
+            return None, low
+    return send(step, device), None
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -103,11 +103,11 @@ def {name}(chunks, pointers, numbers, {sums}CHUNK: tl.constexpr, BLOCK: tl.const
 """
 
 # A program each for the numbers of one parameter. ``hyper`` has a row for each group, ``numbers``
-# one for each parameter.
+# one for each parameter. The step is the same ``count`` everywhere, or in ``steps``.
 SCALARS = """
 
 @triton.jit
-def scalars(groups, hyper, steps, clips, numbers):
+def scalars(groups, hyper, steps, count, clips, numbers):
     row = tl.program_id(0)
     group = tl.load(groups + row)
     clip = number(1.0) if clips is None else tl.load(clips).to(tl.float64)
@@ -154,7 +154,8 @@ def _scalars(rule: type[Rule], names: tuple[str, ...]) -> str:
     body = scalars_body(rule)
     lines = _loads("hyper + group", body.scalars, body.scalars)
     if rule.counts_steps:
-        lines.append("step = tl.load(steps + row).to(tl.float64)")
+        # times 1, which widens a tensor and, under the interpreter, Python's number
+        lines.append("step = number(1.0) * (count if steps is None else tl.load(steps + row))")
     return SCALARS.format(lines=_indent(lines + _stores(body, names), 4))
 
 
