@@ -96,14 +96,14 @@ def test_interpreted_kernels_compute_torchs_numbers(
         params = random_params()
         lr = torch.tensor(0.1, dtype=torch.float64) if lr_is_tensor else 0.1
         first, second = GROUPS[optimizer_class.__name__]
-        groups = [{"params": params[::2]} | first, {"params": params[1::2]} | second]
-        optimizer = optimizer_class(groups, lr=lr, weight_decay=0.01, **way, **options)
+        groups = [{"params": params[::2], "lr": lr} | first, {"params": params[1::2]} | second]
+        optimizer = optimizer_class(groups, lr=0.1, weight_decay=0.01, **way, **options)
         steppers.append((params, optimizer))
     for step in range(3):
         for params, optimizer in steppers:
             set_random_grads(params, step)
             for group in optimizer.param_groups:
-                if lr_is_tensor:
+                if isinstance(group["lr"], torch.Tensor):
                     group["lr"].fill_(0.1 / (1 + step))
                 else:
                     group["lr"] = 0.1 / (1 + step)

@@ -126,10 +126,11 @@ class ParameterList:
             return table
         columns = list(table.unbind(1))
         for i in there:
-            values = (
-                torch.as_tensor(row[i], dtype=torch.float64, device=self.device) for row in groups
-            )
-            columns[i] = torch.stack([value.reshape(()) for value in values])
+            values = [
+                row[i].to(self.device, torch.float64).reshape(()) if is_there(row[i]) else sent
+                for row, sent in zip(groups, columns[i].unbind(), strict=True)
+            ]
+            columns[i] = torch.stack(values)
         return torch.stack(columns, dim=1)
 
     def table(self, rows: list[list[float]], device: torch.device) -> Tensor:
