@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ring.optim import LAMB
 from lightning_ring.optim.engine.fused import FusedCudaRunner
 from lightning_ring.optim.engine.parameter_list import TensorKind
 from lightning_ring.optim.engine.trace import measure_body, move_body
@@ -44,7 +43,7 @@ def test_under_the_interpreter():
     # the plain way.
     which = "(fused and test_battery and not converges or interpreted_kernels)"
     folder = ROOT / "tests" / "optim"
-    files = [str(folder / "test_battery.py"), str(folder / "test_triton.py")]
+    files = [str(folder / f"test_{name}.py") for name in ("battery", "triton", "numbers")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, "-k"]
 
     def run_part(part):
@@ -134,9 +133,18 @@ def test_interpreted_kernels_far_into_a_tensor(optimizer_class, dtype, monkeypat
 
 
 ARGUMENTS = {
-    "measure": {"chunks": "*i64", "pointers": "*i64", "scalars": "*fp64", "sums": "*fp64"},
+    "scalars": {
+        "groups": "*i64",
+        "hyper": "*fp64",
+        "steps": "*fp32",
+        "count": "fp32",
+        "clips": "*fp64",
+        "numbers": "*fp64",
+    },
+    "measure": {"chunks": "*i64", "pointers": "*i64", "numbers": "*fp64", "sums": "*fp64"},
     "add_up": {"first_chunk": "*i64", "sums": "*fp64", "by_row": "*fp64", "num_rows": "i32"},
-    "move": {"chunks": "*i64", "pointers": "*i64", "scalars": "*fp64"},
+    "rates": {"sums": "*fp64", "numbers": "*fp64", "ratios": "*fp64", "num_rows": "i32"},
+    "move": {"chunks": "*i64", "pointers": "*i64", "numbers": "*fp64"},
 }
 
 
@@ -209,12 +217,33 @@ def test_four_programs_fit_a_multiprocessor(
 @pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("num_rows", [1, 2])
-def test_sums_compile_for_one_parameter_too(num_rows, arch, tmp_path, monkeypatch):
+@every_optimizer
+def test_sums_and_rates_compile_for_one_parameter_too(
+    optimizer_class, num_rows, arch, tmp_path, monkeypatch
+):
     """Triton makes a constant of an argument that is 1."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    module = compile_module(LAMB, kind_of(torch.float32, torch.float32))
-    constants = {"BLOCK": 128} | ({"num_rows": 1} if num_rows == 1 else {})
-    assert compiled(module, "add_up", constants, 4, arch, True)["cubin"]
+    module = compile_module(optimizer_class, kind_of(torch.float32, torch.float32))
+    constants = {"num_rows": 1} if num_rows == 1 else {}
+    assert compiled(module, "add_up", constants | {"BLOCK": 128}, 4, arch, True)["cubin"]
+    assert compiled(module, "rates", constants, 1, arch, True)["cubin"]
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("same_step", [False, True])
+@every_optimizer
+def test_scalars_compile(optimizer_class, same_step, clipped, arch, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    module = compile_module(optimizer_class, kind_of(torch.float32, torch.float32))
+    absent = {"steps": None} if same_step else {"count": None}
+    if not clipped:
+        absent["clips"] = None
+    if not optimizer_class.counts_steps:
+        absent |= {"steps": None, "count": None}
+    assert compiled(module, "scalars", absent, 1, arch, True)["cubin"]
 
 
 @pytest.mark.gpu

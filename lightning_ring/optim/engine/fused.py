@@ -11,12 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ring.host.accelerator import send
 from lightning_ring.optim.engine import compiler, cpp_kernel, triton_kernel
-from lightning_ring.optim.engine.parameter_list import ParameterBatch
+from lightning_ring.optim.engine.parameter_list import ParameterBatch, ParameterList, TensorKind
 from lightning_ring.optim.engine.plain import PlainRunner
 from lightning_ring.optim.engine.rule import Rule, StepNumbers
 from lightning_ring.optim.engine.sent_tables import SentTables
-from lightning_ring.optim.engine.trace import Body, cached, measure_body, move_body
+from lightning_ring.optim.engine.trace import (
+    cached,
+    measure_body,
+    move_body,
+    number_names,
+    scalars_body,
+)
 
 
 class FusedRunner(PlainRunner):
@@ -81,14 +88,12 @@ class FusedRunner(PlainRunner):
             self._kept.get(("first", device, sizes), None, device, first),
         )
 
-    def _table(self, body: Body, part: ParameterBatch, numbers: StepNumbers) -> Tensor:
-        """Scalars of ``body`` by parameter of the part, shape [parameters, scalars], float64, on
-        the part's device.
+    def _table(self, names: tuple[str, ...], part: ParameterBatch, numbers: StepNumbers) -> Tensor:
+        """Numbers of each parameter of the part, shape [parameters, names], float64, on the part's
+        device.
         """
         device = part.kind.device
-        if not body.scalars:
-            return torch.zeros(len(part.positions), 1, dtype=torch.float64, device=device)
-        table = torch.stack([numbers.on_device[name] for name in body.scalars], dim=1)
+        table = numbers.table(names)
         if len(part.positions) != len(table):
             positions, place = tuple(part.positions), table.device
             rows = self._kept.get((positions, place), None, place, lambda: torch.tensor(positions))
@@ -106,12 +111,14 @@ class FusedCpuRunner(FusedRunner):
     def measure(self, part: ParameterBatch, numbers: StepNumbers) -> Tensor:
         chunks, *_ = self._tables_of(part)
         sums = torch.empty(len(chunks), 2, dtype=torch.float64)
-        self._call("measure", part, self._table(measure_body(self._rule), part, numbers), sums)
+        scalars = self._table(measure_body(self._rule).scalars, part, numbers)
+        self._call("measure", part, scalars, sums)
         by_row = torch.zeros(len(part.positions), 2, dtype=torch.float64)
         return by_row.index_add_(0, chunks[:, 0], sums).T
 
     def move(self, part: ParameterBatch, numbers: StepNumbers) -> None:
-        self._call("move", part, self._table(move_body(self._rule), part, numbers), None)
+        scalars = self._table(move_body(self._rule).scalars, part, numbers)
+        self._call("move", part, scalars, None)
         torch.autograd.graph.increment_version([*part.weights, *part.mirrors])
 
     def _call(self, name: str, part: ParameterBatch, scalars: Tensor, sums: Tensor | None) -> None:
@@ -130,9 +137,34 @@ class FusedCpuRunner(FusedRunner):
 
 
 class FusedCudaRunner(FusedRunner):
-    """Runs a rule as three Triton launches, nothing of which waits for the device."""
+    """Runs a rule as five Triton launches, nothing of which waits for the device."""
 
     chunk = triton_kernel.CHUNK
+
+    def numbers(
+        self,
+        kind: TensorKind,
+        hyperparameters: list[dict[str, Any]],
+        listed: ParameterList,
+        step: Tensor | None,
+        clip: Tensor | None,
+        ratios: Tensor,
+    ) -> StepNumbers:
+        """The scalars of a step whose parameters are all on one device, see `step_scalars`; the
+        trust ratios are to be written to ``ratios``.
+        """
+        names, device = scalars_body(self._rule).scalars, listed.device
+        hyper = listed.hyper_table([[group[n] for n in names] for group in hyperparameters])
+        count = len(listed.params)
+        table = torch.empty(
+            count, len(number_names(self._rule)), dtype=torch.float64, device=device
+        )
+        steps, same_step = _steps(step, device)
+        groups, module = listed.groups_on(device), _module(self._rule, kind)
+        with _on(device):
+            launch = module["scalars"][(count,)]
+            launch(groups, hyper, steps, same_step, clip, table, num_warps=1)
+        return _NumbersTable(table, module, ratios)
 
     def measure(self, part: ParameterBatch, numbers: StepNumbers) -> Tensor:
         device, rows = part.kind.device, len(part.positions)
@@ -141,10 +173,10 @@ class FusedCudaRunner(FusedRunner):
             return torch.zeros(2, rows, dtype=torch.float64, device=device)
         by_row = torch.empty(2, rows, dtype=torch.float64, device=device)
         sums = torch.empty(len(chunks), 2, dtype=torch.float64, device=device)
-        body = measure_body(self._rule)
-        scalars = self._table(body, part, numbers)
+        scalars = self._table(number_names(self._rule), part, numbers)
         module = _module(self._rule, part.kind)
-        sizes = {"CHUNK": self.chunk, "BLOCK": triton_kernel.block_size(body, part.kind)}
+        block = triton_kernel.block_size(measure_body(self._rule), part.kind)
+        sizes = {"CHUNK": self.chunk, "BLOCK": block}
         num_warps = triton_kernel.NUM_WARPS
         with _on(device):
             launch = module["measure"][(len(chunks),)]
@@ -155,13 +187,43 @@ class FusedCudaRunner(FusedRunner):
     def move(self, part: ParameterBatch, numbers: StepNumbers) -> None:
         chunks, _, pointers = self._tables_of(part)
         if len(chunks):
-            body = move_body(self._rule)
-            scalars = self._table(body, part, numbers)
-            sizes = {"CHUNK": self.chunk, "BLOCK": triton_kernel.block_size(body, part.kind)}
+            scalars = self._table(number_names(self._rule), part, numbers)
+            block = triton_kernel.block_size(move_body(self._rule), part.kind)
+            sizes = {"CHUNK": self.chunk, "BLOCK": block}
             launch = _module(self._rule, part.kind)["move"][(len(chunks),)]
             with _on(part.kind.device):
                 launch(chunks, pointers, scalars, num_warps=triton_kernel.NUM_WARPS, **sizes)
         torch.autograd.graph.increment_version([*part.weights, *part.mirrors])
+
+
+class _NumbersTable(StepNumbers):
+    """The numbers of a step in the kernels' table, shape [parameters, `number_names`]."""
+
+    def __init__(self, table: Tensor, module: dict[str, Any], ratios: Tensor) -> None:
+        super().__init__({}, {})
+        self._table = table
+        self._module = module
+        self._ratios = ratios
+
+    def table(self, names: tuple[str, ...]) -> Tensor:
+        return self._table
+
+    def after(self, rule: type[Rule], sums: Tensor) -> tuple[Tensor, StepNumbers]:
+        count = len(self._table)
+        with _on(sums.device):
+            self._module["rates"][(count,)](sums, self._table, self._ratios, count, num_warps=1)
+        return self._ratios, self
+
+
+def _steps(step: Tensor | None, device: torch.device) -> tuple[Tensor | None, float | None]:
+    """``step`` on ``device``, or the one number that it holds, which needs no copy."""
+    if step is None:
+        return None, None
+    if step.device.type == "cpu":
+        low, high = (bound.item() for bound in step.aminmax())
+        if low == high:
+            return None, low
+    return send(step, device), None
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -105,8 +105,33 @@ class ParameterList:
 
     def expand(self, per_group: Tensor, device: torch.device) -> Tensor:
         """Values of each group (last dimension) as values of each parameter, on ``device``."""
-        index = self.tables.get(("groups", device), None, device, lambda: self.group_of)
-        return per_group.index_select(-1, index)
+        return per_group.index_select(-1, self.groups_on(device))
+
+    def groups_on(self, device: torch.device) -> Tensor:
+        """The group of each parameter, on ``device``."""
+        return self.tables.get(("groups", device), None, device, lambda: self.group_of)
+
+    def hyper_table(self, groups: list[list[Any]]) -> Tensor:
+        """Hyper-parameters of each group as a float64 tensor on the list's device, shape [groups,
+        hyper-parameters]. The host reads no tensor that is there.
+        """
+
+        def is_there(value: Any) -> bool:
+            return isinstance(value, Tensor) and value.device.type == self.device.type
+
+        rows = [[0.0 if is_there(value) else float(value) for value in row] for row in groups]
+        table = self.table(rows, self.device)
+        there = {i for row in groups for i, value in enumerate(row) if is_there(value)}
+        if not there:
+            return table
+        columns = list(table.unbind(1))
+        for i in there:
+            values = [
+                row[i].to(self.device, torch.float64).reshape(()) if is_there(row[i]) else sent
+                for row, sent in zip(groups, columns[i].unbind(), strict=True)
+            ]
+            columns[i] = torch.stack(values)
+        return torch.stack(columns, dim=1)
 
     def table(self, rows: list[list[float]], device: torch.device) -> Tensor:
         """``rows`` as a float64 tensor on ``device``; sent only when they change."""

@@ -24,6 +24,9 @@ class Rule:
     which writes the body of a C++ or Triton kernel. A step is: ``state = accumulate(...)``, ``x =
     direction(...)``; the sums of squares of ``w`` and ``x`` (over ranks, if the parameter is cut)
     give the trust ratio; then `move`.
+
+    `scalars`, `trust_ratio` and `rates` are arithmetic too, with comparisons, ``**`` (of a base >=
+    0), `torch.where` and `torch.minimum`: they run on vectors, and as Triton on one row each.
     """
 
     # keys of the per-parameter state, tensors like the parameter that begin as zeros
@@ -93,6 +96,26 @@ class Rule:
         done, if none fits.
         """
         return False
+
+
+def step_scalars(rule: type[Rule], h: Scalars, step: Any, clip: Any) -> Scalars:
+    """`Rule.scalars` and ``adapt``; gradients are divided by ``clip`` unless it is None."""
+    grad_scale = 1 - 2 * h.maximize
+    if clip is not None:
+        grad_scale = grad_scale / clip
+    scalars = rule.scalars(h, step, grad_scale)
+    scalars.adapt = h.adapt
+    return scalars
+
+
+def ratio_and_rates(rule: type[Rule], sums: Any, h: Scalars) -> tuple[Any, Scalars]:
+    """The trust ratio that follows from the sums of squares of weights and direction, and
+    `Rule.rates`.
+    """
+    w_norm, norm = sums[0].sqrt(), sums[1].sqrt()
+    adapts = (w_norm > 0) & (norm > 0) & (h.adapt != 0)
+    ratio = torch.where(adapts, rule.trust_ratio(w_norm, norm, h), 1.0)
+    return ratio, rule.rates(ratio, h)
 
 
 class StepNumbers:
@@ -168,7 +191,19 @@ class StepNumbers:
             self._uniform = {name: v[0] for name, v in lists.items() if v.count(v[0]) == len(v)}
         return self._uniform
 
-    def extended(self, further: Scalars) -> StepNumbers:
+    def after(self, rule: type[Rule], sums: Tensor) -> tuple[Tensor, StepNumbers]:
+        """The trust ratios that follow from ``sums``, and these numbers with the rates."""
+        ratio, rates = ratio_and_rates(rule, sums, Scalars(**self.on_device))
+        return ratio, self._extended(rates)
+
+    def table(self, names: tuple[str, ...]) -> Tensor:
+        """The numbers of these names, shape [parameters, names]; of rates anything before they
+        are known.
+        """
+        known = self.on_device
+        return torch.stack([known.get(name, known["adapt"]) for name in names], dim=1)
+
+    def _extended(self, further: Scalars) -> StepNumbers:
         """These vectors and ``further`` vectors on the device."""
         on_host = dict(self._on_host)
         if (

@@ -9,7 +9,15 @@ import torch
 
 from lightning_ring.optim.engine.parameter_list import TensorKind
 from lightning_ring.optim.engine.rule import Rule
-from lightning_ring.optim.engine.trace import Body, element_types, measure_body, move_body
+from lightning_ring.optim.engine.trace import (
+    Body,
+    element_types,
+    measure_body,
+    move_body,
+    number_names,
+    rates_body,
+    scalars_body,
+)
 
 CHUNK = 1 << 14  # elements of one program
 NUM_WARPS = 8
@@ -31,6 +39,31 @@ import triton.language as tl
 
 
 @triton.jit
+def sqrt(x):
+    return tl.sqrt(x)
+
+
+@triton.jit
+def power(base, exponent):
+    return tl.exp2(exponent * tl.log2(base))
+
+
+@triton.jit
+def where(condition, x, y):
+    return tl.where(condition, x, y)
+
+
+@triton.jit
+def minimum(x, y):
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def number(value: tl.constexpr):
+    return tl.full((), value, tl.float64)
+
+
+@triton.jit
 def add_up(first_chunk, sums, by_row, num_rows, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     begin = tl.load(first_chunk + row)
@@ -49,7 +82,7 @@ def add_up(first_chunk, sums, by_row, num_rows, BLOCK: tl.constexpr):
 FUNCTION = """
 
 @triton.jit
-def {name}(chunks, pointers, scalars, {sums}CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def {name}(chunks, pointers, numbers, {sums}CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     chunk = tl.program_id(0)
     row = tl.load(chunks + 3 * chunk)
     start = tl.load(chunks + 3 * chunk + 1)
@@ -69,16 +102,40 @@ def {name}(chunks, pointers, scalars, {sums}CHUNK: tl.constexpr, BLOCK: tl.const
 {after}
 """
 
+# A program each for the numbers of one parameter. ``hyper`` has a row for each group, ``numbers``
+# one for each parameter. The step is the same ``count`` everywhere, or in ``steps``.
+SCALARS = """
+
+@triton.jit
+def scalars(groups, hyper, steps, count, clips, numbers):
+    row = tl.program_id(0)
+    group = tl.load(groups + row)
+    clip = number(1.0) if clips is None else tl.load(clips).to(tl.float64)
+{lines}
+"""
+
+RATES = """
+
+@triton.jit
+def rates(sums, numbers, ratios, num_rows):
+    row = tl.program_id(0)
+    w_squares = tl.load(sums + row)
+    x_squares = tl.load(sums + num_rows + row)
+{lines}
+"""
+
 
 def compile_module(rule: type[Rule], kind: TensorKind) -> dict[str, Any]:
-    """The Triton functions ``measure``, ``add_up`` and ``move``.
+    """The Triton functions ``scalars``, ``measure``, ``add_up``, ``rates`` and ``move``.
 
     ``pointers`` has a row for each parameter: the addresses of its `element_types`, and whether
     they are aligned.
     """
     types, compute = element_types(rule, kind, TRITON_TYPES)
-    measure = _function("measure", measure_body(rule), types, compute)
-    text = PRELUDE + measure + _function("move", move_body(rule), types, compute)
+    names = number_names(rule)
+    measure = _function("measure", measure_body(rule), names, types, compute)
+    move = _function("move", move_body(rule), names, types, compute)
+    text = PRELUDE + _scalars(rule, names) + measure + _rates(rule, names) + move
     filename = f"<lightning_ring {rule.__name__} {kind.weight} {kind.grad} {kind.mirror}>"
     # Triton reads it there
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
@@ -93,7 +150,38 @@ def block_size(body: Body, kind: TensorKind) -> int:
     return BLOCK_BYTES // max(dtypes.get(name, kind.compute).itemsize for name in body.loads)
 
 
-def _function(name: str, body: Body, types: dict[str, str], compute: str) -> str:
+def _scalars(rule: type[Rule], names: tuple[str, ...]) -> str:
+    body = scalars_body(rule)
+    lines = _loads("hyper + group", body.scalars, body.scalars)
+    if rule.counts_steps:
+        # times 1, which widens a tensor and, under the interpreter, Python's number
+        lines.append("step = number(1.0) * (count if steps is None else tl.load(steps + row))")
+    return SCALARS.format(lines=_indent(lines + _stores(body, names), 4))
+
+
+def _rates(rule: type[Rule], names: tuple[str, ...]) -> str:
+    body = rates_body(rule)
+    lines = _loads("numbers + row", body.scalars, names) + _stores(body, names)
+    lines.append(f"tl.store(ratios + row, {body.result})")
+    return RATES.format(lines=_indent(lines, 4))
+
+
+def _loads(row: str, names: tuple[str, ...], columns: tuple[str, ...]) -> list[str]:
+    return [f"h_{name} = tl.load({row} * {len(columns)} + {columns.index(name)})" for name in names]
+
+
+def _stores(body: Body, columns: tuple[str, ...]) -> list[str]:
+    """The statements of ``body``, and the stores of what they compute."""
+    statements = [f"{name} = {expression}" for name, expression in body.statements]
+    return statements + [
+        f"tl.store(numbers + row * {len(columns)} + {columns.index(name)}, {value})"
+        for name, value in body.stores
+    ]
+
+
+def _function(
+    name: str, body: Body, numbers: tuple[str, ...], types: dict[str, str], compute: str
+) -> str:
     stored = dict(body.stores)
     if name == "move" and "mirror" in types:
         stored["mirror"] = stored["w"]
@@ -103,11 +191,8 @@ def _function(name: str, body: Body, types: dict[str, str], compute: str) -> str
             address = f"tl.load(pointers + row * {len(types) + 1} + {column})"
             setup.append(f"p_{element} = {address}.to(tl.pointer_type({kind})) + start")
             hints.append(f"a_{element} = tl.multiple_of(p_{element}, 16)")
-    width = max(len(body.scalars), 1)
-    loads = [
-        f"tl.load(scalars + row * {width} + {i}).to({compute})" for i in range(len(body.scalars))
-    ]
-    setup += [f"h_{scalar} = {load}" for scalar, load in zip(body.scalars, loads, strict=True)]
+    loads = _loads("numbers + row", body.scalars, numbers)
+    setup += [f"{load}.to({compute})" for load in loads]
     sums = ("w_squares", "x_squares") if name == "measure" else ()
     setup += [f"{sum_} = tl.zeros([BLOCK], tl.float64)" for sum_ in sums]
     after = [f"tl.store(sums + 2 * chunk + {i}, tl.sum({sum_}))" for i, sum_ in enumerate(sums)]
@@ -136,10 +221,7 @@ def _loop(
         f"{element} = tl.load({p}_{element} + offsets{mask}).to({compute})"
         for element in body.loads
     ]
-    lines += [
-        f"{name} = {expression.replace('sqrt(', 'tl.sqrt(')}"
-        for name, expression in body.statements
-    ]
+    lines += [f"{name} = {expression}" for name, expression in body.statements]
     terms = {"w_squares": "w", "x_squares": body.result}
     for sum_ in sums:
         term = f"tl.where(mask, {terms[sum_]}, 0.0)" if masked else terms[sum_]

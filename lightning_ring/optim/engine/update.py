@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from lightning_ring.host.accelerator import send
-from lightning_ring.optim.engine.parameter_list import ParameterBatch, ParameterList
+from lightning_ring.optim.engine.fused import FusedCudaRunner
+from lightning_ring.optim.engine.parameter_list import ParameterBatch, ParameterList, TensorKind
 from lightning_ring.optim.engine.plain import PlainRunner
-from lightning_ring.optim.engine.rule import Rule, Scalars, StepNumbers, known_on_host
+from lightning_ring.optim.engine.rule import (
+    Rule,
+    Scalars,
+    StepNumbers,
+    known_on_host,
+    step_scalars,
+)
 from lightning_ring.optim.engine.runners import RunOptions
 
 NormAllReduce = Callable[[Tensor], Tensor | None]
@@ -40,42 +47,68 @@ def update(
             clip = (grad_norm / options.max_grad_norm).clamp(min=1)
     active = _active(listed, runs)
     step = None if listed.steps is None else listed.steps + (1.0 if active is None else active)
-    h = _per_parameter(hyperparameters, listed, on_device=clip is not None or options.capturable)
-    numbers = _numbers(rule, h, step, clip, listed.device)
-
-    sums = torch.zeros(2, len(listed.params), dtype=listed.ratios.dtype, device=listed.device)
-
-    def measure(runs: list[Run]) -> None:
-        """Fill in ``sums`` over each parameter; see `PlainRunner.measure`."""
-        for runner, part in runs:
-            part_sums = runner.measure(part, numbers).to(listed.device, sums.dtype)
-            if len(part.positions) == len(listed.params):
-                sums.copy_(part_sums)
-            else:
-                sums.index_copy_(1, listed.index(part.positions), part_sums)
+    kernels = _kernels_of_numbers(listed, runs)
+    if kernels is None:
+        on_device = clip is not None or options.capturable
+        h = _per_parameter(hyperparameters, listed, on_device)
+        numbers = _numbers(rule, h, step, clip, listed.device)
+    else:
+        runner, kind = kernels
+        ratios = listed.ratios if active is None else torch.empty_like(listed.ratios)
+        numbers = runner.numbers(kind, hyperparameters, listed, step, clip, ratios)
 
     def move(runs: list[Run], sums: Tensor) -> Tensor:
         """Move the parameters of ``runs`` by the trust ratios that follow from ``sums``; returns
         all ratios.
         """
-        w_norm, norm = sums[0].sqrt(), sums[1].sqrt()
-        known = Scalars(**numbers.on_device)
-        adapts = (w_norm > 0) & (norm > 0) & (known.adapt != 0)
-        ratio = torch.where(adapts, rule.trust_ratio(w_norm, norm, known), 1.0)
-        extended = numbers.extended(rule.rates(ratio, known))
+        ratio, extended = numbers.after(rule, sums)
         for runner, part in runs:
             runner.move(part, extended)
         return ratio
 
+    sums: Tensor | None = None
     if norm_all_reduce is None:
         for wave in [[(runner, wave)] for runner, part in runs for wave in runner.waves(part)]:
-            measure(wave)
+            sums = _measure(listed, wave, numbers, sums)
             ratio = move(wave, sums)
     else:
-        measure(runs)
+        sums = _measure(listed, runs, numbers, None)
         ratio = move(runs, _reduce(sums.view(-1), norm_all_reduce).view_as(sums))
     _commit(listed, ratio, step, active)
     return True
+
+
+def _kernels_of_numbers(
+    listed: ParameterList, runs: list[Run]
+) -> tuple[FusedCudaRunner, TensorKind] | None:
+    """A runner whose kernels compute the numbers, if all parameters are on one device and in such
+    runners' hands.
+    """
+    found = None
+    for runner, part in runs:
+        if not isinstance(runner, FusedCudaRunner) or part.kind.device != listed.device:
+            return None
+        found = runner, part.kind
+    return found
+
+
+def _measure(
+    listed: ParameterList, runs: list[Run], numbers: StepNumbers, sums: Tensor | None
+) -> Tensor:
+    """``sums`` (zeros if None) with those over the parameters of ``runs`` filled in; see
+    `PlainRunner.measure`.
+    """
+    count, dtype = len(listed.params), listed.ratios.dtype
+    found = [
+        runner.measure(part, numbers).to(listed.device, dtype).contiguous() for runner, part in runs
+    ]
+    if [len(part.positions) for _, part in runs] == [count]:
+        return found[0]
+    if sums is None:
+        sums = torch.zeros(2, count, dtype=dtype, device=listed.device)
+    for (_, part), part_sums in zip(runs, found, strict=True):
+        sums.index_copy_(1, listed.index(part.positions), part_sums)
+    return sums
 
 
 def _active(listed: ParameterList, runs: list[Run]) -> Tensor | None:
@@ -122,13 +155,9 @@ def _per_parameter(
 def _numbers(
     rule: type[Rule], h: Scalars, step: Tensor | None, clip: Tensor | None, device: torch.device
 ) -> StepNumbers:
-    grad_scale = 1 - 2 * h.maximize
-    if clip is not None:
-        grad_scale = grad_scale / clip
     if step is not None:
         step = send(step.double(), h.lr.device)
-    scalars = rule.scalars(h, step, grad_scale)
-    scalars.adapt = h.adapt
+    scalars = step_scalars(rule, h, step, clip)
     if h.lr.device.type == "cpu" and not torch.compiler.is_compiling():
         return known_on_host(scalars, device)
     return StepNumbers(vars(scalars), {})
@@ -159,4 +188,5 @@ def _commit(
         listed.steps.copy_(step)
     if active is not None:
         ratio = torch.where(send(active, ratio.device) != 0, ratio, listed.ratios)
-    listed.ratios.copy_(ratio)
+    if ratio is not listed.ratios:
+        listed.ratios.copy_(ratio)

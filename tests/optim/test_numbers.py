@@ -1,0 +1,147 @@
+"""The numbers of a step on the Triton way: few operations beside the kernels, torch's values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_ring.optim import LAMB
+from lightning_ring.optim.engine import fused, trace, update
+from lightning_ring.optim.engine.rule import Rule, Scalars
+from tests.optim.test_sent_tables import Launches, launches  # noqa: F401
+from tests.optim.ways import INTERPRETED, every_optimizer, random_params, set_random_grads
+
+
+class _Operations(TorchDispatchMode):
+    """Counts torch's operations, views left out: each is a launch on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not function.is_view and not str(function).startswith("profiler."):
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("launches")
+@every_optimizer
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_step_has_few_operations_beside_its_kernels(
+    optimizer_class: Any, capturable: bool
+) -> None:
+    params = random_params(dtype=torch.float32)
+    optimizer = optimizer_class(params, lr=0.1, fused=True, capturable=capturable)
+    set_random_grads(params, 0)
+    for _ in range(2):
+        optimizer.step()
+    with _Operations() as operations:
+        optimizer.step()
+    launched = [name for name in operations.names if not name.startswith("aten.empty")]
+    # The step count: one more, the same for all parameters (read where it is on the CPU), and kept.
+    counting = ["add.Tensor", "aminmax.default", *["_local_scalar_dense.default"] * 2]
+    counting = [f"aten.{name}" for name in [*counting, "copy_.default"]]
+    assert launched == (counting if optimizer_class.counts_steps else [])
+    assert len(operations.names) - len(launched) <= 3
+
+
+GROUPS: dict[str, list[dict[str, Any]]] = {
+    "LAMB": [
+        {"betas": (0.0, 0.99), "bias_correction": False, "weight_decay": 0.0, "adapt": False},
+        {"trust_clip": 0.5, "eps": 1e-3, "maximize": True},
+    ],
+    "LARS": [
+        {"nesterov": True, "weight_decay": 0.0, "adapt": False},
+        {"momentum_form": "paper", "trust_coefficient": 0.1, "maximize": True},
+    ],
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "capturable": {"capturable": True},
+    "clipped": {"max_grad_norm": 0.5},
+    "sharded": {"norm_all_reduce": lambda vector: 2 * vector},
+}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="test_under_the_interpreter runs this")
+@every_optimizer
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.parametrize("lr_is_tensor", [False, True])
+@pytest.mark.parametrize("some_missing", [False, True])
+def test_interpreted_kernels_compute_torchs_numbers(
+    optimizer_class: Any,
+    options: dict[str, Any],
+    lr_is_tensor: bool,
+    some_missing: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if "max_grad_norm" in options and optimizer_class is not LAMB:
+        pytest.skip("LAMB alone clips")
+    finished: list[Any] = []
+    after = fused._NumbersTable.after
+
+    def record(self: Any, rule: type[Rule], sums: torch.Tensor) -> Any:
+        finished.append(self)
+        return after(self, rule, sums)
+
+    monkeypatch.setattr(fused._NumbersTable, "after", record)
+    steppers = []
+    for way in ({"fused": True}, {"foreach": False}):
+        params = random_params()
+        lr = torch.tensor(0.1, dtype=torch.float64) if lr_is_tensor else 0.1
+        first, second = GROUPS[optimizer_class.__name__]
+        groups = [{"params": params[::2], "lr": lr} | first, {"params": params[1::2]} | second]
+        optimizer = optimizer_class(groups, lr=0.1, weight_decay=0.01, **way, **options)
+        steppers.append((params, optimizer))
+    for step in range(3):
+        for params, optimizer in steppers:
+            set_random_grads(params, step)
+            for group in optimizer.param_groups:
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(0.1 / (1 + step))
+                else:
+                    group["lr"] = 0.1 / (1 + step)
+            if some_missing:
+                params[2 + step].grad = None
+            optimizer.step()
+        assert len(finished) == step + 1, "torch computed the numbers"
+        ours, expected = (optimizer.trust_ratios for _, optimizer in steppers)
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=0, equal_nan=True)
+        for param, other in zip(steppers[0][0], steppers[1][0], strict=True):
+            torch.testing.assert_close(param, other, rtol=1e-12, atol=1e-13)
+    if optimizer_class.counts_steps:
+        ours, expected = (optimizer._parameter_list.steps for _, optimizer in steppers)
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.usefixtures("launches")
+@every_optimizer
+def test_torch_computes_the_numbers_beside_other_runners(optimizer_class: Any) -> None:
+    params = random_params(dtype=torch.float32, shapes=[(3, 4), (4, 3)])
+    optimizer = optimizer_class(params, lr=0.1, fused=True)
+    set_random_grads(params, 0)
+    params[1].grad = params[1].grad.T.contiguous().T  # lies otherwise than its parameter
+    seen = []
+    original = update.known_on_host
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update, "known_on_host", lambda *a: seen.append(original(*a)) or seen[-1])
+        optimizer.step()
+    assert len(seen) == 1
+    table = seen[0].table(trace.number_names(optimizer_class))
+    assert table.shape == (2, len(trace.number_names(optimizer_class)))
+
+
+def test_a_rule_that_calls_what_kernels_lack_is_told_so() -> None:
+    class Rounding(LAMB):
+        @staticmethod
+        def rates(ratio: Any, h: Scalars) -> Scalars:
+            return Scalars(rate=torch.round(ratio))
+
+    with pytest.raises(AssertionError, match=r"a kernel knows .*torch.where"):
+        trace.rates_body(Rounding)
