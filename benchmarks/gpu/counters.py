@@ -23,9 +23,9 @@ def main() -> int:
         return 1
     sections = [word for name in SECTIONS for word in ("--section", name)]
     # the first step's kernels are left out
-    kernels = ["--kernel-name", "regex:^(measure|add_up|move)$", "--launch-skip", "6"]
+    kernels = ["--kernel-name", "regex:^(scalars|measure|add_up|rates|move)$", "--launch-skip", "10"]
     steps = [sys.executable, "-m", "benchmarks.step.optim", "--steps", "4"]
-    command = [ncu, "--clock-control", "none", *sections, *kernels, "--launch-count", "3", *steps]
+    command = [ncu, "--clock-control", "none", *sections, *kernels, "--launch-count", "5", *steps]
     return subprocess.run(command).returncode
 
 
