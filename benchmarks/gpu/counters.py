@@ -23,7 +23,8 @@ def main() -> int:
         return 1
     sections = [word for name in SECTIONS for word in ("--section", name)]
     # the first step's kernels are left out
-    kernels = ["--kernel-name", "regex:^(scalars|measure|add_up|rates|move)$", "--launch-skip", "10"]
+    names = "regex:^(scalars|measure|add_up|rates|move)$"
+    kernels = ["--kernel-name", names, "--launch-skip", "10"]
     steps = [sys.executable, "-m", "benchmarks.step.optim", "--steps", "4"]
     command = [ncu, "--clock-control", "none", *sections, *kernels, "--launch-count", "5", *steps]
     return subprocess.run(command).returncode
