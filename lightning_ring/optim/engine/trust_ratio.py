@@ -5,7 +5,7 @@ weights.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,16 @@ from lightning_ring.optim.engine.runners import (
 from lightning_ring.optim.engine.update import NormAllReduce, Run, update
 
 GROUP_KEYS = frozenset({"params", "param_names", "initial_lr", "name"})
+
+Step = TypeVar("Step", bound=Callable[..., Any])
+
+# torch.compile of torch 2.11 gives LAMB's step other numbers, that of 2.14 the same. Before it the
+# step runs as it is.
+COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
+
+
+def _compiled_if_right(step: Step) -> Step:
+    return step if COMPILES else torch.compiler.disable(step)
 
 
 class TrustRatioOptimizer(Optimizer, Rule):
@@ -177,6 +187,7 @@ class TrustRatioOptimizer(Optimizer, Rule):
 
     # -- the step
 
+    @_compiled_if_right
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient.
