@@ -7,20 +7,27 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_ring.algorithms.sharded.memory import is_held_elsewhere, num_holders
 from lightning_ring.comm.communicator import Communicator, Work
 from lightning_ring.errors import RingError
 from lightning_ring.gradients.bucket import Bucket
-from lightning_ring.gradients.memory import current_stream, order_after_current, unreadable_like
+from lightning_ring.gradients.memory import (
+    current_stream,
+    make_unreadable,
+    order_after_current,
+    unreadable_like,
+)
 from lightning_ring.gradients.reducer import Reducer
 
 _TOO_EARLY = (
@@ -29,6 +36,11 @@ _TOO_EARLY = (
     "parameters when it is called. Before other code reads or changes a parameter, call "
     "wait_parameters() of the strategy (self.trainer.strategy, fabric.strategy), or of what "
     "distribute(...) returned. Or use strategy='ring'."
+)
+_FORKED = (
+    "{} was read in a forked process. Under strategy='ring_sharded' the ranks go on changing its "
+    "memory. Before the fork call wait_parameters(), and copy what the process needs "
+    "(copy.deepcopy(module), or clones of the values in module.state_dict())."
 )
 
 
@@ -85,6 +97,7 @@ class ParameterBucket:
             self._views.append(shard.full(shown))
         del shown
         self._holders_while_hidden = num_holders(self._storage)
+        self._names = list(bucket.names)
         messages = [_TOO_EARLY.format(name) for name in bucket.names]
         self._unreadable = [
             unreadable_like(*pair) for pair in zip(self._views, messages, strict=True)
@@ -131,22 +144,54 @@ class ParameterBucket:
 
     @torch.no_grad()
     def arrive(self) -> None:
-        """The all-gather has finished: make the parameters readable."""
+        """The all-gather has finished: make the parameters readable. What other code has put in
+        place of one (``param.data = ...``) stays there, until `move_in`.
+        """
         if self.hidden:
-            for shard, view in zip(self.shards, self._views, strict=True):
-                shard.param.data = view
+            for shard, view, unreadable in self._hidden():
+                if shard.param.is_set_to(unreadable):
+                    shard.param.data = view
             self.hidden = False
         for shard, home in self._shared_memory.items():
             home.copy_(shard.full(self.flat))
 
+    def _hidden(self) -> Iterator[tuple[ParameterShard, Tensor, Tensor]]:
+        return zip(self.shards, self._views, self._unreadable, strict=True)
+
+    @torch.no_grad()
+    def keep_weights(self) -> None:
+        """After a step: copy new values of weights that the optimizer has moved elsewhere
+        (``weight.data = ...``).
+        """
+        begin, size = self.flat.data_ptr(), self.flat.element_size()
+        for shard in self.shards:
+            place = begin + size * (shard.offset + shard.first)
+            if shard.numel and shard.weight.data_ptr() != place:
+                part = shard.part(self.flat)
+                part.copy_(shard.weight)
+                shard.weight.data = part
+
+    def refuse_reads(self) -> None:
+        """In a forked process: reading a parameter is an error from now on."""
+        for name, (shard, _, unreadable) in zip(self._names, self._hidden(), strict=True):
+            make_unreadable(unreadable, _FORKED.format(name))
+            if shard not in self._shared_memory:
+                shard.param.data = unreadable
+
     @torch.no_grad()
     def move_out(self) -> None:
-        """Give parameters memory of their own again. Only the description of the layout remains."""
-        for shard, view in zip(self.shards, self._views, strict=True):
-            if self.hidden or shard.param.data_ptr() == view.data_ptr():
+        """Give parameters memory of their own again, unless other code holds the bucket's. Only
+        the description of the layout remains.
+        """
+        self.arrive()
+        inside = [
+            shard.param.untyped_storage()._cdata == self._storage._cdata for shard in self.shards
+        ]
+        held = num_holders(self._storage) > self._holders_while_hidden + sum(inside)
+        for shard, view, is_inside in zip(self.shards, self._views, inside, strict=True):
+            if is_inside and not held:
                 shard.param.data = view.clone(memory_format=torch.preserve_format)
             shard.weight.data = self.flat.new_empty(0)
-        self.hidden = False
         self._views.clear()
         self._unreadable.clear()
         self._shared_memory.clear()
@@ -166,7 +211,11 @@ class ShardedParameters:
         self._bucket_of: dict[int, ParameterBucket] = {}
         self._gathers: dict[ParameterBucket, Work] = {}
         self._reader = (os.getpid(), threading.get_ident())
+        self._arriving = threading.RLock()
         self._stepped_on: Any = None  # the stream
+        # an optimizer whose step has begun and not ended, and the thread of the step
+        self._stepping: tuple[str, int] | None = None
+        _open.add(self)
 
     def follow(self) -> None:
         """Create a parameter bucket for each new gradient bucket. Collective."""
@@ -205,23 +254,25 @@ class ShardedParameters:
         changed = {self._bucket_of[id(param)] for param in params}
         for number, bucket in reversed(list(enumerate(self.buckets))):
             if bucket in changed:
+                bucket.keep_weights()
                 name = f"parameters of bucket {number} ({bucket.name})"
                 self._gathers[bucket] = self.comm.all_gather_(bucket.flat, name=name)
 
     @property
     def complete(self) -> bool:
-        return not self._gathers
+        return not self._gathers and not self._stepping
 
     @property
     def hidden(self) -> bool:
         """Whether reading some parameter is an error."""
-        return any(bucket.hidden for bucket in self.buckets)
+        return self.is_stepping or any(bucket.hidden for bucket in self.buckets)
 
     @property
     def device(self) -> torch.device:
         return self.reducer.buckets[0].flat.device
 
     def wait_for(self, param: Parameter) -> None:
+        self._check_step()
         bucket = self._bucket_of.get(id(param))
         # A wait in another thread could overtake one of this thread. One in a forked child would
         # answer the other ranks.
@@ -243,13 +294,38 @@ class ShardedParameters:
         """After an exception: make all parameters readable with their current values; new ones
         may never arrive.
         """
+        self._stepping = None
         with torch._C.DisableTorchFunction():
             for bucket in self._gathers:
                 bucket.arrive()
 
     def wait(self) -> None:
-        while self._gathers:
-            self._wait_for(next(iter(self._gathers)))
+        self._check_step()
+        if self._gathers and os.getpid() != self._reader[0]:
+            raise RingError(_FORKED.format("a parameter"))
+        while gathers := list(self._gathers):
+            self._wait_for(gathers[0])
+
+    def begin_step(self, optimizer: str) -> None:
+        self._stepping = optimizer, threading.get_ident()
+
+    def end_step(self) -> None:
+        """Also before a closure of the step, which reads parameters."""
+        self._stepping = None
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step of this thread has begun and not ended, as after an exception."""
+        return self._stepping is not None and self._stepping[1] == threading.get_ident()
+
+    def _check_step(self) -> None:
+        if self._stepping is not None and self.is_stepping:
+            raise RingError(
+                f"the last step of {self._stepping[0]} did not end on this rank: it raised an "
+                "exception, or reads parameters itself. Under strategy='ring_sharded' each rank "
+                "steps its part of the parameters, and these parts were not exchanged: the weights "
+                "mix those before and after the step. Go on from a checkpoint, in a new training."
+            )
 
     def take_what_arrives(self, seconds: float) -> bool:
         """After an exception, which some ranks may not have met: wait no longer than that.
@@ -272,10 +348,20 @@ class ShardedParameters:
 
     def _wait_for(self, bucket: ParameterBucket) -> None:
         # neither `torch.func` nor a mode takes part in computations of the wait
-        with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():
-            self._gathers[bucket].wait()
-            # removed after the wait, so that an interrupted wait is repeated
-            if self._gathers.pop(bucket, None) is not None:
+        with (
+            torch._C.DisableTorchFunction(),
+            temporarily_clear_interpreter_stack(),
+            _disable_current_modes(),
+        ):
+            if (work := self._gathers.get(bucket)) is None:
+                return
+            work.wait()
+            with self._arriving:
+                # another thread may have waited for this all-gather, and started the next one
+                if self._gathers.get(bucket) is not work:
+                    return
+                # removed after the wait, so that an interrupted wait is repeated
+                del self._gathers[bucket]
                 bucket.arrive()
                 # another stream that reads waits, as after any optimizer's step, for the stream
                 # that stepped
@@ -283,6 +369,20 @@ class ShardedParameters:
 
     def release(self) -> None:
         """Give parameters memory of their own, and drop the buckets' flat memory."""
+        _open.discard(self)
         with torch._C.DisableTorchFunction():
             for bucket in self.buckets:
                 bucket.move_out()
+
+
+_open: WeakSet[ShardedParameters] = WeakSet()  # of trainings that have not ended
+
+
+def _refuse_reads() -> None:
+    with torch._C.DisableTorchFunction():
+        for parameters in list(_open):
+            for bucket in parameters.buckets:
+                bucket.refuse_reads()
+
+
+os.register_at_fork(after_in_child=_refuse_reads)
