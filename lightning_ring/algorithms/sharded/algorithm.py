@@ -214,7 +214,7 @@ class Sharded(Delegating):
             self._changed = changed
             return
         parameters = self._attached
-        parameters.gather(changed)
+        parameters.end_step(changed)
         if self.overlaps and self._reads.trusted:
             parameters.hide()
         else:

@@ -77,7 +77,9 @@ class SlicedOptimizer:
         """Put this rank's shards, with their gradients, into ``param_groups``. Waits for all
         parameters.
         """
-        self.use_parameters()
+        if self.holds_shards:  # its last step raised, or called this one
+            self.use_parameters()
+            self._parameters.end_step(())
         self._parameters.reducer.finish()
         self._parameters.wait()
         self._parameters.follow()
@@ -98,7 +100,8 @@ class SlicedOptimizer:
         self._shard_state()
         if self._sums_norms and shards:
             self.optimizer.norm_all_reduce = self._sum_over_ranks  # type: ignore[attr-defined]
-        self._parameters.begin_step(type(self.optimizer).__name__)
+        if self._mirrors is None:
+            self._parameters.begin_step(type(self.optimizer).__name__)
 
     def use_parameters(self) -> None:
         if self._full_params is None:
@@ -247,17 +250,14 @@ class SlicedOptimizer:
         self.optimizer._optimizer_step_post_hooks.move_to_end(after, last=False)
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return around_closure(args, kwargs, enter=self._leave_step, leave=self.use_shards)
+        enter = self._parameters.check_step
+        return around_closure(args, kwargs, enter=enter, leave=self.use_shards)
 
     def _after_step(self, *_: Any) -> None:
         # a class whose step calls that of another class has run the hooks of both
         if self.holds_shards:
-            self._leave_step()
+            self.use_parameters()
             self._stepped(self._changed)
-
-    def _leave_step(self) -> None:
-        self.use_parameters()
-        self._parameters.end_step()
 
     def _shard_state(self) -> None:
         """Replace full state by this rank's part, for every parameter that has a shard."""

@@ -114,10 +114,11 @@ class ParameterBucket:
         self._shared_memory.clear()
         for shard, view in zip(self.shards, self._views, strict=True):
             param = shard.param
-            if not param.numel() or param.data_ptr() == view.data_ptr():
+            if not param.numel() or param.is_set_to(view):
                 continue
-            stays = is_held_elsewhere(param)
-            view.copy_(param)
+            inside = self._contains(param)  # ``param.data = param.data.t()``
+            stays = not inside and is_held_elsewhere(param)
+            view.copy_(param.clone() if inside else param)
             if stays:
                 self._shared_memory[shard] = param.data
             else:
@@ -131,8 +132,9 @@ class ParameterBucket:
         """Until `arrive`, reading a parameter is an error. An alias of its memory stays
         readable.
         """
-        for shard, unreadable in zip(self.shards, self._unreadable, strict=True):
-            shard.param.data = unreadable
+        if not self.hidden:
+            for shard, unreadable in zip(self.shards, self._unreadable, strict=True):
+                shard.param.data = unreadable
         self.hidden = True
 
     @property
@@ -154,6 +156,9 @@ class ParameterBucket:
             self.hidden = False
         for shard, home in self._shared_memory.items():
             home.copy_(shard.full(self.flat))
+
+    def _contains(self, param: Parameter) -> bool:
+        return param.untyped_storage()._cdata == self._storage._cdata
 
     def _hidden(self) -> Iterator[tuple[ParameterShard, Tensor, Tensor]]:
         return zip(self.shards, self._views, self._unreadable, strict=True)
@@ -184,13 +189,11 @@ class ParameterBucket:
         the description of the layout remains.
         """
         self.arrive()
-        inside = [
-            shard.param.untyped_storage()._cdata == self._storage._cdata for shard in self.shards
-        ]
+        inside = [self._contains(shard.param) for shard in self.shards]
         held = num_holders(self._storage) > self._holders_while_hidden + sum(inside)
-        for shard, view, is_inside in zip(self.shards, self._views, inside, strict=True):
+        for shard, is_inside in zip(self.shards, inside, strict=True):
             if is_inside and not held:
-                shard.param.data = view.clone(memory_format=torch.preserve_format)
+                shard.param.data = shard.param.data.clone(memory_format=torch.preserve_format)
             shard.weight.data = self.flat.new_empty(0)
         self._views.clear()
         self._unreadable.clear()
@@ -260,19 +263,18 @@ class ShardedParameters:
 
     @property
     def complete(self) -> bool:
-        return not self._gathers and not self._stepping
+        return not self._gathers
 
     @property
     def hidden(self) -> bool:
         """Whether reading some parameter is an error."""
-        return self.is_stepping or any(bucket.hidden for bucket in self.buckets)
+        return any(bucket.hidden for bucket in self.buckets)
 
     @property
     def device(self) -> torch.device:
         return self.reducer.buckets[0].flat.device
 
     def wait_for(self, param: Parameter) -> None:
-        self._check_step()
         bucket = self._bucket_of.get(id(param))
         # A wait in another thread could overtake one of this thread. One in a forked child would
         # answer the other ranks.
@@ -296,35 +298,49 @@ class ShardedParameters:
         """
         self._stepping = None
         with torch._C.DisableTorchFunction():
-            for bucket in self._gathers:
+            for bucket in self.buckets:
                 bucket.arrive()
 
     def wait(self) -> None:
-        self._check_step()
+        self.check_step()
         if self._gathers and os.getpid() != self._reader[0]:
             raise RingError(_FORKED.format("a parameter"))
         while gathers := list(self._gathers):
             self._wait_for(gathers[0])
 
     def begin_step(self, optimizer: str) -> None:
+        """From now on an optimizer changes this rank's parts, and reading a parameter is an
+        error.
+        """
         self._stepping = optimizer, threading.get_ident()
+        with torch._C.DisableTorchFunction():
+            for bucket in self.buckets:
+                if bucket.can_be_hidden:
+                    bucket.hide()
 
-    def end_step(self) -> None:
-        """Also before a closure of the step, which reads parameters."""
+    def end_step(self, changed: Iterable[Parameter]) -> None:
+        """Start the all-gathers of the parameters that the step has changed."""
         self._stepping = None
+        self.gather(changed)
+        with torch._C.DisableTorchFunction():
+            for bucket in self.buckets:
+                if bucket.hidden and bucket not in self._gathers:
+                    bucket.arrive()
 
     @property
     def is_stepping(self) -> bool:
         """Whether a step of this thread has begun and not ended, as after an exception."""
         return self._stepping is not None and self._stepping[1] == threading.get_ident()
 
-    def _check_step(self) -> None:
+    def check_step(self) -> None:
         if self._stepping is not None and self.is_stepping:
             raise RingError(
                 f"the last step of {self._stepping[0]} did not end on this rank: it raised an "
-                "exception, or reads parameters itself. Under strategy='ring_sharded' each rank "
-                "steps its part of the parameters, and these parts were not exchanged: the weights "
-                "mix those before and after the step. Go on from a checkpoint, in a new training."
+                "exception, reads parameters itself, or calls its closure again. Under "
+                "strategy='ring_sharded' each rank steps its part of the parameters, and these "
+                "parts were not exchanged: the weights mix those before and after the step. After "
+                "an exception go on from a checkpoint, in a new training. Such an optimizer works "
+                "with strategy='ring'."
             )
 
     def take_what_arrives(self, seconds: float) -> bool:
@@ -340,7 +356,7 @@ class ShardedParameters:
                     self._wait_for(bucket)
         except RingError:
             pass
-        return self.complete
+        return self.complete and not self.is_stepping
 
     def forget_gathers(self) -> None:
         """Of ranks that have gone: the values come in another way."""
