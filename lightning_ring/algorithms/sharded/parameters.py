@@ -263,7 +263,7 @@ class ShardedParameters:
 
     @property
     def complete(self) -> bool:
-        return not self._gathers
+        return not self._gathers and self._stepping is None
 
     @property
     def hidden(self) -> bool:
@@ -275,6 +275,7 @@ class ShardedParameters:
         return self.reducer.buckets[0].flat.device
 
     def wait_for(self, param: Parameter) -> None:
+        self.check_step()
         bucket = self._bucket_of.get(id(param))
         # A wait in another thread could overtake one of this thread. One in a forked child would
         # answer the other ranks.
@@ -356,7 +357,7 @@ class ShardedParameters:
                     self._wait_for(bucket)
         except RingError:
             pass
-        return self.complete and not self.is_stepping
+        return self.complete
 
     def forget_gathers(self) -> None:
         """Of ranks that have gone: the values come in another way."""
