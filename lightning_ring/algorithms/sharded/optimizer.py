@@ -242,12 +242,11 @@ class SlicedOptimizer:
     # -- in a step
 
     def put_hooks_inside(self) -> None:
-        """Hooks of users see whole parameters: they run before ours, and after the step behind
-        ours.
-        """
-        before, after = self._hooks[0].id, self._hooks[1].id
-        self.optimizer._optimizer_step_pre_hooks.move_to_end(before)
-        self.optimizer._optimizer_step_post_hooks.move_to_end(after, last=False)
+        """Have the hooks of other code run before the shards come, and after they have gone."""
+        before: Any = self.optimizer._optimizer_step_pre_hooks
+        after: Any = self.optimizer._optimizer_step_post_hooks
+        before.move_to_end(self._hooks[0].id)
+        after.move_to_end(self._hooks[1].id, last=False)
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         enter = self._parameters.check_step

@@ -316,7 +316,7 @@ class Loop:
                 self.module, self.optimizer, algorithm=algorithm, bucket_cap_mb=CAP
             )
         try:
-            for self.step in range(6):
+            for self.step in range(7):
                 x = torch.randn(8, 6, generator=inputs)
                 self.module(x, self.step).backward()
                 if not inside:
@@ -435,20 +435,22 @@ def _step_and_go_on(loop: Loop) -> None:
         loop.optimizer.step()
 
 
-def _step_after_a_hook(when: int, before: bool) -> Callable[[Loop], Any]:
-    """``when``: the step that registers a hook, which notes what the optimizer holds."""
+def _hook(loop: Loop, *_: Any) -> None:
+    params = loop.optimizer.param_groups[0]["params"]
+    loop.notes.append(sum(param.detach().double().sum() for param in params))
 
-    def step(loop: Loop) -> None:
-        def hook(optimizer: Optimizer, *_: Any) -> None:
-            params = optimizer.param_groups[0]["params"]
-            loop.notes.append(sum(param.detach().double().sum() for param in params))
 
-        if loop.step == when:
-            register = "register_step_pre_hook" if before else "register_step_post_hook"
-            getattr(loop.optimizer, register)(hook)
-        loop.optimizer.step()
+def _step_with_a_new_pre_hook(loop: Loop) -> None:
+    if loop.step == 3:
+        loop.optimizer.register_step_pre_hook(lambda *_: _hook(loop))
+    loop.optimizer.step()
 
-    return step
+
+def _with_a_post_hook(params: Any) -> Optimizer:
+    optimizer = _sgd(params)
+    kept = optimizer.param_groups[0]["params"][0]
+    optimizer.register_step_post_hook(lambda *_: optimizer.defaults.update(lr=kept.sum().item()))
+    return optimizer
 
 
 # after a step, and instead of it
@@ -481,8 +483,8 @@ INSTEAD: dict[str, tuple[Callable[[Loop], Any], Any]] = {
         _step_and_go_on,
         lambda p: Elementwise(p, _decay, lambda self: sum(float(q.sum()) for q in self.all)),
     ),
-    "an early post-hook": (_step_after_a_hook(0, before=False), None),
-    "a late pre-hook": (_step_after_a_hook(3, before=True), None),
+    "an early post-hook": (_step_and_go_on, _with_a_post_hook),
+    "a late pre-hook": (_step_with_a_new_pre_hook, None),
 }
 ERRORS = {
     "state_dict in a child": "in a forked process",
