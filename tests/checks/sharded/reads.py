@@ -289,7 +289,8 @@ class Parts(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.first, self.last = nn.Linear(6, width), nn.Linear(width, 3)
-        self.square, self.sometimes = nn.Linear(6, 6), nn.Linear(6, 6)
+        # the last one has a bucket of its own
+        self.square, self.sometimes = nn.Linear(6, 6), nn.Linear(6, 64)
 
     def forward(self, x: Tensor, step: int) -> Tensor:
         extra = self.sometimes(x).mean() if step % 2 else 0.0
