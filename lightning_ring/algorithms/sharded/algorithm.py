@@ -132,7 +132,7 @@ class Sharded(Delegating):
     def detach(self, *, wait: bool = True) -> None:
         """Afterwards `optimizer_state_dict` still works, on all ranks together."""
         if self._parameters is not None and self.reducer is not None:
-            if wait:
+            if wait and not self._parameters.is_stepping:
                 self.wait_parameters()
             elif not self._parameters.take_what_arrives(_ENDING_SECONDS):
                 self._warn(
@@ -205,7 +205,8 @@ class Sharded(Delegating):
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         super().before_step(optimizer, has_closure=has_closure)
         if self._averaging.steps_tracked_parameters(optimizer):
-            self._slice(optimizer)  # optimizers may be built in the middle of the training
+            # optimizers may be built in the middle of the training
+            self._slice(optimizer).put_hooks_inside()
 
     def _stepped(self, changed: list[Parameter]) -> None:
         self._is_cut, self._before = True, None  # behind the commit barrier: nobody goes back
@@ -213,7 +214,7 @@ class Sharded(Delegating):
             self._changed = changed
             return
         parameters = self._attached
-        parameters.gather(changed)
+        parameters.end_step(changed)
         if self.overlaps and self._reads.trusted:
             parameters.hide()
         else:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.optim import LAMB, LARS
 
-_ELEMENTWISE = {
+ELEMENTWISE = {
     getattr(torch.optim, name)
     for name in (
         "SGD",
@@ -51,7 +51,7 @@ def check_can_be_sharded(optimizer: Optimizer) -> None:
             kind,
             "is no torch.optim.Optimizer (or does not call its constructor), whose step has hooks",
         )
-    if kind in _ELEMENTWISE or getattr(kind, "elementwise", False) is True:
+    if kind in ELEMENTWISE or getattr(kind, "elementwise", False) is True:
         return
     if kind in _NOT_ELEMENTWISE:
         raise _refusal(kind, "looks at whole tensors, or at all of them together")

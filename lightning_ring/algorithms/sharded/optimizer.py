@@ -11,6 +11,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_ring.algorithms.sharded.elementwise import ELEMENTWISE
 from lightning_ring.algorithms.sharded.mirrors import Mirrors
 from lightning_ring.algorithms.sharded.parameters import ParameterShard, ShardedParameters
 from lightning_ring.algorithms.sharded.state import ShardedState, State, gather_state, shard_state
@@ -59,6 +60,8 @@ class SlicedOptimizer:
         self._unsharded: State = {}  # loaded state of parameters that have no shard yet
         self._gathering = False
         self._sums_norms = hasattr(optimizer, "norm_all_reduce")
+        # another class may change a parameter without a gradient, by weight decay for example
+        self._skips_unused = type(optimizer) in ELEMENTWISE
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -74,7 +77,9 @@ class SlicedOptimizer:
         """Put this rank's shards, with their gradients, into ``param_groups``. Waits for all
         parameters.
         """
-        self.use_parameters()
+        if self.holds_shards:  # its last step raised, or called this one
+            self.use_parameters()
+            self._parameters.end_step(())
         self._parameters.reducer.finish()
         self._parameters.wait()
         self._parameters.follow()
@@ -86,7 +91,7 @@ class SlicedOptimizer:
                 if (shard := shards.get(param)) is None:
                     continue
                 shard.weight.grad = self._parameters.own_gradient(param)
-                if param.grad is not None:
+                if param.grad is not None or not self._skips_unused:
                     self._changed.append(param)
             params = group["params"]
             group["params"] = [shards[p].weight if p in shards else p for p in params]
@@ -95,6 +100,8 @@ class SlicedOptimizer:
         self._shard_state()
         if self._sums_norms and shards:
             self.optimizer.norm_all_reduce = self._sum_over_ranks  # type: ignore[attr-defined]
+        if self._mirrors is None:
+            self._parameters.begin_step(type(self.optimizer).__name__)
 
     def use_parameters(self) -> None:
         if self._full_params is None:
@@ -234,12 +241,22 @@ class SlicedOptimizer:
 
     # -- in a step
 
+    def put_hooks_inside(self) -> None:
+        """Have the hooks of other code run before the shards come, and after they have gone."""
+        before: Any = self.optimizer._optimizer_step_pre_hooks
+        after: Any = self.optimizer._optimizer_step_post_hooks
+        before.move_to_end(self._hooks[0].id)
+        after.move_to_end(self._hooks[1].id, last=False)
+
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return around_closure(args, kwargs, enter=self.use_parameters, leave=self.use_shards)
+        enter = self._parameters.check_step
+        return around_closure(args, kwargs, enter=enter, leave=self.use_shards)
 
     def _after_step(self, *_: Any) -> None:
-        self.use_parameters()
-        self._stepped(self._changed)
+        # a class whose step calls that of another class has run the hooks of both
+        if self.holds_shards:
+            self.use_parameters()
+            self._stepped(self._changed)
 
     def _shard_state(self) -> None:
         """Replace full state by this rank's part, for every parameter that has a shard."""

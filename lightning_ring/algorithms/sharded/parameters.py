@@ -7,20 +7,27 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_ring.algorithms.sharded.memory import is_held_elsewhere, num_holders
 from lightning_ring.comm.communicator import Communicator, Work
 from lightning_ring.errors import RingError
 from lightning_ring.gradients.bucket import Bucket
-from lightning_ring.gradients.memory import current_stream, order_after_current, unreadable_like
+from lightning_ring.gradients.memory import (
+    current_stream,
+    make_unreadable,
+    order_after_current,
+    unreadable_like,
+)
 from lightning_ring.gradients.reducer import Reducer
 
 _TOO_EARLY = (
@@ -29,6 +36,11 @@ _TOO_EARLY = (
     "parameters when it is called. Before other code reads or changes a parameter, call "
     "wait_parameters() of the strategy (self.trainer.strategy, fabric.strategy), or of what "
     "distribute(...) returned. Or use strategy='ring'."
+)
+_FORKED = (
+    "{} was read in a forked process. Under strategy='ring_sharded' the ranks go on changing its "
+    "memory. Before the fork call wait_parameters(), and copy what the process needs "
+    "(copy.deepcopy(module), or clones of the values in module.state_dict())."
 )
 
 
@@ -85,6 +97,7 @@ class ParameterBucket:
             self._views.append(shard.full(shown))
         del shown
         self._holders_while_hidden = num_holders(self._storage)
+        self._names = list(bucket.names)
         messages = [_TOO_EARLY.format(name) for name in bucket.names]
         self._unreadable = [
             unreadable_like(*pair) for pair in zip(self._views, messages, strict=True)
@@ -101,10 +114,11 @@ class ParameterBucket:
         self._shared_memory.clear()
         for shard, view in zip(self.shards, self._views, strict=True):
             param = shard.param
-            if not param.numel() or param.data_ptr() == view.data_ptr():
+            if not param.numel() or param.is_set_to(view):
                 continue
-            stays = is_held_elsewhere(param)
-            view.copy_(param)
+            inside = self._contains(param)  # ``param.data = param.data.t()``
+            stays = not inside and is_held_elsewhere(param)
+            view.copy_(param.clone() if inside else param)
             if stays:
                 self._shared_memory[shard] = param.data
             else:
@@ -118,8 +132,9 @@ class ParameterBucket:
         """Until `arrive`, reading a parameter is an error. An alias of its memory stays
         readable.
         """
-        for shard, unreadable in zip(self.shards, self._unreadable, strict=True):
-            shard.param.data = unreadable
+        if not self.hidden:
+            for shard, unreadable in zip(self.shards, self._unreadable, strict=True):
+                shard.param.data = unreadable
         self.hidden = True
 
     @property
@@ -131,22 +146,55 @@ class ParameterBucket:
 
     @torch.no_grad()
     def arrive(self) -> None:
-        """The all-gather has finished: make the parameters readable."""
+        """The all-gather has finished: make the parameters readable. What other code has put in
+        place of one (``param.data = ...``) stays there, until `move_in`.
+        """
         if self.hidden:
-            for shard, view in zip(self.shards, self._views, strict=True):
-                shard.param.data = view
+            for shard, view, unreadable in self._hidden():
+                if shard.param.is_set_to(unreadable):
+                    shard.param.data = view
             self.hidden = False
         for shard, home in self._shared_memory.items():
             home.copy_(shard.full(self.flat))
 
+    def _contains(self, param: Parameter) -> bool:
+        return param.untyped_storage()._cdata == self._storage._cdata
+
+    def _hidden(self) -> Iterator[tuple[ParameterShard, Tensor, Tensor]]:
+        return zip(self.shards, self._views, self._unreadable, strict=True)
+
+    @torch.no_grad()
+    def keep_weights(self) -> None:
+        """After a step: copy new values of weights that the optimizer has moved elsewhere
+        (``weight.data = ...``).
+        """
+        begin, size = self.flat.data_ptr(), self.flat.element_size()
+        for shard in self.shards:
+            place = begin + size * (shard.offset + shard.first)
+            if shard.numel and shard.weight.data_ptr() != place:
+                part = shard.part(self.flat)
+                part.copy_(shard.weight)
+                shard.weight.data = part
+
+    def refuse_reads(self) -> None:
+        """In a forked process: reading a parameter is an error from now on."""
+        for name, (shard, _, unreadable) in zip(self._names, self._hidden(), strict=True):
+            make_unreadable(unreadable, _FORKED.format(name))
+            if shard not in self._shared_memory:
+                shard.param.data = unreadable
+
     @torch.no_grad()
     def move_out(self) -> None:
-        """Give parameters memory of their own again. Only the description of the layout remains."""
-        for shard, view in zip(self.shards, self._views, strict=True):
-            if self.hidden or shard.param.data_ptr() == view.data_ptr():
-                shard.param.data = view.clone(memory_format=torch.preserve_format)
+        """Give parameters memory of their own again, unless other code holds the bucket's. Only
+        the description of the layout remains.
+        """
+        self.arrive()
+        inside = [self._contains(shard.param) for shard in self.shards]
+        held = num_holders(self._storage) > self._holders_while_hidden + sum(inside)
+        for shard, is_inside in zip(self.shards, inside, strict=True):
+            if is_inside and not held:
+                shard.param.data = shard.param.data.clone(memory_format=torch.preserve_format)
             shard.weight.data = self.flat.new_empty(0)
-        self.hidden = False
         self._views.clear()
         self._unreadable.clear()
         self._shared_memory.clear()
@@ -166,7 +214,11 @@ class ShardedParameters:
         self._bucket_of: dict[int, ParameterBucket] = {}
         self._gathers: dict[ParameterBucket, Work] = {}
         self._reader = (os.getpid(), threading.get_ident())
+        self._arriving = threading.RLock()
         self._stepped_on: Any = None  # the stream
+        # an optimizer whose step has begun and not ended, and the thread of the step
+        self._stepping: tuple[str, int] | None = None
+        _open.add(self)
 
     def follow(self) -> None:
         """Create a parameter bucket for each new gradient bucket. Collective."""
@@ -205,12 +257,13 @@ class ShardedParameters:
         changed = {self._bucket_of[id(param)] for param in params}
         for number, bucket in reversed(list(enumerate(self.buckets))):
             if bucket in changed:
+                bucket.keep_weights()
                 name = f"parameters of bucket {number} ({bucket.name})"
                 self._gathers[bucket] = self.comm.all_gather_(bucket.flat, name=name)
 
     @property
     def complete(self) -> bool:
-        return not self._gathers
+        return not self._gathers and self._stepping is None
 
     @property
     def hidden(self) -> bool:
@@ -222,6 +275,7 @@ class ShardedParameters:
         return self.reducer.buckets[0].flat.device
 
     def wait_for(self, param: Parameter) -> None:
+        self.check_step()
         bucket = self._bucket_of.get(id(param))
         # A wait in another thread could overtake one of this thread. One in a forked child would
         # answer the other ranks.
@@ -243,13 +297,52 @@ class ShardedParameters:
         """After an exception: make all parameters readable with their current values; new ones
         may never arrive.
         """
+        self._stepping = None
         with torch._C.DisableTorchFunction():
-            for bucket in self._gathers:
+            for bucket in self.buckets:
                 bucket.arrive()
 
     def wait(self) -> None:
-        while self._gathers:
-            self._wait_for(next(iter(self._gathers)))
+        self.check_step()
+        if self._gathers and os.getpid() != self._reader[0]:
+            raise RingError(_FORKED.format("a parameter"))
+        while gathers := list(self._gathers):
+            self._wait_for(gathers[0])
+
+    def begin_step(self, optimizer: str) -> None:
+        """From now on an optimizer changes this rank's parts, and reading a parameter is an
+        error.
+        """
+        self._stepping = optimizer, threading.get_ident()
+        with torch._C.DisableTorchFunction():
+            for bucket in self.buckets:
+                if bucket.can_be_hidden:
+                    bucket.hide()
+
+    def end_step(self, changed: Iterable[Parameter]) -> None:
+        """Start the all-gathers of the parameters that the step has changed."""
+        self._stepping = None
+        self.gather(changed)
+        with torch._C.DisableTorchFunction():
+            for bucket in self.buckets:
+                if bucket.hidden and bucket not in self._gathers:
+                    bucket.arrive()
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step of this thread has begun and not ended, as after an exception."""
+        return self._stepping is not None and self._stepping[1] == threading.get_ident()
+
+    def check_step(self) -> None:
+        if self._stepping is not None and self.is_stepping:
+            raise RingError(
+                f"the last step of {self._stepping[0]} did not end on this rank: it raised an "
+                "exception, reads parameters itself, or calls its closure again. Under "
+                "strategy='ring_sharded' each rank steps its part of the parameters, and these "
+                "parts were not exchanged: the weights mix those before and after the step. After "
+                "an exception go on from a checkpoint, in a new training. Such an optimizer works "
+                "with strategy='ring'."
+            )
 
     def take_what_arrives(self, seconds: float) -> bool:
         """After an exception, which some ranks may not have met: wait no longer than that.
@@ -272,10 +365,20 @@ class ShardedParameters:
 
     def _wait_for(self, bucket: ParameterBucket) -> None:
         # neither `torch.func` nor a mode takes part in computations of the wait
-        with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():
-            self._gathers[bucket].wait()
-            # removed after the wait, so that an interrupted wait is repeated
-            if self._gathers.pop(bucket, None) is not None:
+        with (
+            torch._C.DisableTorchFunction(),
+            temporarily_clear_interpreter_stack(),
+            _disable_current_modes(),
+        ):
+            if (work := self._gathers.get(bucket)) is None:
+                return
+            work.wait()
+            with self._arriving:
+                # another thread may have waited for this all-gather, and started the next one
+                if self._gathers.get(bucket) is not work:
+                    return
+                # removed after the wait, so that an interrupted wait is repeated
+                del self._gathers[bucket]
                 bucket.arrive()
                 # another stream that reads waits, as after any optimizer's step, for the stream
                 # that stepped
@@ -283,6 +386,20 @@ class ShardedParameters:
 
     def release(self) -> None:
         """Give parameters memory of their own, and drop the buckets' flat memory."""
+        _open.discard(self)
         with torch._C.DisableTorchFunction():
             for bucket in self.buckets:
                 bucket.move_out()
+
+
+_open: WeakSet[ShardedParameters] = WeakSet()  # of trainings that have not ended
+
+
+def _refuse_reads() -> None:
+    with torch._C.DisableTorchFunction():
+        for parameters in list(_open):
+            for bucket in parameters.buckets:
+                bucket.refuse_reads()
+
+
+os.register_at_fork(after_in_child=_refuse_reads)

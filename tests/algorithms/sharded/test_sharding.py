@@ -5,6 +5,7 @@ ranks' batches.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -336,3 +337,41 @@ def test_parameters_read_on_several_streams_are_waited_for(
 
     assert run_ranks(1, reads) == [streams == 1]
     assert ["several streams" in warning for warning in warnings] == [True] * (streams - 1)
+
+
+def test_a_thread_that_waits_takes_no_later_all_gather_for_its_own() -> None:
+    waits, goes_on, seen = threading.Event(), threading.Event(), []
+
+    class Earlier:
+        def wait(self) -> None:
+            waits.set()
+            assert goes_on.wait(20)
+
+    class Later:
+        def wait(self) -> None:
+            seen.append(bucket.hidden)
+
+    def step(comm: ThreadCommunicator) -> Sharded:
+        net = nn.Linear(3, 3)
+        optimizer = SGD(net.parameters(), lr=0.1)
+        sharding = attached(comm, net, optimizer)
+        with sharding.backward():
+            net(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return sharding
+
+    sharding = run_ranks(1, step)[0]
+    parameters: Any = sharding._parameters
+    (bucket,) = parameters.buckets
+    bucket.hide()
+    parameters._gathers[bucket] = Earlier()
+    thread = threading.Thread(target=parameters.wait, daemon=True)
+    thread.start()
+    assert waits.wait(20)
+    # meanwhile the training's thread has waited too, and stepped again
+    parameters._gathers[bucket] = Later()
+    goes_on.set()
+    thread.join(20)
+    assert seen == [True]
+    assert not bucket.hidden
+    sharding.detach()

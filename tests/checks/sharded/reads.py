@@ -4,6 +4,7 @@ old values.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import os
@@ -13,19 +14,23 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
+from unittest import mock
 
 import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ring import RingStrategy
-from tests.checks.models import Classifier, fit, loader
+from lightning_ring import RingStrategy, distribute
+from lightning_ring.loops import distribute as distributing
+from tests.checks.models import RANK, Classifier, fit, loader, parameters
 from tests.checks.sharded.arrival import doubled
-from tests.checks.sharded.late import LateRing
+from tests.checks.sharded.late import Late, LateRing
 from tests.checks.sharded.references import CAP, assert_same
 from tests.strategies import ring
 
@@ -233,6 +238,7 @@ UNSEEN |= {
     "compiled": lambda m, x: compiled(x, m.net[0].weight.t()).sum(),
 }
 
+REFUSED = r"was read (before its new values|in a forked process).*wait_parameters"
 # a module that is called waits for its parameters, and so does state_dict
 RIGHT = {"vmap of a module", "checkpoint", "reentrant checkpoint", "state_dict", *KEPT}
 
@@ -257,7 +263,7 @@ def check_every_way_to_read_is_right_or_an_error() -> None:
         try:
             found = _results(ways, sharded=True).results
         except RuntimeError as error:
-            if not re.search(r"was read before its new values.*wait_parameters", str(error)):
+            if not re.search(REFUSED, str(error)):
                 raise
             refused.add(name)
         else:
@@ -270,9 +276,248 @@ def check_every_way_to_read_is_right_after_wait_parameters() -> None:
     ways = {
         name: lambda m, x, read=read: (m.trainer.strategy.wait_parameters(), read(m, x))[1]
         for name, read in (WAYS | TRANSFORMS | UNSEEN).items()
-        if name != "data"
+        if name not in ("data", "a forked child")
     }
     ways = {"data": lambda m, x: (m.trainer.strategy.wait_parameters(), 0.0)[1]} | ways
     found, expected = (_results(ways, sharded=sharded) for sharded in (True, False))
     assert found.results == expected.results
     assert_same(found, expected)
+
+
+class Parts(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(6, width), nn.Linear(width, 3)
+        # the last one has a bucket of its own
+        self.square, self.sometimes = nn.Linear(6, 6), nn.Linear(6, 64)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        extra = self.sometimes(x).mean() if step % 2 else 0.0
+        return (self.last(self.first(self.square(x)).tanh()) + extra - 0.5).square().mean()
+
+
+class Loop:
+    """A plain loop that calls ``do`` after each step, or with ``inside`` instead of it. What that
+    notes, and the parameters in the end, are compared.
+    """
+
+    def __init__(self, make: Callable[[Any], Optimizer] | None = None, width: int = 16) -> None:
+        self.module = Parts(width)
+        self.optimizer = (make or _sgd)(self.module.parameters())
+        self.notes: list[Any] = []
+        self.kept: list[Any] = []
+        self.step = 0
+        self.training: Any = None
+
+    def run(self, algorithm: str, do: Callable[[Loop], Any], *, inside: bool) -> list[Tensor]:
+        connect, inputs = distributing._connect, torch.Generator().manual_seed(100 + RANK)
+        with mock.patch.object(distributing, "_connect", lambda *a: _late(*connect(*a))):
+            self.training = distribute(
+                self.module, self.optimizer, algorithm=algorithm, bucket_cap_mb=CAP
+            )
+        try:
+            for self.step in range(7):
+                x = torch.randn(8, 6, generator=inputs)
+                self.module(x, self.step).backward()
+                if not inside:
+                    self.optimizer.step()
+                do(self)
+                self.optimizer.zero_grad()
+            self.training.close()
+        finally:
+            self.training._abandon()  # nothing, if it was closed
+        if self.kept:  # of memory that it held when the training ended
+            with torch.no_grad():
+                self.module.first.weight.mul_(2.0)
+        return [
+            torch.as_tensor(note) for note in [*self.notes, *self.kept, parameters(self.module)]
+        ]
+
+    def note(self) -> None:
+        self.notes.append(parameters(self.module).sum())
+
+
+def _late(job: Any, comm: Any) -> Any:
+    return job, Late(comm)
+
+
+def _sgd(params: Any) -> Optimizer:
+    return SGD(params, lr=0.3, momentum=0.9)
+
+
+def _at(step: int, do: Callable[[Loop], Any]) -> Callable[[Loop], Any]:
+    return lambda loop: do(loop) if loop.step == step else None
+
+
+def _set_data(param: Any, value: Tensor) -> None:
+    param.data = value
+
+
+def _transpose(loop: Loop) -> None:
+    loop.training.wait_parameters()
+    weight = loop.module.square.weight
+    weight.data = weight.data.t()
+
+
+def _wait_in_a_mode(loop: Loop) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        loop.training.wait_parameters()
+
+
+def _keep(loop: Loop) -> None:
+    loop.training.wait_parameters()
+    loop.kept = [param.detach() for param in loop.module.parameters()]
+
+
+def _to_empty(loop: Loop) -> None:
+    loop.module.to_empty(device="cpu")
+    for param in loop.module.parameters():
+        nn.init.constant_(param, 0.05)
+
+
+def _read_in_a_child_later(loop: Loop) -> None:
+    """In a child of two steps before: it has the values of that time."""
+    if loop.step == 2:
+        loop.training.wait_parameters()
+        go, told = os.pipe()
+        pool = ThreadPoolExecutor(1)
+        read = lambda: (os.read(go, 1), parameters(loop.module).sum().item())[1]  # noqa: E731
+        loop.optimizer.child = pool.submit(_in_a_forked_child, read), told  # type: ignore[attr-defined]
+    elif loop.step == 4:
+        child, told = loop.optimizer.child  # type: ignore[attr-defined]
+        os.write(told, b".")
+        loop.notes.append(child.result())
+
+
+def _fork_state_dict(loop: Loop) -> None:
+    loop.notes.append(
+        _in_a_forked_child(lambda: float(_sum(list(loop.module.state_dict().values()))))
+    )
+
+
+class Elementwise(Optimizer):
+    """Calls ``change`` for each parameter, and ``late`` at the end of its third step."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, change: Any, late: Any = lambda _: None) -> None:
+        self.all = list(params)
+        self.change, self.late, self.num_steps = change, late, 0
+        super().__init__(self.all, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps += 1
+        for param in self.param_groups[0]["params"]:
+            self.change(param)
+        if self.num_steps == 3:
+            self.late(self)
+
+
+def _decay(param: Tensor) -> None:
+    """Also without a gradient."""
+    param.mul_(0.9)
+    if param.grad is not None:
+        param.sub_(param.grad, alpha=0.1)
+
+
+def _replace(param: Tensor) -> None:
+    if param.grad is not None:
+        param.data = param.data - 0.1 * param.grad
+
+
+def _raise(_: Any) -> None:
+    raise ValueError("planted")
+
+
+def _step_and_go_on(loop: Loop) -> None:
+    with contextlib.suppress(ValueError):
+        loop.optimizer.step()
+
+
+def _hook(loop: Loop, *_: Any) -> None:
+    params = loop.optimizer.param_groups[0]["params"]
+    loop.notes.append(sum(param.detach().double().sum() for param in params))
+
+
+def _step_with_a_new_pre_hook(loop: Loop) -> None:
+    if loop.step == 3:
+        loop.optimizer.register_step_pre_hook(lambda *_: _hook(loop))
+    loop.optimizer.step()
+
+
+def _with_a_post_hook(params: Any) -> Optimizer:
+    optimizer = _sgd(params)
+    kept = optimizer.param_groups[0]["params"][0]
+    optimizer.register_step_post_hook(lambda *_: optimizer.defaults.update(lr=kept.sum().item()))
+    return optimizer
+
+
+# after a step, and instead of it
+AFTER: dict[str, Callable[[Loop], Any]] = {
+    "vector_to_parameters": _at(
+        2,
+        lambda loop: vector_to_parameters(
+            torch.linspace(-1, 1, parameters(Loop().module).numel()), loop.module.parameters()
+        ),
+    ),
+    "param.data": _at(
+        3, lambda loop: _set_data(loop.module.first.weight, torch.full((16, 6), 0.01))
+    ),
+    "to_empty": _at(3, _to_empty),
+    "param.data.t()": _at(2, _transpose),
+    "a mode": _wait_in_a_mode,
+    "aliases past the end": _at(2, _keep),
+    "state_dict in a thread": lambda loop: loop.notes.append(
+        _in_a_thread(lambda: float(_sum(list(loop.module.state_dict().values()))))
+    ),
+    "state_dict in a child": _at(2, _fork_state_dict),
+    "a child of two steps before": _read_in_a_child_later,
+    "a read": Loop.note,
+}
+INSTEAD: dict[str, tuple[Callable[[Loop], Any], Any]] = {
+    "weights without a gradient": (_step_and_go_on, lambda p: Elementwise(p, _decay)),
+    "weights replaced": (_step_and_go_on, lambda p: Elementwise(p, _replace)),
+    "a step that raises": (_step_and_go_on, lambda p: Elementwise(p, _decay, _raise)),
+    "a read at the end of a step": (
+        _step_and_go_on,
+        lambda p: Elementwise(p, _decay, lambda self: sum(float(q.sum()) for q in self.all)),
+    ),
+    "an early post-hook": (_step_and_go_on, _with_a_post_hook),
+    "a late pre-hook": (_step_with_a_new_pre_hook, None),
+}
+ERRORS = {
+    "state_dict in a child": "in a forked process",
+    "a child of two steps before": "in a forked process",
+    "a read": "before its new values",
+    "a step that raises": "did not end on this rank",
+    "a read at the end of a step": "before its new values",
+    "an early post-hook": "before its new values",
+}
+
+
+def check_loops_that_write_or_read_between_steps_are_right_or_an_error() -> None:
+    programs: dict[str, tuple[Callable[[Loop], Any], Any]] = INSTEAD | {
+        name: (do, None) for name, do in AFTER.items()
+    }
+    wrong = {}
+    for name, (do, make) in programs.items():
+        # a bucket of more than 16 KiB lies in memory that other processes change
+        width = 1024 if name.startswith("a child") else 16
+        inside, told = name in INSTEAD, ""
+        expected = Loop(make, width).run("ring", do, inside=inside)
+        try:
+            found = Loop(make, width).run("ring_sharded", do, inside=inside)
+        except RuntimeError as error:
+            found, told = [], str(error)
+        if name in ERRORS:
+            right = ERRORS[name] in told and re.search("wait_parameters|from a checkpoint", told)
+        else:
+            right = len(found) == len(expected) and all(
+                torch.allclose(a.double(), b.double(), rtol=1e-6, atol=1e-6)
+                for a, b in zip(found, expected, strict=True)
+            )
+        if not right:
+            wrong[name] = told or "other values"
+    assert not wrong, wrong
