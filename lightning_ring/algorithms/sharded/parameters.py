@@ -399,7 +399,8 @@ def _refuse_reads() -> None:
     with torch._C.DisableTorchFunction():
         for parameters in list(_open):
             for bucket in parameters.buckets:
-                bucket.refuse_reads()
+                if bucket.flat.is_cpu:  # a forked process cannot read a GPU's memory anyway
+                    bucket.refuse_reads()
 
 
 os.register_at_fork(after_in_child=_refuse_reads)
