@@ -5,7 +5,7 @@ host wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -186,6 +186,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FakeGPUCo
     monkeypatch.setattr(torch, "from_dlpack", from_dlpack)
     monkeypatch.setattr(Tensor, "data_ptr", address)
     monkeypatch.setattr(bucket, "make_unreadable", lambda *_: None)
+    # the fake of tensors is a mode, too
+    monkeypatch.setattr(parameters, "_disable_current_modes", nullcontext)
     for module in (memory, parameters, reads):
         monkeypatch.setattr(module, "current_stream", lambda device: None)
     for module in (sharded_gradient, parameters):

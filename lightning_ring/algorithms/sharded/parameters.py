@@ -114,7 +114,7 @@ class ParameterBucket:
         self._shared_memory.clear()
         for shard, view in zip(self.shards, self._views, strict=True):
             param = shard.param
-            if not param.numel() or param.is_set_to(view):
+            if not param.numel() or _is_same_view(param, view):
                 continue
             inside = self._contains(param)  # ``param.data = param.data.t()``
             stays = not inside and is_held_elsewhere(param)
@@ -151,14 +151,14 @@ class ParameterBucket:
         """
         if self.hidden:
             for shard, view, unreadable in self._hidden():
-                if shard.param.is_set_to(unreadable):
+                if _storage(shard.param) == _storage(unreadable):
                     shard.param.data = view
             self.hidden = False
         for shard, home in self._shared_memory.items():
             home.copy_(shard.full(self.flat))
 
     def _contains(self, param: Parameter) -> bool:
-        return param.untyped_storage()._cdata == self._storage._cdata
+        return _storage(param) == self._storage._cdata
 
     def _hidden(self) -> Iterator[tuple[ParameterShard, Tensor, Tensor]]:
         return zip(self.shards, self._views, self._unreadable, strict=True)
@@ -390,6 +390,23 @@ class ShardedParameters:
         with torch._C.DisableTorchFunction():
             for bucket in self.buckets:
                 bucket.move_out()
+
+
+# comparisons that launch nothing, not even through torch's dispatcher: every parameter takes them
+# at every step
+
+
+def _storage(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _is_same_view(tensor: Tensor, view: Tensor) -> bool:
+    return (
+        tensor.data_ptr() == view.data_ptr()
+        and tensor.shape == view.shape
+        and tensor.stride() == view.stride()
+    )
 
 
 _open: WeakSet[ShardedParameters] = WeakSet()  # of trainings that have not ended
