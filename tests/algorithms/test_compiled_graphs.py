@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -12,6 +13,12 @@ from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.recording import RecordedCommunicator
 from tests.thread_ranks import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def a_mode_before_any_thread_compiles():
+    with FakeTensorMode():  # torch 2.11 keeps a pointer into the first thread that compiles
+        pass
 
 
 class Journal(TorchDispatchMode):
