@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from benchmarks.gpu.ceilings import copy_bandwidth
+from benchmarks.step.optim import copy_bandwidth
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work
 from lightning_ring.gradients.compression import DGC, Compressor, Int8, OneBit, TernGrad, TopK
 from lightning_ring.gradients.compression.between_nodes import messages

@@ -6,7 +6,6 @@ import argparse
 import json
 
 from benchmarks.comm.compression import code_speeds
-from benchmarks.gpu.ceilings import copy_bandwidth
 from benchmarks.step import optim
 
 
@@ -15,7 +14,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args()
-    copy = copy_bandwidth("cuda", 2**31) if asked.device == "cuda" else 1.0
+    copy = optim.copy_bandwidth() if asked.device == "cuda" else 1.0
     print(json.dumps({"copy_gb_s": round(copy)}), flush=True)
     models = {"tiny": optim.TINY} if asked.tiny else {n: make() for n, make in optim.MODELS.items()}
     for row in optim.graph_rows(models, copy, asked.device, num_calls=1 if asked.tiny else 20):

@@ -7,25 +7,11 @@ import importlib.metadata
 import json
 import os
 import platform
-import statistics
 
 import torch
 import torch.distributed as dist
 
-
-def copy_bandwidth(device: str, nbytes: int) -> float:
-    """GB/s of a copy within the device's memory, bytes read and written, median of 20."""
-    source = torch.randn(nbytes // 4, device=device)
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(25):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return 2 * nbytes / statistics.median(times[5:]) / 1e6
+from benchmarks.step import optim
 
 
 def nccl() -> dict[str, object]:
@@ -67,7 +53,7 @@ def main() -> None:
             "card": card.name,
             "memory_gib": round(card.total_memory / 2**30, 1),
             "processors": card.multi_processor_count,
-            "copy_gb_s": round(copy_bandwidth("cuda", 2**31)),
+            "copy_gb_s": round(optim.copy_bandwidth()),
         }
         print(json.dumps(facts), flush=True)
         print(json.dumps(nccl()), flush=True)
