@@ -174,7 +174,9 @@ class NCCLCommunicator(Communicator):
         try:
             # To abort twice is safe. To abort what was destroyed is not.
             if not self._closed:
-                self._group.abort()
+                # torch 2.6 aborts backends alone, not the group
+                for device in self._group._device_types:
+                    self._group._get_backend(device).abort()
         finally:
             if mine:
                 self._launching.release()

@@ -152,6 +152,8 @@ class FakeGroup:
         self._meeting = meeting or Meeting(1)
         self._num_collectives = 0
 
+    _device_types = (torch.device("cuda"),)
+
     def _get_backend(self, device: torch.device) -> FakeGroup:
         return self
 
