@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import Algorithm, Backwards, log
 from lightning_ring.algorithms.compiled_graphs import split_at_buckets
-from lightning_ring.algorithms.holdings import Holdings, whole_state
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
 from lightning_ring.comm.recording import unrecorded
@@ -56,7 +55,6 @@ class Averaging(Algorithm):
         self.backwards: Backwards = self
         self.reducer: Reducer | None = None
         # of parameters in the buckets, if it is known before the first backward
-        self.first_order: Sequence[str] = ()
         self._names: list[list[str]] = []  # of the parameters in each bucket, once they are gone
         self._asked_to_stop = False  # a signal may come before `attach`
         self._bucket_cap_mb = bucket_cap_mb
@@ -104,7 +102,7 @@ class Averaging(Algorithm):
         self._cap_mb = cap
         self.reducer = Reducer(
             comm,
-            self._in_first_order(module),
+            module.named_parameters(),
             bucket_cap_mb=cap,
             auto=auto,
             compressor=self._compressor,
@@ -113,11 +111,6 @@ class Averaging(Algorithm):
             sparse_weights=functools.partial(sparse_weights, module),
         )
         self.reducer.stop_requested = self._asked_to_stop
-
-    def _in_first_order(self, module: nn.Module) -> list[tuple[str, Parameter]]:
-        # buckets have the reverse order
-        position = {name: -index for index, name in enumerate(self.first_order)}
-        return sorted(module.named_parameters(), key=lambda named: position.get(named[0], 1))
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         self._check_optimizers(optimizers)
@@ -152,15 +145,7 @@ class Averaging(Algorithm):
 
     def after_commit(self) -> None: ...
 
-    def move(self, comm: Communicator, *, has_state: bool) -> None: ...
-
-    def let_in(self, caught_up: Any, *, receives: bool, compares: bool) -> None: ...
-
-    def memory_to_join(self, parameters: int, state: int, ranks: int) -> int:
-        return parameters  # buckets of gradients
-
-    def holdings(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Holdings:
-        return whole_state(module, optimizers)
+    def move(self, comm: Communicator) -> None: ...
 
     # -- a batch
 

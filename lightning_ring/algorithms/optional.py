@@ -8,11 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
-from torch import nn
-from torch.optim import Optimizer
-
 from lightning_ring.algorithms.algorithm import Algorithm
-from lightning_ring.algorithms.holdings import Holdings
 from lightning_ring.comm.communicator import Communicator
 
 
@@ -82,42 +78,14 @@ class SurvivesDeaths(Protocol):
     def after_commit(self) -> None:
         """After the step, which is finished. Completes the parameters. Collective."""
 
-    def move(self, comm: Communicator, *, has_state: bool) -> None:
-        """Before `Algorithm.detach` and `Algorithm.attach` with ``comm``, over the ranks of
-        ``comm``.
+    def move(self, comm: Communicator) -> None:
+        """Before `Algorithm.detach` and `Algorithm.attach` with ``comm``, over the ranks that are
+        left.
 
-        Collective. If a rank dies in it, or in `Algorithm.attach`, it is called again. A rank
-        without state has just come.
+        Collective. If a rank dies in it, or in `Algorithm.attach`, it is called again.
 
         Raises:
             StateLostError: A part of the state died with its ranks.
-        """
-
-    def let_in(self, caught_up: Any, *, receives: bool, compares: bool) -> tuple[int, int] | None:
-        """Sends the training's state to ranks that have just joined. Call it after
-        `Algorithm.attach`. Collective.
-
-        Args:
-            caught_up: What this process has got before (`holdings`).
-            receives: Whether this process has just joined.
-            compares: Whether some process has got anything.
-
-        Returns:
-            The bytes that were sent to them, and those of all parameters and optimizer state.
-            `None`: the caller has to send it.
-        """
-
-    def memory_to_join(self, parameters: int, state: int, ranks: int) -> int:
-        """Bytes that a process allocates in a join, with which there are ``ranks``, and in its
-        first step.
-
-        It has caught up with ``parameters`` and optimizer ``state`` of so many bytes. Activations
-        do not count.
-        """
-
-    def holdings(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Holdings | None:
-        """What this rank can send to processes that catch up, until the next step. `None`: not
-        yet.
         """
 
 

@@ -62,32 +62,6 @@ def specs_in(outlined: Any) -> list[TensorSpec]:
     return [spec for _, spec in _by_place(outlined)]
 
 
-def tensors_for(outlined: Any, own: Any, device: torch.device) -> tuple[list[Tensor], list[int]]:
-    """A tensor for each spec of ``outlined``, and the indices of new ones.
-
-    It is that of ``own`` in the same place, if it has the same form; else an empty one on
-    ``device``.
-    """
-    mine: list[Tensor] = []
-    there = dict(_by_place(outline(own, mine)))
-    tensors: list[Tensor] = []
-    new = []
-    for place, spec in _by_place(outlined):
-        other = there.get(place)
-        form = (spec.dtype, spec.shape, spec.strides, spec.on_accelerator)
-        if other is not None and form == (
-            other.dtype,
-            other.shape,
-            other.strides,
-            other.on_accelerator,
-        ):
-            tensors.append(mine[other.index])
-        else:
-            new.append(len(tensors))
-            tensors.append(spec.empty(device))
-    return tensors, new
-
-
 def _by_place(outlined: Any) -> list[tuple[str, TensorSpec]]:
     pairs, _ = tree_flatten_with_path(outlined)
     placed = [(str(place), spec) for place, spec in pairs if isinstance(spec, TensorSpec)]

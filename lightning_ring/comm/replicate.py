@@ -5,7 +5,7 @@ that models are equal.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_ring.comm.calls import by_rank
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.outline import filled, outline, tensors_for
+from lightning_ring.comm.outline import filled, outline, specs_in
 from lightning_ring.errors import ConfigurationError, ModelMismatchError
 
 MESSAGE_BYTES = 250 * 1024 * 1024
@@ -110,14 +110,11 @@ def broadcast_optimizer_state(
     optimizer: Optimizer,
     comm: Communicator,
     src: int = 0,
-    send: Callable[[list[Tensor], Sequence[int]], object] | None = None,
 ) -> None:
     """Replace the optimizer's state and its groups' values by rank ``src``'s; ranks that have none
     yet get it.
 
-    Tensors keep their dtype (`Optimizer.load_state_dict` would cast them to the parameter's). With
-    ``send`` ranks keep the tensors that have rank ``src``'s form, and it is called in the place of
-    `broadcast_tensors`, with all tensors and the indices of those that are new, and empty.
+    Tensors keep their dtype (`Optimizer.load_state_dict` would cast them to the parameter's).
 
     Raises:
         ModelMismatchError: The ranks' optimizers differ in kind or in the parameters of their
@@ -128,7 +125,6 @@ def broadcast_optimizer_state(
     check_same_optimizer(optimizer, comm)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     tensors: list[Tensor] = []
-    new: list[int] = []
     state = {
         index: optimizer.state[param]
         for index, param in enumerate(params)
@@ -142,12 +138,8 @@ def broadcast_optimizer_state(
     )
     if comm.rank != src:
         device = params[0].device if params else torch.device("cpu")
-        own = (state, groups) if send is not None else None
-        tensors, new = tensors_for(outlined, own, device)
-    if send is not None:
-        send(tensors, new)
-    else:
-        broadcast_tensors(tensors, comm, src)
+        tensors = [spec.empty(device) for spec in specs_in(outlined)]
+    broadcast_tensors(tensors, comm, src)
     if comm.rank != src:
         state, groups = filled(outlined, tensors)
         for index, param in enumerate(params):
@@ -156,22 +148,6 @@ def broadcast_optimizer_state(
                 optimizer.state[param] = state[index]
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.update(values)
-
-
-def broadcast_groups(optimizer: Optimizer, comm: Communicator, src: int = 0) -> None:
-    """Replace the values of the optimizer's groups by rank ``src``'s.
-
-    Raises:
-        ModelMismatchError: As `broadcast_optimizer_state`.
-    """
-    check_same_optimizer(optimizer, comm)
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    for group, values in zip(
-        optimizer.param_groups,
-        comm.broadcast_object(groups, src=src, name="parameter groups"),
-        strict=True,
-    ):
-        group.update(values)
 
 
 def check_same_optimizer(optimizer: Optimizer, comm: Communicator) -> None:

@@ -9,7 +9,7 @@ import functools
 import gc
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -106,20 +106,6 @@ class Generations:
         communicator = open_communicator(job, self._backend, self._device, *limits, topology)
         self._member.check()
         return communicator
-
-    def all_admit(self, members: Sequence[int], own: bool | None) -> bool:
-        """Whether each of ``members`` has called this with ``own=True``, in the current view.
-        Blocks until all have.
-
-        Raises:
-            PeerFailedError: The view is over.
-        """
-        store = StewardStore(self._member, self._timeout.total_seconds())
-        if own is not None:
-            store.set(f"admits/{self._member.number}", str(int(own)))
-        return all(
-            value == b"1" for value in store.multi_get([f"admits/{member}" for member in members])
-        )
 
     def close(self, error: RingError | None = None) -> None:
         """End this generation, broken by ``error``, or in peace. From here on this rank sends

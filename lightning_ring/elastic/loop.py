@@ -145,7 +145,7 @@ class ElasticLoop:
     def welcomes_newcomers(self) -> bool:
         return True
 
-    def admits(self, ranks: int) -> bool:
+    def is_between(self, first_attempt: bool) -> bool:
         return True  # also within a step: all of it is done again
 
     def commit(self) -> None:
@@ -159,7 +159,7 @@ class ElasticLoop:
     def take_back(self) -> None:
         self._under_way.take_back()
 
-    def enter(self, view: View, comm: Communicator) -> None:
+    def enter(self, view: View, comm: Communicator) -> bool:
         self._algorithm.detach(wait=False)
         for param in self._module.parameters():
             param.grad = None  # part of a step that is done again; and its memory is used again
@@ -172,6 +172,7 @@ class ElasticLoop:
                 receives=self._recovery.step is None,
             )
         self._algorithm.attach(self._module, self._optimizers, comm)
+        return False
 
 
 class _Position:

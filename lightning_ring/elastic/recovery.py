@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -29,10 +28,15 @@ from lightning_ring.membership.view import View
 BLAME_SECONDS = 3.0  # a transport may see a death before the steward says so
 # for the next view: the steward ends the job where there are too few ranks
 VIEW_SECONDS = 24 * 3600.0
-LOOK_SECONDS = 0.5  # how often a process that is left out looks whether the training is over
 NUM_ATTEMPTS = 5  # to connect without that anybody died
 
 _log = logging.getLogger("lightning_ring")
+
+
+class EnterAgain(BaseException):
+    """Ends the training's loops on all ranks, which begin again from the checkpoint that they
+    hold.
+    """
 
 
 class ElasticTraining(Protocol):
@@ -41,9 +45,10 @@ class ElasticTraining(Protocol):
     def welcomes_newcomers(self) -> bool:
         """Whether newcomers can be let in after the current step. The same on all ranks."""
 
-    def admits(self, ranks: int) -> bool:
-        """Whether newcomers, with whom there are ``ranks``, can be let in where this rank
-        stands.
+    def is_between(self, first_attempt: bool) -> bool:
+        """Whether this rank stands where newcomers can come in.
+
+        ``first_attempt``: no rank has died since all ranks agreed to let them in.
         """
 
     def commit(self) -> None:
@@ -54,9 +59,11 @@ class ElasticTraining(Protocol):
         which may send state.
         """
 
-    def enter(self, view: View, comm: Communicator) -> None:
+    def enter(self, view: View, comm: Communicator) -> bool:
         """Go on over ``comm``, and give newcomers their state. Collective; may be called again
         if a rank dies in it.
+
+        Returns whether all ranks hold a checkpoint from which they enter the training again.
         """
 
 
@@ -75,7 +82,6 @@ class Recovery:
         view: The current view, of the ranks that are connected.
         newcomers_wait: Whether all ranks have agreed to let newcomers in: `pause` has to follow the
             step.
-        pausing: Whether this rank is in `pause`.
         parted: Whether this rank holds a part of the training's state.
         since: When this rank left the view before, in seconds of `time.perf_counter`.
     """
@@ -85,13 +91,11 @@ class Recovery:
         self.complete = False
         self.view: View | None = None
         self.newcomers_wait = False
-        self.pausing = False
         self.parted = False
         self.since = 0.0
         self.training = training
         self._member = member
         self._generations = generations
-        self._some_left_out = False  # newcomers of the view, which are not connected
         # newcomers of the view, until they have finished a step with the others
         self._untried: tuple[int, ...] = ()
 
@@ -106,9 +110,7 @@ class Recovery:
         `newcomers_wait` is the same on all ranks afterwards.
         """
         self._generations.settle()  # else the averages may not be what their collectives promised
-        wait = (
-            self._member.newcomers_wait or self._some_left_out
-        ) and self.training.welcomes_newcomers()
+        wait = self._member.newcomers_wait and self.training.welcomes_newcomers()
         flag = torch.tensor([float(wait)])
         self._generations.communicator.all_reduce_(flag, op=ReduceOp.MAX, name="commit").wait()
         self.newcomers_wait = bool(flag.item())
@@ -128,17 +130,17 @@ class Recovery:
         self._untried = ()
 
     def pause(self) -> None:
-        """Let newcomers in, between two steps. Collective."""
-        self.pausing = True
+        """Let newcomers in, between two steps. Collective.
+
+        If a rank dies meanwhile the others go on without them, and let them in after the next step.
+        """
         try:
             # else the first one here would stop others before they are
             self._generations.communicator.barrier()
         except Exception as error:
             self.after(error)
         else:
-            self._go_on(None)
-        finally:
-            self.pausing = False
+            self._go_on(None, first_attempt=True)
 
     def after(self, error: Exception) -> None:
         """Go on after ``error``, if the view is over, or without newcomers whose first step it is.
@@ -151,46 +153,44 @@ class Recovery:
             self._turn_away(error)
         self._go_on(error)
 
-    def _go_on(self, error: Exception | None) -> None:
+    def _go_on(self, error: Exception | None, first_attempt: bool = False) -> None:
         attempts = 0
         self.since = time.perf_counter()
         while True:
             self._generations.close(_as_ring_error(error))
-            self._member.report(Report(self.step, self.complete, self.parted))
+            between = self.training.is_between(first_attempt)
+            first_attempt = False
+            self._member.report(Report(self.step, self.complete, self.parted, between))
             view = self._member.next_view(VIEW_SECONDS)
             if self.step is not None and view.step is not None and view.step > self.step:
                 self.commit()
             else:
                 self.training.take_back()
             self.complete = self.newcomers_wait = False
-            self._untried = ()
+            self.view, self._untried = view, view.newcomers
             try:
-                self.view = connected = self._connected(view)
-                self._untried = connected.newcomers
-                if self._member.number not in connected.members:
-                    self._wait_for_the_end_of_the_view()
-                    error = None
-                    continue
-                self.training.enter(connected, self._generations.open(connected))
+                again = self.training.enter(view, self._generations.open(view))
                 if view.last:
                     self._generations.communicator.barrier()  # nobody needs this rank any more
                     raise TooFewRanks(f"The job ends: {view.last}.")
             except (JobEnded, StateLostError):
                 raise
-            except Exception as again:
-                may_pass = isinstance(again, RingError | RuntimeError | TimeoutError)
-                if isinstance(again, ConfigurationError | ModelMismatchError) or not may_pass:
-                    self._turn_away(again)
+            except Exception as failure:
+                may_pass = isinstance(failure, RingError | RuntimeError | TimeoutError)
+                if isinstance(failure, ConfigurationError | ModelMismatchError) or not may_pass:
+                    self._turn_away(failure)
                 elif not self._member.is_over():  # a connection did not come up in time
                     attempts += 1
-                    if attempts >= NUM_ATTEMPTS or not is_from_a_peer(again):
-                        self._turn_away(again)
+                    if attempts >= NUM_ATTEMPTS or not is_from_a_peer(failure):
+                        self._turn_away(failure)
                     else:
-                        _log.warning("The ranks connect again, after: %s", again)
-                error = again
+                        _log.warning("The ranks connect again, after: %s", failure)
+                error = failure
             else:
                 if self.step is None:
                     self.step = view.step or 0
+                if again:
+                    raise EnterAgain
                 return
 
     def _turn_away(self, error: Exception) -> None:
@@ -221,26 +221,6 @@ class Recovery:
             raise JobEnded("It cannot join the others, which go on without it.") from error
         else:
             raise error
-
-    def _connected(self, view: View) -> View:
-        """``view`` without its newcomers, unless all other ranks can let them in where they
-        stand.
-        """
-        self._some_left_out = False
-        if not view.newcomers:
-            return view
-        others = tuple(member for member in view.members if member not in view.newcomers)
-        mine = self.training.admits(len(view.members)) if self._member.number in others else None
-        if self._generations.all_admit(others, mine):
-            return view
-        self._some_left_out = True
-        return replace(view, members=others, newcomers=())
-
-    def _wait_for_the_end_of_the_view(self) -> None:
-        while not self._member.is_over(LOOK_SECONDS):
-            if self._member.training_is_over:
-                self._member.finish()
-                raise JobEnded("The job ends: the training has finished.", exit_code=0)
 
 
 def is_from_a_peer(error: BaseException) -> bool:

@@ -81,7 +81,7 @@ class Views:
         """
         attempts = 0
         while True:
-            self._member.report(Report(0 if self.has_state else None))
+            self._member.report(Report(0 if self.has_state else None, between=True))
             view = self._member.next_view(VIEW_SECONDS)
             try:
                 enter(*self._connect(view))

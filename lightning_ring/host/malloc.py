@@ -18,7 +18,6 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _NEVER = -1
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20  # the most that glibc takes, and where it ends up by itself
-LARGEST_KEPT = _LARGEST_MMAP_THRESHOLD - 4096  # bytes of a block that is kept
 
 _VARIABLES = (
     "MALLOC_TRIM_THRESHOLD_",
@@ -43,24 +42,6 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     return _mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) and _mallopt(
         _M_TRIM_THRESHOLD, _NEVER
     )
-
-
-def take_memory(nbytes: int) -> None:
-    """After `keep_freed_memory`: have malloc hold ``nbytes`` that are free, and whose pages the
-    system has given.
-
-    Blocks of up to `LARGEST_KEPT` bytes that this thread allocates next do not wait for pages.
-    Other threads run meanwhile.
-    """
-    libc: Any = ctypes.CDLL(None)
-    libc.malloc.restype = ctypes.c_void_p
-    sizes = [min(LARGEST_KEPT, nbytes - start) for start in range(0, nbytes, LARGEST_KEPT)]
-    blocks = [(ctypes.c_void_p(libc.malloc(ctypes.c_size_t(size))), size) for size in sizes]
-    for block, size in blocks:
-        if block:
-            ctypes.memset(block, 0, size)
-    for block, _ in blocks:
-        libc.free(block)
 
 
 def return_freed_memory() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import sys
@@ -18,14 +17,12 @@ from lightning_ring.launch.discovery import Discovery
 from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.job_process import JobProcess
 from lightning_ring.launch.limits import ElasticLimits
-from lightning_ring.launch.new_start import NewStarts
 from lightning_ring.launch.orphan_guard import OrphanGuard
 from lightning_ring.launch.process_ends import ProcessEnds
 from lightning_ring.launch.remote import HostLine, RemoteChild, ssh_line
 from lightning_ring.launch.respawn import RespawnLimits
 from lightning_ring.launch.slots import Slots
 from lightning_ring.launch.supervisor import PEERS_SECONDS, Supervisor, stop_grace
-from lightning_ring.membership.member import RESUME_FROM
 from lightning_ring.membership.membership import Membership
 from lightning_ring.membership.steward import Steward
 
@@ -63,7 +60,6 @@ class ElasticJob:
     _ended_since: float | None = field(default=None, init=False)
     _next_idle: float = field(default=0.0, init=False)
     _shown: int = field(default=-1, init=False)
-    _new_starts: NewStarts = field(default_factory=NewStarts, init=False)
     _slots: Slots = field(init=False)
     _deaths: Deaths = field(init=False)
     _ends: ProcessEnds = field(init=False)
@@ -114,14 +110,7 @@ class ElasticJob:
             f"the process that started the ranks (pid {os.getpid()}) has gone: they end"
         )
         self._ends = ProcessEnds(
-            *(
-                self._processes,
-                self._steward,
-                self._deaths,
-                self._new_starts,
-                self._slots,
-                self._guard,
-            ),
+            *(self._processes, self._steward, self._deaths, self._slots, self._guard),
             ending=lambda: self._supervisor.ending,
         )
         children = [self._next_child(slot) for slot in range(ranks)]
@@ -130,7 +119,6 @@ class ElasticJob:
             grace=stop_grace(self.environ),
             excuses=lambda child, code: self._ends.is_outlived(self._by_child[child], code),
             wait=self._look_after,
-            goes_on=lambda: self._ends.begins_again,
         )
         try:
             code = self._supervisor.run(cwd)
@@ -168,7 +156,6 @@ class ElasticJob:
         number = len(self._processes)
         self._filled.add(slot)
         variables = self._steward.variables(number, self._slots.listens[1])
-        variables[RESUME_FROM] = self._new_starts.checkpoint
         child = self._slots.child(slot, number, variables)
         joins = self._steward.membership.view is not None
         process = self._by_child[child] = JobProcess(number, slot, child, joins, time.monotonic())
@@ -206,24 +193,8 @@ class ElasticJob:
                 f"{left} left with exit code 0 without having finished its training. Leave a fit "
                 "by trainer.should_stop on all ranks, not by sys.exit() on one"
             )
-        if self._ends.begins_again:
-            self._begin_again(now)
-        elif self._steward.ended is not None:
-            self._end(now)
-
-    def _begin_again(self, now: float) -> None:
-        """From a checkpoint, with new processes, once those that have lost their state have
-        ended.
-        """
-        slots = self._new_starts.look(self._steward, self._unended, self._deaths.pending, now)
-        if slots is None:
-            return
         if self._steward.ended is not None:
-            self._supervisor.fail(PEERS_SECONDS)
-        self._ended_since, self._below_since, self._shown = None, None, -1
-        # nobody lived: there is nothing to wait for
-        for slot in slots or self._deaths.take_due(math.inf):
-            self._supervisor.start(self._next_child(slot))
+            self._end(now)
 
     def _grow(self, discovery: Discovery, now: float) -> None:
         """Start ranks in slots that have had none, or whose host was gone for a while, up to the

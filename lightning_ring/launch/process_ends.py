@@ -12,7 +12,6 @@ from lightning_ring.job.exit import say
 from lightning_ring.launch.child import Child
 from lightning_ring.launch.deaths import Deaths
 from lightning_ring.launch.job_process import JobProcess, by_signal
-from lightning_ring.launch.new_start import NewStarts
 from lightning_ring.launch.orphan_guard import OrphanGuard
 from lightning_ring.launch.slots import Slots
 from lightning_ring.launch.supervisor import exit_code
@@ -41,17 +40,12 @@ class ProcessEnds:
     processes: Sequence[JobProcess]
     steward: Steward
     deaths: Deaths
-    new_starts: NewStarts
     slots: Slots
     guard: OrphanGuard
     ending: Callable[[], bool]
     failing: JobProcess | None = field(default=None, init=False)
     failed: str = field(default="", init=False)
     left: str = field(default="", init=False)
-
-    @property
-    def begins_again(self) -> bool:
-        return self.steward.resume_from is not None and not self.ending()
 
     @property
     def is_over(self) -> bool:
@@ -108,11 +102,6 @@ class ProcessEnds:
             process.child.kill_session()  # what it started
         if isinstance(process.child, Child):
             self.guard.forget(process.child.pid)
-        if self.begins_again:
-            process.outlived = True
-            if not self.new_starts.note_end(process, code):
-                self._note_death(process, code)
-            return
         is_new = self._is_new(process)
         if self.is_over or (finished and code == 0):
             no_failure = by_signal(code) or (code and is_new and steward.membership.finished)
@@ -174,9 +163,7 @@ class ProcessEnds:
         death = process.death(
             code, process.removed or self.steward.last_words.get(process.number, "")
         )
-        trains = (
-            self.begins_again or not self.is_over
-        ) and not self.steward.membership.takes_no_more
+        trains = not self.is_over and not self.steward.membership.takes_no_more
         fits = process.number not in self.steward.turned_away
         replaced = trains and fits and self.slots.is_open(process.slot)
         rest = self.deaths.add(

@@ -65,7 +65,7 @@ class Supervisor:
 
     ``excuses(child, code)`` tells whether the job goes on although a child ended with ``code`` (-n
     for signal n), which is not 0. ``wait`` is called between two looks at the children, and may
-    `start` more of them: `run` ends when no child runs and ``goes_on()`` is false.
+    `start` more of them: `run` ends when no child runs.
     """
 
     def __init__(
@@ -76,14 +76,12 @@ class Supervisor:
         stop_signal: int = STOP_SIGNAL,
         excuses: Callable[[Any, int], bool] = lambda child, code: False,
         wait: Callable[[], None] = _look_again_soon,
-        goes_on: Callable[[], bool] = lambda: False,
     ) -> None:
         self._children = list(children)
         self._grace = grace
         self._stop_signal = stop_signal
         self._excuses = excuses
         self._wait = wait
-        self._goes_on = goes_on
         self._cwd: str | None = None
         self.cause = ""  # of the failure, as a child wrote it
         self._cause_name = ""
@@ -107,7 +105,7 @@ class Supervisor:
             try:
                 for child in self._children:
                     self._start(child)
-                while self._running() or self._goes_on():
+                while self._running():
                     self._step()
                     self._wait()
                 self._step()

@@ -25,12 +25,14 @@ class Report:
     ``step``: number of optimizer steps that it has finished; `None` for a newcomer, which has no
     state yet. ``complete``: whether it holds the complete averages of the next step, so that it can
     finish that one alone. ``parted``: whether its state is a part of the training's, which ranks
-    have to put together.
+    have to put together. ``between``: whether it stands between two steps, where newcomers can
+    come in.
     """
 
     step: int | None = None
     complete: bool = False
     parted: bool = False
+    between: bool = False
 
 
 def agreed_step(reports: Mapping[int, Report]) -> int | None:

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from lightning_ring.errors import PeerFailedError, RankDiscoveryError
@@ -21,7 +22,6 @@ from lightning_ring.membership.view import View
 
 CONNECT_SECONDS = 30.0
 FINISH_SECONDS = 10.0
-RESUME_FROM = "RING_RESUME_FROM"  # a checkpoint: an earlier start of the job has lost its state
 _LOST_SECONDS = 2.0
 
 
@@ -32,8 +32,6 @@ class Member:
     that ends its collectives. It must be quick. ``on_lost`` is called when the steward has gone,
     and ends this process: nobody can tell any more who takes part, and two halves of a job must not
     go on apart. ``over_error`` is the class of the error that says that a generation is over.
-    ``on_wanted`` is called in the member's thread with the message of a process that is to get this
-    one's state (`ask_for_state`).
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -48,8 +46,6 @@ class Member:
         self.first_ranks: int | None = None
         self.on_stop: Callable[[PeerFailedError], None] = lambda error: None
         self.on_lost: Callable[[], None] = self._end_process
-        self.on_wanted: Callable[[Message], None] = lambda message: None
-        self.is_needed = False
         self.over_error: type[GenerationOver] = GenerationOver
         self._stopped_generation = -1
         self._connection: MessageConnection | None = None
@@ -135,8 +131,7 @@ class Member:
         """Say where this rank stands. From here on it writes nothing that another rank reads,
         until the next view.
         """
-        standing = {"step": report.step, "complete": report.complete, "parted": report.parted}
-        self._send({"kind": "report", "generation": self.generation, **standing})
+        self._send({"kind": "report", "generation": self.generation, **asdict(report)})
 
     def next_view(self, timeout: float) -> View:
         """The view that follows the current one, which is in force from now on. Blocks up to
@@ -162,23 +157,6 @@ class Member:
             self._over = self._over if stopped else None
             self.newcomers_wait = False
         return self.view
-
-    def ask_for_state(self, port: int, token: str, attempt: int, *, of_all: bool = False) -> None:
-        """Have another member send its state to ``port`` of this host; in another ``attempt``,
-        another one.
-
-        ``of_all``: all of them, each its own.
-
-        `is_needed` is set as soon as the others cannot train without this process.
-        """
-        asked = {
-            "address": self.address,
-            "port": port,
-            "token": token,
-            "attempt": attempt,
-            "of_all": of_all,
-        }
-        self._send({"kind": "catches_up", **asked})
 
     # -- the store of the current view
 
@@ -242,14 +220,6 @@ class Member:
         ``exit_code``.
         """
         self._send({"kind": "failed", "text": text, "exit_code": exit_code})
-
-    def lose_state(self, text: str, checkpoint: str, version: int) -> None:
-        """Say that no rank can go on, and that all processes of the job are to begin again from
-        ``checkpoint``.
-
-        ``version`` is another number when the file has changed.
-        """
-        self._send({"kind": "lost", "text": text, "checkpoint": checkpoint, "version": version})
 
     def close(self) -> None:
         """Hang up. The steward takes a member that has not finished for dead."""
@@ -318,17 +288,12 @@ class Member:
         if kind == "ping":
             self._send({"kind": "pong"})
             return
-        if kind == "send_state":
-            self.on_wanted(message)
-            return
         stop: PeerFailedError | None = None
         with self._news:
             if kind == "standing":
                 self.first_ranks = message["first_ranks"]
             elif kind == "view":
                 self._next = View.from_message(message)
-            elif kind == "needed":
-                self.is_needed = True
             elif kind == "newcomers":
                 self.newcomers_wait = True
             elif kind == "finisher":

@@ -24,8 +24,6 @@ class Membership:
         self._min_ranks = min_ranks
         self._max_ranks = max_ranks
         self.expected: set[int] = set()  # started, and not ready yet
-        # of those: that get the state of a member, and report then
-        self.catching_up: set[int] = set()
         self._reports: dict[int, Report] = {}
         self._unfenced: set[int] = set()  # removed, and not yet seen to be dead
         self._gone: set[int] = set()  # removed, or finished
@@ -87,16 +85,6 @@ class Membership:
             and not (self._last or self.late)
         )
 
-    @property
-    def lacks_ranks(self) -> bool:
-        """Whether the next view waits for other processes than the members that are left."""
-        return (
-            self.stopping
-            and self.view is not None
-            and not self.unreported
-            and len(self._reports) < self._min_ranks
-        )
-
     def end_with_last_view(self, why: str) -> bool:
         """Below ``min_ranks``: let the ranks that are left meet once more, if each has a part of
         the state.
@@ -111,10 +99,6 @@ class Membership:
     def last_word(self) -> str:
         """Why the job is over, once its last view has no members any more."""
         return self._last if not self.members else ""
-
-    def begin_anew(self) -> Membership:
-        """The membership of the processes that follow when all of these have ended."""
-        return Membership(self._min_ranks, self._max_ranks)
 
     def knows(self, member: int) -> bool:
         """Whether ``member`` was started, and may still take part."""
@@ -140,7 +124,7 @@ class Membership:
             if self.view is None or generation != self.view.generation:
                 return
             self.stopping = True
-        self._starts_no_more(member)
+        self.expected.discard(member)
         if report.step is not None:
             self._has_state = True
             self.take_part(member)
@@ -200,7 +184,8 @@ class Membership:
             return None
         if self.last_word or self.late:  # newcomers come too late; the job has failed
             return None
-        members = [*self.members, *([] if self._last else self.newcomers)][: self._max_ranks]
+        let_in = self.newcomers if self._lets_in() else []
+        members = [*self.members, *let_in][: self._max_ranks]
         if self._has_state and all(self._reports[member].step is None for member in members):
             raise StateLostError(
                 f"Every rank that held the training's state has died; the {len(members)} that wait "
@@ -223,6 +208,11 @@ class Membership:
         self._untried.update(newcomers)
         return self.view
 
+    def _lets_in(self) -> bool:
+        """Whether every member stands where newcomers can come in. The others wait."""
+        reports = [self._reports[member] for member in self.members]
+        return not self._last and all(one.between or one.step is None for one in reports)
+
     def _is_settled(self) -> bool:
         if not self.stopping or self._unfenced or not self._reports:
             return False
@@ -232,9 +222,5 @@ class Membership:
 
     def _drop(self, member: int) -> None:
         self._gone.add(member)
-        self._starts_no_more(member)
-        self._reports.pop(member, None)
-
-    def _starts_no_more(self, member: int) -> None:
         self.expected.discard(member)
-        self.catching_up.discard(member)
+        self._reports.pop(member, None)

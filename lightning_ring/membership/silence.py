@@ -96,7 +96,7 @@ class Silence:
 
 def _starting(membership: Membership) -> list[int]:
     """Processes that are not ready, while others are."""
-    starting = list(membership.expected - membership.catching_up)
+    starting = list(membership.expected)
     return starting if membership.view is not None or membership.newcomers else []
 
 

@@ -37,8 +37,6 @@ class Steward:
         exit_code: That of the job, once it is over before its training has finished.
         last_words: What processes said about their failure that were in no view.
         turned_away: Newcomers that did not fit. Others in their place would not fit either.
-        resume_from: Checkpoint, and its version, from which the processes are to begin again, once
-            the state is lost.
     """
 
     def __init__(
@@ -54,7 +52,6 @@ class Steward:
         self.exit_code = 1
         self.last_words: dict[int, str] = {}
         self.turned_away: set[int] = set()
-        self.resume_from: tuple[str, int] | None = None
         self._kill = kill
         self._too_few = False  # ranks, for too long: why the job is over
         self._store = KeyValue()
@@ -105,7 +102,7 @@ class Steward:
             self.ended, self.exit_code, self._too_few = why, exit_code, too_few
             self._store.close(why)
             membership = self.membership
-            for member in [*membership.members, *membership.newcomers, *membership.catching_up]:
+            for member in [*membership.members, *membership.newcomers]:
                 self._tell_end(member, why)
 
     def end_with_too_few(self, why: str) -> None:
@@ -116,12 +113,6 @@ class Steward:
             self._advance()
         else:
             self.end(why, too_few=True)
-
-    def begin_anew(self) -> None:
-        """Serve the processes that follow. All earlier ones have ended."""
-        self.membership = self.membership.begin_anew()
-        self.ended, self._too_few, self.resume_from, self.last_words = None, False, None, {}
-        self._told_to_stop, self._why = True, ""
 
     def close(self) -> None:
         self._connections.close()
@@ -135,15 +126,13 @@ class Steward:
         if kind == "hello":
             self._tell(member, {"kind": "standing", "first_ranks": self.membership.first_ranks})
         elif kind == "report":
-            report = Report(message["step"], message["complete"], message["parted"])
-            self.membership.report(member, message["generation"], report)
+            standing = {name: message[name] for name in Report.__dataclass_fields__}
+            self.membership.report(member, message["generation"], Report(**standing))
             self._why = self._why or (
                 "newcomers wait" if self.membership.newcomers else f"process {member} connects anew"
             )
             if self.ended is not None:
                 self._tell_end(member, self.ended)
-        elif kind == "catches_up":
-            self._find_source(member, message)
         elif kind == "store":
             self._serve(member, message)
         elif kind == "finished":
@@ -167,10 +156,6 @@ class Steward:
                 self.last_words[member] = message["text"]
             else:
                 self.end(message["text"], exit_code=message["exit_code"])
-        elif kind == "lost":
-            if self.ended is None and not self.membership.finishers:
-                self.resume_from = message["checkpoint"], message["version"]
-            self.end(message["text"])
 
     def hung_up(self, member: int) -> None:
         """The connection of ``member`` has ended."""
@@ -204,19 +189,6 @@ class Steward:
             )
         else:
             self._store.request(message, answer)
-
-    def _find_source(self, member: int, message: Message) -> None:
-        """``member``, which is to join, listens for the state of another one."""
-        members = self.membership.members
-        if self.ended is not None:
-            self._tell_end(member, self.ended)
-        elif members:
-            self.membership.catching_up.add(member)
-            one = members[(member + message["attempt"]) % len(members)]
-            for source in members if message["of_all"] else [one]:
-                self._tell(source, {**message, "kind": "send_state", "member": member})
-        else:
-            self._tell(member, {"kind": "needed"})
 
     def _remove(self, member: int, why: str, seconds: float = _LEAVING_SECONDS) -> None:
         if self.membership.remove(member):
@@ -259,10 +231,6 @@ class Steward:
             self._told_of_newcomers = True
             for member in self.membership.members:
                 self._tell(member, {"kind": "newcomers"})
-        if self.membership.lacks_ranks:
-            for member in self.membership.catching_up:
-                self._tell(member, {"kind": "needed"})
-            self.membership.catching_up.clear()
         if self.membership.finished:
             self.end("the training has finished")
         elif self.membership.last_word:

@@ -56,6 +56,7 @@ class StepTimeline:
     Attributes:
         number: Of this process, where ranks may change (`ranks_changed`).
         waits: Whether this process is to join others, which may record already.
+        lets_in: Whether all ranks enter the fit again, some of which may record already.
         call_together: Calls collectives that all ranks call, again where a rank dies in them.
     """
 
@@ -70,7 +71,8 @@ class StepTimeline:
         # by `start`, since the switch is on
         self._refused = False
         self.number: int | None = None
-        self.waits = False
+        self.waits = self.lets_in = False
+        self._others_record = False
         self.call_together = _call
         # when the ranks were connected that there are
         self._ranks_since = 0.0
@@ -171,11 +173,15 @@ class StepTimeline:
         # plain mpirun hands no RING_TIMELINE to other hosts, and starting is collective
         if comm is not None:
             self.settings = comm.broadcast_object(self.settings, name="timeline: settings")
+        self._others_record = False
+        if self.lets_in and comm is not None:
+            self._others_record = self._let_in(trainer, comm)
+        self.lets_in = False
         self._start_if_asked()
 
     def _start_if_asked(self) -> None:
         asked = self.settings.path is not None and self.settings.switch is None
-        if asked and not self.waits and self._trainer is not None:
+        if asked and not (self.waits or self._others_record) and self._trainer is not None:
             self.start()
 
     def begin_training(self) -> None:
@@ -196,21 +202,22 @@ class StepTimeline:
         if self._session is not None:
             self._session.comm = comm
 
-    def let_in(self, comm: Communicator, *, joins: bool) -> None:
-        """Let ranks that ``join`` record where the others do. Collective."""
-        trainer = self._trainer
-        assert trainer is not None
+    def _let_in(self, trainer: Trainer, comm: Communicator) -> bool:
+        """Let ranks that do not record do so where the others do. Returns whether any does.
+        Collective.
+        """
         assert self.number is not None
         made = join_session(
             self._session,
             comm,
             number=self.number,
-            joins=joins and self._session is None,
+            joins=self._session is None,
             seconds_of=_device_clock(trainer),
         )
         if made is not None:
             self._record_in(made, trainer)
         self.waits = False
+        return comm.broadcast_object(self.recording, name="timeline: others record")
 
     def ranks_changed(self, text: str, since: float) -> None:
         """Ranks have died or come, as ``text`` says; training has stood still ``since`` then

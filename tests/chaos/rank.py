@@ -20,20 +20,20 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning_ring.algorithms.sharded.letting_in import LettingIn
+from lightning_ring.elastic.catch_up.source import _Feed
+from lightning_ring.elastic.catch_up.stream import StateStream
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring import ElasticStrategy
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
-from lightning_ring.algorithms.sharded.letting_in import LettingIn
 from lightning_ring.algorithms.sharded.mirrors import Mirrors
 from lightning_ring.algorithms.sharded.state import ShardedState
 from lightning_ring.comm.communicator import Work
 from lightning_ring.data import ShuffledSampler
 from lightning_ring.elastic import generations
-from lightning_ring.elastic.catch_up.source import _Feed
-from lightning_ring.elastic.catch_up.stream import StateStream
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.elastic.store import StewardStore
 from lightning_ring.gradients.delivery import WholeAverages

@@ -50,19 +50,6 @@ print(json.dumps(found | {"returned": resident_pages()}))
 """
 
 
-# blocks that are in use at once, as those of a join
-_TAKING = """
-import ctypes, json, resource
-from lightning_ring.host.malloc import keep_freed_memory, take_memory
-
-assert keep_freed_memory()
-take_memory(120_000_000)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-blocks = [bytearray(4_000_000) for _ in range(29)]
-print(json.dumps({"faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before}))
-"""
-
-
 def _run(script: str = _SCRIPT, **variables: str) -> dict[str, int]:
     environ = {
         name: value
@@ -104,11 +91,6 @@ def test_what_the_user_told_glibc_holds(variables: dict[str, str]) -> None:
     found = _run(**variables)
     assert not found["kept"]
     assert found["keeping"] > 0.9 * found["glibc"] > 0
-
-
-@needs_glibc
-def test_memory_that_was_taken_comes_without_page_faults() -> None:
-    assert _run(_TAKING)["faults"] < 29 * 4_000_000 // os.sysconf("SC_PAGE_SIZE") / 50
 
 
 def test_variables_of_glibc_count_as_a_choice() -> None:

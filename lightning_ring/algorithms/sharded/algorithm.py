@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, ClassVar, Literal
 from weakref import WeakValueDictionary
 
@@ -17,24 +16,14 @@ from torch.optim import Optimizer
 from lightning_ring.algorithms.algorithm import log
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.delegating import Delegating
-from lightning_ring.algorithms.holdings import Holdings, Piece
 from lightning_ring.algorithms.sharded import norms
 from lightning_ring.algorithms.sharded.elementwise import check_can_be_sharded
-from lightning_ring.algorithms.sharded.inventory import Inventory
-from lightning_ring.algorithms.sharded.joins import Before, Newcomer, by_shard, span_of
-from lightning_ring.algorithms.sharded.letting_in import LettingIn
 from lightning_ring.algorithms.sharded.memory import check_no_aliases
 from lightning_ring.algorithms.sharded.mirrors import Mirrors
 from lightning_ring.algorithms.sharded.optimizer import SlicedOptimizer
 from lightning_ring.algorithms.sharded.parameters import ShardedParameters
 from lightning_ring.algorithms.sharded.reads import ParameterReads
-from lightning_ring.algorithms.sharded.rebuilding import (
-    Rebuilding,
-    Standing,
-    first_holder,
-    only_newcomers,
-    take_part_in_rebuilding,
-)
+from lightning_ring.algorithms.sharded.rebuilding import Rebuilding, Standing
 from lightning_ring.algorithms.sharded.state import State
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
@@ -72,8 +61,6 @@ class Sharded(Delegating):
         self._mirrors: Mirrors | None = None
         # whole states of the optimizers, between `move` and `attach`
         self._moved: list[State] | None = None
-        self._before: Before | Newcomer | None = None  # from a join to the next step
-        self._joins = False  # this `move` was called for newcomers alone: `let_in` follows `attach`
         self._is_cut = False  # this rank has only parts of the optimizers' state
         self._changed: list[Parameter] = []  # by a step whose parameters are not gathered yet
         self._measures = bucket_cap_mb == "auto"
@@ -103,8 +90,6 @@ class Sharded(Delegating):
         self._averaging.attach(module, optimizers, comm, warn, inform)
         reducer = self.reducer
         assert reducer is not None
-        if self._joins:
-            reducer.settle()  # the order is known, and shards can be cut before the first backward
         check_no_aliases(module)
         self._overlaps = False
         self._module, self._comm, self._warn = module, comm, warn
@@ -209,7 +194,7 @@ class Sharded(Delegating):
             self._slice(optimizer).put_hooks_inside()
 
     def _stepped(self, changed: list[Parameter]) -> None:
-        self._is_cut, self._before = True, None  # behind the commit barrier: nobody goes back
+        self._is_cut = True
         if self._mirrors is not None:
             self._changed = changed
             return
@@ -238,44 +223,26 @@ class Sharded(Delegating):
         self._attached.wait()
         self._changed = []
 
-    def move(self, comm: Communicator, *, has_state: bool) -> None:
-        standings: list[Standing] = comm.all_gather_object(
-            self._standing(has_state), name="standings"
-        )
-        source = standings.index(Standing(-1)) if Standing(-1) in standings else None
-        mixed = any(standing.place is not None and standing.place >= 0 for standing in standings)
-        self._joins, self._averaging.first_order = only_newcomers(standings), ()
-        if self._joins:
-            before = self._before = self._shards_before() if has_state else None
-            order = before.order if before is not None else []
-            self._averaging.first_order = comm.broadcast_object(
-                order, src=first_holder(standings), name="first order"
-            )
-        elif source is None and self._mirrors is not None and has_state:
-            before = self._shards_before()
-            self._moved = Rebuilding(before.parameters, before.mirrors, standings, comm).run(
-                before.states
-            )
-        elif source is None:
-            take_part_in_rebuilding(standings, comm)
-        elif mixed:  # a rank died when others had moved
-            self._moved = self._whole_of(source, comm, has_state=has_state)
-        elif has_state and self._moved is None:
+    def move(self, comm: Communicator) -> None:
+        standings: list[Standing] = comm.all_gather_object(self._standing(), name="standings")
+        whole = next((rank for rank, one in enumerate(standings) if one.place is None), None)
+        if whole is None:
+            assert self._mirrors is not None
+            held = [sliced.held_state() for sliced in self._set]
+            self._moved = Rebuilding(self._attached, self._mirrors, standings, comm).run(held)
+        elif any(one.place is not None for one in standings):
+            # a rank died when others had moved
+            self._moved = self._whole_of(whole, comm)
+        else:
             self._moved = self._whole_states()
-        if not self._joins:
-            self._before = None
         if self._parameters is not None:
             self._parameters.forget_gathers()
             for sliced in self._set:
                 sliced.replace_state({})
 
-    def _standing(self, has_state: bool) -> Standing:
-        if not has_state:
-            return Standing()
-        if self._before is not None:
-            return self._before.standing
+    def _standing(self) -> Standing:
         if not self._is_cut or self._moved is not None:
-            return Standing(-1)
+            return Standing()
         assert self._mirrors is not None
         shards = self._attached.by_param
         same = all(param.requires_grad == (param in shards) for param in self._module.parameters())
@@ -283,94 +250,9 @@ class Sharded(Delegating):
             self._mirrors.place, self._attached.comm.world_size, same and not self._changed
         )
 
-    def _shards_before(self) -> Before:
-        if isinstance(self._before, Before):
-            return self._before
-        assert self._mirrors is not None
-        assert self.reducer is not None
-        order = [name for bucket in self.reducer.buckets for name in bucket.names]
-        states = [sliced.held_state() for sliced in self._set]
-        return Before(self._standing(has_state=True), order, self._attached, self._mirrors, states)
-
     def _whole_states(self) -> list[State]:
-        if isinstance(self._before, Newcomer):
-            return self._before.states(self._module)
-        return (
-            self._moved
-            if self._moved is not None
-            else [sliced.held_state() for sliced in self._set]
-        )
-
-    @torch.no_grad()
-    def let_in(
-        self, caught_up: Inventory | None, *, receives: bool, compares: bool
-    ) -> tuple[int, int] | None:
-        if not self._joins or self._mirrors is None:
-            return None
-        parameters, mirrors, comm = self._attached, self._mirrors, self._comm
-        parameters.follow()
-        mirrors.follow()
-        params = list(self._module.parameters())
-        numbers = {param: index for index, param in enumerate(params)}
-        before = self._before if isinstance(self._before, Before) else None
-        held = before.inventory(numbers) if before is not None else caught_up or Inventory()
-        letting_in = LettingIn(
-            comm,
-            held,
-            lambda span: parameters.memory_of(params[span.index], span.first, span.numel),
-            parameters.device,
-            receives=receives,
-        )
-        shards = [*parameters.by_param.values(), *mirrors.by_param.values()]
-        own = before.own(numbers) if before is not None else []
-        letting_in.run(own, [span_of(shard, numbers) for shard in shards], compares=compares)
-        theirs = comm.broadcast_object(
-            self._numbered(before.others(), numbers) if before is not None else None,
-            name="state of no shard",
-        )
-        assert theirs is not None
-        others = before.others() if before is not None else self._by_param(theirs, params)
-        if receives:
-            for bucket in parameters.buckets:
-                bucket.arrive()
-            self._before = Newcomer(held, others)
-        states = by_shard(shards, numbers, held)
-        for sliced, parts, rest in zip(
-            self._set, states or [{} for _ in self._set], others, strict=True
-        ):
-            sliced.take_parts(parts, rest)
-        return letting_in.sent, letting_in.of
-
-    def memory_to_join(self, parameters: int, state: int, ranks: int) -> int:
-        # buckets of gradients and of parameters; the mirror's weights, and two shards of gradients,
-        # of which the first step sends one and receives one; state of the shard and of the mirror
-        return 2 * parameters + (3 * parameters + 2 * state) // ranks
-
-    def holdings(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Holdings | None:
-        parameters, mirrors, chosen = self._parameters, self._mirrors, list(self._set)
-        if parameters is None or mirrors is None or not self._is_cut:
-            return None
-        count = len(parameters.by_param)
-
-        def piece(index: int, param: Parameter) -> Piece | None:
-            if (shard := parameters.by_param.get(param)) is not None:
-                gradient = partial(parameters.own_gradient, param)
-                part = Piece(
-                    index, shard.first, shard.weight, shard.strides, shard.weight, gradient
-                )
-                return part if shard.numel else None
-            whole = Piece(index, None, param, param.stride(), param, lambda: None)
-            return whole if mirrors.place == 0 else None
-
-        pieces = [piece(index, param) for index, param in enumerate(module.parameters())]
-        return Holdings(
-            module,
-            optimizers,
-            [piece for piece in pieces if piece is not None],
-            lambda: [sliced.state_of_parts() for sliced in chosen],
-            lambda: self._parameters is parameters and len(parameters.by_param) == count,
-            senders=parameters.comm.world_size,
-        )
+        """By parameter, in a rank that holds all of them."""
+        return self._moved or [sliced.held_state() for sliced in self._set]
 
     @staticmethod
     def _numbered(states: Sequence[State], numbers: dict[Parameter, int]) -> list[State]:
@@ -384,7 +266,7 @@ class Sharded(Delegating):
         ]
 
     @torch.no_grad()
-    def _whole_of(self, source: int, comm: Communicator, *, has_state: bool) -> list[State] | None:
+    def _whole_of(self, source: int, comm: Communicator) -> list[State]:
         """The states of the optimizers, and in place the parameters, of rank ``source``.
         Collective.
         """
@@ -396,8 +278,6 @@ class Sharded(Delegating):
                 self._numbered(self._whole_states(), numbers),
             )
         received = comm.broadcast_object(sent, src=source, name="optimizer state")
-        if not has_state:
-            return None
         assert received is not None
         params = list(self._module.parameters())
         for param, value in zip(params, received[0], strict=True):

@@ -201,27 +201,6 @@ class SlicedOptimizer:
         self.show_state()
         self.optimizer.state, self._unsharded = defaultdict(dict), whole
 
-    def take_parts(self, parts: State, others: State) -> None:
-        """Go on with the state of this rank's shards and mirrors, and with ``others``, which are
-        not cut.
-        """
-        self.use_parameters()
-        self.show_state()
-        self.optimizer.state = defaultdict(
-            dict, parts | {k: v for k, v in others.items() if not _is_param(k)}
-        )
-        self._unsharded = {key: value for key, value in others.items() if _is_param(key)}
-        self.hide_state()
-
-    def state_of_parts(self) -> State:
-        """The optimizer's state between two steps, also while other threads show and hide it."""
-        while True:
-            state, hidden = self.optimizer.state, self._hidden_state
-            if not isinstance(state, ShardedState):
-                return state
-            if hidden is not None:
-                return hidden
-
     def release(self) -> None:
         """Remove the hooks. `state_dict` still works."""
         self.use_parameters()

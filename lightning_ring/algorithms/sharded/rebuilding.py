@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ring.algorithms.sharded.inventory import is_part
 from lightning_ring.algorithms.sharded.mirrors import Mirrors
 from lightning_ring.algorithms.sharded.parameters import (
     ParameterBucket,
@@ -26,25 +26,14 @@ from lightning_ring.errors import StateLostError
 class Standing:
     """What a rank holds of the state when ranks have changed.
 
-    ``place``: it holds the shard of that place in the order of mirrors, and the one before; -1: it
-    holds all; `None`: it has just come. ``places`` is the number of places. ``settled``: it has all
-    parameters, and the next shards are cut from the same ones.
+    ``place``: it holds the shard of that place in the order of mirrors, and the one before; `None`:
+    it holds all. ``places`` is the number of places. ``settled``: it has all parameters, and the
+    next shards are cut from the same ones.
     """
 
     place: int | None = None
     places: int = 0
     settled: bool = True
-
-
-def only_newcomers(standings: Sequence[Standing]) -> bool:
-    """Whether processes have come, and every rank is there that held a shard, and is settled."""
-    held = [standing for standing in standings if standing.place is not None]
-    places = sorted(standing.place for standing in held if standing.place is not None)
-    return (
-        0 < len(held) < len(standings)
-        and places == list(range(held[0].places))
-        and all(standing.settled for standing in held)
-    )
 
 
 def holders_of(standings: Sequence[Standing]) -> list[tuple[int, bool]]:
@@ -82,7 +71,6 @@ class Rebuilding:
         self._parameters = parameters
         self._mirrors = mirrors
         self._comm = comm
-        self._first = first_holder(standings)
         self._settled = all(standing.settled for standing in standings)
         self._held = [mirrored for rank, mirrored in holders_of(standings) if rank == comm.rank]
 
@@ -101,7 +89,6 @@ class Rebuilding:
                 # a backward may follow, whose forward read the same values
                 shard.param.data.copy_(shard.full(flat))
         states = [self._whole(state) for state in held]
-        self._comm.broadcast_object(None, src=self._first, name="tensor to rebuild")
         return states
 
     def _whole(self, held: State) -> State:
@@ -120,13 +107,13 @@ class Rebuilding:
                 (key, value.dtype)
                 for state in kept.values()
                 for key, value in state.items()
-                if is_part(value)
+                if _is_part(value)
             }
             for key, dtype in sorted(values, key=str):
                 chosen = {
                     p
                     for p, state in kept.items()
-                    if is_part(state.get(key)) and state[key].dtype == dtype
+                    if _is_part(state.get(key)) and state[key].dtype == dtype
                 }
                 parts = [
                     (part, held[part.weight][key])
@@ -160,23 +147,10 @@ class Rebuilding:
             part.part(flat).copy_(value)
         # sums of integers of which all but one are zero: the same bits, also of -0.0 and NaN
         summed = as_integers(flat)
-        self._comm.broadcast_object(
-            (summed.numel(), summed.dtype), src=self._first, name="tensor to rebuild"
-        )
         self._comm.all_reduce_(summed, op=ReduceOp.SUM, name="shards of ranks before").wait()
         return flat
 
 
-def take_part_in_rebuilding(standings: Sequence[Standing], comm: Communicator) -> None:
-    """`Rebuilding.run` in a rank that has nothing. Collective."""
-    holders_of(standings)
-    first = first_holder(standings)
-    while (tensor := comm.broadcast_object(None, src=first, name="tensor to rebuild")) is not None:
-        numel, dtype = tensor
-        comm.all_reduce_(
-            torch.zeros(numel, dtype=dtype), op=ReduceOp.SUM, name="shards of ranks before"
-        ).wait()
-
-
-def first_holder(standings: Sequence[Standing]) -> int:
-    return next(rank for rank, standing in enumerate(standings) if standing.place is not None)
+def _is_part(value: Any) -> bool:
+    """Whether a value of optimizer state has one number for each element of its part."""
+    return isinstance(value, Tensor) and value.dim() == 1

@@ -249,7 +249,8 @@ class RingStrategy(RankedStrategy):
         self.model_to_device()
         if self._comm is not None:
             check_same_model(self.model, self._comm)
-            broadcast_module(self.model, self._comm)
+            if not self._holds_equal_state:
+                broadcast_module(self.model, self._comm)
             self._after_swap.follow(trainer)
         if fitting:
             self._requests.stops_together = False
@@ -308,11 +309,22 @@ class RingStrategy(RankedStrategy):
             self.algorithm.set_optimizers(optimizers)
 
     def teardown(self) -> None:
+        self.timeline.abandon()
+        self._leave_training()
+        algorithm = self.algorithm
+        shown = algorithm.states_shown() if isinstance(algorithm, ShardsState) else nullcontext()
+        with shown:
+            super().teardown()
+        if self.keeps_freed_memory:
+            self.keeps_freed_memory = False
+            return_freed_memory()
+
+    def _leave_training(self) -> None:
+        """Take back what `setup` has changed in module, plugins and Trainer."""
         # global hooks first: the rest may raise, as when a device is out of memory
         if self._step_hooks is not None:
             self._step_hooks.remove()
             self._step_hooks = None
-        self.timeline.abandon()
         allow_clipping(self.precision_plugin)
         if self.model is not None:
             remove_no_sync(self.model)
@@ -324,15 +336,8 @@ class RingStrategy(RankedStrategy):
             self._sharded_hooks.remove()
             self._sharded_hooks = None
         self.algorithm.detach(wait=not self._alone)
-        algorithm = self.algorithm
-        shown = algorithm.states_shown() if isinstance(algorithm, ShardsState) else nullcontext()
-        with shown:
-            super().teardown()
         self._active_ranks = ActiveRanks()
         self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
-        if self.keeps_freed_memory:
-            self.keeps_freed_memory = False
-            return_freed_memory()
 
     # -- training
 
@@ -551,13 +556,19 @@ class RingStrategy(RankedStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        load_optimizer_states(states, self.optimizers, self.algorithm, self.root_device, self._comm)
+        comm = None if self._holds_equal_state else self._comm
+        load_optimizer_states(states, self.optimizers, self.algorithm, self.root_device, comm)
         if self._comm is not None:
             self._saved_states.restore_algorithm(self.algorithm)
         # not later: the loaders' iterators draw their seeds from this state next
         self._saved_states.restore_random(self.global_rank, self.world_size)
 
     # -- requests to stop
+
+    @property
+    def _holds_equal_state(self) -> bool:
+        """Whether all ranks have loaded the same bits: nothing is left to broadcast."""
+        return False
 
     @property
     def _may_have_others(self) -> bool:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     LearningRateFinder,
+    ModelPruning,
     StochasticWeightAveraging,
 )
 from torch.optim import LBFGS
 
 from lightning_ring.algorithms.optional import refusal_of_deaths
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.replicate import check_same_model, check_same_optimizer
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.integrations.lightning.elastic.memory_checkpoint import user_callbacks
 from lightning_ring.monitor.profile import RingProfile
 from lightning_ring.options import check_choice, check_duration
 
 if TYPE_CHECKING:
+    from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
 _REFUSED = (
@@ -90,7 +95,68 @@ def keeps_newcomers_out(trainer: pl.Trainer, num_fits: int) -> str:
             "count of its own, which the process would not get. It ends with the job. Use "
             "WeightAveraging or EMAWeightAveraging where dead ranks are to be replaced."
         )
+    if any(isinstance(callback, ModelPruning) for callback in callbacks):
+        return (
+            "ModelPruning replaces parameters by pairs of weights and masks, and checkpoints hold "
+            "the weights only. It ends with the job. Prune after the training, or in a job whose "
+            "dead ranks are not to be replaced."
+        )
     return ""
+
+
+def check_newcomers(
+    strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator, *, joins: bool
+) -> None:
+    """Compare all that newcomers have to have in common with the others, and do not get from them.
+    Collective.
+
+    Raises:
+        ModelMismatchError: The ranks' models or optimizers differ.
+        ConfigurationError: Batches, limits or callbacks differ.
+    """
+    trainer, position = strategy.fit_trainer, fit.step.position
+    assert position is not None
+    limits = {
+        "max_epochs": trainer.max_epochs,
+        "max_steps": trainer.max_steps,
+        "order": position.order,
+    }
+    callbacks = [type(callback).__name__ for callback in user_callbacks(trainer)]
+    own = fit.process.member.number, joins, position.batch_size, limits, callbacks
+    gathered = comm.all_gather_object(own, name="what newcomers have")
+    check_batches({number: size for number, _, size, _, _ in gathered})
+    first, _, _, first_limits, _ = gathered[0]
+    old_callbacks = [names for _, is_new, _, _, names in gathered if not is_new]
+    for number, _, _, limit, names in gathered:
+        if limit != first_limits:
+            raise ConfigurationError(
+                f"Process {number} would train on other data, or to another end, than process "
+                f"{first}: {limit} and {first_limits}. Keep the data set as it is while the job "
+                "runs, and change no limit."
+            )
+        if names not in old_callbacks:
+            raise ConfigurationError(
+                f"Process {number} has other callbacks than the ranks that train: {names} and "
+                f"{old_callbacks[0]}. Give the Trainer of each process the same ones, and add none "
+                "while it trains."
+            )
+    check_same_model(strategy.fit_model, comm)
+    for optimizer in strategy.optimizers:
+        check_same_optimizer(optimizer, comm)
+
+
+def check_batches(sizes: Mapping[int, int]) -> None:
+    """Raise a ConfigurationError unless all processes, by number, have batches of one size: a
+    step counts on it.
+    """
+    if len(set(sizes.values())) > 1:
+        shown = ", ".join(f"process {number} has {size}" for number, size in sorted(sizes.items()))
+        raise ConfigurationError(
+            "A process joins whose training batches have another size than those of the others "
+            f"({shown}). Each rank keeps its batch size, however many there are. Give DataLoader a "
+            "number, or compute it from trainer.world_size, which in the set-up of every process "
+            "is the number with which the job began."
+        )
 
 
 def _has_scaler(trainer: Any) -> bool:

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.errors import ConfigurationError
-from lightning_ring.integrations.lightning.elastic.catching_up import CatchingUp
-from lightning_ring.integrations.lightning.elastic.checks import keeps_newcomers_out
-from lightning_ring.integrations.lightning.elastic.handover import check_newcomers, hand_over_fit
-from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
-from lightning_ring.integrations.lightning.elastic.last_checkpoint import save_at_the_end
+from lightning_ring.elastic.recovery import EnterAgain
+from lightning_ring.errors import PeerFailedError, StateLostError
+from lightning_ring.integrations.lightning.elastic.checks import (
+    check_newcomers,
+    keeps_newcomers_out,
+)
+from lightning_ring.integrations.lightning.elastic.host_calls import CallsOfRank, HostCalls
+from lightning_ring.integrations.lightning.elastic.last_checkpoint import (
+    newest_of_rank_zero,
+    save_at_the_end,
+)
+from lightning_ring.integrations.lightning.elastic.memory_checkpoint import (
+    MemoryCheckpoint,
+    RestOfCheckpoint,
+    dump_fit,
+)
 from lightning_ring.integrations.lightning.elastic.process import Connecting, elastic_process
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import take_over
 from lightning_ring.integrations.lightning.elastic.resize import Resize
-from lightning_ring.integrations.lightning.elastic.step import ElasticStep
+from lightning_ring.integrations.lightning.elastic.step import ElasticStep, StepOfRank
 from lightning_ring.integrations.lightning.elastic.watchers import tell_monitors
 from lightning_ring.job.job import Job, adopt
 from lightning_ring.job.members import own_member
@@ -29,16 +41,48 @@ if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
 
+@dataclass(frozen=True, slots=True)
+class FileCheckpoint:
+    """A checkpoint on disk, or `None`: the fit begins. ``path`` is as `Trainer.fit` takes it."""
+
+    path: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a rank stands when ranks have changed. All ranks of a view exchange it once, first.
+
+    Attributes:
+        joins: Whether it has come, and has no state yet.
+        holds: Whether it holds a checkpoint from which the fit is entered again. Nobody enters
+            before all hold it, so that either all ranks hold one or none has entered.
+        step: Its place in a step.
+        calls: Its calls between steps.
+        resized: The views for which it has scaled learning rates.
+    """
+
+    joins: bool
+    holds: bool
+    step: StepOfRank
+    calls: CallsOfRank
+    resized: list[tuple[int, int]]
+
+
 class ElasticFit:
     """The part of an `ElasticStrategy` that brings its fit from one view to the next.
 
     Attributes:
+        held: The checkpoint with which all ranks enter the fit, from then until all have begun to
+            train. A rank that dies meanwhile makes the others enter again.
+        rest: What the checkpoint in memory holds besides Lightning's, once it is loaded.
         step: The current one, and the position in the training data.
         waits_to_join: Whether this process is a newcomer that is not connected yet.
+        enters_between_batches: Whether the first batch follows one whose validation has run.
+        entered: Whether this process has trained in the fit.
         first_attributes: The `plain_attributes` with which the training began on this rank.
     """
 
-    def __init__(self, strategy: ElasticStrategy) -> None:
+    def __init__(self, strategy: ElasticStrategy, given: Any) -> None:
         options = strategy.options
         self._strategy = strategy
         limits = options.timeout, options.stall_warning
@@ -46,12 +90,17 @@ class ElasticFit:
         self.process = elastic_process(connecting, self)
         self.recovery = self.process.recovery
         self.recovery.parted = options.new_algorithm().sharded
-        self.catching_up = CatchingUp(strategy, self.recovery, "")
+        self.given = given
+        self.held: MemoryCheckpoint | FileCheckpoint | None = FileCheckpoint(given)
+        self.rest: RestOfCheckpoint | None = None
         self.calls = HostCalls(self.recovery.after)
-        self.step = ElasticStep(strategy, self.recovery, self.calls, self.catching_up.source)
+        self.step = ElasticStep(strategy, self.recovery, self.calls)
         self.resize = Resize(strategy.resize_lr)
         self.waits_to_join = False
+        self.enters_between_batches = False
+        self.entered = False
         self.first_attributes: list[dict[str, Any]] = []
+        self._offer: tuple[tuple[int, ...], dict[str, Any]] | None = None
         self._keeps_out = ""
         self._said_that_they_wait = False
 
@@ -61,48 +110,66 @@ class ElasticFit:
         if self.process.num_fits > 1:
             self.process.member.leave_fit(False)
         self.process.fitting = True
-        trainer = self._strategy.fit_trainer
-        if not trainer.lightning_module.automatic_optimization:
-            self.catching_up.refuse("optimization is manual")
-        self._keeps_out = keeps_newcomers_out(trainer, self.process.num_fits)
-        if self._keeps_out:
-            self.catching_up.refuse(self._keeps_out)
-        self.catching_up.serve(self.process.member)
+        self._keeps_out = keeps_newcomers_out(self._strategy.fit_trainer, self.process.num_fits)
         if self.recovery.step is not None:
-            assert self.recovery.view is not None
             self._adopt(self._job)
-            self._strategy.rank_changes.of_view(self.recovery.view.members, 0, 0.0)
         elif self.process.is_newcomer:
+            self.held = None
             self._stand_alone()
+            return
         else:
-            self.recovery.start()
+            with suppress(EnterAgain):  # this rank enters the fit for the first time
+                self.recovery.start()
+        assert self.recovery.view is not None
+        self._strategy.rank_changes.of_view(self.recovery.view.members, 0, 0.0)
+
+    def begin_training(self) -> None:
+        """Before the first batch of each entry."""
+        self.calls = HostCalls(self.recovery.after)
+        self.step = ElasticStep(self._strategy, self.recovery, self.calls)
 
     def save_at_the_end(self) -> None:
         """Save what this rank has finished, where the job ends because it had too few ranks for
         too long.
         """
         if self.recovery.step is not None:  # else it has not joined yet
-            save_at_the_end(self._strategy, self.process, take_back=self.step.forget)
+            save_at_the_end(self._strategy, self, take_back=self.step.forget)
 
     # -- newcomers
 
     def let_in_newcomers(self) -> None:
-        """Between two steps, where all ranks have agreed to it. Collective."""
-        self.recovery.pause()
+        """Between two steps, where all ranks have agreed to it. Collective.
+
+        Raises:
+            EnterAgain: All ranks hold the checkpoint.
+        """
+        assert self.recovery.view is not None
+        try:
+            with self.calls.inside():
+                checkpoint = dump_fit(self._strategy, self, self._strategy.connected)
+        except Exception as error:
+            self.recovery.after(error)  # they wait for the next step
+            return
+        self._offer = self.recovery.view.members, checkpoint
+        try:
+            self.recovery.pause()
+        finally:
+            self._offer = None
 
     def join(self) -> None:
-        """Take part, with the state of the others, before the batch that they train on next."""
+        """Take part, with the state of the others, before the batch that they train on next.
+
+        Raises:
+            EnterAgain: This process holds their checkpoint.
+        """
         assert self.step.position is not None
-        self.catching_up.run(self.process.member)
         self.step.position.join()
         dist.destroy_process_group()
         self.recovery.start()
-        self.waits_to_join = False
 
     def _stand_alone(self) -> None:
         number = self.process.member.number
-        # as many ranks as the others had in their set-up: scripts compute batches from it, and
-        # schedules their length
+        # as many ranks as the others had in their set-up
         size = self.process.member.first_ranks or 1
         rank = size - 1
         # not local rank 0, which prepares data: that of the others has done so
@@ -121,14 +188,14 @@ class ElasticFit:
             rank_zero_warn(
                 f"lightning_ring: a process waits to join, and cannot: {self._keeps_out}"
             )
-        return self._has_room_for(self._strategy.world_size + 1)
+        return not self._keeps_out and self._has_batches_for(self._strategy.world_size + 1)
 
-    def admits(self, ranks: int) -> bool:
-        return self.recovery.pausing and self._has_room_for(ranks)
+    def is_between(self, first_attempt: bool) -> bool:
+        return not self._keeps_out and (first_attempt or self.held is not None)
 
-    def _has_room_for(self, ranks: int) -> bool:
+    def _has_batches_for(self, ranks: int) -> bool:
         position = self.step.position
-        return not self._keeps_out and position is not None and position.has_batches_for(ranks)
+        return position is not None and position.has_batches_for(ranks)
 
     def commit(self) -> None:
         self.step.commit()
@@ -136,51 +203,109 @@ class ElasticFit:
     def take_back(self) -> None:
         self.step.take_back()
 
-    def enter(self, view: View, comm: Communicator) -> None:
+    def enter(self, view: View, comm: Communicator) -> bool:
         strategy = self._strategy
-        joins = self.waits_to_join
-        if joins and self.process.member.number not in view.newcomers:
-            raise ConfigurationError(
-                f"Process {self.process.member.number} took the place of one that died before the "
-                "training began, and cannot join it now. Start the job again."
-            )
-        self.catching_up.ranks_change()
-        if joins:
-            self.catching_up.finish(view.step or 0, self.process.member)
         was_rank_zero = self.recovery.step is None or strategy.is_global_zero
         self._adopt(self._job)
         strategy.timeline.follow(comm)
-        if view.newcomers:
-            # before buckets, which are those of equal models
-            check_newcomers(strategy, self, comm, joins=joins)
-        if joins:
-            strategy.attach_newcomer(comm)
-        elif strategy.in_fit:
-            strategy.attach_anew(comm)
-        self.calls.compare(comm, joins=joins)
-        self.step.compare(comm, some_have_finished=self.process.member.training_is_over)
+        standings: list[Standing] = comm.all_gather_object(self._standing(), name="standings")
+        if self._holds_with_others(standings, comm):
+            if strategy.is_global_zero and not was_rank_zero:
+                take_over(strategy.fit_trainer, trains=False)
+            return True
+        try:
+            if strategy.in_fit:
+                strategy.attach_anew(comm)
+        except StateLostError as error:
+            path = newest_of_rank_zero(strategy, self, error, comm)
+            self._hold(FileCheckpoint(path), comm)
+            return True
+        self.calls.compare([standing.calls for standing in standings])
+        over = self.process.member.training_is_over
+        self.step.compare([standing.step for standing in standings], some_have_finished=over)
         if not strategy.in_fit:
             strategy.rank_changes.of_view(view.members, 0, 0.0)
-            return
+            return False
         trainer = strategy.fit_trainer
-        missed = self.resize.missed(comm)
-        if not joins and not view.last:  # a last view trains no more
-            for resized in [*missed, (view.generation, len(view.members))]:
+        if not view.last:  # a last view trains no more
+            for resized in self.resize.missed([one.resized for one in standings]):
                 self.resize.apply(strategy, self.step.position, resized, self.recovery.step or 0)
-        if view.newcomers:
-            hand_over_fit(strategy, self, comm, receives=joins)
+            resized = view.generation, len(view.members)
+            self.resize.apply(strategy, self.step.position, resized, self.recovery.step or 0)
         if view.generation == 0:
-            return
+            return False
         self.step.changed = True
         # its sampler has the ranks before
         trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
         if strategy.is_global_zero and not was_rank_zero:
-            take_over(trainer)
-        changes = strategy.rank_changes
-        step = view.step or 0  # a newcomer learns its own count later
-        if changes.of_view(view.members, step, time.perf_counter() - self.recovery.since):
+            take_over(trainer, trains=True)
+        self.tell_of_ranks(view.step or 0)
+        return False
+
+    def tell_of_ranks(self, step: int) -> None:
+        """Let monitors and timeline show that ranks have changed, if they have."""
+        assert self.recovery.view is not None
+        strategy, changes = self._strategy, self._strategy.rank_changes
+        stood_still = time.perf_counter() - self.recovery.since
+        if changes.of_view(self.recovery.view.members, step, stood_still):
             strategy.timeline.ranks_changed(changes.latest, self.recovery.since)
-            tell_monitors(trainer, changes)
+            tell_monitors(strategy.fit_trainer, changes)
+
+    # -- the checkpoint that all hold
+
+    def _standing(self) -> Standing:
+        return Standing(
+            self.waits_to_join,
+            self.held is not None,
+            self.step.of_rank(),
+            self.calls.of_rank(),
+            self.resize.views,
+        )
+
+    def _holds_with_others(self, standings: list[Standing], comm: Communicator) -> bool:
+        """Whether all ranks hold the checkpoint now, which newcomers get. Collective.
+
+        Raises:
+            PeerFailedError: Newcomers have to wait for another step.
+        """
+        joins = any(standing.joins for standing in standings)
+        if not all(standing.holds for standing in standings if not standing.joins):
+            # no rank has entered with the checkpoint that this one may hold
+            self.held = None
+            if not joins:
+                return False
+            held: MemoryCheckpoint | FileCheckpoint = self._offered(comm)
+        elif joins:
+            in_memory = self.held if isinstance(self.held, MemoryCheckpoint) else MemoryCheckpoint()
+            on_disk = self.held if isinstance(self.held, FileCheckpoint) else None
+            held = comm.broadcast_object(on_disk, name="checkpoint") or in_memory
+        else:
+            return True
+        if isinstance(held, MemoryCheckpoint):
+            held.send(comm, self._strategy.root_device)
+        self._hold(held, comm)
+        return True
+
+    def _offered(self, comm: Communicator) -> MemoryCheckpoint:
+        """The checkpoint of `let_in_newcomers`, which rank 0 has to send. Collective."""
+        strategy, view = self._strategy, self.recovery.view
+        assert view is not None
+        held = MemoryCheckpoint()
+        if not self.waits_to_join:
+            old = tuple(member for member in view.members if member not in view.newcomers)
+            members, checkpoint = self._offer or ((), {})
+            # each of the ranks may have a part of the checkpoint that no other has
+            if members != old or not self._has_batches_for(len(view.members)):
+                raise PeerFailedError("New processes have to wait for another step.")
+            if comm.rank == 0:
+                held.write(checkpoint)
+        check_newcomers(strategy, self, comm, joins=self.waits_to_join)
+        return held
+
+    def _hold(self, held: MemoryCheckpoint | FileCheckpoint, comm: Communicator) -> None:
+        """Nobody enters before all hold it."""
+        self.held = held
+        comm.barrier(name="all hold the checkpoint")
 
     @property
     def _job(self) -> Job:

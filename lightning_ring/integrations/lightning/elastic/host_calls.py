@@ -4,15 +4,14 @@ a section of code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from lightning_ring.comm.communicator import Communicator
-
 T = TypeVar("T")
+CallsOfRank = tuple[int, Any]  # how many it has finished, and the result of the last one
 
 
 class HostCalls:
@@ -70,18 +69,13 @@ class HostCalls:
         finally:
             self._inside = before
 
-    def compare(self, comm: Communicator, *, joins: bool = False) -> None:
-        """Learn whether another rank has finished the call under way. Collective.
+    def of_rank(self) -> CallsOfRank:
+        return self._count, self._last
 
-        A rank that ``joins`` counts from where the others are.
-        """
-        calls: list[tuple[int, Any]] = comm.all_gather_object(
-            (-1 if joins else self._count, self._last)
-        )
-        most, last = max(calls, key=lambda call: call[0])
-        assert joins or most <= self._count + 1, (
+    def compare(self, of_ranks: Sequence[CallsOfRank]) -> None:
+        """Learn whether another rank has finished the call under way. ``of_ranks``: of all."""
+        most, last = max(of_ranks, key=lambda calls: calls[0])
+        assert most <= self._count + 1, (
             f"a rank is {most - self._count} calls ahead: it waited for nobody"
         )
-        self._missed = (last,) if most > self._count and not joins else None
-        if joins:
-            self._count, self._last = most, last
+        self._missed = (last,) if most > self._count else None

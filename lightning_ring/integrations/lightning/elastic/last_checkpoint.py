@@ -8,18 +8,21 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import StateLostError
 from lightning_ring.integrations.lightning.checkpoints import count_trained_batches
 from lightning_ring.job.exit import say
 from lightning_ring.membership.endings import JobEnded
 
+MOST_ENTRIES = 3  # from one checkpoint: the fit does not get beyond it
+
 if TYPE_CHECKING:
-    from lightning_ring.integrations.lightning.elastic.process import ElasticProcess
+    from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
 
@@ -42,17 +45,17 @@ def save_last_checkpoint(strategy: ElasticStrategy, number: int) -> Path:
 
 
 def save_at_the_end(
-    strategy: ElasticStrategy, process: ElasticProcess, take_back: Callable[[], None]
+    strategy: ElasticStrategy, fit: ElasticFit, take_back: Callable[[], None]
 ) -> None:
     """Save what this rank has finished, where the job ends because it had too few ranks for too
     long.
 
     ``take_back`` undoes the step under way.
     """
-    number = process.member.number
-    sharded, view = strategy.algorithm.sharded, process.recovery.view
+    number = fit.process.member.number
+    sharded, view = strategy.algorithm.sharded, fit.recovery.view
     if sharded and (view is None or not view.last):
-        hint = where_to_go_on(strategy.fit_trainer)
+        hint = where_to_go_on(newest_checkpoint(strategy.fit_trainer, fit.given))
         say(f"process {number} saves no checkpoint: it has a part of the optimizer's state. {hint}")
         return
     take_back()
@@ -61,32 +64,38 @@ def save_at_the_end(
     say(f"process {number} saved a checkpoint: go on from it with ckpt_path={str(path)!r}")
 
 
-def lose_state(trainer: pl.Trainer, process: ElasticProcess, error: StateLostError) -> NoReturn:
-    """End this rank, which cannot go on. The job begins again from the newest checkpoint, where
-    there is one.
+def newest_of_rank_zero(
+    strategy: ElasticStrategy, fit: ElasticFit, error: StateLostError, comm: Communicator
+) -> str:
+    """The newest checkpoint, as rank 0 finds it, after a shard of the state was lost. Collective.
 
     Raises:
-        JobEnded: With the reason, and what follows.
-        StateLostError: There is no checkpoint, or it cannot be used.
+        JobEnded: The job ends with this view anyway.
+        StateLostError: There is no checkpoint, or the fit does not get beyond it.
     """
-    view, hint = process.recovery.view, where_to_go_on(trainer)
+    trainer, view = strategy.fit_trainer, fit.recovery.view
+    path = newest_checkpoint(trainer, fit.given)
+    version = os.stat(path).st_mtime_ns if path is not None else 0
+    path, version, hint = comm.broadcast_object((path, version, where_to_go_on(path)))
     if view is not None and view.last:
         raise JobEnded(
             f"The job ends: {view.last}. No checkpoint could be saved: {error} {hint}"
         ) from error
-    checkpoint = newest_checkpoint(trainer)
-    # the fits before would get the checkpoint of this one
-    if checkpoint is None or process.num_fits > 1:
+    if path is None:
         raise StateLostError(f"{error} {hint}") from None
-    process.member.lose_state(
-        str(error), os.path.abspath(checkpoint), os.stat(checkpoint).st_mtime_ns
-    )
-    raise JobEnded(f"The job begins again from {checkpoint}: {error}") from error
+    if fit.process.count_entries(path, version) > MOST_ENTRIES:
+        raise StateLostError(
+            f"{error} All ranks have gone on {MOST_ENTRIES} times from {path}, and lost their "
+            "state before the next checkpoint."
+        ) from None
+    if comm.rank == 0:
+        say(f"{error} All ranks go on from {path}")
+    return path
 
 
-def newest_checkpoint(trainer: pl.Trainer) -> str | None:
-    """The newest file that the fit has saved and can go on from; else the one that it began
-    with, if any.
+def newest_checkpoint(trainer: pl.Trainer, given: Any) -> str | None:
+    """The newest file that the fit has saved and can go on from; else ``given``, with which it
+    began, if that is a file.
     """
     callbacks = [
         callback
@@ -98,29 +107,13 @@ def newest_checkpoint(trainer: pl.Trainer) -> str | None:
     there = [path for path in saved if os.path.isfile(path)]
     if there:
         return max(there, key=os.path.getmtime)
-    first = trainer.ckpt_path
-    return str(first) if first and os.path.isfile(first) else None
+    return str(given) if given and os.path.isfile(given) else None
 
 
-def where_to_go_on(trainer: pl.Trainer) -> str:
+def where_to_go_on(newest: str | None) -> str:
     """A sentence for a job that has lost its state."""
-    newest = newest_checkpoint(trainer)
     if newest is None:
         return "The fit has saved no checkpoint: start the job again."
     return (
         f"Start the job again from its newest checkpoint: trainer.fit(..., ckpt_path={newest!r})."
     )
-
-
-def go_on_from(trainer: pl.Trainer, path: str) -> Callable[[], None]:
-    """Let the fit that begins load the checkpoint at ``path``, whatever the script names.
-    Returns what ends that.
-    """
-    connector = trainer._checkpoint_connector
-    plain = connector.resume_start
-
-    def resume(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        plain(path, weights_only=weights_only)
-
-    connector.resume_start = resume  # type: ignore[method-assign]
-    return lambda: vars(connector).pop("resume_start", None)

@@ -32,7 +32,10 @@ def change_loops(strategy: ElasticStrategy, fit: ElasticFit, in_fit: ExitStack) 
     in_fit.callback(vars(plugin).pop, "_after_closure", None)
 
     def advance_with_all_ranks(data_fetcher: Any) -> None:
-        _meet(strategy, fit)
+        _meet(fit)
+        if fit.enters_between_batches:
+            # else Lightning would skip, or do again, the validation after the last batch
+            loop.restarting = fit.enters_between_batches = False
         advance(data_fetcher)
 
     def agree_after_closure(*args: Any) -> None:
@@ -56,9 +59,9 @@ def change_loops(strategy: ElasticStrategy, fit: ElasticFit, in_fit: ExitStack) 
         in_fit.enter_context(fit.step.own_gradients.followed(strategy._lightning_optimizers))
 
 
-def _meet(strategy: ElasticStrategy, fit: ElasticFit) -> None:
-    """Before a batch is fetched: newcomers come in, and the loader learns that the number of
-    ranks has changed.
+def _meet(fit: ElasticFit) -> None:
+    """Before a batch is fetched: newcomers come in, or the loader learns that the number of ranks
+    has changed.
     """
     if fit.waits_to_join:
         fit.join()

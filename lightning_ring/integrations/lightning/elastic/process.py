@@ -52,7 +52,15 @@ class ElasticProcess:
         ways = (getattr(connecting, part.name) for part in fields(connecting))
         self.generations = Generations(self.member, *ways)
         self.recovery = Recovery(self.member, self.generations, training)
+        self._entered = "", 0
+        self._entries = 0
         atexit.register(self._say_at_exit)
+
+    def count_entries(self, path: str, version: int) -> int:
+        """How often in a row a fit has gone on from this ``version`` of a file, with this time."""
+        self._entries = self._entries + 1 if self._entered == (path, version) else 1
+        self._entered = path, version
+        return self._entries
 
     def _say_at_exit(self) -> None:
         if self.was_stopped:

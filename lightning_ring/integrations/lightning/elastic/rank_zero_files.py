@@ -27,18 +27,20 @@ def take_names(loggers: list[Logger], names: list[Any]) -> None:
             logger._version = name
 
 
-def take_over(trainer: pl.Trainer) -> None:
-    """Write and show what rank 0 did, from where it was."""
+def take_over(trainer: pl.Trainer, *, trains: bool) -> None:
+    """Write and show what rank 0 did, from where it was; ``trains``: in the middle of the
+    training.
+    """
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger):
             go_on_with_csv(logger)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ProgressBar):
-            # it was told that another rank has it
-            callback.setup(trainer, trainer.lightning_module, "fit")
-            callback.enable()
-            callback.on_train_start(trainer, trainer.lightning_module)
-            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            callback.enable()  # it was told that another rank has it
+            if trains:
+                callback.setup(trainer, trainer.lightning_module, "fit")
+                callback.on_train_start(trainer, trainer.lightning_module)
+                callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
 def go_on_with_csv(logger: CSVLogger) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 
@@ -47,9 +46,17 @@ class Resize:
         self._views.clear()
         self._views.append((generation, world_size))
 
-    def missed(self, comm: Communicator) -> list[tuple[int, int]]:
+    @property
+    def views(self) -> list[tuple[int, int]]:
+        return list(self._views)
+
+    @property
+    def latest(self) -> tuple[int, int]:
+        return self._views[-1]
+
+    def missed(self, of_ranks: Sequence[list[tuple[int, int]]]) -> list[tuple[int, int]]:
         """The views for which others have scaled their rates and this rank has not, in turn.
-        Collective.
+        ``of_ranks``: the `views` of all.
 
         A rank that dies while the others enter a view keeps some of them from it. If these then
         scaled their rates by one factor, and the others by two, the products could differ in the
@@ -58,9 +65,8 @@ class Resize:
         Returns:
             Generation and number of ranks of each.
         """
-        of_all: list[list[tuple[int, int]]] = comm.all_gather_object([*self._views])
         last = self._views[-1] if self._views else (0, 0)
-        return sorted({view for views in of_all for view in views if view > last})
+        return sorted({view for views in of_ranks for view in views if view > last})
 
     def apply(
         self,

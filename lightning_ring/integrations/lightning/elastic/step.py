@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_ring.comm.communicator import Communicator
-from lightning_ring.elastic.catch_up.source import Source
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.elastic.step_under_way import StepUnderWay
 from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
@@ -24,12 +23,27 @@ if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
 
+@dataclass(frozen=True, slots=True)
+class StepOfRank:
+    """Where a rank is in a step when ranks change. Numbers of ranks are 0 where they are not known
+    yet.
+
+    Attributes:
+        takes_it: Whether it is in the optimizer's step of the last step that counts.
+        planned_for: Number of ranks for which it has planned the next step.
+        begun_for: Number of ranks for which the loader counts in the step that it has begun.
+        counts_for: Number of ranks for which the loader counts the batches of the epoch.
+    """
+
+    takes_it: bool
+    planned_for: int
+    begun_for: int
+    counts_for: int
+
+
 class ElasticStep:
     """The current step of ``strategy``'s fit. It is done again from the first batch whose gradients
     it accumulates.
-
-    ``source`` sends the state of this rank to newcomers: it learns when that stands still, and when
-    it changes.
 
     Attributes:
         position: In the training data; `None` outside of the training.
@@ -42,13 +56,10 @@ class ElasticStep:
         own_gradients: Of manual optimization.
     """
 
-    def __init__(
-        self, strategy: ElasticStrategy, recovery: Recovery, calls: HostCalls, source: Source
-    ) -> None:
+    def __init__(self, strategy: ElasticStrategy, recovery: Recovery, calls: HostCalls) -> None:
         self._strategy = strategy
         self._recovery = recovery
         self._calls = calls
-        self._source = source
         self.position: TrainingPosition | None = None
         self.substitute: Any = None
         self.changed = False
@@ -73,22 +84,29 @@ class ElasticStep:
         self._loss: Any = None
         self._output: Any = None
 
-    def compare(self, comm: Communicator, *, some_have_finished: bool) -> None:
-        """Learn where the others were when ranks changed. Collective.
+    def of_rank(self) -> StepOfRank:
+        takes_it = self._ends is not None and self._ends == self._recovery.step
+        counts_for = self.position.num_ranks if self.position is not None else 0
+        return StepOfRank(takes_it, self._planned_for, self._begun_for, counts_for)
+
+    def compare(self, of_ranks: Sequence[StepOfRank], *, some_have_finished: bool) -> None:
+        """Learn where the others were when ranks changed. ``of_ranks``: of all.
 
         A rank that is behind plans for as many ranks as those ahead did, until it is where they
         were: for those that there are now it would plan another number of batches.
-        ``some_have_finished``: ranks have finished the training, and are not in ``comm``.
+        ``some_have_finished``: ranks have finished the training, and are not among them.
         """
-        takes_it = self._ends is not None and self._ends == self._recovery.step
-        counts_for = self.position.num_ranks if self.position is not None else 0
-        where = comm.all_gather_object((takes_it, self._planned_for, self._begun_for, counts_for))
-        taking, planned, begun, _ = zip(*where, strict=True)
-        self._others_went_on = takes_it and (some_have_finished or not all(taking))
-        self._others_count_for = next((ranks for takes, _, _, ranks in where if not takes), 0)
+        takes_it = self.of_rank().takes_it
+        gone_on = [one for one in of_ranks if not one.takes_it]
+        self._others_went_on = takes_it and (some_have_finished or bool(gone_on))
+        self._others_count_for = gone_on[0].counts_for if gone_on else 0
         # those that have planned agree
-        self._others_planned_for = max(planned) if not self._planned_for else 0
-        self._others_begun_for = max(begun) if not self._begun_for else 0
+        planned, begun = (
+            max(one.planned_for for one in of_ranks),
+            max(one.begun_for for one in of_ranks),
+        )
+        self._others_planned_for = planned if not self._planned_for else 0
+        self._others_begun_for = begun if not self._begun_for else 0
 
     def plan(self) -> None:
         """Before a batch is fetched: the loader learns that the number of ranks has changed, if
@@ -190,8 +208,6 @@ class ElasticStep:
         other ranks.
         """
         self._changed_in_steps.end_step()
-        assert self._recovery.step is not None
-        self._source.update(self._recovery.step + 1, self._view.members)
 
     def _begin(self) -> None:
         assert self.position is not None
@@ -207,8 +223,6 @@ class ElasticStep:
         self._begun_for, self._others_begun_for = ranks, 0
         self.position.begin_step(ranks_changed=self.changed)
         self._under_way.begin(self._remember())
-        assert self._recovery.step is not None
-        self._source.hold_still(self._recovery.step)
 
     @property
     def _view(self) -> View:

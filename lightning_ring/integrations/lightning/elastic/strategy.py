@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import zip_longest
@@ -14,10 +15,12 @@ import torch.distributed as dist
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.optional import SurvivesDeaths
@@ -25,21 +28,23 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.elastic.rank_changes import RankChanges
-from lightning_ring.errors import ConfigurationError, StateLostError
-from lightning_ring.integrations.lightning.elastic.attributes import plain_attributes
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.random_state import remember_random_state
 from lightning_ring.integrations.lightning.elastic.checks import check_arguments, check_fit
+from lightning_ring.integrations.lightning.elastic.entering import EnteringLauncher
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
-from lightning_ring.integrations.lightning.elastic.last_checkpoint import go_on_from, lose_state
 from lightning_ring.integrations.lightning.elastic.loops import change_loops
+from lightning_ring.integrations.lightning.elastic.memory_checkpoint import (
+    MemoryCheckpoint,
+    RestOfCheckpoint,
+    plain_attributes,
+    take_attributes,
+)
 from lightning_ring.integrations.lightning.elastic.metric_sync import gathering_through
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
-from lightning_ring.integrations.lightning.elastic.resize import ResizeLR
+from lightning_ring.integrations.lightning.elastic.resize import ResizeLR, stay_at_the_end
 from lightning_ring.integrations.lightning.elastic.samplers import with_ordered_sampler
-from lightning_ring.integrations.lightning.stop_requests import (
-    StopRequest,
-    leave_sigterm_to_the_buckets,
-)
 from lightning_ring.integrations.lightning.strategy import RingStrategy, _inform, _warn
 from lightning_ring.integrations.ranks.environment import leave_start_up_messages_to_rank_0
 from lightning_ring.integrations.ranks.launcher import RingLauncher
@@ -47,8 +52,6 @@ from lightning_ring.job.launchers.elastic import started_by_steward
 from lightning_ring.job.members import nodes_of
 from lightning_ring.launch.limits import ElasticLimits
 from lightning_ring.membership.endings import TooFewRanks
-from lightning_ring.membership.member import RESUME_FROM
-from lightning_ring.monitor.ring_monitor import add_monitor
 from lightning_ring.monitor.terminal import widen_terminal
 from lightning_ring.options import RingOptions
 from lightning_ring.timeline.settings import SWITCH_VARIABLE
@@ -108,8 +111,12 @@ class ElasticStrategy(RingStrategy):
                 "timeline=), or use strategy='ring'."
             )
         self._fit: ElasticFit | None = None
+        self._given: Any = None  # ``ckpt_path`` of the fit
+        self._enters_again = False
+        self._restore_random: Callable[[], None] | None = None
         self._in_fit = ExitStack()  # what the fit has changed in Trainer and module
-        self._leaves_states_out = self._holds_whole_states = False
+        self._holds_whole_states = False
+        self._sanity_steps: int | float = 0
         self._blocked: ExitStack | None = None  # in a backward whose gradients are accumulated
 
     def _configure_launcher(self) -> None:
@@ -118,7 +125,7 @@ class ElasticStrategy(RingStrategy):
 
     def _choose_launcher(self, num_nodes: int) -> Any:
         if started_by_steward(os.environ):
-            return None
+            return EnteringLauncher(self)
         if _IS_INTERACTIVE:
             raise ConfigurationError(
                 "An elastic strategy was built in an interactive session, in which no process can "
@@ -140,36 +147,112 @@ class ElasticStrategy(RingStrategy):
     def _may_have_others(self) -> bool:
         return True
 
+    @contextmanager
+    def entering(self, given: Any) -> Iterator[None]:
+        """Around a fit, with all entries into it. ``given``: its ``ckpt_path``."""
+        self._given, self._enters_again = given, False
+        try:
+            yield
+        finally:
+            self._enters_again = False
+
+    @property
+    def current_fit(self) -> ElasticFit | None:
+        return self._fit
+
+    def leave_loops(self) -> Any:
+        """Between two entries into a fit: take back what the first one has set up. Calls no hook.
+
+        Returns:
+            ``ckpt_path`` of the next entry.
+        """
+        trainer, fit = self.fit_trainer, self._fit
+        assert fit is not None
+        assert fit.held is not None
+        joins, fit.waits_to_join = fit.waits_to_join, False
+        self._restore_random = remember_random_state() if self.in_fit and not joins else None
+        self._in_fit.close()
+        fit.step.position = None
+        self._leave_training()
+        bars = [one for one in trainer.callbacks if isinstance(one, ProgressBar)]  # type: ignore[attr-defined]
+        for bar in bars if fit.entered else ():
+            bar.on_train_end(trainer, trainer.lightning_module)
+        if not fit.entered:
+            self.timeline.abandon()
+        for metric in (part for part in self.fit_model.modules() if isinstance(part, Metric)):
+            metric._forward_cache = metric._computed = (
+                None  # parts of graphs, which no one can copy
+            )
+        trainer.fit_loop.teardown()
+        trainer._logger_connector.teardown()
+        trainer._signal_connector.teardown()
+        trainer.training = True
+        self._enters_again, self.timeline.lets_in = True, True
+        if isinstance(fit.held, MemoryCheckpoint):
+            fit.rest = RestOfCheckpoint(fit.held.load())
+            fit.rest.restore_attributes(trainer, fit.first_attributes)
+        else:
+            fit.rest = None
+            if fit.first_attributes:
+                take_attributes(trainer, fit.first_attributes)
+        return fit.held.path
+
     def setup_distributed(self) -> None:
         reset_seed()
         widen_terminal()
         trainer = self._trainer
-        if trainer is None or trainer.state.fn == TrainerFn.FITTING or self._fit is None:
-            self._fit = ElasticFit(self)
-            self._fit.start()
-            timeline, process = self.timeline, self._fit.process
-            timeline.number, timeline.waits = process.member.number, self._fit.waits_to_join
+        fits = trainer is None or trainer.state.fn == TrainerFn.FITTING
+        if self._fit is None or (fits and not self._enters_again):
+            fit = self._fit = ElasticFit(self, self._given)
+            fit.start()
+            timeline, process = self.timeline, fit.process
+            timeline.number, timeline.waits = process.member.number, fit.waits_to_join
             timeline.call_together = self._call
-            checkpoint = os.environ.get(RESUME_FROM)
-            begins = (
-                trainer is not None
-                and trainer.state.fn == TrainerFn.FITTING
-                and process.num_fits == 1
-            )
-            if trainer is not None and begins and checkpoint and not timeline.waits:
-                self._in_fit.callback(go_on_from(trainer, checkpoint))
         self._process_group_backend = dist.get_backend()
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        held = self._fit.held if self._fit is not None else None
+        if not (self._holds_equal_state and isinstance(held, MemoryCheckpoint)):
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        checkpoint = held.load()
+        RestOfCheckpoint(checkpoint)  # takes out what Lightning does not know
+        self._saved_states.load(checkpoint)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict=strict)
+        if self._holds_equal_state and self._fit is not None and self._fit.rest is not None:
+            self._fit.rest.restore_flags(self.fit_model)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._holds_equal_state:
+            # optimizers keep the tensors that they get
+            states = copy.deepcopy(checkpoint["optimizer_states"])
+            checkpoint = {**checkpoint, "optimizer_states": states}
+        super().load_optimizer_state_dict(checkpoint)
+        if self._restore_random is not None:
+            self._restore_random()
+
+    @property
+    def _holds_equal_state(self) -> bool:
+        fit = self._fit
+        return self._enters_again and fit is not None and fit.rest is not None
 
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            check_fit(trainer)
-            if self._fit is not None and self._fit.waits_to_join:
-                trainer.num_sanity_val_steps = 0  # the others have done it
-                if self.options.monitor:
-                    add_monitor(trainer)  # before its first collective
-            elif self._fit is not None:
-                self._fit.resize.begin(self.world_size)
+        fit = self._fit
+        if trainer.state.fn != TrainerFn.FITTING or fit is None:
+            return
+        check_fit(trainer)
+        if fit.waits_to_join:
+            # the others have done it, or do it when this process enters with them
+            self._sanity_steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
+        else:
+            trainer.num_sanity_val_steps = self._sanity_steps or trainer.num_sanity_val_steps
+            self._sanity_steps = 0
+            latest = fit.rest.learning_rates_for if fit.rest is not None else (0, self.world_size)
+            generation, ranks = latest
+            fit.resize.begin(ranks, generation)
 
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self._trainer
@@ -226,21 +309,10 @@ class ElasticStrategy(RingStrategy):
             blocked.enter_context(self.algorithm.backwards.no_sync())
             yield
 
-    def attach_newcomer(self, comm: Communicator) -> None:
-        """What `setup` does with a communicator, in a process that was set up without one.
-        Collective.
-        """
-        if self.in_fit:
-            self.attach_anew(comm)
-            return
-        trainer = self.fit_trainer
-        self.algorithm = self._new_algorithm()
-        self.algorithm.ask_to_stop(self._requests.pending != StopRequest.NONE)  # while it was alone
-        self._move(comm)
-        self._after_swap.follow(trainer)
-        leave_sigterm_to_the_buckets(trainer)
-        self._attach(trainer, comm)
-        self._catch_stop_signals()
+    @property
+    def connected(self) -> Communicator:
+        assert self._comm is not None
+        return self._comm
 
     @property
     def survivor(self) -> SurvivesDeaths:
@@ -252,11 +324,7 @@ class ElasticStrategy(RingStrategy):
         return algorithm
 
     def _move(self, comm: Communicator) -> None:
-        assert self._fit is not None
-        try:
-            self.survivor.move(comm, has_state=self._fit.recovery.step is not None)
-        except StateLostError as error:
-            lose_state(self.fit_trainer, self._fit.process, error)
+        self.survivor.move(comm)
         self._place_mirrors()
 
     def _place_mirrors(self) -> None:
@@ -300,17 +368,6 @@ class ElasticStrategy(RingStrategy):
         self._buffers.state = state
 
     @contextmanager
-    def without_optimizer_states(self) -> Iterator[None]:
-        """Around a checkpoint that is made while only some ranks are in it: gathering shards
-        takes all of them.
-        """
-        self._leaves_states_out = True
-        try:
-            yield
-        finally:
-            self._leaves_states_out = False
-
-    @contextmanager
     def whole_optimizer_states(self) -> Iterator[None]:
         """Around a checkpoint of a rank that holds the whole of them, as after the shards were
         put together.
@@ -324,7 +381,7 @@ class ElasticStrategy(RingStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._holds_whole_states:
             return optimizer.state_dict()
-        return {} if self._leaves_states_out else super().optimizer_state(optimizer)
+        return super().optimizer_state(optimizer)
 
     # -- training
 
@@ -334,8 +391,11 @@ class ElasticStrategy(RingStrategy):
         assert trainer is not None
         if fit is None:
             return
+        fit.begin_training()
         fit.step.position = TrainingPosition(trainer)
-        fit.first_attributes = plain_attributes(trainer)
+        fit.first_attributes = fit.first_attributes or plain_attributes(trainer)
+        if fit.rest is not None:
+            self._restore_rest(fit, fit.rest)
         if not fit.waits_to_join:
             # rank 0 is asked when it is called: it may be another one the second time
             plain = super().broadcast
@@ -345,8 +405,20 @@ class ElasticStrategy(RingStrategy):
                 )
             )
             take_names(trainer.loggers, names)
+            # all ranks have come here, or the call would not have returned
+            fit.held, fit.rest, self._restore_random, fit.entered = None, None, None, True
         self._in_fit.enter_context(gathering_through(fit.calls, trainer.lightning_module))
         change_loops(self, fit, self._in_fit)
+
+    def _restore_rest(self, fit: ElasticFit, rest: RestOfCheckpoint) -> None:
+        assert fit.recovery.view is not None
+        step = fit.recovery.step or 0
+        rest.restore(self, fit)
+        fit.enters_between_batches = True
+        stay_at_the_end([config.scheduler for config in self.lr_scheduler_configs])
+        view = fit.recovery.view.generation, self.world_size
+        fit.resize.apply(self, fit.step.position, view, step)
+        fit.tell_of_ranks(step)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
@@ -367,7 +439,6 @@ class ElasticStrategy(RingStrategy):
         self._in_fit.close()
         if fit is not None:
             fit.step.position = None
-            fit.catching_up.close()
             fit.process.fitting = fit.process.fitting and interrupted
             if not fit.process.fitting:
                 fit.process.member.leave_fit()

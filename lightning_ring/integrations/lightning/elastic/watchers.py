@@ -17,18 +17,6 @@ def tell_monitors(trainer: pl.Trainer, changes: RankChanges) -> None:
         monitor.on_ranks_changed(trainer, scalars, changes.latest)
 
 
-def log_every_n_steps(trainer: pl.Trainer) -> int | None:
-    """How often monitors log, which rank 0 has decided."""
-    fits = (monitor.fit for monitor in _monitors(trainer))
-    return next((fit.log_every_n_steps for fit in fits if fit is not None), None)
-
-
-def log_as_the_others(trainer: pl.Trainer, every: int | None) -> None:
-    for monitor in _monitors(trainer):
-        if every is not None and monitor.fit is not None:
-            monitor.fit.log_every_n_steps = every
-
-
 def remember_announced_steps(trainer: pl.Trainer) -> Callable[[], None]:
     """Keep how many steps hooks have announced; the returned function restores it: a step is
     announced again.

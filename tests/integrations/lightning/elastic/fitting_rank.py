@@ -15,6 +15,7 @@ each batch to ``FOLDER/NUMBER.steps``; and writes its end to ``FOLDER/NUMBER.jso
 Environment: FIT_SAMPLES: 144 if it is not set. FIT_LOADER: the training loader is this package's.
     FIT_NODES: so many
 nodes, which processes take by turns. FIT_TRAINER and FIT_STRATEGY are JSON of arguments.
+FIT_MISFIT: NUMBER of a process whose model differs.
 FIT_CALLBACKS: further callbacks, as expressions: of Lightning, and those below. FIT_DROPOUT.
 FIT_MANUAL: manual optimization, two optimizers. FIT_MOMENTUM: each training_step lets an encoder
 follow the first layer. FIT_SCALER: the first scale of a loss scaler. FIT_RESUME: a checkpoint.
@@ -22,7 +23,7 @@ FIT_LATE: NUMBER:STEP of a process that has yet to learn that all agree to this 
 death comes. FIT_BARRIER: NUMBER:STEP, behind which all ranks call a barrier, and this process has
 yet to learn that all came to it. FIT_ENTERS_LATE: NUMBER of a process that has yet to come out of
 the first change of ranks. FIT_WAIT: in the step of that number all wait until a newcomer is ready
-to join, which is process FIT_NEWCOMER. FIT_NO_CATCH_UP: it gets nothing before it joins.
+to join, which is process FIT_NEWCOMER.
 """
 
 from __future__ import annotations
@@ -49,10 +50,8 @@ from torchmetrics import MeanMetric
 
 from lightning_ring import ElasticStrategy
 from lightning_ring.algorithms.sharded import Sharded
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.data import ShuffledSampler, item_loader
 from lightning_ring.elastic.recovery import Recovery
-from lightning_ring.integrations.lightning.elastic.catching_up import CatchingUp
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.elastic.resize import Resize
 from lightning_ring.integrations.lightning.strategy import RingStrategy
@@ -64,6 +63,7 @@ WAIT, READY = int(os.environ.get("FIT_WAIT", "-1")), FOLDER / "newcomer"
 
 
 SHARDED = "FIT_SHARDED" in os.environ
+STRATEGIES: list[ElasticStrategy] = []
 ATTEMPTS: Counter[int] = Counter()  # by step, how often it was done again
 
 
@@ -78,7 +78,7 @@ def count_attempts(module: pl.LightningModule) -> None:
 
 
 def announce_newcomer() -> None:
-    """When it has caught up, and is about to say so."""
+    """When it has set up, and is about to say so."""
     start = Recovery.start
 
     def announced(recovery: Recovery) -> None:
@@ -108,20 +108,15 @@ def enter_late() -> None:
     """As where the last message of the first view with other ranks is still under way."""
     missed = Resize.missed
 
-    def late(resize: Resize, comm: Communicator) -> Any:
-        found = missed(resize, comm)
+    def late(resize: Resize, of_ranks: Any) -> Any:
+        found = missed(resize, of_ranks)
         if os.environ.get("FIT_ENTERS_LATE") == str(NUMBER) and len(resize._views) == 1:
             os.environ.pop("FIT_ENTERS_LATE")
             time.sleep(1.5)
-            comm.barrier()
+            STRATEGIES[0].connected.barrier()
         return found
 
     Resize.missed = late  # type: ignore[method-assign]
-
-
-def wait_for_everything() -> None:
-    """Newcomers get all of their state when they join."""
-    CatchingUp.run = lambda *_: None  # type: ignore[method-assign]
 
 
 def die(step: int, place: str) -> None:
@@ -169,6 +164,8 @@ class Module(pl.LightningModule):
             nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), dropout, nn.Linear(32, 1)
         )
         self.seen = MeanMetric()
+        if os.environ.get("FIT_MISFIT") == str(NUMBER):
+            self.more = nn.Parameter(torch.zeros(3))
         if "FIT_MOMENTUM" in os.environ:
             self.follower = nn.Linear(8, 32).requires_grad_(False)
         self.digest = ""
@@ -353,14 +350,15 @@ def main() -> None:
     announce_newcomer()
     agree_late()
     enter_late()
-    if "FIT_NO_CATCH_UP" in os.environ:
-        wait_for_everything()
-    trainer = pl.Trainer(
-        strategy=ElasticStrategy(
+    STRATEGIES.append(
+        ElasticStrategy(
             algorithm=Sharded() if SHARDED else None,
             backend=BACKEND,
             **json.loads(os.environ.get("FIT_STRATEGY", "{}")),
-        ),
+        )
+    )
+    trainer = pl.Trainer(
+        strategy=STRATEGIES[0],
         accelerator="cpu",
         logger=CSVLogger(FOLDER, name="csv", flush_logs_every_n_steps=1),
         log_every_n_steps=1,
@@ -398,7 +396,6 @@ def main() -> None:
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "batches": int(module.net[1].num_batches_tracked) / (2 if manual else 1),
         "scale": scaler.get_scale(),
-        "caught_up": trainer.strategy._fit.catching_up.has_state,
     }
     (FOLDER / f"{NUMBER}.json").write_text(json.dumps(result))
 

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning_ring.integrations.lightning.elastic.handover import _restore, check_batches
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
@@ -27,7 +28,6 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.data import ShuffledSampler
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.checks import check_fit
-from lightning_ring.integrations.lightning.elastic.handover import _restore, check_batches
 from lightning_ring.integrations.lightning.elastic.loops import change_loops
 from lightning_ring.integrations.lightning.elastic.resize import Resize, scale_learning_rates
 from lightning_ring.integrations.lightning.elastic.samplers import (

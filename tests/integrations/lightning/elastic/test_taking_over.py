@@ -17,15 +17,15 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, csv_logs
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from torch import nn
-from torchmetrics import CatMetric, MeanMetric
-
-from lightning_ring.elastic.undo import remember
 from lightning_ring.integrations.lightning.elastic.attributes import (
     changed_on_all,
     plain_attributes,
     take_attributes,
 )
+from torch import nn
+from torchmetrics import CatMetric, MeanMetric
+
+from lightning_ring.elastic.undo import remember
 from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
 from lightning_ring.integrations.lightning.elastic.loops import _validate
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import (

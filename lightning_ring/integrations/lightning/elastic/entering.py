@@ -1,0 +1,63 @@
+"""A fit that all ranks enter again, in the same processes, from a checkpoint that they hold."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+
+from lightning_ring.elastic.recovery import EnterAgain
+
+if TYPE_CHECKING:
+    from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
+
+
+class EnteringLauncher(_Launcher):
+    """Calls ``trainer.fit``'s implementation, and again whenever the ranks enter the fit again.
+
+    Lightning hands each of its entry points to the strategy's launcher: no method is replaced.
+    """
+
+    is_interactive_compatible = True
+
+    def __init__(self, strategy: ElasticStrategy) -> None:
+        self._strategy = strategy
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``function`` in this rank."""
+        kwargs.pop("trainer", None)
+        if function.__name__ != "_fit_impl":
+            return function(*args, **kwargs)
+        call = inspect.signature(function).bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments["ckpt_path"]
+        with self._strategy.entering(given):
+            while True:
+                try:
+                    return function(*call.args, **call.kwargs)
+                except EnterAgain:
+                    pass
+                except Exception as error:
+                    if not self._enters_again_after(error):
+                        raise
+                call.arguments["ckpt_path"] = self._strategy.leave_loops()
+
+    def _enters_again_after(self, error: Exception) -> bool:
+        """Whether all ranks hold a checkpoint, and some have died in the set-up.
+
+        Raises:
+            Exception: ``error``, if no rank has died.
+        """
+        fit = self._strategy.current_fit
+        if fit is None or fit.held is None:
+            return False
+        try:
+            fit.recovery.after(error)
+        except EnterAgain:
+            return True
+        return False
+
+    def kill(self, signum: int) -> None:
+        """Lightning calls it when it gets a signal itself. In a rank there is nothing to kill."""

@@ -1,0 +1,225 @@
+"""The checkpoint in memory from which all ranks enter a fit again when processes join it."""
+
+from __future__ import annotations
+
+import copy
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ProgressBar
+from torch import nn
+
+from lightning_ring.comm.communicator import Communicator
+
+if TYPE_CHECKING:
+    from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
+    from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
+
+CHUNK_BYTES = 64 * 2**20  # of a checkpoint, that travel at once
+_KEY = "lightning_ring_elastic"
+_LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+# of ModelCheckpoint: the monotonic clock's time, by which rank 0 decides
+_OF_ONE_HOST = ("_last_time_checked",)
+
+
+class MemoryCheckpoint:
+    """What ``trainer.save_checkpoint`` would write, as a file that lies in this process's memory.
+
+    The file goes when this object does, and what was loaded from it.
+    """
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("lightning_ring checkpoint")
+
+    @property
+    def path(self) -> str:
+        return f"/proc/self/fd/{self._file}"
+
+    def write(self, checkpoint: dict[str, Any]) -> None:
+        with _without_checksums():
+            torch.save(checkpoint, self.path)
+
+    def load(self) -> dict[str, Any]:
+        """The checkpoint. Its tensors lie in the file: whoever keeps one copies it."""
+        loaded: dict[str, Any] = torch.load(
+            self.path, map_location="cpu", mmap=True, weights_only=False
+        )
+        return loaded
+
+    def send(self, comm: Communicator, device: torch.device) -> None:
+        """Replace the file by rank 0's. Collective.
+
+        Args:
+            comm: Carries tensors on ``device``.
+        """
+        size = comm.broadcast_object(os.fstat(self._file).st_size, name="checkpoint in memory")
+        os.ftruncate(self._file, size)
+        with mmap.mmap(self._file, size) as memory:
+            whole = torch.frombuffer(memory, dtype=torch.uint8)
+            for part in whole.split(CHUNK_BYTES):
+                sent = part.to(device)
+                comm.broadcast_(sent, name="checkpoint in memory").wait()
+                if sent is not part and comm.rank != 0:
+                    part.copy_(sent)
+            # the memory cannot be unmapped while a tensor lies in it
+            del whole, part, sent
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """They would take as long as all the rest."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def dump_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator) -> dict[str, Any]:
+    """The checkpoint of the fit between two steps; under a sharded algorithm the whole on rank 0.
+    Collective.
+
+    Besides what Lightning saves it holds what a resumed fit would find out anew, or never.
+    """
+    trainer, model = strategy.fit_trainer, strategy.fit_model
+    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    assert fit.step.position is not None
+    checkpoint[_KEY] = {
+        "attributes": _changed_on_all(fit.first_attributes, trainer, comm),
+        "logged": {name: dict(getattr(trainer._logger_connector, name)) for name in _LOGGED},
+        "position": fit.step.position.state_dict(),
+        "buffers": strategy.buffers_state,
+        "rank_changes": strategy.rank_changes.state_dict(),
+        "learning_rates_for": fit.resize.latest,
+        "trained": [param.requires_grad for param in model.parameters()],
+        "modes": [_modes(module) for module in model.modules()],
+    }
+    return checkpoint
+
+
+class RestOfCheckpoint:
+    """What `dump_fit` adds to Lightning's checkpoint, which restores the rest.
+
+    Attributes:
+        learning_rates_for: The view, a generation and its number of ranks, for which the learning
+            rates are.
+    """
+
+    def __init__(self, checkpoint: dict[str, Any]) -> None:
+        self._found: dict[str, Any] = checkpoint.pop(_KEY)
+        self.learning_rates_for: tuple[int, int] = self._found["learning_rates_for"]
+
+    def restore_attributes(self, trainer: pl.Trainer, first: list[dict[str, Any]]) -> None:
+        """Before any hook is called: hooks may decide by them what they communicate.
+
+        The Trainer's are the ``first`` ones again, as its set-up finds them.
+        """
+        take_attributes(trainer, [first[0], *self._found["attributes"][1:]])
+
+    def restore_flags(self, model: nn.Module) -> None:
+        """With the weights, before buckets are made for those that are trained."""
+        for param, trains in zip(model.parameters(), self._found["trained"], strict=True):
+            param.requires_grad_(trains)
+        for module, modes in zip(model.modules(), self._found["modes"], strict=True):
+            vars(module).update(modes)
+
+    def restore(self, strategy: ElasticStrategy, fit: ElasticFit) -> None:
+        """Before the first batch."""
+        trainer, found = strategy.fit_trainer, self._found
+        vars(trainer).update(found["attributes"][0])
+        for name, metrics in found["logged"].items():
+            getattr(trainer._logger_connector, name).update(metrics)
+        strategy.buffers_state = found["buffers"]
+        strategy.rank_changes.load_state_dict(found["rank_changes"])
+        assert fit.step.position is not None
+        fit.step.position.load_state_dict(found["position"])
+        fit.step.position.go_on()
+        assert trainer.fit_loop._data_fetcher is not None
+        trainer.fit_loop._data_fetcher.fetched = 0  # the epoch's loop adds the batches before
+
+
+def _modes(module: nn.Module) -> dict[str, Any]:
+    """Flags that finetuning changes, and that are in no state."""
+    names = [name for name in ("training", "track_running_stats") if hasattr(module, name)]
+    return {name: getattr(module, name) for name in names}
+
+
+# --- what trainer, module, data module and callbacks keep outside of their states
+
+
+def plain_attributes(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    """Copies of the numbers and texts, and of lists and dicts of them, in the attributes of each
+    part of the fit.
+
+    Of trainer, module and data module these are the public attributes: their private ones are
+    Lightning's.
+    """
+    return [
+        {
+            name: copy.deepcopy(value)
+            for name, value in vars(part).items()
+            if (private or name[0] != "_") and name not in _OF_ONE_HOST and _is_plain(value)
+        }
+        for part, private in _parts(trainer)
+    ]
+
+
+def take_attributes(trainer: pl.Trainer, parts: list[dict[str, Any]]) -> None:
+    """Set what `plain_attributes` has found."""
+    for (part, _), values in zip(_parts(trainer), parts, strict=True):
+        vars(part).update(copy.deepcopy(values))
+
+
+def _changed_on_all(
+    first: list[dict[str, Any]], trainer: pl.Trainer, comm: Communicator
+) -> list[dict[str, Any]]:
+    """The attributes that training has changed, to the same value on all ranks. Collective.
+
+    ``first`` are those with which it began. What differs between ranks, such as what only rank 0
+    writes, is each rank's own.
+    """
+    changed = [
+        {name: value for name, value in part.items() if name not in before or before[name] != value}
+        for part, before in zip(plain_attributes(trainer), first, strict=True)
+    ]
+    texts = [{name: repr(value) for name, value in part.items()} for part in changed]
+    of_all: list[list[dict[str, str]]] = comm.all_gather_object(texts)
+    return [
+        {
+            name: value
+            for name, value in part.items()
+            if all(of_rank[at].get(name) == repr(value) for of_rank in of_all)
+        }
+        for at, part in enumerate(changed)
+    ]
+
+
+def user_callbacks(trainer: pl.Trainer) -> Sequence[Callback]:
+    """Without those of this package, some of which are added where ranks connect."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [one for one in callbacks if not type(one).__module__.startswith("lightning_ring.")]
+
+
+def _parts(trainer: pl.Trainer) -> list[tuple[Any, bool]]:
+    """Each with whether its private attributes are among them."""
+    data = getattr(trainer, "datamodule", None)
+    public = [trainer, trainer.lightning_module, *([data] if data is not None else [])]
+    private = [one for one in user_callbacks(trainer) if not isinstance(one, ProgressBar)]
+    return [*((part, False) for part in public), *((part, True) for part in private)]
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return value is None or type(value) in (bool, int, float, str)
