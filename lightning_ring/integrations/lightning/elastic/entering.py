@@ -11,6 +11,8 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning_ring.elastic.recovery import EnterAgain
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
 
@@ -25,15 +27,20 @@ class EnteringLauncher(_Launcher):
     def __init__(self, strategy: ElasticStrategy) -> None:
         self._strategy = strategy
 
-    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: pl.Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Run ``function`` in this rank."""
-        kwargs.pop("trainer", None)
-        if function.__name__ != "_fit_impl":
+        if trainer is None or function.__name__ != "_fit_impl":
             return function(*args, **kwargs)
         call = inspect.signature(function).bind(*args, **kwargs)
         call.apply_defaults()
         given = call.arguments["ckpt_path"]
-        with self._strategy.entering(given):
+        with self._strategy.entering(trainer, given):
             while True:
                 try:
                     return function(*call.args, **call.kwargs)

@@ -141,10 +141,7 @@ class RestOfCheckpoint:
         strategy.buffers_state = found["buffers"]
         strategy.rank_changes.load_state_dict(found["rank_changes"])
         assert fit.step.position is not None
-        fit.step.position.load_state_dict(found["position"])
-        fit.step.position.go_on()
-        assert trainer.fit_loop._data_fetcher is not None
-        trainer.fit_loop._data_fetcher.fetched = 0  # the epoch's loop adds the batches before
+        fit.step.position.enter(found["position"])
 
 
 def _modes(module: nn.Module) -> dict[str, Any]:

@@ -144,7 +144,8 @@ class TrainingPosition:
         """Whether each of ``ranks`` has a batch left after the current step, of this epoch or of
         one that begins.
         """
-        begins_epoch = self._epoch != self._trainer.current_epoch
+        ended = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        begins_epoch = ended or self._epoch != self._trainer.current_epoch
         position, done = (0, 0) if begins_epoch else (self._after["position"], self._batch_idx + 1)
         try:
             with self._sampler.placed(ranks - 1, ranks):
@@ -163,9 +164,14 @@ class TrainingPosition:
         """From now on torch.distributed knows the ranks."""
         self._sampler.presumed = None
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stand where another rank stood after a step; `go_on` has to follow."""
-        self._epoch, self._after = state["epoch"], state["after"]
+    def enter(self, state: dict[str, Any]) -> None:
+        """Go on where a rank stood that `state_dict` tells of, with the ranks that there are now."""
+        if self._batch_idx < 0:
+            self.begin_epoch()
+        else:
+            self._epoch, self._after = state["epoch"], state["after"]
+            self.go_on()
+        self._fetcher.fetched = 0  # the epoch's loop adds the batches before
 
     # -- the loader
 

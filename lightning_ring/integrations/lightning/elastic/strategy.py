@@ -112,6 +112,7 @@ class ElasticStrategy(RingStrategy):
             )
         self._fit: ElasticFit | None = None
         self._given: Any = None  # ``ckpt_path`` of the fit
+        self._first_progress: dict[str, Any] = {}
         self._enters_again = False
         self._restore_random: Callable[[], None] | None = None
         self._in_fit = ExitStack()  # what the fit has changed in Trainer and module
@@ -148,9 +149,10 @@ class ElasticStrategy(RingStrategy):
         return True
 
     @contextmanager
-    def entering(self, given: Any) -> Iterator[None]:
+    def entering(self, trainer: pl.Trainer, given: Any) -> Iterator[None]:
         """Around a fit, with all entries into it. ``given``: its ``ckpt_path``."""
         self._given, self._enters_again = given, False
+        self._first_progress = trainer.fit_loop.state_dict()
         try:
             yield
         finally:
@@ -180,10 +182,13 @@ class ElasticStrategy(RingStrategy):
         if not fit.entered:
             self.timeline.abandon()
         for metric in (part for part in self.fit_model.modules() if isinstance(part, Metric)):
-            metric._forward_cache = metric._computed = (
-                None  # parts of graphs, which no one can copy
-            )
+            # parts of a graph, with which a module cannot be copied
+            metric._forward_cache = None
+            metric._computed = None
         trainer.fit_loop.teardown()
+        # set-up finds counts as in a new process
+        trainer.fit_loop.load_state_dict(copy.deepcopy(self._first_progress))
+        trainer.fit_loop.restarting = False
         trainer._logger_connector.teardown()
         trainer._signal_connector.teardown()
         trainer.training = True
