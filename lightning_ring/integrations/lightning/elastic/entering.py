@@ -49,7 +49,10 @@ class EnteringLauncher(_Launcher):
                 except Exception as error:
                     if not self._enters_again_after(error):
                         raise
-                call.arguments["ckpt_path"] = self._strategy.leave_loops()
+                fit = self._strategy.current_fit
+                assert fit is not None
+                self._strategy.leave_loops(fit)
+                call.arguments["ckpt_path"] = fit.prepare_entry()
 
     def _enters_again_after(self, error: Exception) -> bool:
         """Whether all ranks hold a checkpoint, and some have died in the set-up.

@@ -26,6 +26,7 @@ from lightning_ring.integrations.lightning.elastic.memory_checkpoint import (
     MemoryCheckpoint,
     RestOfCheckpoint,
     dump_fit,
+    take_attributes,
 )
 from lightning_ring.integrations.lightning.elastic.process import Connecting, elastic_process
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import take_over
@@ -122,6 +123,20 @@ class ElasticFit:
                 self.recovery.start()
         assert self.recovery.view is not None
         self._strategy.rank_changes.of_view(self.recovery.view.members, 0, 0.0)
+
+    def prepare_entry(self) -> Any:
+        """Before the fit is entered with the checkpoint that all hold. Returns its
+        ``ckpt_path``.
+        """
+        assert self.held is not None
+        trainer = self._strategy.fit_trainer
+        self.rest = None
+        if isinstance(self.held, MemoryCheckpoint):
+            self.rest = RestOfCheckpoint(self.held.load())
+            self.rest.restore_attributes(trainer, self.first_attributes)
+        elif self.first_attributes:
+            take_attributes(trainer, self.first_attributes)
+        return self.held.path
 
     def begin_training(self) -> None:
         """Before the first batch of each entry."""

@@ -110,12 +110,14 @@ class RestOfCheckpoint:
     """What `dump_fit` adds to Lightning's checkpoint, which restores the rest.
 
     Attributes:
+        of_lightning: That checkpoint.
         learning_rates_for: The view, a generation and its number of ranks, for which the learning
             rates are.
     """
 
     def __init__(self, checkpoint: dict[str, Any]) -> None:
         self._found: dict[str, Any] = checkpoint.pop(_KEY)
+        self.of_lightning = checkpoint
         self.learning_rates_for: tuple[int, int] = self._found["learning_rates_for"]
 
     def restore_attributes(self, trainer: pl.Trainer, first: list[dict[str, Any]]) -> None:

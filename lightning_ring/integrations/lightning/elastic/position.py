@@ -165,7 +165,7 @@ class TrainingPosition:
         self._sampler.presumed = None
 
     def enter(self, state: dict[str, Any]) -> None:
-        """Go on where a rank stood that `state_dict` tells of, with the ranks that there are now."""
+        """Go on from another rank's `state_dict`, with the ranks that there are now."""
         if self._batch_idx < 0:
             self.begin_epoch()
         else:

@@ -39,7 +39,7 @@ class Resize:
         # The last views for which rates were scaled, in turn: generation and number of ranks
         self._views: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
 
-    def begin(self, world_size: int, generation: int = 0) -> None:
+    def begin(self, generation: int, world_size: int) -> None:
         """The learning rates are those for ``world_size`` ranks, from the view ``generation``
         on.
         """

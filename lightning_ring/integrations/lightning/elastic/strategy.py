@@ -35,10 +35,8 @@ from lightning_ring.integrations.lightning.elastic.entering import EnteringLaunc
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
 from lightning_ring.integrations.lightning.elastic.loops import change_loops
 from lightning_ring.integrations.lightning.elastic.memory_checkpoint import (
-    MemoryCheckpoint,
     RestOfCheckpoint,
     plain_attributes,
-    take_attributes,
 )
 from lightning_ring.integrations.lightning.elastic.metric_sync import gathering_through
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
@@ -113,7 +111,6 @@ class ElasticStrategy(RingStrategy):
         self._fit: ElasticFit | None = None
         self._given: Any = None  # ``ckpt_path`` of the fit
         self._first_progress: dict[str, Any] = {}
-        self._enters_again = False
         self._restore_random: Callable[[], None] | None = None
         self._in_fit = ExitStack()  # what the fit has changed in Trainer and module
         self._holds_whole_states = False
@@ -151,63 +148,49 @@ class ElasticStrategy(RingStrategy):
     @contextmanager
     def entering(self, trainer: pl.Trainer, given: Any) -> Iterator[None]:
         """Around a fit, with all entries into it. ``given``: its ``ckpt_path``."""
-        self._given, self._enters_again = given, False
+        self._fit, self._given = None, given
         self._first_progress = trainer.fit_loop.state_dict()
         try:
             yield
         finally:
-            self._enters_again = False
+            self._first_progress = {}
 
     @property
     def current_fit(self) -> ElasticFit | None:
         return self._fit
 
-    def leave_loops(self) -> Any:
-        """Between two entries into a fit: take back what the first one has set up. Calls no hook.
-
-        Returns:
-            ``ckpt_path`` of the next entry.
+    def leave_loops(self, fit: ElasticFit) -> None:
+        """Between two entries into ``fit``: take back what the first one has set up. Calls no
+        hook.
         """
-        trainer, fit = self.fit_trainer, self._fit
-        assert fit is not None
-        assert fit.held is not None
+        trainer, loop = self.fit_trainer, self.fit_trainer.fit_loop
         joins, fit.waits_to_join = fit.waits_to_join, False
         self._restore_random = remember_random_state() if self.in_fit and not joins else None
         self._in_fit.close()
         fit.step.position = None
         self._leave_training()
-        bars = [one for one in trainer.callbacks if isinstance(one, ProgressBar)]  # type: ignore[attr-defined]
-        for bar in bars if fit.entered else ():
-            bar.on_train_end(trainer, trainer.lightning_module)
-        if not fit.entered:
-            self.timeline.abandon()
+        self.optimizers, self.lr_scheduler_configs = [], []
         for metric in (part for part in self.fit_model.modules() if isinstance(part, Metric)):
             # parts of a graph, with which a module cannot be copied
-            metric._forward_cache = None
-            metric._computed = None
-        trainer.fit_loop.teardown()
+            metric._forward_cache = metric._computed = None
+        loop.teardown()
         # set-up finds counts as in a new process
-        trainer.fit_loop.load_state_dict(copy.deepcopy(self._first_progress))
-        trainer.fit_loop.restarting = False
+        loop.load_state_dict(copy.deepcopy(self._first_progress))
+        loop.restarting = False
         trainer._logger_connector.teardown()
         trainer._signal_connector.teardown()
-        trainer.training = True
-        self._enters_again, self.timeline.lets_in = True, True
-        if isinstance(fit.held, MemoryCheckpoint):
-            fit.rest = RestOfCheckpoint(fit.held.load())
-            fit.rest.restore_attributes(trainer, fit.first_attributes)
-        else:
-            fit.rest = None
-            if fit.first_attributes:
-                take_attributes(trainer, fit.first_attributes)
-        return fit.held.path
+        trainer.training = self.timeline.lets_in = True
+        if not fit.entered:
+            self.timeline.abandon()
+            return
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ProgressBar):
+                callback.on_train_end(trainer, trainer.lightning_module)
 
     def setup_distributed(self) -> None:
         reset_seed()
         widen_terminal()
-        trainer = self._trainer
-        fits = trainer is None or trainer.state.fn == TrainerFn.FITTING
-        if self._fit is None or (fits and not self._enters_again):
+        if self._fit is None:
             fit = self._fit = ElasticFit(self, self._given)
             fit.start()
             timeline, process = self.timeline, fit.process
@@ -216,21 +199,18 @@ class ElasticStrategy(RingStrategy):
         self._process_group_backend = dist.get_backend()
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        held = self._fit.held if self._fit is not None else None
-        if not (self._holds_equal_state and isinstance(held, MemoryCheckpoint)):
+        if self._rest is None:
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        checkpoint = held.load()
-        RestOfCheckpoint(checkpoint)  # takes out what Lightning does not know
-        self._saved_states.load(checkpoint)
-        return checkpoint
+        self._saved_states.load(self._rest.of_lightning)
+        return self._rest.of_lightning
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict=strict)
-        if self._holds_equal_state and self._fit is not None and self._fit.rest is not None:
-            self._fit.rest.restore_flags(self.fit_model)
+        if self._rest is not None:
+            self._rest.restore_flags(self.fit_model)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._holds_equal_state:
+        if self._rest is not None:
             # optimizers keep the tensors that they get
             states = copy.deepcopy(checkpoint["optimizer_states"])
             checkpoint = {**checkpoint, "optimizer_states": states}
@@ -239,9 +219,13 @@ class ElasticStrategy(RingStrategy):
             self._restore_random()
 
     @property
+    def _rest(self) -> RestOfCheckpoint | None:
+        """Of the checkpoint in memory from which this fit is entered."""
+        return self._fit.rest if self._fit is not None else None
+
+    @property
     def _holds_equal_state(self) -> bool:
-        fit = self._fit
-        return self._enters_again and fit is not None and fit.rest is not None
+        return self._rest is not None
 
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
@@ -255,9 +239,7 @@ class ElasticStrategy(RingStrategy):
         else:
             trainer.num_sanity_val_steps = self._sanity_steps or trainer.num_sanity_val_steps
             self._sanity_steps = 0
-            latest = fit.rest.learning_rates_for if fit.rest is not None else (0, self.world_size)
-            generation, ranks = latest
-            fit.resize.begin(ranks, generation)
+            fit.resize.begin(*(fit.rest.learning_rates_for if fit.rest else (0, self.world_size)))
 
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self._trainer
@@ -411,7 +393,8 @@ class ElasticStrategy(RingStrategy):
             )
             take_names(trainer.loggers, names)
             # all ranks have come here, or the call would not have returned
-            fit.held, fit.rest, self._restore_random, fit.entered = None, None, None, True
+            fit.held = fit.rest = self._restore_random = None
+            fit.entered = True
         self._in_fit.enter_context(gathering_through(fit.calls, trainer.lightning_module))
         change_loops(self, fit, self._in_fit)
 
