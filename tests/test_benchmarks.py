@@ -149,13 +149,15 @@ def test_a_death_is_timed_to_the_next_step_and_lost_steps_are_counted() -> None:
     # another rank ends the victim's last step behind its death
     late = [*before[:-1], (DEADLY - 1, 100.01)]
     goes_on = outcome(100.0, [before, [*late, (DEADLY, 101.5)], [*before, (DEADLY, 101.0)]])
-    assert goes_on == Outcome(step=1.0, next_step=1.0, new_step=1.0, lost=0)
+    assert goes_on == Outcome(
+        step=1.0, next_step=1.0, new_step=1.0, lost=0, join=pytest.approx(1.49)
+    )
     starts_again = [(step, 100.0 + step) for step in range(DEADLY - 2, DEADLY + 2)]
     assert outcome(100.0, [before, late, starts_again]) == Outcome(
         1.0, DEADLY - 2.0, float(DEADLY), lost=2
     )
     goes_back = [*late, (DEADLY - 2, 101.0), (DEADLY - 1, 102.0), (DEADLY, 103.0)]
-    assert outcome(100.0, [before, goes_back]) == Outcome(1.0, 1.0, 3.0, lost=2)
+    assert outcome(100.0, [before, goes_back]) == Outcome(1.0, 1.0, 3.0, lost=2, join=1.0)
 
 
 def test_horovod_s_ranks_are_on_hosts_of_their_own_which_are_all_this_one(
@@ -169,7 +171,7 @@ def test_horovod_s_ranks_are_on_hosts_of_their_own_which_are_all_this_one(
     horovod(
         Job(tmp_path),
         tmp_path,
-        argparse.Namespace(ranks=4, mib=4.0, horovod="/there/bin/python"),
+        argparse.Namespace(ranks=4, mib=4.0, steps=18, horovod="/there/bin/python"),
         commit_every=5,
     )
     assert started[:5] == ["/there/bin/horovodrun", "-np", "4", "--min-np", "3"]

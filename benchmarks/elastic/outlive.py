@@ -6,7 +6,9 @@ and what is lost.
 Ranks on this host train the same layers with SGD. One of them kills itself (SIGKILL) between
 forward and backward of step 13. The clock runs from then to the end of the next optimizer step of
 any other rank; beside it to the end of the first step that had not been finished before, and the
-number of finished steps that are lost. Jobs run one after the other, and the libraries take turns.
+number of finished steps that are lost. With ``--join --steps 60`` another process takes the place
+of the dead one, and the last column is the longest step of a survivor later. Jobs run one after the
+other, and the libraries take turns.
 
 - ``ring_elastic``: a Trainer's fit under ``ringrun --min-ranks 1``, over shared memory; with
   ``:gloo`` over Gloo.
@@ -60,6 +62,7 @@ class Outcome:
     next_step: float
     new_step: float
     lost: int
+    join: float = 0.0  # the longest step of a survivor afterwards, in which another process joins
 
 
 class Job:
@@ -67,8 +70,9 @@ class Job:
     behind.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, last: int = STEPS) -> None:
         self._folder = folder
+        self._last = last  # step
         self._processes: list[subprocess.Popen[bytes]] = []
         self._servers: list[subprocess.Popen[bytes]] = []
 
@@ -96,7 +100,9 @@ class Job:
             SystemExit: None has, and all have ended, or nothing came in time.
         """
         until = time.monotonic() + JOB_SECONDS
-        while not any(steps[-1][0] >= STEPS for steps in finished_steps(self._folder).values()):
+        while not any(
+            steps[-1][0] >= self._last for steps in finished_steps(self._folder).values()
+        ):
             if (
                 all(process.poll() is not None for process in self._processes)
                 or time.monotonic() > until
@@ -132,7 +138,7 @@ def kill_session(process: subprocess.Popen[bytes]) -> None:
 
 def rank(loop: str, folder: Path, asked: argparse.Namespace) -> list[str]:
     words = [loop, str(folder), "--mib", str(asked.mib), "--ranks", str(asked.ranks)]
-    return ["-m", "benchmarks.elastic.outlive_rank", *words]
+    return ["-m", "benchmarks.elastic.outlive_rank", *words, "--steps", str(asked.steps)]
 
 
 def ring_elastic(job: Job, folder: Path, asked: argparse.Namespace, backend: str) -> None:
@@ -144,6 +150,7 @@ def ring_elastic(job: Job, folder: Path, asked: argparse.Namespace, backend: str
         str(asked.ranks),
         "--min-ranks",
         "1",
+        *(["--respawn"] if asked.join else []),
     ]
     job.start(*ringrun, sys.executable, *rank("ring_elastic", folder, asked), "--backend", backend)
 
@@ -180,6 +187,8 @@ def torchft(
     job.serve(str(Path(asked.torchft).with_name("torchft_lighthouse")), *options)
     for number in range(asked.ranks):
         command = [asked.torchft, *rank("torchft", folder, asked), "--number", str(number)]
+        if asked.join and number == 1:
+            command = ["sh", "-c", '"$@"; "$@"', "sh", *command]  # once more after its death
         job.start(*command, TORCHFT_LIGHTHOUSE=f"http://localhost:{port}")
 
 
@@ -239,7 +248,15 @@ def outcome(died: float, processes: Sequence[Sequence[tuple[int, float]]]) -> Ou
         next_step=min(when for _, when in afterwards) - died,
         new_step=min(when for step, when in afterwards if step >= DEADLY) - died,
         lost=len({step for step, _ in afterwards if step < DEADLY}),
+        join=max(longest_step(steps, died) for steps in processes),
     )
+
+
+def longest_step(steps: Sequence[tuple[int, float]], died: float) -> float:
+    """Of a process that trained before the death, but for the first step after it."""
+    later = [when for _, when in steps if when > died]
+    survived = steps[0][1] < died
+    return max((b - a for a, b in pairwise(later)), default=0.0) if survived else 0.0
 
 
 def pairs_until(
@@ -255,7 +272,7 @@ def pairs_until(
 def run(start: Start, asked: argparse.Namespace) -> Outcome:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with Job(folder) as job:
+        with Job(folder, asked.steps) as job:
             start(job, folder, asked)
             job.wait()
         return outcome(float((folder / "died").read_text()), list(finished_steps(folder).values()))
@@ -264,15 +281,16 @@ def run(start: Start, asked: argparse.Namespace) -> Outcome:
 def report(found: dict[str, list[Outcome]]) -> Iterator[str]:
     yield (
         "| | a step before | the next step ends after | a new step ends after | finished steps "
-        "lost |"
+        "lost | longest step later |"
     )
-    yield "|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|"
     for name, jobs in found.items():
         times = [[getattr(job, field) for job in jobs] for field in ("next_step", "new_step")]
         shown = [f"{statistics.median(each):.2f} s (largest {max(each):.2f})" for each in times]
         lost = statistics.median(job.lost for job in jobs)
         step = 1e3 * statistics.median(job.step for job in jobs)
-        yield f"| {name} | {step:.0f} ms | {shown[0]} | {shown[1]} | {lost:g} |"
+        join = statistics.median(job.join for job in jobs)
+        yield f"| {name} | {step:.0f} ms | {shown[0]} | {shown[1]} | {lost:g} | {join:.2f} s |"
 
 
 def main() -> None:
@@ -284,6 +302,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mib", type=float, default=256.0, help="of gradients")
     parser.add_argument("--jobs", type=int, default=5, help="of each")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument(
+        "--join", action="store_true", help="another process takes the place of the dead one"
+    )
     parser.add_argument(
         "--contenders", nargs="+", choices=CONTENDERS, help="by default all that are there"
     )

@@ -82,13 +82,13 @@ def ring_elastic(watch: Watch, asked: argparse.Namespace) -> None:
     trainer = pl.Trainer(
         strategy=ElasticStrategy(backend=asked.backend),
         accelerator="cpu",
-        max_steps=STEPS,
+        max_steps=asked.steps,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = TensorDataset(torch.randn(STEPS * asked.ranks * BATCH, WIDTH))
+    data = TensorDataset(torch.randn(asked.steps * asked.ranks * BATCH, WIDTH))
     trainer.fit(Module(), DataLoader(data, batch_size=BATCH))
 
 
@@ -102,7 +102,7 @@ def torchelastic(watch: Watch, asked: argparse.Namespace) -> None:
         step = checkpoint["step"]
     module = nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
-    while step < STEPS:
+    while step < asked.steps:
         optimizer.zero_grad()
         loss = loss_of(module, torch.randn(BATCH, WIDTH))
         watch.backward_of(step + 1, victim=dist.get_rank() == 1)
@@ -149,7 +149,7 @@ def torchft(watch: Watch, asked: argparse.Namespace) -> None:
     # else the first one begins alone
     while len(list(asked.folder.glob("*.started"))) < asked.ranks:
         time.sleep(0.05)
-    while (step := manager.current_step()) < STEPS:
+    while (step := manager.current_step()) < asked.steps:
         optimizer.zero_grad()
         loss = loss_of(net, torch.randn(BATCH, WIDTH))
         watch.backward_of(step + 1, victim=asked.number == 1)
@@ -174,7 +174,7 @@ def horovod(watch: Watch, asked: argparse.Namespace) -> None:
 
     @hvd.elastic.run  # type: ignore[untyped-decorator]
     def train(state: Any) -> None:
-        while state.step < STEPS:
+        while state.step < asked.steps:
             optimizer.zero_grad()
             loss = loss_of(net, torch.randn(BATCH, WIDTH))
             watch.backward_of(state.step + 1, victim=hvd.rank() == 1)
@@ -206,6 +206,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--mib", type=float, required=True, help="of gradients")
     parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--backend", default="auto", help="of ring_elastic")
     parser.add_argument("--number", type=int, help="of torchft's replica group")
     parser.add_argument("--commit-every", type=int, default=1, help="steps, of horovod")

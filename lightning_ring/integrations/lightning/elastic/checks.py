@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -112,7 +112,7 @@ def check_newcomers(
 
     Raises:
         ModelMismatchError: The ranks' models or optimizers differ.
-        ConfigurationError: Batches, limits or callbacks differ.
+        ConfigurationError: Limits, data or callbacks differ.
     """
     trainer, position = strategy.fit_trainer, fit.step.position
     assert position is not None
@@ -122,12 +122,11 @@ def check_newcomers(
         "order": position.order,
     }
     callbacks = [type(callback).__name__ for callback in user_callbacks(trainer)]
-    own = fit.process.member.number, joins, position.batch_size, limits, callbacks
+    own = fit.process.member.number, joins, limits, callbacks
     gathered = comm.all_gather_object(own, name="what newcomers have")
-    check_batches({number: size for number, _, size, _, _ in gathered})
-    first, _, _, first_limits, _ = gathered[0]
-    old_callbacks = [names for _, is_new, _, _, names in gathered if not is_new]
-    for number, _, _, limit, names in gathered:
+    first, _, first_limits, _ = gathered[0]
+    old_callbacks = [names for _, is_new, _, names in gathered if not is_new]
+    for number, _, limit, names in gathered:
         if limit != first_limits:
             raise ConfigurationError(
                 f"Process {number} would train on other data, or to another end, than process "
@@ -145,17 +144,12 @@ def check_newcomers(
         check_same_optimizer(optimizer, comm)
 
 
-def check_batches(sizes: Mapping[int, int]) -> None:
-    """Raise a ConfigurationError unless all processes, by number, have batches of one size: a
-    step counts on it.
-    """
-    if len(set(sizes.values())) > 1:
-        shown = ", ".join(f"process {number} has {size}" for number, size in sorted(sizes.items()))
+def check_batches(sizes: Sequence[int]) -> None:
+    """Raise a ConfigurationError unless all ranks have batches of one size: a step counts on it."""
+    if len(set(sizes)) > 1:
         raise ConfigurationError(
-            "A process joins whose training batches have another size than those of the others "
-            f"({shown}). Each rank keeps its batch size, however many there are. Give DataLoader a "
-            "number, or compute it from trainer.world_size, which in the set-up of every process "
-            "is the number with which the job began."
+            f"The ranks of an elastic fit have training batches of different sizes: {[*sizes]}, by "
+            "rank. Give DataLoader a number, or compute it from trainer.world_size."
         )
 
 

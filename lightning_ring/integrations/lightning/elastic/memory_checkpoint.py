@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 64 * 2**20  # of a checkpoint, that travel at once
 _KEY = "lightning_ring_elastic"
+_COPIED_BY_OTHERS = ("state_dict", "optimizer_states")
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 # of ModelCheckpoint: the monotonic clock's time, by which rank 0 decides
 _OF_ONE_HOST = ("_last_time_checked",)
@@ -111,13 +112,20 @@ class RestOfCheckpoint:
 
     Attributes:
         of_lightning: That checkpoint.
+        position: In the training data.
         learning_rates_for: The view, a generation and its number of ranks, for which the learning
             rates are.
     """
 
     def __init__(self, checkpoint: dict[str, Any]) -> None:
-        self._found: dict[str, Any] = checkpoint.pop(_KEY)
-        self.of_lightning = checkpoint
+        # what somebody keeps would keep the whole file
+        copied = {
+            key: value if key in _COPIED_BY_OTHERS else copy.deepcopy(value)
+            for key, value in checkpoint.items()
+        }
+        self._found: dict[str, Any] = copied.pop(_KEY)
+        self.of_lightning = copied
+        self.position: dict[str, Any] = self._found["position"]
         self.learning_rates_for: tuple[int, int] = self._found["learning_rates_for"]
 
     def restore_attributes(self, trainer: pl.Trainer, first: list[dict[str, Any]]) -> None:
@@ -134,7 +142,7 @@ class RestOfCheckpoint:
         for module, modes in zip(model.modules(), self._found["modes"], strict=True):
             vars(module).update(modes)
 
-    def restore(self, strategy: ElasticStrategy, fit: ElasticFit) -> None:
+    def restore(self, strategy: ElasticStrategy) -> None:
         """Before the first batch."""
         trainer, found = strategy.fit_trainer, self._found
         vars(trainer).update(found["attributes"][0])
@@ -142,8 +150,6 @@ class RestOfCheckpoint:
             getattr(trainer._logger_connector, name).update(metrics)
         strategy.buffers_state = found["buffers"]
         strategy.rank_changes.load_state_dict(found["rank_changes"])
-        assert fit.step.position is not None
-        fit.step.position.enter(found["position"])
 
 
 def _modes(module: nn.Module) -> dict[str, Any]:

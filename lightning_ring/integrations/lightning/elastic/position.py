@@ -169,7 +169,9 @@ class TrainingPosition:
         if self._batch_idx < 0:
             self.begin_epoch()
         else:
-            self._epoch, self._after = state["epoch"], state["after"]
+            # the loader counts in batches, whose size may be another one now
+            taken = {"taken": (self._batch_idx + 1) * self.batch_size}
+            self._epoch, self._after = state["epoch"], state["after"] | taken
             self.go_on()
         self._fetcher.fetched = 0  # the epoch's loop adds the batches before
 

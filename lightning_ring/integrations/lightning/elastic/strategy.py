@@ -30,7 +30,11 @@ from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.elastic.rank_changes import RankChanges
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.random_state import remember_random_state
-from lightning_ring.integrations.lightning.elastic.checks import check_arguments, check_fit
+from lightning_ring.integrations.lightning.elastic.checks import (
+    check_arguments,
+    check_batches,
+    check_fit,
+)
 from lightning_ring.integrations.lightning.elastic.entering import EnteringLauncher
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
 from lightning_ring.integrations.lightning.elastic.loops import change_loops
@@ -379,34 +383,34 @@ class ElasticStrategy(RingStrategy):
         if fit is None:
             return
         fit.begin_training()
-        fit.step.position = TrainingPosition(trainer)
+        position = fit.step.position = TrainingPosition(trainer)
         fit.first_attributes = fit.first_attributes or plain_attributes(trainer)
-        if fit.rest is not None:
-            self._restore_rest(fit, fit.rest)
         if not fit.waits_to_join:
-            # rank 0 is asked when it is called: it may be another one the second time
-            plain = super().broadcast
-            names = self._call(
-                lambda: self.and_barrier(
-                    lambda: plain(names_of(trainer.loggers) if self.is_global_zero else [], 0)
-                )
-            )
-            take_names(trainer.loggers, names)
-            # all ranks have come here, or the call would not have returned
-            fit.held = fit.rest = self._restore_random = None
-            fit.entered = True
+            own = names_of(trainer.loggers), position.batch_size
+            of_ranks = self._call(lambda: self.connected.all_gather_object(own))
+            check_batches([size for _, size in of_ranks])
+            take_names(trainer.loggers, of_ranks[0][0])
+            self._begin_to_train(fit, position)
         self._in_fit.enter_context(gathering_through(fit.calls, trainer.lightning_module))
         change_loops(self, fit, self._in_fit)
 
-    def _restore_rest(self, fit: ElasticFit, rest: RestOfCheckpoint) -> None:
+    def _begin_to_train(self, fit: ElasticFit, position: TrainingPosition) -> None:
+        """All ranks have come here: from now on a death is survived in place."""
+        rest, fit.entered = fit.rest, True
+        fit.held = fit.rest = self._restore_random = None
+        if rest is None:
+            return
         assert fit.recovery.view is not None
-        step = fit.recovery.step or 0
-        rest.restore(self, fit)
-        fit.enters_between_batches = True
+        state, step = rest.position, fit.recovery.step or 0
+        rest.restore(self)
         stay_at_the_end([config.scheduler for config in self.lr_scheduler_configs])
         view = fit.recovery.view.generation, self.world_size
-        fit.resize.apply(self, fit.step.position, view, step)
+        fit.resize.apply(self, position, view, step)
         fit.tell_of_ranks(step)
+        fit.enters_between_batches = True
+        # loader processes, which begin now, would keep the memory of the checkpoint
+        del rest
+        position.enter(state)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
