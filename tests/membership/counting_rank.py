@@ -80,7 +80,7 @@ class Rank:
     def train(self) -> None:
         while True:
             try:
-                self.member.report(Report(self.step, self.complete is not None))
+                self.member.report(Report(self.step, self.complete is not None, between=True))
                 self.enter(self.member.next_view(WAIT))
                 while (self.step or 0) < self.steps:
                     self.take_step()

@@ -12,6 +12,7 @@ from lightning_ring.membership.membership import Membership, StateLostError
 from lightning_ring.membership.view import View
 
 DONE, BEHIND, FULL = Report(7), Report(6), Report(6, complete=True)
+BETWEEN = Report(5, between=True)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_the_next_view_waits_for_reports_and_until_the_dead_are_seen_to_be_dead(
     assert membership.members == [1, 2]
 
 
-def test_a_newcomer_waits_for_the_members_and_follows_them() -> None:
+def test_newcomers_wait_until_all_members_are_between_steps_and_follow_them() -> None:
     membership = opened(2, max_ranks=3)
     membership.expect(2)
     assert not membership.admits
@@ -74,14 +75,18 @@ def test_a_newcomer_waits_for_the_members_and_follows_them() -> None:
         membership.report(newcomer, -1, Report())
     assert membership.admits
     assert membership.next_view() is None
-    membership.report(1, 0, Report(1))
-    membership.report(0, 0, Report(1))
-    assert membership.next_view() == View(1, (0, 1, 2), 1, (2,))
+    membership.report(1, 0, BETWEEN)
+    membership.report(0, 0, Report(5))  # it has begun another one
+    assert membership.next_view() == View(1, (0, 1), 5)
+    assert membership.admits
+    for member in (0, 1):
+        membership.report(member, 1, BETWEEN)
+    assert membership.next_view() == View(2, (0, 1, 2), 5, (2,))
     assert not membership.admits  # no room for process 3
     membership.fenced(0)
-    membership.report(1, 1, Report(1))
-    membership.report(2, 1, Report())  # it died in the middle of handing over: still without state
-    assert membership.next_view() == View(2, (1, 2, 3), 1, (2, 3))
+    membership.report(1, 2, BETWEEN)
+    membership.report(2, 2, Report())  # process 0 had yet to send it the state
+    assert membership.next_view() == View(3, (1, 2, 3), 5, (2, 3))
 
 
 def test_reports_of_an_earlier_generation_do_not_count() -> None:
@@ -97,7 +102,7 @@ def test_too_few_ranks_wait_for_others() -> None:
     membership = opened(2, min_ranks=2)
     membership.fenced(1)
     assert not membership.below_min_ranks
-    membership.report(0, 0, Report(5))
+    membership.report(0, 0, BETWEEN)
     assert membership.below_min_ranks
     assert membership.next_view() is None
     membership.report(2, -1, Report())
@@ -174,7 +179,7 @@ def test_a_death_in_another_fit_is_survived() -> None:
 def test_a_newcomer_is_a_member_once_it_has_finished_a_step() -> None:
     membership = opened(1)
     membership.report(1, -1, Report())
-    membership.report(0, 0, Report(5))
+    membership.report(0, 0, BETWEEN)
     assert membership.next_view() == View(1, (0, 1), 5, (1,))
     assert [membership.was_member(member) for member in (0, 1)] == [True, False]
     assert membership.knows(1)
@@ -213,12 +218,15 @@ def live_through(seed: int) -> None:
             [("join", next(numbers)) for _ in range(draws.randrange(3))] if len(alive) < 6 else []
         )
         draws.shuffle(events)
+        between = draws.random() < 0.7
         for kind, member in events:
             if kind == "report":
                 membership.report(
                     member,
                     view.generation,
-                    Report(steps[member], complete[member] and not finished[member]),
+                    Report(
+                        steps[member], complete[member] and not finished[member], between=between
+                    ),
                 )
             elif kind == "die":
                 membership.fenced(member)
@@ -228,6 +236,7 @@ def live_through(seed: int) -> None:
         assert new is not None
         assert new.step is not None
         assert most <= new.step <= most + 1
+        assert between or not new.newcomers
         for member in new.members:
             if member not in new.newcomers:
                 assert new.step in (steps[member], steps[member] + complete[member])
@@ -235,14 +244,15 @@ def live_through(seed: int) -> None:
         most = new.step
 
 
-def test_the_training_begins_with_the_ranks_that_are_left_of_the_first_view() -> None:
+def test_the_training_begins_with_the_ranks_that_are_there_when_all_are_connected() -> None:
     membership = opened(3)
     membership.fenced(2)  # while the first view connects
-    for member in (0, 1):
-        membership.report(member, 0, Report())
-    assert membership.next_view() == View(1, (0, 1))
-    assert membership.first_ranks == 2
     membership.fenced(1)
+    membership.report(3, -1, Report())  # and with those that have come in their place
+    membership.report(0, 0, Report())
+    assert membership.next_view() == View(1, (0, 3))
+    assert membership.first_ranks == 2
+    membership.fenced(3)
     membership.report(0, 1, Report(5))
     assert membership.next_view() == View(2, (0,), 5)
     assert membership.first_ranks == 2

@@ -100,16 +100,6 @@ def test_a_process_that_hangs_before_it_connects_is_found_once_another_one_is_re
     assert clock.pass_seconds(500) == {}
 
 
-def test_a_process_that_gets_the_state_of_a_member_may_have_nothing_to_do() -> None:
-    membership = members(2)
-    membership.expect(2)
-    membership.catching_up.add(2)
-    clock = Clock(Silence(LIMITS, lambda member: 1e9), membership)
-    assert clock.pass_seconds(400) == {}
-    membership.catching_up.clear()
-    assert list(clock.pass_seconds(400)) == [2]
-
-
 def test_a_silent_member_is_removed_and_the_others_go_on() -> None:
     with serving(SilenceLimits(answer=1.5)) as server:
         one, two = first_view(server, 2)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import socket
 import threading
-from typing import Any
 
 import pytest
 
@@ -91,7 +89,7 @@ def test_a_newcomer_is_announced_and_let_in_when_the_members_stop() -> None:
             two.next_view(0.1)
         assert one.newcomers_wait
         one.check()  # it goes on until it stops by itself
-        one.report(Report(8))
+        one.report(Report(8, between=True))
         for member in (one, two):
             view = member.next_view(WAIT)
             assert (view.members, view.step, view.newcomers) == ((0, 1), 8, (1,))
@@ -118,7 +116,7 @@ def test_a_newcomer_that_does_not_fit_is_removed_and_a_member_is_not() -> None:
         two = server.join(1)
         two.report(Report())
         wait_for(lambda: one.newcomers_wait, WAIT)
-        one.report(Report(8))
+        one.report(Report(8, between=True))
         for member in (one, two):
             member.next_view(WAIT)
         two.turn_away([0])
@@ -129,44 +127,6 @@ def test_a_newcomer_that_does_not_fit_is_removed_and_a_member_is_not() -> None:
         one.report(Report(8))
         assert one.next_view(WAIT).members == (0,)
         assert server.steward.turned_away == {1}
-
-
-def test_a_newcomer_gets_another_source_each_time_and_is_called_when_it_is_needed() -> None:
-    with serving(min_ranks=2) as server:
-        one, two = first_view(server, 2)
-        asked: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
-        one.on_wanted, two.on_wanted = (lambda m, n=n: asked.put((n, m)) for n in (0, 1))
-        three = server.join(5)
-        for attempt in range(2):
-            three.ask_for_state(1234, "secret", attempt)
-            source, message = asked.get(timeout=WAIT)
-            assert source == (5 + attempt) % 2
-            wanted = {name: message[name] for name in ("member", "address", "port", "token")}
-            assert wanted == {"member": 5, "address": "127.0.0.1", "port": 1234, "token": "secret"}
-        three.ask_for_state(1234, "secret", 0, of_all=True)
-        assert {asked.get(timeout=WAIT)[0] for _ in range(2)} == {0, 1}
-        assert not three.is_needed
-        two.close()
-        one.report(Report(3))
-        wait_for(lambda: three.is_needed, WAIT)
-        three.report(Report())
-        view = one.next_view(WAIT)
-        assert (view.members, view.newcomers) == ((0, 5), (5,))
-
-
-def test_a_process_that_catches_up_when_the_training_ends_or_nobody_is_left_is_told_so() -> None:
-    with serving() as server:
-        (one,) = first_view(server, 1)
-        two, three = server.join(1), server.join(2)
-        two.ask_for_state(1234, "secret", 0)
-        wait_for(lambda: server.steward.membership.catching_up, WAIT)
-        one.finish()
-        assert two.is_over(WAIT)
-        three.ask_for_state(1234, "secret", 0)
-        assert three.is_over(WAIT)
-        for member in (two, three):
-            with pytest.raises(JobEnded, match="the training has finished"):
-                member.check()
 
 
 def test_a_failure_ends_the_job_on_every_rank() -> None:
