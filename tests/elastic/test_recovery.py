@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ring.elastic.recovery import Recovery
+from lightning_ring.elastic.recovery import EnterAgain, Recovery
 from lightning_ring.errors import (
     CollectiveError,
     ConfigurationError,
@@ -28,9 +28,8 @@ class Recorder:
     """Member, `Generations` and `Training` in one. ``opens`` raise what is in it, one a call."""
 
     number = 0
-    admitted = True
     newcomers_wait = False
-    training_is_over = False
+    enters_again = False
     communicator = SimpleNamespace(barrier=lambda: None)
 
     def __init__(
@@ -60,15 +59,8 @@ class Recorder:
             raise error
         return "communicator"
 
-    def all_admit(self, members: tuple[int, ...], own: bool | None) -> bool:
-        self.calls.append(("admit", members, own))
-        return self.admitted
-
-    def admits(self, ranks: int) -> bool:
-        return ranks == 2
-
-    def finish(self) -> None:
-        self.calls.append("finish")
+    def is_between(self, first_attempt: bool) -> bool:
+        return first_attempt
 
     def take_part(self) -> None:
         self.calls.append("take part")
@@ -82,8 +74,9 @@ class Recorder:
     def take_back(self) -> None:
         self.calls.append("take back")
 
-    def enter(self, view: View, comm: str) -> None:
+    def enter(self, view: View, comm: str) -> bool:
         self.calls.append(f"enter {view.generation}")
+        return self.enters_again
 
 
 def test_a_step_that_is_done_again_is_taken_back_before_state_is_sent() -> None:
@@ -112,9 +105,9 @@ def test_a_newcomer_has_state_only_once_it_has_entered() -> None:
         View(4, (1, 4), 7, (4,)),
         opens=(PeerFailedError("rank 0 died"), None),
     )
-    ranks.number = 4
-    ranks.recovery.start()
-    assert ("admit", (0,), None) in ranks.calls
+    ranks.number, ranks.enters_again = 4, True
+    with pytest.raises(EnterAgain):
+        ranks.recovery.start()
     assert [call for call in ranks.calls if isinstance(call, Report)] == [
         Report(None),
         Report(None),
@@ -122,27 +115,14 @@ def test_a_newcomer_has_state_only_once_it_has_entered() -> None:
     assert ranks.recovery.step == 7
 
 
-def test_newcomers_wait_where_a_rank_cannot_let_them_in() -> None:
-    views = View(3, (0, 1, 4), 7, (4,)), View(4, (0, 4), 7, (4,))
-    member = Recorder(views[0])
-    member.recovery.step, member.admitted = 7, False
-    member.recovery.after(OVER)
-    assert ("admit", (0, 1), False) in member.calls
-    assert member.recovery.view == View(3, (0, 1), 7)
-    newcomer = Recorder(*views)
-    newcomer.number, newcomer.admitted = 4, False
-    with pytest.raises(JobEnded):
-        newcomer.recovery.start()
-    assert not [call for call in newcomer.calls if str(call).startswith("open")]
-
-
-def test_a_process_that_is_left_out_of_the_last_view_ends_with_it() -> None:
-    newcomer = Recorder(View(3, (0, 1, 4), 7, (4,)), over=False)
-    newcomer.number, newcomer.admitted, newcomer.training_is_over = 4, False, True
-    with pytest.raises(JobEnded) as caught:
-        newcomer.recovery.start()
-    assert caught.value.finished
-    assert newcomer.calls[-1] == "finish"
+def test_newcomers_come_in_where_all_agreed_unless_a_rank_dies_meanwhile() -> None:
+    ranks = Recorder(View(1, (0, 4), 5, (4,)), View(2, (0,), 5), opens=(OVER, None))
+    ranks.recovery.step, ranks.enters_again = 5, True
+    with pytest.raises(EnterAgain):
+        ranks.recovery.pause()
+    reports = [call for call in ranks.calls if isinstance(call, Report)]
+    assert [report.between for report in reports] == [True, False]
+    assert ranks.calls[-1] == "enter 2"
 
 
 def test_connections_that_do_not_come_up_are_tried_again_a_few_times() -> None:
