@@ -46,7 +46,7 @@ LONG = (
         "horovod/test_horovod.py",
     ),
     # without ranks, of 5 s or more
-    *("algorithms/sharded/test_letting_in.py", "optim/test_battery.py", "job/test_watch.py"),
+    *("optim/test_battery.py", "job/test_watch.py"),
     *("algorithms/sharded/test_sharding.py", "comm/backends/test_thread.py"),
 )
 OWN_SEGMENTS = pytest.StashKey[str]()

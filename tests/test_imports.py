@@ -81,7 +81,7 @@ ROOMS = {
     ),
     "elastic": Room(
         "How does a training go on when ranks die?",
-        "connections of each view, recovery, `catch_up/`",
+        "connections of each view, recovery",
         "membership algorithms gradients job comm host",
     ),
     "optim": Room("How are parameters updated?", "LARS, LAMB, `engine/`", "host"),

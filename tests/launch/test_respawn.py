@@ -84,23 +84,3 @@ def test_a_replacement_that_fails_after_the_training_has_finished_is_no_failure_
     assert re.search(
         r"process 2 \(pid \d+\) ended with exit code 1; 0 ranks are left", done.stdout
     ), done.stdout
-
-
-@pytest.mark.ranks
-def test_a_process_that_is_killed_while_the_job_begins_again_is_replaced(tmp_path: Path) -> None:
-    script = counting(
-        tmp_path,
-        "from lightning_ring.membership.member import Member, Report\nif not "
-        "os.environ['RING_RESUME_FROM']:\n    member = Member(); member.open(); "
-        "member.report(Report()); member.next_view(60); time.sleep(0.5)\n    if number == '2': "
-        "time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)\n    member.lose_state('A shard "
-        "is lost.', 'last.ckpt', 1); os._exit(1)\ncount()\n",
-        steps=150,
-    )
-    done = start("ElasticLimits(3, respawn=RespawnLimits(delay=0.1))", script)
-    assert done.returncode == 0, done.stdout
-    assert "A shard is lost. 3 processes begin again from last.ckpt" in done.stdout
-    assert re.search(
-        r"process 2 \(pid \d+\) was killed by signal 9 .* a new process replaces it", done.stdout
-    )
-    assert {path.stem for path in tmp_path.glob("*.json")} == {"3", "4", "5"}, done.stdout

@@ -92,7 +92,7 @@ def test_survivors_compute_what_fewer_ranks_compute_from_that_state(make: Make) 
     def after(comm: ThreadCommunicator) -> dict[str, Any]:
         rank = survivors[comm.rank]
         versions = [param._version for param in rank.net.parameters()]
-        rank.algorithm.move(comm, has_state=True)
+        rank.algorithm.move(comm)
         rank.algorithm.detach(wait=False)
         # a backward may be under way
         assert versions == [param._version for param in rank.net.parameters()]
@@ -113,11 +113,9 @@ def test_survivors_compute_what_fewer_ranks_compute_from_that_state(make: Make) 
                 assert torch.equal(state["state"][index][key], value), (index, key)
 
 
-def test_a_rank_that_dies_while_others_move_and_one_that_comes() -> None:
-    """Rank 0 has the whole when rank 1 of the three that are left dies; rank 2 has parts; and a
-    process has come.
-    """
-    ranks = [Rank(OPTIMIZERS["sgd"], mirrors=True) for _ in range(4)]
+def test_a_rank_that_dies_while_others_move() -> None:
+    """Rank 0 has the whole when rank 1 of the three that are left dies; rank 2 has parts."""
+    ranks = [Rank(OPTIMIZERS["sgd"], mirrors=True) for _ in range(3)]
 
     def before(comm: ThreadCommunicator) -> None:
         ranks[comm.rank].attach(comm)
@@ -127,21 +125,16 @@ def test_a_rank_that_dies_while_others_move_and_one_that_comes() -> None:
     run_ranks(3, before)
     parts = copy.copy(vars(ranks[2].algorithm))
     held = ranks[2].algorithm.of(ranks[2].optimizer).held_state()
-    run_ranks(3, lambda comm: ranks[comm.rank].algorithm.move(comm, has_state=True))
+    run_ranks(3, lambda comm: ranks[comm.rank].algorithm.move(comm))
     vars(ranks[2].algorithm).update(parts)  # it did not get so far
     ranks[2].algorithm.of(ranks[2].optimizer).replace_state({})
     ranks[2].optimizer.state.update(held)
-    assert ranks[2].algorithm._standing(True).place == 2
+    assert ranks[2].algorithm._standing().place == 2
     with torch.no_grad():
         for param in ranks[2].net.parameters():
             param.zero_()
-    left = [ranks[0], ranks[3], ranks[2]]
-    run_ranks(
-        3,
-        lambda comm: left[comm.rank].algorithm.move(
-            comm, has_state=left[comm.rank] is not ranks[3]
-        ),
-    )
+    left = [ranks[0], ranks[2]]
+    run_ranks(2, lambda comm: left[comm.rank].algorithm.move(comm))
     for one, other in zip(ranks[0].net.parameters(), ranks[2].net.parameters(), strict=True):
         assert torch.equal(one, other)
     first, third = ranks[0].algorithm._moved, ranks[2].algorithm._moved
@@ -162,14 +155,14 @@ def test_an_optimizer_that_communicates_in_its_step_is_refused() -> None:
         run_ranks(1, rank.attach)
 
 
-def standings(*places: int | None, of: int) -> list[Standing]:
-    return [Standing(place, of if place is not None else 0) for place in places]
+def standings(*places: int, of: int) -> list[Standing]:
+    return [Standing(place, of) for place in places]
 
 
 def test_each_shard_comes_from_its_rank_or_from_the_mirror_behind_it() -> None:
     assert holders_of(standings(0, 1, 2, of=3)) == [(0, False), (1, False), (2, False)]
-    # the ranks at places 1 and 3 of 4 died, ranks have other numbers now, and one has just come
-    assert holders_of(standings(2, None, 0, of=4)) == [(2, False), (0, True), (0, False), (2, True)]
+    # the ranks at places 1 and 3 of 4 died, and ranks have other numbers now
+    assert holders_of(standings(2, 0, of=4)) == [(1, False), (0, True), (0, False), (1, True)]
     assert holders_of(standings(0, of=1)) == [(0, False)]
 
 
