@@ -6,17 +6,14 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections import defaultdict
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from lightning_ring.integrations.lightning.elastic.handover import _restore, check_batches
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
@@ -24,10 +21,9 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, 
 
 from lightning_ring import ElasticStrategy, RingStrategy
 from lightning_ring.algorithms.sharded import Sharded
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.data import ShuffledSampler
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.integrations.lightning.elastic.checks import check_fit
+from lightning_ring.integrations.lightning.elastic.checks import check_batches, check_fit
 from lightning_ring.integrations.lightning.elastic.loops import change_loops
 from lightning_ring.integrations.lightning.elastic.resize import Resize, scale_learning_rates
 from lightning_ring.integrations.lightning.elastic.samplers import (
@@ -35,7 +31,6 @@ from lightning_ring.integrations.lightning.elastic.samplers import (
     with_ordered_sampler,
 )
 from lightning_ring.monitor import RingMonitor, RingProfile
-from tests.thread_ranks import run_ranks
 
 
 def test_its_own_arguments_are_its_alone() -> None:
@@ -258,21 +253,6 @@ def test_one_cycle_stays_at_its_end_where_fewer_ranks_take_more_steps(within: bo
     assert rates[0][0] == pytest.approx(0.4 / 25 / 1e4)
 
 
-def test_one_cycle_of_a_process_that_has_joined_stays_at_its_end_too() -> None:
-    """It has not seen the deaths before, which took the others behind total_steps."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2, momentum=0.9)
-    scheduler = lr_scheduler.OneCycleLR(optimizer, 0.4, total_steps=20)
-    configs = [SimpleNamespace(scheduler=scheduler)]
-    strategy: Any = MagicMock(fit_model=nn.Linear(1, 1), lr_scheduler_configs=configs)
-    trainer: Any = MagicMock(callbacks=[], loggers=[])
-    state = defaultdict(MagicMock, attributes=[{}, {}, {}])
-    _restore(trainer, strategy, MagicMock(), state)
-    for _ in range(30):
-        optimizer.step()
-        scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.4 / 25 / 1e4)
-
-
 def test_a_rate_that_groups_share_as_a_tensor_is_scaled_once() -> None:
     first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=torch.tensor(0.2))
@@ -313,28 +293,22 @@ def test_rates_follow_the_number_of_ranks_and_the_change_is_said(
 
 
 def test_whoever_missed_a_view_scales_its_rates_by_the_factors_of_the_others_in_turn() -> None:
-    """Thread-ranks: the first two entered views 1 and 2, the third none of them, and the last
-    one joins.
-    """
-    rates = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(4)]
-
-    def enter(comm: Communicator) -> float:
+    """The first rank entered views 1 and 2, and the second none of them."""
+    rates, views = [], [(0, 7), (1, 6), (2, 5)]
+    for entered in (views, views[:1]):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        trainer = SimpleNamespace(accumulate_grad_batches=1)
+        strategy: Any = SimpleNamespace(
+            optimizers=[optimizer], lr_scheduler_configs=[], fit_trainer=trainer
+        )
         resize = Resize(lambda old, new: new / old / 3)
-        strategy: Any = SimpleNamespace(optimizers=[rates[comm.rank]], lr_scheduler_configs=[])
-        strategy.fit_trainer = SimpleNamespace(accumulate_grad_batches=1)
-        views = [(0, 7), (1, 6), (2, 5)]
-        if comm.rank < 3:
-            resize.begin(7)
-            for view in views[1:] if comm.rank < 2 else []:
-                resize.apply(strategy, None, view, 1)
-        missed = resize.missed(comm)
-        assert missed == ([] if comm.rank < 2 else views[1:] if comm.rank == 2 else views)
-        for view in [*missed, (3, 4)]:
+        resize.begin(7)
+        for view in entered[1:]:
             resize.apply(strategy, None, view, 1)
-        return float(rates[comm.rank].param_groups[0]["lr"])
-
-    first, second, third, _ = run_ranks(4, enter)
-    assert first == second == third != 0.1
+        for view in [*resize.missed([views, views[:1]]), (3, 4)]:
+            resize.apply(strategy, None, view, 1)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == rates[1] != 0.1
 
 
 def test_a_function_that_returns_no_factor_is_an_error() -> None:

@@ -19,18 +19,9 @@ from lightning_ring.integrations.lightning.elastic.loops import change_loops
 DIED = PeerFailedError("rank 1 died")
 
 
-class Others:
-    """A communicator whose other rank has made ``count`` calls, the last of which gave ``last``."""
-
-    def __init__(self, count: int, last: Any) -> None:
-        self.theirs = (count, last)
-
-    def all_gather_object(self, mine: Any, **_: str) -> list[Any]:
-        return [mine, self.theirs]
-
-
 def calls_beside(count: int, last: Any) -> HostCalls:
-    calls = HostCalls(lambda error: calls.compare(Others(count, last)))  # type: ignore[arg-type]
+    """Beside another rank that has made ``count`` calls, the last of which gave ``last``."""
+    calls = HostCalls(lambda error: calls.compare([calls.of_rank(), (count, last)]))
     return calls
 
 

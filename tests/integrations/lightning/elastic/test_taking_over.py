@@ -17,17 +17,17 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, csv_logs
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning_ring.integrations.lightning.elastic.attributes import (
-    changed_on_all,
-    plain_attributes,
-    take_attributes,
-)
 from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_ring.elastic.undo import remember
 from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
 from lightning_ring.integrations.lightning.elastic.loops import _validate
+from lightning_ring.integrations.lightning.elastic.memory_checkpoint import (
+    _changed_on_all,
+    plain_attributes,
+    take_attributes,
+)
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import (
     go_on_with_csv,
     names_of,
@@ -41,6 +41,7 @@ from lightning_ring.integrations.lightning.elastic.weights import (
     ChangedInSteps,
     remember_exchanged_weights,
 )
+from tests.thread_ranks import run_ranks
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -154,13 +155,8 @@ def test_a_process_that_joins_takes_attributes_that_training_has_changed_alike_o
         counting.count, counting.seen, bar.shown = 3, torch.ones(1), 1
         counting.lines.append(f"of rank {rank}")
         trainer.lightning_module.best, trainer.accumulate_grad_batches, trainer._private = 0.5, 2, 1
-    gathered = [
-        *changed_from(begun, first),
-        *changed_from(plain_attributes(fit(False)), other),
-        None,
-    ]
-    comm: Any = SimpleNamespace(all_gather_object=lambda own: gathered)
-    take_attributes(new, changed_on_all(begun, first, comm, receives=False))
+    changed = run_ranks(2, lambda comm: _changed_on_all(begun, (first, other)[comm.rank], comm))
+    take_attributes(new, changed[0])
     saving, counting, bar = new.callbacks
     assert (saving._last_checkpoint_saved, saving._last_time_checked) == ("last.ckpt", None)
     assert (counting.count, counting.is_main, counting.lines, float(counting.seen)) == (
@@ -171,14 +167,6 @@ def test_a_process_that_joins_takes_attributes_that_training_has_changed_alike_o
     )
     assert (new.lightning_module.best, new.accumulate_grad_batches, new._private) == (0.5, 2, 0)
     assert not hasattr(bar, "shown")
-
-
-def changed_from(begun: list[dict[str, Any]], trainer: Any) -> list[Any]:
-    """What ``trainer``'s rank sends to the others."""
-    sent: list[Any] = []
-    comm: Any = SimpleNamespace(all_gather_object=lambda own: sent.append(own) or [own])
-    changed_on_all(begun, trainer, comm, receives=False)
-    return sent
 
 
 class Exchanging(Callback):

@@ -1,0 +1,41 @@
+"""The checkpoint in memory: every rank loads the bits that rank 0 has written."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.integrations.lightning.elastic import memory_checkpoint
+from lightning_ring.integrations.lightning.elastic.memory_checkpoint import MemoryCheckpoint
+from tests.thread_ranks import run_ranks
+
+
+@pytest.mark.parametrize("numel", [None, 0, 5000])  # 5000: 21 chunks
+def test_all_ranks_load_what_rank_0_has_written(
+    numel: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_checkpoint, "CHUNK_BYTES", 1000)
+    checkpoint: dict[str, Any] = {}
+    if numel is not None:
+        checkpoint = {"weights": torch.randn(numel), "ready": torch.tensor(True), "epoch": 3}
+    run_ranks(2, lambda comm: comm.barrier())  # whatever is opened once
+    before = os.listdir("/proc/self/fd")
+
+    def send(comm: Communicator) -> dict[str, Any]:
+        held = MemoryCheckpoint()
+        if comm.rank == 0:
+            held.write(checkpoint)
+        held.send(comm, torch.device("cpu"))
+        return copy.deepcopy(held.load())
+
+    for loaded in run_ranks(2, send):
+        torch.testing.assert_close(loaded, checkpoint, rtol=0, atol=0)
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == before
+    assert torch.serialization.get_crc32_options()
