@@ -21,19 +21,19 @@ from lightning_ring.launch.respawn import RespawnLimits
 
 
 def torture(job: ElasticJob, folder: Path, draws: random.Random, kills: int) -> None:
-    killed = 0
+    killed: set[int] = set()  # which the job may have yet to notice
     # which a rank writes after its training
-    while killed < kills and not list(folder.glob("*.json")):
+    while len(killed) < kills and not list(folder.glob("*.json")):
         # also during a recovery, and two at once
         time.sleep(draws.choice([0.0, 0.003, 0.03, 0.2, 0.4]))
-        pids = job.pids()
+        pids = {number: pid for number, pid in job.pids().items() if number not in killed}
         holders = [number for number in pids if (folder / f"{number}.log").exists()]
         victim = draws.choice(list(pids) or [-1])
         if len(set(holders) - {victim}) < 1 or not holders:
             continue
         with contextlib.suppress(ProcessLookupError):
             os.kill(pids[victim], signal.SIGKILL)
-            killed += 1
+            killed.add(victim)
 
 
 def main() -> int:
