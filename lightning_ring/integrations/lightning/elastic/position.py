@@ -215,6 +215,17 @@ class TrainingPosition:
         self._fetcher.done = done >= total
 
 
+def rewind_loaders(trainer: pl.Trainer) -> None:
+    """Let training loaders stand where they stand in a new process, which counts their batches."""
+    combined = trainer.fit_loop._combined_loader
+    for loader in combined.flattened if combined is not None else ():
+        if isinstance(sampler := getattr(loader, "sampler", None), OrderedSampler):
+            sampler.set_epoch(0)
+            sampler.rewind()
+            if hasattr(loader, "trained_state"):
+                loader.load_state_dict({"sampler": sampler.state_dict(), "batches": 0})
+
+
 def _as_written(loader: Any) -> str:
     """What of ``loader`` an elastic fit cannot have, in the words of the script: torch and
     Lightning add samplers.

@@ -43,7 +43,10 @@ from lightning_ring.integrations.lightning.elastic.memory_checkpoint import (
     plain_attributes,
 )
 from lightning_ring.integrations.lightning.elastic.metric_sync import gathering_through
-from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
+from lightning_ring.integrations.lightning.elastic.position import (
+    TrainingPosition,
+    rewind_loaders,
+)
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
 from lightning_ring.integrations.lightning.elastic.resize import ResizeLR, stay_at_the_end
 from lightning_ring.integrations.lightning.elastic.samplers import with_ordered_sampler
@@ -177,6 +180,9 @@ class ElasticStrategy(RingStrategy):
         for metric in (part for part in self.fit_model.modules() if isinstance(part, Metric)):
             # parts of a graph, with which a module cannot be copied
             metric._forward_cache = metric._computed = None
+        if not trainer.training:  # a rank has died in a validation
+            loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
+        rewind_loaders(trainer)
         loop.teardown()
         # set-up finds counts as in a new process
         loop.load_state_dict(copy.deepcopy(self._first_progress))
@@ -398,10 +404,12 @@ class ElasticStrategy(RingStrategy):
         """All ranks have come here: from now on a death is survived in place."""
         rest, fit.entered = fit.rest, True
         fit.held = fit.rest = self._restore_random = None
+        step = fit.recovery.step or 0
         if rest is None:
+            fit.tell_of_ranks(step)  # some may have died in the set-up
             return
         assert fit.recovery.view is not None
-        state, step = rest.position, fit.recovery.step or 0
+        state = rest.position
         rest.restore(self)
         stay_at_the_end([config.scheduler for config in self.lr_scheduler_configs])
         view = fit.recovery.view.generation, self.world_size
