@@ -3,10 +3,11 @@
 A DEATH is NUMBER:STEP:PLACE, with STEP the number of finished optimizer steps. PLACE is
 ``forward``, ``backward``, ``step``, ``batch_end``, ``validation``, ``save``, ``epoch_end``;
 ``forward2`` and ``backward2`` are those of the second batch of a step; ``start`` is before the
-process connects, and the others then wait for its replacement. ``between`` is between the steps of
-the two optimizers of FIT_MANUAL. ``:late`` behind a place is half a second after it. ``sigterm`` is
-no death: at the end of a batch the process is asked to stop; with ``join`` for STEP, when it is
-about to join.
+process connects, and the others then wait for its replacement. With ``setup``, ``train_start`` and
+``epoch_start`` STEP is how often the process has entered the fit before. ``between`` is between the
+steps of the two optimizers of FIT_MANUAL. ``:late`` after a place is half a second later.
+``sigterm`` is no death: at the end of a batch the process is asked to stop; with ``join`` for STEP,
+when it is about to join.
 
 Each process appends epoch, step, samples and the number of earlier attempts at this step, of each
 batch that it reads, to ``FOLDER/NUMBER.log``; step and digest of weights and optimizer state after
@@ -65,6 +66,7 @@ WAIT, READY = int(os.environ.get("FIT_WAIT", "-1")), FOLDER / "newcomer"
 SHARDED = "FIT_SHARDED" in os.environ
 STRATEGIES: list[ElasticStrategy] = []
 ATTEMPTS: Counter[int] = Counter()  # by step, how often it was done again
+ENTRIES: list[str] = []
 
 
 def count_attempts(module: pl.LightningModule) -> None:
@@ -179,14 +181,21 @@ class Module(pl.LightningModule):
         die(self.global_step, place + (str(number) if number > 1 else ""))
 
     def setup(self, stage: str) -> None:
-        (FOLDER / f"{NUMBER}.world_size").write_text(str(self.trainer.world_size))
+        ENTRIES.append(stage)
+        die(len(ENTRIES) - 1, "setup")
+
+    def on_train_start(self) -> None:
+        die(len(ENTRIES) - 1, "train_start")
+
+    def on_train_epoch_start(self) -> None:
+        die(len(ENTRIES) - 1, "epoch_start")
 
     def wait_for_newcomer(self) -> None:
         until = time.monotonic() + 100
         while self.global_step == WAIT and not READY.exists() and time.monotonic() < until:
             time.sleep(0.05)
         if self.global_step == WAIT:
-            time.sleep(4.0)  # it catches up and reports now, also on a loaded machine
+            time.sleep(4.0)  # it reports now, also on a loaded machine
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         if "FIT_MOMENTUM" in os.environ:
@@ -296,6 +305,24 @@ class Failing(of_lightning.Callback):
 
     def fail(self, *_: Any, **__: Any) -> None:
         raise ValueError("only this process fails")
+
+
+class InEveryHook(of_lightning.Callback):
+    """Counts in every hook, and compares its count with the other ranks' in each ``every``th."""
+
+    def __init__(self, every: int) -> None:
+        self.count, self.every = 0, every
+
+    def compare(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        self.count += 1
+        if self.count % self.every == 0:
+            own = torch.tensor(float(self.count))
+            assert torch.equal(own, trainer.strategy.reduce(own.clone(), reduce_op="mean"))
+
+
+for name in vars(of_lightning.Callback):
+    if name in ("setup", "teardown") or (name[:3] == "on_" and name != "on_exception"):
+        setattr(InEveryHook, name, InEveryHook.compare)
 
 
 class ManualModule(Module):

@@ -242,7 +242,7 @@ def test_one_cycle_stays_at_its_end_where_fewer_ranks_take_more_steps(within: bo
             optimizers=[optimizer], lr_scheduler_configs=configs, fit_trainer=trainer
         )
         resize = Resize("keep")
-        resize.begin(4)
+        resize.begin(0, 4)
         resize.apply(strategy, None, (1, 3), 0)
         for _ in range(steps):
             optimizer.step()
@@ -283,7 +283,7 @@ def test_rates_follow_the_number_of_ranks_and_the_change_is_said(
         optimizers=[optimizer], lr_scheduler_configs=[], fit_trainer=trainer
     )
     resize = Resize(rule)
-    resize.begin(4)
+    resize.begin(0, 4)
     resize.apply(strategy, SimpleNamespace(batch_size=8), (1, 4), 1)  # type: ignore[arg-type]
     assert not caplog.records
     with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
@@ -302,7 +302,7 @@ def test_whoever_missed_a_view_scales_its_rates_by_the_factors_of_the_others_in_
             optimizers=[optimizer], lr_scheduler_configs=[], fit_trainer=trainer
         )
         resize = Resize(lambda old, new: new / old / 3)
-        resize.begin(7)
+        resize.begin(0, 7)
         for view in entered[1:]:
             resize.apply(strategy, None, view, 1)
         for view in [*resize.missed([views, views[:1]]), (3, 4)]:
@@ -313,7 +313,7 @@ def test_whoever_missed_a_view_scales_its_rates_by_the_factors_of_the_others_in_
 
 def test_a_function_that_returns_no_factor_is_an_error() -> None:
     resize = Resize(lambda old, new: 0.0)
-    resize.begin(4)
+    resize.begin(0, 4)
     strategy: Any = SimpleNamespace(optimizers=[], lr_scheduler_configs=[])
     with pytest.raises(ConfigurationError, match=r"returned 0\.0 for 4 and 3 ranks"):
         resize.apply(strategy, None, (1, 3), 0)

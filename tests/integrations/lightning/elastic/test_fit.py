@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -100,12 +101,13 @@ def check(folder: Path, ends: list[dict[str, Any]], world_size: int) -> None:
             assert digests.setdefault(step, digest) == digest, (log.name, step)
     with (folder / "csv" / "version_0" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    sizes = [float(row["ring/world_size"]) for row in rows if row["ring/world_size"]]
-    died, joined = (
-        max(float(row.get(f"ring/{name}") or 0) for row in rows) for name in ("deaths", "joins")
+    told = [row for row in rows if row["ring/world_size"]]
+    sizes, died, joined = (
+        [float(row.get(f"ring/{name}") or 0) for row in told]
+        for name in ("world_size", "deaths", "joins")
     )
-    assert sizes[-1] == world_size == sizes[0] - died + joined
-    assert died + joined > 0 or len(set(sizes)) == 1
+    assert sizes[-1] == world_size == sizes[0] - (died[-1] - died[0]) + joined[-1]
+    assert died[-1] + joined[-1] > 0 or len(set(sizes)) == 1
     # one for each optimizer
     norms = [name for name in rows[0] if name.startswith("ring/gradient_norm")]
     assert norms
@@ -133,6 +135,15 @@ def check(folder: Path, ends: list[dict[str, Any]], world_size: int) -> None:
 def test_a_fit_outlives_ranks(backend: str, deaths: list[str], tmp_path: Path) -> None:
     ends = fit(tmp_path, backend, *deaths)
     check(tmp_path, ends, 4 - len(deaths))
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [["0:0:setup", "3:1:epoch_start"], ["0:0:validation", "1:1:train_start"]],
+    ids=["setup", "sanity check"],
+)
+def test_a_fit_outlives_ranks_before_its_first_step(deaths: list[str], tmp_path: Path) -> None:
+    check(tmp_path, fit(tmp_path, "gloo", *deaths), 2)
 
 
 def test_a_rank_that_others_wait_for_in_the_next_step_does_that_again_with_them(
@@ -256,6 +267,23 @@ def test_a_newcomer_trains_on_as_the_others_do(tmp_path: Path) -> None:
     assert "lr: 0.01" in text  # the next rank 0 keeps what the first one wrote
 
 
+@pytest.mark.parametrize(
+    ("backend", "deaths", "sharded"),
+    [
+        ("gloo", ["0:1:setup", "4:2:train_start"], {}),
+        ("auto", ["4:1:setup", "2:2:train_start", "3:3:epoch_start"], {"FIT_SHARDED": "1"}),
+    ],
+)
+def test_ranks_that_die_while_all_enter_again_take_nothing_with_them(
+    backend: str, deaths: list[str], sharded: dict[str, str], tmp_path: Path
+) -> None:
+    """Process 4, in the place of process 1, has their checkpoint when the first of them dies."""
+    env = {"FIT_WAIT": "6", "FIT_NEWCOMER": "4"} | sharded
+    ends = fit(tmp_path, backend, "1:3:backward", *deaths, respawn=True, **env)
+    check(tmp_path, ends, len(ends))
+    assert {end["number"] for end in ends}.isdisjoint(int(death[0]) for death in deaths)
+
+
 def test_a_newcomer_steps_several_optimizers_as_the_others_do(tmp_path: Path) -> None:
     """With manual optimization. A rank steps twice in a batch."""
     env = {"FIT_MANUAL": "1", "FIT_WAIT": "12", "FIT_NEWCOMER": "2"}
@@ -318,6 +346,22 @@ def test_a_newcomer_that_fails_before_its_first_step_is_a_death(
     )
 
 
+def grow(ranks: int, folder: Path, *asked: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """A fit of ``ranks``, and of one more once process 0 trains."""
+    slots = f"sh -c 'echo localhost:$(({ranks} + $(ls {folder} | grep -c ^0.log)))'"
+    ringrun = f"-m lightning_ring.cli.ringrun -n {ranks} --max-ranks {ranks + 1} --discover"
+    script = [*forked.python(), RANK, str(folder), "gloo", *asked]
+    env |= {"FIT_WAIT": "3", "FIT_NEWCOMER": str(ranks)}
+    return run([sys.executable, *ringrun.split(), slots, *script], **env)
+
+
+def test_callbacks_communicate_in_every_hook_while_a_process_joins(tmp_path: Path) -> None:
+    done = grow(2, tmp_path, FIT_CALLBACKS="InEveryHook(1);InEveryHook(7)")
+    assert done.returncode == 0, done.stdout[-6000:]
+    ends = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
+    check(tmp_path, ends, 3)
+
+
 @pytest.mark.parametrize(
     "asked",
     [(), ("0:8:sigterm",), ("1:join:sigterm",)],
@@ -326,24 +370,7 @@ def test_a_newcomer_that_fails_before_its_first_step_is_a_death(
 def test_a_rank_that_began_alone_trains_on_with_a_newcomer(
     asked: tuple[str, ...], tmp_path: Path
 ) -> None:
-    # a second one once process 0 trains
-    slots = f"sh -c 'echo localhost:$((1 + $(ls {tmp_path} | grep -c ^0.log)))'"
-    ringrun = [
-        sys.executable,
-        "-m",
-        "lightning_ring.cli.ringrun",
-        "-n",
-        "1",
-        "--discover",
-        slots,
-        "--max-ranks",
-        "2",
-    ]
-    done = run(
-        [*ringrun, *forked.python(), RANK, str(tmp_path), "gloo", *asked],
-        FIT_WAIT="3",
-        FIT_NEWCOMER="1",
-    )
+    done = grow(1, tmp_path, *asked)
     assert "generation 0: 1 ranks, after 0 steps" in done.stdout
     assert "2 ranks, 1 of them new" in done.stdout
     if asked:

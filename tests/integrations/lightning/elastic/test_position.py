@@ -89,7 +89,9 @@ def position(
 ) -> TrainingPosition:
     """Of a fit whose loader reads ``sampler``, before batch ``batch_idx`` of the epoch."""
     loader = SimpleNamespace(sampler=sampler, batch_size=BATCH)
-    loop: Any = SimpleNamespace(batch_idx=batch_idx)
+    loop: Any = SimpleNamespace(
+        batch_idx=batch_idx, batch_progress=SimpleNamespace(is_last_batch=False)
+    )
     fit_loop = SimpleNamespace(
         _combined_loader=SimpleNamespace(flattened=[loader]), epoch_loop=loop
     )
