@@ -48,7 +48,7 @@ class ElasticTraining(Protocol):
     def is_between(self, first_attempt: bool) -> bool:
         """Whether this rank stands where newcomers can come in.
 
-        ``first_attempt``: no rank has died since all ranks agreed to let them in.
+        ``first_attempt``: it has come to `pause`, and waits for the view that follows.
         """
 
     def commit(self) -> None:
@@ -137,12 +137,12 @@ class Recovery:
         try:
             # else the first one here would stop others before they are
             self._generations.communicator.barrier()
-        except Exception as error:
-            self.after(error)
+        except Exception as error:  # also where others have left the barrier, and the view
+            self.after(error, first_attempt=True)
         else:
             self._go_on(None, first_attempt=True)
 
-    def after(self, error: Exception) -> None:
+    def after(self, error: Exception, first_attempt: bool = False) -> None:
         """Go on after ``error``, if the view is over, or without newcomers whose first step it is.
 
         Else raise it: the program failed, or calls of ranks diverged.
@@ -151,7 +151,7 @@ class Recovery:
             raise error
         if not self._member.is_over(BLAME_SECONDS):
             self._turn_away(error)
-        self._go_on(error)
+        self._go_on(error, first_attempt)
 
     def _go_on(self, error: Exception | None, first_attempt: bool = False) -> None:
         attempts = 0

@@ -155,7 +155,6 @@ class Member:
             )
             self.view, self._next = self._next, None
             self._over = self._over if stopped else None
-            self.newcomers_wait = False
         return self.view
 
     # -- the store of the current view
@@ -294,6 +293,7 @@ class Member:
                 self.first_ranks = message["first_ranks"]
             elif kind == "view":
                 self._next = View.from_message(message)
+                self.newcomers_wait = False
             elif kind == "newcomers":
                 self.newcomers_wait = True
             elif kind == "finisher":

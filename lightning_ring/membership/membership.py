@@ -184,8 +184,9 @@ class Membership:
             return None
         if self.last_word or self.late:  # newcomers come too late; the job has failed
             return None
-        let_in = self.newcomers if self._lets_in() else []
-        members = [*self.members, *let_in][: self._max_ranks]
+        with_state = [one for one in self.members if self._reports[one].step is not None]
+        let_in = sorted(self._reports.keys() - set(with_state)) if self._lets_in(with_state) else []
+        members = [*with_state, *let_in][: self._max_ranks]
         if self._has_state and all(self._reports[member].step is None for member in members):
             raise StateLostError(
                 f"Every rank that held the training's state has died; the {len(members)} that wait "
@@ -208,10 +209,11 @@ class Membership:
         self._untried.update(newcomers)
         return self.view
 
-    def _lets_in(self) -> bool:
-        """Whether every member stands where newcomers can come in. The others wait."""
-        reports = [self._reports[member] for member in self.members]
-        return not self._last and all(one.between or one.step is None for one in reports)
+    def _lets_in(self, with_state: list[int]) -> bool:
+        """Whether all that have state stand where newcomers can come in. The others wait, also
+        those of the view in which they were to get it.
+        """
+        return not self._last and all(self._reports[member].between for member in with_state)
 
     def _is_settled(self) -> bool:
         if not self.stopping or self._unfenced or not self._reports:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -115,9 +116,12 @@ def test_a_newcomer_has_state_only_once_it_has_entered() -> None:
     assert ranks.recovery.step == 7
 
 
-def test_newcomers_come_in_where_all_agreed_unless_a_rank_dies_meanwhile() -> None:
+@pytest.mark.parametrize("others", ["are here", "are further"])
+def test_newcomers_come_in_where_all_agreed_unless_a_rank_dies_meanwhile(others: str) -> None:
     ranks = Recorder(View(1, (0, 4), 5, (4,)), View(2, (0,), 5), opens=(OVER, None))
     ranks.recovery.step, ranks.enters_again = 5, True
+    if others == "are further":  # out of the barrier, and have reported
+        ranks.communicator = SimpleNamespace(barrier=Mock(side_effect=OVER))
     with pytest.raises(EnterAgain):
         ranks.recovery.pause()
     reports = [call for call in ranks.calls if isinstance(call, Report)]

@@ -84,9 +84,11 @@ def test_newcomers_wait_until_all_members_are_between_steps_and_follow_them() ->
     assert membership.next_view() == View(2, (0, 1, 2), 5, (2,))
     assert not membership.admits  # no room for process 3
     membership.fenced(0)
-    membership.report(1, 2, BETWEEN)
+    membership.report(1, 2, Report(5))
     membership.report(2, 2, Report())  # process 0 had yet to send it the state
-    assert membership.next_view() == View(3, (1, 2, 3), 5, (2, 3))
+    assert membership.next_view() == View(3, (1,), 5)
+    membership.report(1, 3, BETWEEN)
+    assert membership.next_view() == View(4, (1, 2, 3), 5, (2, 3))
 
 
 def test_reports_of_an_earlier_generation_do_not_count() -> None:

@@ -89,6 +89,10 @@ def test_a_newcomer_is_announced_and_let_in_when_the_members_stop() -> None:
             two.next_view(0.1)
         assert one.newcomers_wait
         one.check()  # it goes on until it stops by itself
+        one.report(Report(7))  # in the middle of a step
+        wait_for(lambda: one._next and server.steward._told_of_newcomers, WAIT)
+        assert one.next_view(WAIT).members == (0,)
+        wait_for(lambda: one.newcomers_wait, WAIT)
         one.report(Report(8, between=True))
         for member in (one, two):
             view = member.next_view(WAIT)
