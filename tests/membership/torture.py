@@ -1,4 +1,4 @@
-"""Kills ranks of an elastic job at random moments: ``torture.py [options] SEED FOLDER COMMAND...``.
+"""Kills ranks of an elastic job at random moments: ``torture.py SEED FOLDER COMMAND...``.
 
 A rank counts as a holder of the state once its log in FOLDER has a line; one holder at least is
 left alive.
@@ -6,7 +6,6 @@ left alive.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
@@ -19,11 +18,13 @@ from pathlib import Path
 from lightning_ring.launch.elastic import ElasticJob, ElasticLimits
 from lightning_ring.launch.respawn import RespawnLimits
 
+KILLS = 4
 
-def torture(job: ElasticJob, folder: Path, draws: random.Random, kills: int) -> None:
+
+def torture(job: ElasticJob, folder: Path, draws: random.Random) -> None:
     killed: set[int] = set()  # which the job may have yet to notice
     # which a rank writes after its training
-    while len(killed) < kills and not list(folder.glob("*.json")):
+    while len(killed) < KILLS and not list(folder.glob("*.json")):
         # also during a recovery, and two at once
         time.sleep(draws.choice([0.0, 0.003, 0.03, 0.2, 0.4]))
         pids = {number: pid for number, pid in job.pids().items() if number not in killed}
@@ -37,24 +38,13 @@ def torture(job: ElasticJob, folder: Path, draws: random.Random, kills: int) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--kills", type=int, default=4)
-    parser.add_argument(
-        "--no-respawn", action="store_true", help="else only every third seed is without"
-    )
-    parser.add_argument("seed", type=int)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    options = parser.parse_args()
-    replaced = not options.no_respawn and options.seed % 3 > 0
+    seed, folder, *command = sys.argv[1:]
+    replaced = int(seed) % 3 > 0
     respawn = RespawnLimits(limit=20, delay=0.02, steady=0.0) if replaced else None
-    ranks = options.ranks if replaced or options.no_respawn else options.ranks + options.kills
-    job = ElasticJob([sys.executable, *options.command], ElasticLimits(ranks, respawn=respawn))
-    draws = random.Random(options.seed)
-    threading.Thread(
-        target=torture, args=(job, options.folder, draws, options.kills), daemon=True
-    ).start()
+    ranks = 4 if replaced else 4 + KILLS
+    job = ElasticJob([sys.executable, *command], ElasticLimits(ranks, respawn=respawn))
+    arguments = job, Path(folder), random.Random(int(seed))
+    threading.Thread(target=torture, args=arguments, daemon=True).start()
     return job.run()
 
 
