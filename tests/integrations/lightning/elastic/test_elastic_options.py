@@ -117,12 +117,10 @@ def test_a_fit_that_cannot_be_elastic_is_refused_with_all_reasons() -> None:
         assert name not in str(caught.value)
 
 
-def test_batches_of_a_newcomer_that_differ_are_an_error_of_every_rank() -> None:
-    check_batches({0: 16, 2: 16, 4: 16})
-    with pytest.raises(
-        ConfigurationError, match="process 0 has 16, process 2 has 16, process 4 has 12"
-    ):
-        check_batches({4: 12, 0: 16, 2: 16})
+def test_batches_of_different_sizes_are_an_error_of_every_rank() -> None:
+    check_batches([16, 16, 16])
+    with pytest.raises(ConfigurationError, match=r"different sizes: \[16, 16, 12\], by rank"):
+        check_batches([16, 16, 12])
 
 
 def test_lightnings_sampler_is_replaced_with_the_same_settings() -> None:
