@@ -184,9 +184,9 @@ class Membership:
             return None
         if self.last_word or self.late:  # newcomers come too late; the job has failed
             return None
-        with_state = [one for one in self.members if self._reports[one].step is not None]
-        let_in = sorted(self._reports.keys() - set(with_state)) if self._lets_in(with_state) else []
-        members = [*with_state, *let_in][: self._max_ranks]
+        stay = self._who_stays()
+        let_in = sorted(self._reports.keys() - set(stay)) if self._lets_in(stay) else []
+        members = [*stay, *let_in][: self._max_ranks]
         if self._has_state and all(self._reports[member].step is None for member in members):
             raise StateLostError(
                 f"Every rank that held the training's state has died; the {len(members)} that wait "
@@ -209,11 +209,17 @@ class Membership:
         self._untried.update(newcomers)
         return self.view
 
-    def _lets_in(self, with_state: list[int]) -> bool:
-        """Whether all that have state stand where newcomers can come in. The others wait, also
-        those of the view in which they were to get it.
+    def _who_stays(self) -> list[int]:
+        """Members that are no newcomers. Before the first step some may have yet to connect; later
+        those without state were about to get it, and come in as all newcomers do.
         """
-        return not self._last and all(self._reports[member].between for member in with_state)
+        begins = not any(self._reports[member].step for member in self.members)
+        return [one for one in self.members if begins or self._reports[one].step is not None]
+
+    def _lets_in(self, stay: list[int]) -> bool:
+        """Whether all stand where newcomers can come in. The others wait."""
+        reports = [self._reports[member] for member in stay]
+        return not self._last and all(one.between or one.step is None for one in reports)
 
     def _is_settled(self) -> bool:
         if not self.stopping or self._unfenced or not self._reports:

@@ -254,7 +254,11 @@ def test_the_training_begins_with_the_ranks_that_are_there_when_all_are_connecte
     membership.report(0, 0, Report())
     assert membership.next_view() == View(1, (0, 3))
     assert membership.first_ranks == 2
+    membership.report(4, -1, Report())
+    membership.report(0, 1, Report(0))  # it was connected, and process 3 was not
+    membership.report(3, 1, Report())
+    assert membership.next_view() == View(2, (0, 3), 0, (3,))
     membership.fenced(3)
-    membership.report(0, 1, Report(5))
-    assert membership.next_view() == View(2, (0,), 5)
+    membership.report(0, 2, Report(5))
+    assert membership.next_view() == View(3, (0,), 5)
     assert membership.first_ranks == 2
