@@ -106,7 +106,8 @@ def draw(seed: int) -> Plan:
         sharded=sharded,
         hosts=hosts,
         workers=int(draws.random() < 0.2),
-        pace=0.15 if respawns and draws.random() < 0.7 else 0.0,  # so that newcomers come in time
+        # so that newcomers come in time
+        pace=draws.choice([0.0, 0.2, 0.3, 0.3]) if respawns else 0.0,
         callbacks=callbacks,
     )
     return with_faults(plan, draws)
@@ -134,7 +135,9 @@ def with_faults(plan: Plan, draws: random.Random) -> Plan:
     for number in draws.sample(others, draws.randint(1, len(others))):
         (kind,) = draws.choices(list(weights), list(weights.values()))
         together = faults and draws.random() < 0.3
-        step = faults[-1].step if together else draws.randrange(1, steps)
+        # where others come in their place, most are early
+        until = steps if not plan.pace or draws.random() < 0.3 else max(2, steps // 2)
+        step = faults[-1].step if together else draws.randrange(1, until)
         if together and draws.random() < 0.5:
             place = faults[-1].place  # two at once
         elif faults and draws.random() < 0.4:
@@ -148,7 +151,7 @@ def with_faults(plan: Plan, draws: random.Random) -> Plan:
         seconds = draws.choice(_SECONDS.get(kind, (0.0,)))
         faults.append(Fault(number, step, place, kind, seconds))
     # of one that joins
-    for number in range(plan.ranks, plan.ranks + (plan.respawns and draws.randint(0, 1))):
+    for number in range(plan.ranks, plan.ranks + draws.randint(0, plan.respawns)):
         kind = draws.choices(list(OF_RANKS), list(OF_RANKS.values()))[0]
         place = draws.choice((*after_a_death, *OF_NEWCOMERS))
         faults.append(Fault(number, draws.choice([0, 1]), place, kind))
