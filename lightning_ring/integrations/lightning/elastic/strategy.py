@@ -254,7 +254,7 @@ class ElasticStrategy(RingStrategy):
                 if fit.waits_to_join:
                     # an epoch has as many steps as for the others
                     sampler.presumed = self.global_rank, self.world_size
-                elif self._enters_again and fit.first_attributes:
+                elif fit.first_attributes:
                     sampler.rewind()  # a sampler of the script's knows where the fit stood
         return super().process_dataloader(dataloader)
 
