@@ -130,11 +130,12 @@ def with_faults(plan: Plan, draws: random.Random) -> Plan:
     steps = EPOCHS * (SAMPLES // (BATCH * plan.ranks * plan.accumulate))  # while nobody has died
     after_a_death = (*AFTER_A_DEATH, "move") if plan.sharded else AFTER_A_DEATH
     if plan.respawns:
-        after_a_death += WHERE_OTHERS_JOIN
+        after_a_death += WHERE_OTHERS_JOIN * 2
     faults: list[Fault] = []
     for number in draws.sample(others, draws.randint(1, len(others))):
         (kind,) = draws.choices(list(weights), list(weights.values()))
-        together = faults and draws.random() < 0.3
+        # so that also both ranks that hold a shard die
+        together = faults and draws.random() < (0.6 if plan.sharded else 0.3)
         # where others come in their place, most are early
         until = steps if not plan.pace or draws.random() < 0.3 else max(2, steps // 2)
         step = faults[-1].step if together else draws.randrange(1, until)
