@@ -20,6 +20,7 @@ from lightning_ring.errors import ConfigurationError, ModelMismatchError
 
 MESSAGE_BYTES = 250 * 1024 * 1024
 SHOWN = 4  # differences in an error
+FROZEN = ", frozen"
 
 
 def broadcast_module(module: nn.Module, comm: Communicator, src: int = 0) -> None:
@@ -214,7 +215,7 @@ def described(kind: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
         shape = "not initialised" if is_lazy(tensor) else tuple(tensor.shape)
         text = f"{str(tensor.dtype).removeprefix('torch.')} {shape} on {tensor.device.type}"
         frozen = kind == "parameter" and not tensor.requires_grad
-        found[f"{kind} {name}"] = text + (", frozen" if frozen else "")
+        found[f"{kind} {name}"] = text + (FROZEN if frozen else "")
     return found
 
 

@@ -4,10 +4,10 @@ what is left behind.
     python -m tests.chaos --faults 100 --seed 0 --json
 
 Each job is a Trainer's fit of 2 to 6 ranks, with a batch norm, an optimizer with state, a schedule,
-validation, checkpoints, and sometimes accumulated batches, loader processes or sharded optimizers,
-over shared memory or Gloo. It runs under this package's launcher and agents, on this host or on two
-or three network namespaces. A seed decides about everything: what fails at which step, where in it,
-whether others replace it.
+validation, checkpoints, and sometimes accumulated batches, loader processes, sharded optimizers or
+more of Lightning's callbacks, over shared memory or Gloo. It runs under this package's launcher and
+agents, on this host or on two or three network namespaces. A seed decides about everything: what
+fails at which step, where in it, whether others replace it.
 
 - Ranks are killed, exit, are stopped, or run out of memory (a cgroup).
 - Links are cut, and mended or not; hosts fail; agents, and the launcher, which is the steward, die
@@ -15,7 +15,8 @@ whether others replace it.
 - The disk of checkpoints and logs is full, or /dev/shm.
 
 A job ends with its training finished, or says why not: the steward died, a disk is full, or, with
-sharded optimizers, both ranks that held a shard have died and there was no checkpoint yet. Hosts,
+sharded optimizers, both ranks that held a shard have died and there was no checkpoint yet. Else all
+ranks go back to the newest one: steps after it are done again, and count once. Hosts,
 full disks and memory limits take Linux and root; elsewhere such jobs are left out. The exit code is
 1 if any job went wrong; its seed is printed, its files are kept, and ``--seed SEED --faults 1``
 runs it again. Files of a job that stood still for ten seconds are kept too, and ``NUMBER.stacks``
@@ -75,7 +76,10 @@ def main() -> int:
         if not options.json or result.wrong:
             faults = ", ".join(" ".join(fault) for fault in result.faults)
             times = f"{result.seconds:.1f} s, the longest standstill {result.standstill:.1f} s"
-            print(f"seed {result.plan.seed}: {faults or 'no fault'}, {times}", file=sys.stderr)
+            came = f"{result.joined} joined, {result.returns} returns"
+            with_ = " ".join(result.plan.callbacks)
+            line = f"seed {result.plan.seed} ({with_}): {faults or 'no fault'}, {came}, {times}"
+            print(line, file=sys.stderr)
             for line in result.wrong:
                 print(f"  WRONG: {line}", file=sys.stderr)
     kinds = Counter(" ".join(fault[2:]) for result in results for fault in result.faults)
@@ -86,7 +90,7 @@ def main() -> int:
         "finished": sum(result.finished for result in results),
         "joined": sum(result.joined for result in results),
         "lost_shards": sum(result.lost for result in results),
-        "new_starts": sum(result.new_starts for result in results),
+        "returns": sum(result.returns for result in results),
         "longest_standstill": max(
             (round(result.standstill, 1), result.plan.seed) for result in results
         ),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tests.chaos.job import Job
 from tests.chaos.plan import BATCH, EPOCHS, SAMPLES, Plan
 
 _LOST_SHARDS = "optimizer's state are lost"
+_CANNOT_GO_BACK = "has saved no checkpoint", "lost their state before the next checkpoint"
 # What a job says that may end for another reason than the end of its training
 _REASONS = {
     "exit": ("ended with exit code 9; the job ends",),
@@ -30,16 +31,15 @@ class Outcome:
     Attributes:
         faults: That were carried out: number, host, place, kind.
         finished: Whether the training was finished.
-        lost: Whether both ranks that held a shard have died, and the job said so.
+        lost: Whether the job said that it lost a shard, and cannot go on from a checkpoint.
         joined: Number of processes that came later and trained.
-        new_starts: How often the job began again from a checkpoint.
+        returns: How often all ranks went back to a checkpoint.
         wrong: What is wrong, in words.
     """
 
     def __init__(self, job: Job) -> None:
         self._job, self._folder, self._plan = job, job.folder, job.plan
-        self._lives = Lives.read(job.folder)
-        self.new_starts = len(self._lives.first_numbers)
+        self.returns = len(generations_of_returns(job.folder))
         self.faults = [
             line.split()
             for log in job.folder.glob("*.fault")
@@ -48,7 +48,8 @@ class Outcome:
         self._said = "".join(path.read_text(errors="replace") for path in job.folder.glob("*.out"))
         self._codes = {int(path.stem): int(path.read_text()) for path in job.folder.glob("*.code")}
         self.finished = job.code == 0
-        self.lost = _LOST_SHARDS in self._said and job.plan.sharded and bool(self.faults)
+        lost = _LOST_SHARDS in self._said and job.plan.sharded and bool(self.faults)
+        self.lost = lost and any(reason in self._said for reason in _CANNOT_GO_BACK)
         self.joined = len(
             [path for path in job.folder.glob("*.steps") if int(path.stem) >= job.plan.ranks]
         )
@@ -73,8 +74,7 @@ class Outcome:
             silent = "host" in kinds  # the power of its own host failed
             return [] if told == 1 or silent else [f"the steward's death was told {told} times"]
         if self.finished:
-            failed = self._unexpected(lambda code: code != 0, self._lives.latest)
-            failed |= self._unexpected(lambda code: code < 0)
+            failed = self._unexpected(lambda code: code != 0)
             wrong = (
                 [f"processes {failed} failed by themselves: {self._last_lines()}"] if failed else []
             )
@@ -88,21 +88,19 @@ class Outcome:
             )
         return [f"the job ended with code {self._job.code}: {self._last_lines()}"]
 
-    def _unexpected(self, is_wrong: Callable[[int], bool], first: int = 0) -> dict[int, int]:
-        """The exit codes of ranks without a fault, on hosts without one, from number ``first``
-        on.
-        """
+    def _unexpected(self, is_wrong: Callable[[int], bool]) -> dict[int, int]:
+        """The exit codes of ranks without a fault, on hosts without one."""
         excused = {int(number) for number, _, _, _ in self.faults}
         codes = {} if self._job.lost_hosts else self._codes
         return {
             number: code
             for number, code in codes.items()
-            if is_wrong(code) and number not in excused and number >= first
+            if is_wrong(code) and number not in excused
         }
 
     def _check_checkpoints(self) -> list[str]:
         errors = []
-        for path in self._folder.glob("disk/checkpoints/*.ckpt"):
+        for path in self._folder.glob("disk/checkpoints/**/*.ckpt"):
             try:
                 torch.load(path, weights_only=False)
             except Exception as error:
@@ -117,52 +115,35 @@ class Outcome:
         )[:800]
 
 
-@dataclass(frozen=True, slots=True)
-class Lives:
-    """A job that has lost its state begins again from a checkpoint, with processes of higher
-    numbers.
-
-    ``first_numbers``: of the processes of the second life, the third, and so on.
-    """
-
-    first_numbers: tuple[int, ...] = ()
-
-    @classmethod
-    def read(cls, folder: Path) -> Lives:
-        log = folder / "lives"
-        return cls(tuple(map(int, log.read_text().split())) if log.exists() else ())
-
-    @property
-    def latest(self) -> int:
-        """The first number of the latest life."""
-        return self.first_numbers[-1] if self.first_numbers else 0
-
-    def of(self, number: int) -> int:
-        """The life of process ``number``, from 0 on."""
-        return sum(first <= number for first in self.first_numbers)
+def generations_of_returns(folder: Path) -> list[int]:
+    """The generations at whose beginning all ranks went back to a checkpoint on disk."""
+    logs = [log.read_text().split() for log in folder.glob("*.backs")]
+    return sorted({int(generation) for log in logs for generation in log})
 
 
 def check_steps(folder: Path) -> list[str]:
     """Every step that some rank has finished is in one history, whose weights are the same on all
     ranks.
 
-    Of a life before the latest, steps behind its last checkpoint are lost.
+    Where all ranks went back to a checkpoint, another history begins after it.
     """
-    lives = Lives.read(folder)
-    digests: dict[int, dict[int, str]] = {}  # by life and step
-    for log in folder.glob("*.steps"):
-        of_life = digests.setdefault(lives.of(int(log.stem)), {})
-        for step, digest in _lines(log):
-            if of_life.setdefault(step, digest) != digest:
-                return [f"ranks differ after step {step}"]
+    returns = generations_of_returns(folder)
+    digests: dict[int, dict[int, str]] = {}  # by history and step
     wrong = []
+    for log in folder.glob("*.steps"):
+        for generation, step, digest, counted in _lines(log):
+            history = digests.setdefault(bisect_right(returns, generation), {})
+            if history.setdefault(step, digest) != digest:
+                wrong.append(f"ranks differ after step {step} of generation {generation}")
+            if any(count != step for count in counted):
+                wrong.append(f"a callback has counted {counted} steps of {step}")
     begins = 1
-    for _, of_life in sorted(digests.items()):
-        steps = sorted(of_life) or [begins]
+    for _, history in sorted(digests.items()):
+        steps = sorted(history)
         if not 1 <= steps[0] <= begins or steps != list(range(steps[0], steps[-1] + 1)):
-            wrong.append(f"steps are missing: {steps}")
+            wrong.append(f"steps are missing: {steps}, expected from {begins} on")
         begins = steps[-1] + 1
-    return wrong
+    return wrong[:5]
 
 
 def check_samples(folder: Path, plan: Plan) -> list[str]:
@@ -173,36 +154,35 @@ def check_samples(folder: Path, plan: Plan) -> list[str]:
     last attempt. One that was killed may have read its batch before the others had begun the step:
     they began it without that one.
     """
-    lives = Lives.read(folder)
-    # by life, step and generation
-    reads: dict[int, dict[int, dict[int, list[tuple[int, list[int]]]]]] = {}
-    for log in folder.glob("*.samples"):
-        of_life = reads.setdefault(lives.of(int(log.stem)), {})
-        for (step, generation), batches in _last_attempts(log).items():
-            of_life.setdefault(step, {}).setdefault(generation, []).extend(batches)
+    batches = [(*begun, read) for log in folder.glob("*.samples") for begun, read in _reads(log)]
+    for returned in generations_of_returns(folder):
+        # what has been done again after a checkpoint counts once
+        again = [step for step, generation, _ in batches if generation >= returned]
+        first = min(again, default=float("inf"))
+        batches = [one for one in batches if one[1] >= returned or one[0] < first]
+    latest: dict[int, int] = {}
+    for step, generation, _ in batches:
+        latest[step] = max(generation, latest.get(step, 0))
     epochs = {epoch: Counter[int]() for epoch in range(EPOCHS)}
-    until = max((step for of_life in reads.values() for step in of_life), default=0) + 1
-    # what a later life has done again does not count
-    for _, of_life in sorted(reads.items(), reverse=True):
-        for by_generation in (of_life[step] for step in of_life if step < until):
-            for epoch, samples in by_generation[max(by_generation)]:
-                epochs.setdefault(epoch, Counter()).update(samples)
-        until = min([until, *of_life])
+    for step, generation, read in batches:
+        for epoch, samples in read if generation == latest[step] else ():
+            epochs.setdefault(epoch, Counter()).update(samples)
     wrong = []
     for epoch, counts in epochs.items():
         if twice := [sample for sample, count in counts.items() if count > 1]:
             wrong.append(f"epoch {epoch} trained on {len(twice)} samples twice")
-        if (skipped := SAMPLES - len(counts)) >= plan.ranks * BATCH * plan.accumulate:
+        if (skipped := SAMPLES - len(counts)) >= plan.ranks * BATCH * plan.most_accumulated:
             wrong.append(f"epoch {epoch} left out {skipped} samples")
     return wrong
 
 
-def _last_attempts(log: Path) -> dict[tuple[int, int], list[tuple[int, list[int]]]]:
-    """By step and generation, a rank's batches: epoch and samples."""
+def _reads(log: Path) -> Iterator[tuple[tuple[int, int], list[tuple[int, list[int]]]]]:
+    """Step and generation, with a rank's batches of its last attempt: epoch and samples."""
     found: dict[tuple[int, int], dict[int, list[tuple[int, list[int]]]]] = {}
     for epoch, step, generation, attempt, samples in _lines(log):
         found.setdefault((step, generation), {}).setdefault(attempt, []).append((epoch, samples))
-    return {begun: by_attempt[max(by_attempt)] for begun, by_attempt in found.items()}
+    for begun, by_attempt in found.items():
+        yield begun, by_attempt[max(by_attempt)]
 
 
 def _lines(log: Path) -> Iterator[list[Any]]:

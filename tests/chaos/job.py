@@ -31,7 +31,6 @@ from lightning_ring.launch.limits import ElasticLimits
 from lightning_ring.launch.processes import children_of
 from lightning_ring.launch.respawn import RespawnLimits
 from lightning_ring.membership.silence import SilenceLimits
-from lightning_ring.membership.steward import Steward
 from tests.chaos import host as chaos_host
 from tests.chaos.plan import Plan
 from tests.chaos.processes import Forked, die_with_parent, field_of
@@ -152,14 +151,6 @@ class Job:
         job = ElasticJob(
             ["a rank"], limits, dict(os.environ), listed, lambda host, _: [*ssh, host.name]
         )
-        begin_anew = Steward.begin_anew
-
-        def noted(steward: Steward) -> None:
-            with (self.folder / "lives").open("a") as log:
-                log.write(f"{len(job._processes)}\n")  # the number of the next one
-            begin_anew(steward)
-
-        Steward.begin_anew = noted  # type: ignore[method-assign]
         return job.run()
 
     def _start_child(self, child: Child, variables: dict[str, str]) -> None:

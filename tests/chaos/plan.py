@@ -12,11 +12,20 @@ PLACES = (
     *(f"bucket {number}" for number in range(BUCKETS)),  # that this rank is about to wait for
     *("averages", "commit", "step", "batch_end", "validation", "save", "epoch_end"),
 )
+# of every entry into the fit
+SET_UP = ("setup", "fit_start", "train_start")
 # also where others join. "address": this rank has told the others where Gloo listens
-AFTER_A_DEATH = ("recovery", "open", "address", "connect", "hand_over", "feed")
-OF_NEWCOMERS = ("catch_up", "catch_up", "forward", "commit")  # in addition
-# in addition, with sharded optimizers; and "move" and "let_in" after a death
+AFTER_A_DEATH = ("recovery", "open", "address", "connect")
+WHERE_OTHERS_JOIN = ("dump", "send", "hold", "load", *SET_UP)
+OF_NEWCOMERS = ("send", "hold", "load", *SET_UP, "forward", "commit")  # in addition
+# in addition, with sharded optimizers; and "move" after a death
 SHARDED_PLACES = ("mirror", "gather")
+# Callbacks of a fit: some of these, or one with which no process joins
+CALLBACKS = (
+    *("save_link", "every_2_steps", "accumulation", "finetuning", "ema"),
+    *("early_stopping", "lr_monitor", "user", "user"),
+)
+KEEPING_OUT = ("pruning", "swa")
 
 # How often each is drawn. The rank does these to itself. "exit" is an exit code that is no
 # signal's, which ends the job as an exception would; "stop" is SIGSTOP; "oom" the kernel's answer
@@ -31,8 +40,9 @@ _SECONDS = {"cut": (0.0, 0.2, 0.6, 2.5), "steward_stop": (0.5, 2.5), "agent_stop
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """In process ``number``, once ``step`` steps are finished, when it comes to ``place``. A cut
-    link is mended after ``seconds``, or never (0); a stopped launcher or agent goes on."""
+    """In process ``number``, once ``step`` steps are finished, when it comes to ``place``. Where
+    processes have joined it has entered the fit again, which counts as a step. A cut link is
+    mended after ``seconds``, or never (0); a stopped launcher or agent goes on."""
 
     number: int
     step: int
@@ -60,6 +70,12 @@ class Plan:
     hosts: int = 0
     workers: int = 0  # processes of the training loader
     pace: float = 0.0  # seconds of a forward
+    callbacks: tuple[str, ...] = ()
+
+    @property
+    def most_accumulated(self) -> int:
+        """Batches of a step."""
+        return 2 if "accumulation" in self.callbacks else self.accumulate
 
     def host_of(self, number: int) -> int:
         """Of one of the first processes."""
@@ -77,21 +93,33 @@ def draw(seed: int) -> Plan:
         }[hosts]
     )
     sharded = draws.random() < 0.4
-    respawns = draws.choice([0, 1, 2])
+    callbacks = draw_callbacks(draws)
+    respawns = draws.choice([1, 2]) if callbacks else draws.choice([0, 1, 2])
     plan = Plan(
         seed,
         ranks,
         backend=draws.choice(["auto", "gloo"]) if nodes == 1 else "auto",
-        accumulate=draws.choice([1, 1, 2]),
+        accumulate=1 if "accumulation" in callbacks else draws.choice([1, 1, 2]),
         respawns=respawns,
         faults=(),
         nodes=nodes,
         sharded=sharded,
         hosts=hosts,
         workers=int(draws.random() < 0.2),
-        pace=0.15 if respawns and draws.random() < 0.5 else 0.0,  # so that newcomers come in time
+        # so that newcomers come in time
+        pace=draws.choice([0.0, 0.2, 0.3, 0.3]) if respawns else 0.0,
+        callbacks=callbacks,
     )
     return with_faults(plan, draws)
+
+
+def draw_callbacks(draws: random.Random) -> tuple[str, ...]:
+    found = draws.random()
+    if found < 0.3:
+        return ()
+    if found < 0.4:
+        return (draws.choice(KEEPING_OUT),)
+    return tuple(sorted({draws.choice(CALLBACKS) for _ in range(draws.randint(1, 4))}))
 
 
 def with_faults(plan: Plan, draws: random.Random) -> Plan:
@@ -100,16 +128,23 @@ def with_faults(plan: Plan, draws: random.Random) -> Plan:
     others = [number for number in range(plan.ranks) if number != survivor]
     weights = OF_RANKS | OF_MACHINES | (OF_HOSTS if plan.hosts else {})
     steps = EPOCHS * (SAMPLES // (BATCH * plan.ranks * plan.accumulate))  # while nobody has died
-    after_a_death = (*AFTER_A_DEATH, "move", "let_in") if plan.sharded else AFTER_A_DEATH
+    after_a_death = (*AFTER_A_DEATH, "move") if plan.sharded else AFTER_A_DEATH
+    if plan.respawns:
+        after_a_death += WHERE_OTHERS_JOIN * 2
     faults: list[Fault] = []
     for number in draws.sample(others, draws.randint(1, len(others))):
         (kind,) = draws.choices(list(weights), list(weights.values()))
-        together = faults and draws.random() < 0.3
-        step = faults[-1].step if together else draws.randrange(1, steps)
+        # so that also both ranks that hold a shard die
+        together = faults and draws.random() < (0.6 if plan.sharded else 0.3)
+        # where others come in their place, most are early
+        until = steps if not plan.pace or draws.random() < 0.3 else max(2, steps // 2)
+        step = faults[-1].step if together else draws.randrange(1, until)
         if together and draws.random() < 0.5:
             place = faults[-1].place  # two at once
         elif faults and draws.random() < 0.4:
             place = draws.choice(after_a_death)
+        elif draws.random() < 0.07:
+            step, place = 0, draws.choice(SET_UP)
         else:
             place = draws.choice((*PLACES, *SHARDED_PLACES * 3) if plan.sharded else PLACES)
         if kind.startswith("agent") and plan.host_of(number) == 0:
@@ -117,7 +152,8 @@ def with_faults(plan: Plan, draws: random.Random) -> Plan:
         seconds = draws.choice(_SECONDS.get(kind, (0.0,)))
         faults.append(Fault(number, step, place, kind, seconds))
     # of one that joins
-    for number in range(plan.ranks, plan.ranks + (plan.respawns and draws.randint(0, 1))):
+    for number in range(plan.ranks, plan.ranks + draws.randint(0, plan.respawns)):
         kind = draws.choices(list(OF_RANKS), list(OF_RANKS.values()))[0]
-        faults.append(Fault(number, 0, draws.choice((*after_a_death, *OF_NEWCOMERS)), kind))
+        place = draws.choice((*after_a_death, *OF_NEWCOMERS))
+        faults.append(Fault(number, draws.choice([0, 1]), place, kind))
     return replace(plan, faults=tuple(faults))

@@ -18,11 +18,12 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
-from lightning_ring.algorithms.sharded.letting_in import LettingIn
-from lightning_ring.elastic.catch_up.source import _Feed
-from lightning_ring.elastic.catch_up.stream import StateStream
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -38,8 +39,11 @@ from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.elastic.store import StewardStore
 from lightning_ring.gradients.delivery import WholeAverages
 from lightning_ring.integrations.lightning.elastic import fit as elastic_fit
+from lightning_ring.integrations.lightning.elastic.memory_checkpoint import MemoryCheckpoint
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
+from lightning_ring.membership.view import View
 from tests.chaos import host as chaos_host
+from tests.chaos.callbacks import MAKERS, CollectiveInEveryHook
 from tests.chaos.plan import BATCH, EPOCHS, SAMPLES, Fault, Plan
 
 
@@ -103,12 +107,17 @@ class Faults:
 
 
 class Module(pl.LightningModule):
-    def __init__(self, faults: Faults, folder: Path, number: int, pace: float) -> None:
+    def __init__(self, faults: Faults, folder: Path, number: int, plan: Plan) -> None:
         super().__init__()
-        self.pace = pace
-        self.net = nn.Sequential(
-            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 1)
+        self.plan = plan
+        self.backbone = nn.Sequential(
+            nn.Linear(8, 32),
+            # weight averaging would train one more epoch for its statistics
+            nn.Identity() if "swa" in plan.callbacks else nn.BatchNorm1d(32),
+            *(nn.ReLU(), nn.Dropout(0.1)),
         )
+        self.head = nn.Linear(32, 1)
+        self._entries, self._logged_step = 0, 0
         self.faults = faults
         self.attempts: Counter[int] = Counter()
         self.samples_log, self.steps_log = folder / f"{number}.samples", folder / f"{number}.steps"
@@ -119,41 +128,79 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y, samples = batch
-        fit = self.trainer.strategy._fit
-        assert fit is not None
-        assert fit.recovery.view is not None
-        generation, attempt = fit.recovery.view.generation, self.attempts[self.global_step]
+        generation, attempt = self._view.generation, self.attempts[self.global_step]
         entry = [self.current_epoch, self.global_step, generation, attempt, samples.tolist()]
         with self.samples_log.open("a") as log:
             log.write(json.dumps(entry) + "\n")
         self.faults.reach("forward")
-        time.sleep(self.pace)
-        loss = nn.functional.mse_loss(self.net(x), y)
+        time.sleep(self.plan.pace)
+        loss = nn.functional.mse_loss(self(x), y)
         self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
         return loss
 
     def on_after_backward(self) -> None:
         self.faults.reach("averages")
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+    def setup(self, stage: str) -> None:
+        self.faults.reach("setup")
+
+    def on_fit_start(self) -> None:
+        self.faults.reach("fit_start")
+
+    def on_train_start(self) -> None:
+        self.faults.reach("train_start")
+        self._entries, self._logged_step = self._entries + 1, self.global_step
+
+    @property
+    def progress(self) -> int:
+        """For faults: in the set-up of an entry the Trainer has no count of steps yet."""
+        return max(self._entries, self.global_step if self._trainer is not None else 0)
+
     def on_train_batch_end(self, *_: Any) -> None:
-        digest = hashlib.blake2b(digest_size=8)
-        state = self.trainer.optimizers[0].state
-        for param in self.parameters():
-            digest.update(param.detach().numpy().tobytes())
-            for value in () if isinstance(state, ShardedState) else state[param].values():
-                digest.update(value.numpy().tobytes())
-        with self.steps_log.open("a") as log:
-            log.write(
-                json.dumps([self.global_step, digest.hexdigest()]) + "\n"
-                if self.global_step
-                else ""
-            )
+        if self.global_step != self._logged_step:
+            self._logged_step = self.global_step
+            entry = [self._view.generation, self.global_step, self._digest(), self._steps_counted()]
+            with self.steps_log.open("a") as log:
+                log.write(json.dumps(entry) + "\n")
         self.faults.reach("batch_end")
+
+    @property
+    def _view(self) -> View:
+        fit = self.trainer.strategy._fit
+        assert fit is not None
+        assert fit.recovery.view is not None
+        return fit.recovery.view
+
+    def _digest(self) -> str:
+        """Of all that has to be the same on all ranks."""
+        state = self.trainer.optimizers[0].state
+        values = [*self.parameters()]
+        for param in () if isinstance(state, ShardedState) else self.parameters():
+            values += state.get(param, {}).values()
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, EMAWeightAveraging | StochasticWeightAveraging):
+                values += callback._average_model.parameters()
+        digest = hashlib.blake2b(digest_size=8)
+        for value in values:
+            digest.update(value.detach().numpy().tobytes())
+        hooks = [one.hooks for one in self._counting]
+        digest.update(repr(hooks).encode())
+        return digest.hexdigest()
+
+    def _steps_counted(self) -> list[int]:
+        return [one.steps for one in self._counting]
+
+    @property
+    def _counting(self) -> list[CollectiveInEveryHook]:
+        return [one for one in self.trainer.callbacks if isinstance(one, CollectiveInEveryHook)]
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         if not self.trainer.sanity_checking:
             self.faults.reach("validation")
-        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+        self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.faults.reach("save")
@@ -162,7 +209,8 @@ class Module(pl.LightningModule):
         self.faults.reach("epoch_end")
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        trained = [param for param in self.parameters() if param.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
         return {
             "optimizer": optimizer,
@@ -214,19 +262,19 @@ def fit(folder: Path, number: int, plan: Plan) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    module = Module(faults, folder, number, plan.pace)
-    faults.step = lambda: module.global_step if module._trainer is not None else 0
+    module = Module(faults, folder, number, plan)
+    faults.step = lambda: module.progress
     faults.plant(Recovery, "agree", "commit")
     faults.plant(Recovery, "committed", "step")
     faults.plant(Recovery, "after", "recovery")
     faults.plant(elastic_fit.ElasticFit, "enter", "connect")
-    faults.plant(elastic_fit, "hand_over_fit", "hand_over")
-    faults.plant(_Feed, "_state", "feed")
-    faults.plant(StateStream, "_take", "catch_up")
     faults.plant(Mirrors, "receive", "mirror")
     faults.plant(Sharded, "after_commit", "gather")
     faults.plant(Sharded, "move", "move")
-    faults.plant(LettingIn, "run", "let_in")
+    faults.plant(elastic_fit, "dump_fit", "dump")
+    faults.plant(MemoryCheckpoint, "send", "send")
+    faults.plant(elastic_fit.ElasticFit, "_hold", "hold")
+    faults.plant(ElasticStrategy, "load_checkpoint", "load")
     faults.plant(generations, "prefer_interface", "open")
     get = StewardStore.get
 
@@ -249,9 +297,19 @@ def fit(folder: Path, number: int, plan: Plan) -> None:
         return go_back(position)
 
     TrainingPosition.go_back = counted  # type: ignore[method-assign]
+    newest = elastic_fit.newest_of_rank_zero
+
+    def noted(*args: Any) -> str:
+        path = newest(*args)
+        with (folder / f"{number}.backs").open("a") as log:
+            log.write(f"{module._view.generation}\n")
+        return path
+
+    elastic_fit.newest_of_rank_zero = noted  # type: ignore[attr-defined]
     x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
     order = ShuffledSampler(SAMPLES, remainder="drop", seed=seed)
+    checkpoints = folder / "disk" / "checkpoints"
     trainer = pl.Trainer(
         strategy=ElasticStrategy(
             algorithm=(Sharded if plan.sharded else Averaging)(bucket_cap_mb=0.0005),
@@ -263,11 +321,8 @@ def fit(folder: Path, number: int, plan: Plan) -> None:
         logger=CSVLogger(folder / "disk", name="csv"),
         log_every_n_steps=1,
         num_sanity_val_steps=0,
-        callbacks=[
-            ModelCheckpoint(
-                folder / "disk" / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True
-            )
-        ],
+        callbacks=[ModelCheckpoint(checkpoints, monitor="val_loss", save_top_k=2, save_last=True)]
+        + [MAKERS[name](checkpoints) for name in plan.callbacks],
         enable_progress_bar=False,
         enable_model_summary=False,
     )

@@ -40,15 +40,16 @@ def write(folder: Path, name: str, *lines: object) -> None:
 @pytest.mark.parametrize(
     ("second", "wrong"),
     [
-        ([[2, "b"], [3, "c"]], []),
-        ([[2, "b"], [3, "other"]], ["ranks differ after step 3"]),
-        ([[5, "e"]], ["steps are missing: [1, 2, 3, 5]"]),
+        ([[0, 2, "b", []], [0, 3, "c", []]], []),
+        ([[0, 2, "b", []], [0, 3, "x", []]], ["ranks differ after step 3 of generation 0"]),
+        ([[0, 5, "e", []]], ["steps are missing: [1, 2, 3, 5], expected from 1 on"]),
+        ([[1, 3, "c", [2]]], ["a callback has counted [2] steps of 3"]),
     ],
 )
 def test_steps_that_differ_or_are_missing_are_found(
     second: list[object], wrong: list[str], tmp_path: Path
 ) -> None:
-    write(tmp_path, "0.steps", [1, "a"], [2, "b"], [3, "c"])
+    write(tmp_path, "0.steps", [0, 1, "a", []], [0, 2, "b", []], [0, 3, "c", []])
     write(tmp_path, "1.steps", *second)
     with (tmp_path / "1.steps").open("a") as log:
         log.write("[4, ")  # of a process that was killed
@@ -95,21 +96,21 @@ def test_an_epoch_that_was_not_trained_is_found(tmp_path: Path) -> None:
     assert check_samples(tmp_path, Plan(0, ranks=1)) == [f"epoch 1 left out {SAMPLES} samples"]
 
 
-@pytest.mark.parametrize(("resumes", "wrong"), [(1, []), (3, ["steps are missing: [4]"])])
-def test_a_job_that_began_again_has_another_history_from_its_checkpoint_on(
+@pytest.mark.parametrize(
+    ("resumes", "wrong"), [(1, []), (3, ["steps are missing: [4], expected from 3 on"])]
+)
+def test_after_a_checkpoint_there_is_another_history(
     resumes: int, wrong: list[str], tmp_path: Path
 ) -> None:
-    """Processes 0 and 1 have lost steps 2 and 3, which process 2 does again, behind a checkpoint
-    of step 1.
-    """
+    """All ranks went back to step 1, with generation 1, and did steps 2 and 3 again."""
     every = list(range(SAMPLES))
-    write(tmp_path, "lives", 2)
-    write(tmp_path, "0.steps", [1, "a"], [2, "b"])
-    write(tmp_path, "2.steps", *([step, f"other {step}"] for step in range(resumes + 1, 5)))
+    write(tmp_path, "0.backs", 1)
+    write(tmp_path, "0.steps", [0, 1, "a", []], [0, 2, "b", []])
+    write(tmp_path, "1.steps", *([1, step, f"x {step}", []] for step in range(resumes + 1, 5)))
     assert check_steps(tmp_path) == wrong
-    first = [0, 0, 0, 0, every], [1, 1, 0, 0, every[:9]], [1, 1, 0, 1, every], [1, 2, 0, 0, every]
-    write(tmp_path, "0.samples", *first)
-    write(tmp_path, "2.samples", [1, 1, 0, 0, every])
+    before = [0, 0, 0, 0, every], [1, 1, 0, 0, every[:9]], [1, 1, 0, 1, every], [1, 2, 0, 0, every]
+    write(tmp_path, "0.samples", *before)
+    write(tmp_path, "1.samples", [1, 1, 1, 0, every])
     assert check_samples(tmp_path, Plan(0, ranks=1)) == []
 
 

@@ -85,9 +85,10 @@ class Rebuilding:
         for bucket in [] if self._settled else self._parameters.buckets:
             parts = [(part, part.weight.detach()) for part in self._parts(bucket)]
             flat = self._gather(bucket, parts, bucket.flat.dtype)
-            for shard in bucket.shards:
-                # a backward may follow, whose forward read the same values
-                shard.param.data.copy_(shard.full(flat))
+            # a backward may follow, whose forward read the same values: parameters and their flat
+            # memory have versions of their own
+            bucket.flat.copy_(flat)
+            bucket.arrive()
         states = [self._whole(state) for state in held]
         return states
 

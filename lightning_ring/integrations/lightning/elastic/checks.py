@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BatchSizeFinder,
     LearningRateFinder,
     ModelPruning,
@@ -16,7 +17,12 @@ from torch.optim import LBFGS
 
 from lightning_ring.algorithms.optional import refusal_of_deaths
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.replicate import check_same_model, check_same_optimizer
+from lightning_ring.comm.replicate import (
+    FROZEN,
+    check_same_description,
+    check_same_optimizer,
+    described,
+)
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.memory_checkpoint import user_callbacks
 from lightning_ring.monitor.profile import RingProfile
@@ -139,9 +145,17 @@ def check_newcomers(
                 f"{old_callbacks[0]}. Give the Trainer of each process the same ones, and add none "
                 "while it trains."
             )
-    check_same_model(strategy.fit_model, comm)
-    for optimizer in strategy.optimizers:
-        check_same_optimizer(optimizer, comm)
+    module = strategy.fit_model
+    described_tensors = {
+        **described("parameter", module.named_parameters()),
+        **described("buffer", module.named_buffers()),
+    }
+    # the checkpoint has what finetuning has frozen or not, and the groups that it has added
+    unfrozen = {name: text.removesuffix(FROZEN) for name, text in described_tensors.items()}
+    check_same_description(unfrozen, comm)
+    if not any(isinstance(callback, BaseFinetuning) for callback in user_callbacks(trainer)):
+        for optimizer in strategy.optimizers:
+            check_same_optimizer(optimizer, comm)
 
 
 def check_batches(sizes: Sequence[int]) -> None:

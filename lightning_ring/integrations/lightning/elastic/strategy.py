@@ -255,14 +255,13 @@ class ElasticStrategy(RingStrategy):
         trainer = self._trainer
         if trainer is not None and trainer.state.stage == RunningStage.TRAINING:
             dataloader = with_ordered_sampler(dataloader)
-            sampler = getattr(dataloader, "sampler", None)
-            if (
-                isinstance(sampler, OrderedSampler)
-                and self._fit is not None
-                and self._fit.waits_to_join
-            ):
-                # an epoch has as many steps as for the others
-                sampler.presumed = self.global_rank, self.world_size
+            sampler, fit = getattr(dataloader, "sampler", None), self._fit
+            if isinstance(sampler, OrderedSampler) and fit is not None:
+                if fit.waits_to_join:
+                    # an epoch has as many steps as for the others
+                    sampler.presumed = self.global_rank, self.world_size
+                elif fit.first_attributes:
+                    sampler.rewind()  # a sampler of the script's knows where the fit stood
         return super().process_dataloader(dataloader)
 
     def set_world_ranks(self) -> None:
