@@ -68,7 +68,7 @@ ROOMS = {
     ),
     "job": Room(
         "Who is in the job?",
-        "`launchers/`, `rendezvous/`, `watch/`, `stalls/`, exit codes",
+        "launchers, `rendezvous/`, `watch/`, the stall report, exit codes",
         "comm host",
     ),
     "launch": Room(

@@ -11,9 +11,9 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.job.communicators import open_communicator
-from lightning_ring.job.gpus import pick_gpu
 from lightning_ring.job.job import Job, connect
 from lightning_ring.job.launchers import launcher_variables
+from lightning_ring.job.members import pick_gpu
 from lightning_ring.job.ranks import RankInfo, discover_ranks
 from lightning_ring.launch.script import JobFinished, script_job
 from lightning_ring.options import RingOptions
@@ -60,11 +60,8 @@ def device_of(module: nn.Module, asked: torch.device | str | None, info: RankInf
         return next((param.device for param in module.parameters()), torch.device("cpu"))
     device = torch.device(asked)
     if is_gpu(device) and device.index is None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         count = gpu_module(device).device_count()
-        device = torch.device(
-            device.type, pick_gpu(info.local_rank, info.local_size, count, visible)
-        )
+        device = torch.device(device.type, pick_gpu(info.local_rank, info.local_size, count))
     return device
 
 

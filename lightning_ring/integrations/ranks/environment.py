@@ -26,9 +26,9 @@ from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
-from lightning_ring.job.gpus import shares_gpus
 from lightning_ring.job.job import current_job
 from lightning_ring.job.launchers import LaunchVariables, launcher_variables
+from lightning_ring.job.members import shares_gpus
 from lightning_ring.job.ranks import SINGLE, RankInfo, discover_ranks, info_from_variables
 from lightning_ring.job.rendezvous.greeting import reserve_port
 from lightning_ring.options import RingOptions

@@ -4,11 +4,10 @@ it.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -18,7 +17,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from lightning_ring.comm.backends.mpi_library import import_mpi
 from lightning_ring.errors import RankDiscoveryError
-from lightning_ring.job.launchers.slurm import first_host
+from lightning_ring.job.launchers import first_host
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.greeting import (
     ANSWER_SECONDS,
@@ -54,40 +53,6 @@ def open_store(info: RankInfo, timeout: timedelta) -> Store:
         return _connect(address, port, info.rank, timeout)
     address, port, token = _known_address(info)
     return _open_at(address, port, token, info, timeout)
-
-
-def hand_over_store(
-    store: Store, rank: int, ranks: Sequence[int], address: str, timeout: timedelta
-) -> Store | None:
-    """A new store for ``ranks`` of a job, found through its ``store``; `None` on other ranks.
-
-    The first of ``ranks`` serves it at ``address``, where the others reach it; empty where all are
-    on one node. Rank 0 returns once nobody needs ``store`` any more.
-    """
-    old = PrefixStore("next", store)
-    new: Store | None = None
-    try:
-        if rank in ranks and len(ranks) == 1:
-            new = HashStore()
-        elif rank == ranks[0]:
-            new = _serve("" if address else LOOPBACK, timeout)
-            old.set("address", json.dumps([address or LOOPBACK, new.port]))
-        elif rank in ranks:
-            host, port = json.loads(old.get("address"))
-            new = _connect(host, port, rank, timeout)
-            prefer_interface(LOOPBACK if host == LOOPBACK else _own_address_towards(host))
-        if rank in ranks:
-            old.set(f"arrived/{rank}", "")
-        if rank == 0:
-            old.wait([f"arrived/{other}" for other in ranks], timeout)
-    except RuntimeError as error:  # DistNetworkError and DistStoreError
-        raise RankDiscoveryError(
-            f"Rank {rank} could not open the next generation of the job (ranks "
-            f"{', '.join(map(str, ranks))}): {str(error).splitlines()[0]}. Rank 0 serves the store "
-            "through which the ranks meet: it has to take part, and every rank of the next "
-            "generation too."
-        ) from error
-    return new
 
 
 def _store_of_open_group(info: RankInfo) -> Store | None:

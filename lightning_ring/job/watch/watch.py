@@ -21,7 +21,7 @@ from lightning_ring.job.exit import LauncherProbe, end_process, remove_files_of_
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.watch.messages import Message, MessageConnection, in_forked_children
 from lightning_ring.job.watch.peers import PeerEvent, PeerEvents, comes_from_a_peer
-from lightning_ring.job.watch.relay import Relay, host_of, join_relay
+from lightning_ring.job.watch.relay import Relay, join_relay
 
 FAILED_GRACE = 20.0  # seconds a rank may go on after another one failed, before the watch ends it
 DEAD_GRACE = 10.0  # the same after one died
@@ -130,12 +130,6 @@ class JobWatch:
         """
         self._callbacks.append(callback)
 
-    def address(self) -> str:
-        """The address at which other ranks reach this host."""
-        assert self._connection is not None
-        address = str(self._connection.socket.getsockname()[0])
-        return self._host_of_rank_0 if address.startswith("127.") else address
-
     def peers(self) -> dict[int, Message]:
         """In rank 0: ``host`` and ``pid`` of the ranks that take part, without those that have
         left or died.
@@ -219,7 +213,6 @@ class JobWatch:
 
     def _open(self, store: Store) -> None:
         self._relay, self._connection, self.rank_0 = join_relay(self.info, store)
-        self._host_of_rank_0 = host_of(store)
         self._wake = os.pipe()
         self._launcher = LauncherProbe()
         in_forked_children(self._forget)
