@@ -273,10 +273,11 @@ def test_the_thread_keeps_its_pipe_until_close_has_written(monkeypatch):
 
 def test_peers_blames_the_first_of_the_fit():
     peers = PeerEvents()
-    peers.add({"kind": "failed", "rank": 3, "text": "old", "fit": 0}, fit=1)
+    home = {"host": "node0", "pid": 7, "fit": 1}
+    peers.add({"kind": "failed", "rank": 3, "text": "old"} | home | {"fit": 0})
     assert peers.failure(fit=1) is None
-    peers.add({"kind": "failed", "rank": 1, "text": "echo", "echo": True, "fit": 1}, fit=1)
-    peers.add({"kind": "dead", "rank": 2, "why": "Connection timed out"}, fit=1)
+    peers.add({"kind": "failed", "rank": 1, "text": "echo", "echo": True} | home)
+    peers.add({"kind": "dead", "rank": 2, "text": "Connection timed out"} | home)
     event = peers.failure(fit=1)
     assert event is not None
-    assert "rank 2 (host ?, pid 0) was lost: Connection timed out" in str(event)
+    assert "rank 2 (host node0, pid 7) was lost: Connection timed out" in str(event)

@@ -64,7 +64,7 @@ class JobWatch:
         with self._news:
             event = self._peers.failure(self._fit) or self._long_left(waited)
         if event is not None:
-            raise PeerFailedError(f"{event}. Rank {self.info.rank} cannot go on without it.")
+            raise self._error(event)
 
     def blame(self, error: BaseException, seconds: float = 3.0) -> None:
         """Raise `PeerFailedError` from ``error`` if another rank failed by itself, or does within
@@ -74,18 +74,19 @@ class JobWatch:
         reason.
         """
         with self._news:
-            found = self._news.wait_for(
-                lambda: (
-                    ((event := self._peers.failure(self._fit)) and not event.echo)
-                    or self._connection is None
-                ),
-                timeout=seconds,
+            self._news.wait_for(
+                lambda: self._culprit() is not None or self._connection is None, timeout=seconds
             )
-            event = self._peers.failure(self._fit)
-        if found and event is not None:
-            raise PeerFailedError(
-                f"{event}. Rank {self.info.rank} cannot go on without it."
-            ) from error
+            event = self._culprit()
+        if event is not None:
+            raise self._error(event) from error
+
+    def _error(self, event: PeerEvent) -> PeerFailedError:
+        return PeerFailedError(f"{event}. Rank {self.info.rank} cannot go on without it.")
+
+    def _culprit(self) -> PeerEvent | None:
+        event = self._peers.failure(self._fit)
+        return event if event is not None and not event.echo else None
 
     def failure(self) -> PeerEvent | None:
         """The failure or death of another rank to blame, if any."""
@@ -254,7 +255,7 @@ class JobWatch:
                 if message["rank"] == self.info.rank:
                     self._returned += 1
                 else:
-                    self._peers.add(message, self._fit)
+                    self._peers.add(message)
             self._news.notify_all()
         for message in messages:
             for callback in self._callbacks:
@@ -263,42 +264,32 @@ class JobWatch:
 
     def _lose_relay(self, why: str) -> None:
         with self._news:
-            if 0 not in self._peers.left and not any(
-                event.rank == 0 for event in self._peers.failures
-            ):
-                self._peers.add({"kind": "dead", "rank": 0, "why": why} | self.rank_0, self._fit)
+            known = {event.rank for event in self._peers.failures} | self._peers.left.keys()
+            if 0 not in known:
+                self._peers.add({"kind": "dead", "rank": 0, "text": why} | self.rank_0)
             self._peers.gone.add(0)
             self._connection = None
             self._news.notify_all()
 
     def _long_left(self, waited: float | None) -> PeerEvent | None:
-        left = min(self._peers.left.values(), key=lambda event: event.time, default=None)
-        if (
-            left is None
-            or time.monotonic() - left.time < LEFT_GRACE
-            or (waited is not None and waited < LEFT_GRACE)
-        ):
+        if waited is not None and waited < LEFT_GRACE:
             return None
-        return left
+        before = time.monotonic() - LEFT_GRACE
+        return next((event for event in self._peers.left.values() if event.time <= before), None)
 
     def _end_if_overdue(self) -> None:
         """The last resort: this rank may be in a C++ collective that nothing can interrupt."""
-        me, now = self.info.name, time.monotonic()
         gone = self._launcher.gone()
         if gone is not None:
-            say(f"{me} ends: {gone}")
+            say(f"{self.info.name} ends: {gone}")
             remove_files_of_mpirun()
             end_process(1)
         failure = self.failure()
         if failure is not None and not self._reported:
-            grace = (
-                LOST_GRACE
-                if failure.lost
-                else DEAD_GRACE
-                if failure.kind == "dead"
-                else FAILED_GRACE
-            )
-            if now - failure.time > grace:
-                say(f"{me} ends, {grace:.0f} s after it was told: {failure}")
+            grace = DEAD_GRACE if failure.kind == "dead" else FAILED_GRACE
+            if failure.lost:
+                grace = LOST_GRACE
+            if time.monotonic() - failure.time > grace:
+                say(f"{self.info.name} ends, {grace:.0f} s after it was told: {failure}")
                 self.free_launcher(failure)
                 end_process(1)
