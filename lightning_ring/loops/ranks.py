@@ -15,7 +15,6 @@ from lightning_ring.job.job import Job, connect
 from lightning_ring.job.launchers import launcher_variables
 from lightning_ring.job.members import pick_gpu
 from lightning_ring.job.ranks import RankInfo, discover_ranks
-from lightning_ring.launch.script import JobFinished, script_job
 from lightning_ring.options import RingOptions
 
 
@@ -41,6 +40,8 @@ def find_ranks(ranks: int | None, options: RingOptions) -> RankInfo:
                 "gone, and it would start all ranks once more. Let whatever stands between the "
                 "launcher and Python keep the environment."
             )
+        from lightning_ring.launch.script import JobFinished, script_job  # no rank needs it
+
         with script_job(ranks, use_mpi=options.backend in ("auto", "mpi")) as job:
             code = job.run()
         raise JobFinished(code)

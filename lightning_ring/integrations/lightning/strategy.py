@@ -1,5 +1,16 @@
-"""`RingStrategy`: translates Lightning's hooks into calls of an `Algorithm` and of the
-strategy's parts.
+"""`RingStrategy`: translates the hooks that Lightning calls into calls of an `Algorithm`.
+
+Begin here. Lightning calls a strategy in this order:
+
+- ``setup_environment``: connects the ranks (`RankedStrategy`, which also has the collectives);
+- ``setup``: equal parameters on all ranks, then `Algorithm.attach`, which hooks gradients;
+- for each batch ``on_train_batch_start``, ``training_step``, ``backward`` (in it buckets are
+  averaged) and ``optimizer_step``;
+- ``validation_step`` and its like, ``save_checkpoint``, ``load_checkpoint``;
+- ``teardown``: `Algorithm.detach`. The ranks stay connected.
+
+A rank tells what it wants of the others by flags in the buckets (`StopRequests`), so that all ranks
+act at the same step. With one process there is no communicator, and hooks are those of Lightning.
 """
 
 from __future__ import annotations
@@ -42,8 +53,7 @@ from lightning_ring.integrations.lightning.checkpoints import (
     load_optimizer_states,
     sharded_optimizer_state,
 )
-from lightning_ring.integrations.lightning.data import Policy, TrainingLoaders
-from lightning_ring.integrations.lightning.join import ActiveRanks
+from lightning_ring.integrations.lightning.data import ActiveRanks, Policy, TrainingLoaders
 from lightning_ring.integrations.lightning.optimization import (
     ZeroLoss,
     add_no_sync,

@@ -47,14 +47,8 @@ def _leaves(batch: Any) -> Iterator[Any]:
 
 
 class _Stream(IterableDataset):
-    """``num`` samples, `None` for no end."""
-
-    def __init__(self, num: int | None) -> None:
-        self._num = num
-
     def __iter__(self) -> Any:
-        samples = data()
-        return (samples[index % 48] for index in itertools.islice(itertools.count(), self._num))
+        return iter(data())
 
 
 def _ours(loaders: Any, **kwargs: Any) -> Any:
@@ -94,21 +88,12 @@ def check_uneven_combined_loaders_are_an_error_before_the_first_step() -> None:
         )
 
 
-def check_combined_streams_agree_batch_by_batch_and_end_together() -> None:
-    def stream(num: int | None) -> DataLoader:
-        return DataLoader(_Stream(num), batch_size=4)
-
-    combined = CombinedLoader([stream(None), loader(24)], "min_size")
-    assert _ours(combined) == _ours(combined) == 6  # the same object, in two fits
-    assert _ours(CombinedLoader([stream(8 if LAST else 12), loader(24)], "max_size")) == 6
-    assert _ours([stream(None), loader(24)], max_steps=7) == 7
+def check_combined_streams_are_refused() -> None:
     if SIZE > 1:
-        for loaders in (
-            [stream(None), loader(16 if LAST else 24)],
-            [loader(24), stream(16 if LAST else 24)],
-        ):
-            with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} ran out .*step 4"):
-                _ours(CombinedLoader(loaders, "min_size"))
+        stream = DataLoader(_Stream(), batch_size=4)
+        for loaders in (CombinedLoader([stream, loader(24)], "min_size"), [loader(24), stream]):
+            with pytest.raises(ConfigurationError, match="2 training loaders, of which one"):
+                _ours(loaders)
 
 
 def check_uneven_loaders_that_are_reloaded_and_leave_the_trainer_alone() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_ring import RingStrategy
@@ -216,24 +215,12 @@ def check_join_takes_part_in_collectives_inside_backward() -> None:
         assert_all_ranks_equal(parameters(module))
 
 
-def check_streams_in_a_combined_loader_and_behind_an_iterator() -> None:
-    class Both(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return sum(self.loss(part) for part in batch.values() if part is not None)
-
+def check_a_stream_behind_an_iterator() -> None:
     class Fetching(Classifier):
         def training_step(self, dataloader_iter: Any) -> Any:
             batch, _, _ = next(dataloader_iter)
             return self.loss(batch)
 
-    for mode in ("max_size_cycle", "min_size", "max_size"):
-        streams = {
-            name: DataLoader(_Stream(num), batch_size=4) for name, num in (("a", 24), ("b", 8))
-        }
-        module = Both()
-        run = fit("ring", module, CombinedLoader(streams, mode))
-        assert run.global_step == 2 * (2 if mode == "min_size" else 6)
-        assert_all_ranks_equal(parameters(module))
     module = Fetching()
     run = fit("ring", module, DataLoader(_Stream(24), batch_size=4))
     assert run.current_epoch == 2
