@@ -39,7 +39,7 @@ class Room:
 ROOMS = {
     "integrations": Room(
         "Who calls us?",
-        "`lightning/` (the Trainer's strategy), `fabric/`, `ranks/` (launcher and environment)",
+        "`lightning/` (the Trainer's strategy), `fabric.py`, `ranks/` (launcher and environment)",
         "loops algorithms gradients job comm launch membership elastic host monitor timeline data "
         "options",
     ),

@@ -94,7 +94,7 @@ def _elastic() -> Any:
 
 def _fabric(algorithm: str) -> Any:
     require_posix(f"Fabric(strategy={algorithm!r})")
-    from lightning_ring.integrations.fabric.strategy import RingFabricStrategy
+    from lightning_ring.integrations.fabric import RingFabricStrategy
 
     return RingFabricStrategy(algorithm=algorithm)
 

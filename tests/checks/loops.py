@@ -59,6 +59,14 @@ def accumulate(
             optimizer.zero_grad()
 
 
+def train(forward: Callable[[Tensor], Tensor], *optimizers: Optimizer, number: int = 4) -> None:
+    for inputs in batches(number):
+        loss_of(forward(inputs)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def adversaries(
     generate: Callable[[Tensor], Tensor],
     judge: Callable[[Tensor], Tensor],
@@ -129,10 +137,7 @@ def check_sharded_averages_in_8_bits_train_as_whole_ones() -> None:
         with distribute(
             module, optimizer, algorithm=algorithm, compression=compression
         ) as training:
-            for batch in batches(6):
-                loss_of(module(batch)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            train(module, optimizer, number=6)
             training.wait_parameters()
         return nn.utils.parameters_to_vector(module.parameters()).detach()
 
@@ -193,19 +198,10 @@ def check_one_backward_through_two_modules_sends_in_one_order() -> None:
         distribute(first, optimizers[0], bucket_cap_mb=0.0001),
         distribute(last, optimizers[1], bucket_cap_mb=0.00002),
     ):
-        wrapped, plain = (
-            DistributedDataParallel(reference, find_unused_parameters=True),
-            sgd(reference),
-        )
-        for inputs in batches(5):
-            loss_of(wrapped(inputs)).backward()
-            plain.step()
-            plain.zero_grad()
-        for inputs in batches(5):
-            loss_of(last(first(inputs))).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+        wrapped = DistributedDataParallel(reference, find_unused_parameters=True)
+        plain = sgd(reference)
+        train(wrapped, plain)
+        train(lambda inputs: last(first(inputs)), *optimizers)
     assert_same(nn.Sequential(first, last), reference)
 
 
@@ -217,12 +213,8 @@ def check_one_training_of_two_optimizers() -> None:
     optimizers = make(model)
     with distribute(model, optimizers) as training:
         wrapped = DistributedDataParallel(reference)
-        for net, both in ((wrapped, make(reference)), (model, optimizers)):
-            for inputs in batches(4):
-                loss_of(net(inputs)).backward()
-                for optimizer in both:
-                    optimizer.step()
-                    optimizer.zero_grad()
+        train(wrapped, *make(reference))
+        train(model, *optimizers)
         mean = training.all_reduce(torch.tensor([float(RANK), 1.0]))
         assert mean.tolist() == [(SIZE - 1) / 2, 1.0]
         assert training.all_gather(torch.tensor(RANK)).tolist() == list(range(SIZE))
@@ -422,10 +414,7 @@ def check_modules_that_change_during_the_training_are_an_error() -> None:
             net = network()
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             with distribute(net, optimizer, algorithm=algorithm) as training:
-                for inputs in batches(2):
-                    loss_of(net(inputs)).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                train(net, optimizer, number=2)
                 with pytest.raises(kind, match=message):
                     change(training, net, optimizer)
                 optimizer.zero_grad()

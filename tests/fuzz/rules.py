@@ -22,6 +22,11 @@ _CHANGES_GRADIENTS = (
 )
 
 
+def _plain_blocks(blocks: list[str], *words: str) -> None:
+    """Put a plain layer into the place of each block that has one of ``words`` in it."""
+    blocks[:] = ["Linear()" if any(word in block for word in words) else block for block in blocks]
+
+
 def settle(program: Program) -> None:
     """Change ``program`` in place; twice is as once."""
     choices, hooks = program.choices, program.hooks
@@ -45,9 +50,7 @@ def settle(program: Program) -> None:
             if program.choice("buckets") == "auto":
                 # sizes that are measured behind the checkpoint are others in each training
                 plain("buckets")
-            program.blocks[:] = [
-                "Linear()" if b in ("Complex()", "Dropped()") else b for b in program.blocks
-            ]
+            _plain_blocks(program.blocks, "Complex", "Dropped")
     _settle_blocks(program)
     if program.family != "trainer":
         _settle_loop(program, plain, without)
@@ -67,9 +70,7 @@ def settle(program: Program) -> None:
         if "two optimizers" in program.choice("training"):
             if len(program.blocks) < 2:
                 program.blocks.append("Linear()")
-            program.blocks[:] = [
-                "Linear()" if block == "Dropped()" else block for block in program.blocks
-            ]
+            _plain_blocks(program.blocks, "Dropped")
             plain("freeze")
     if must_be_refused(program):
         without("gradient", "hook")  # there is none after backward
@@ -85,10 +86,7 @@ def settle(program: Program) -> None:
         without("gradients are zeros")
     if program.choice("uneven") != "none":
         plain("skip", "freeze", "accumulate", "average", "again", "log", "precision", "compression")
-        program.blocks[:] = [
-            "Linear()" if "OnOneRank" in b or "norm=True" in b or "Dropped" in b else b
-            for b in program.blocks
-        ]
+        _plain_blocks(program.blocks, "OnOneRank", "norm=True", "Dropped")
         if program.choice("extra") != "regulariser over all parameters":
             plain("extra")
     if program.choice("skip") == "None on one rank" and program.choice("log") in (
@@ -100,10 +98,7 @@ def settle(program: Program) -> None:
         choices["validation"] = "synchronised loss"
     if program.choice("optimizer") == "LBFGS":
         plain("groups", "clip", "accumulate", "skip", "freeze")
-        program.blocks[:] = [
-            "Linear()" if "Conv" in block or "Shapes" in block else block
-            for block in program.blocks
-        ]
+        _plain_blocks(program.blocks, "Conv", "Shapes")
         without("every third step", "gradients")
     if program.choice("schedule") == "one cycle" and program.choice("optimizer") in (
         "Adagrad",
@@ -178,12 +173,9 @@ def _settle_loop(
     if program.choice("foreign") != "none":
         plain("optimizer", "groups", "precision", "stepping", "compression", "again", "freeze")
         # timm counts a step for all parameters together, also for one without a gradient
-        uncommon = ("Complex()", "Embedded(sparse=True)", "EveryOtherStep()")
-        program.blocks[:] = ["Linear()" if block in uncommon else block for block in program.blocks]
+        _plain_blocks(program.blocks, "Complex()", "Embedded(sparse=True)", "EveryOtherStep()")
     if program.choice("scaler") != "none":
-        program.blocks[:] = [
-            "Linear()" if "sparse" in b or b == "Complex()" else b for b in program.blocks
-        ]
+        _plain_blocks(program.blocks, "sparse", "Complex")
         if "clipped" in program.choice("window"):
             plain("window")  # a scaler unscales once a step
     if program.family == "horovod":

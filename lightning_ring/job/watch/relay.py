@@ -99,6 +99,8 @@ class Relay:
     def close(self) -> None:
         """End the thread. Earlier messages have been handed to the kernel."""
         self._closing = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join(timeout=2)
 
     def _close_sockets(self) -> None:

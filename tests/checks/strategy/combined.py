@@ -65,15 +65,12 @@ def check_uneven_loaders_of_which_the_training_takes_equally_many_batches() -> N
     # a nested collection: max_size_cycle
     assert _ours({"a": [uneven(), loader(48)], "b": short()}) == 12
     assert _ours([short(), uneven()], limit_train_batches=5) == 5
-    if SIZE > 1:
-        arguments = {"use_distributed_sampler": False, "max_epochs": 2}
-        loaders = CombinedLoader({"a": loader(16), "b": uneven()}, "min_size")
-        assert_like_ddp(*both(_Several, loaders, **arguments))
+    arguments = {"use_distributed_sampler": False, "max_epochs": 2}
+    loaders = CombinedLoader({"a": loader(16), "b": uneven()}, "min_size")
+    assert_like_ddp(*both(_Several, loaders, **arguments))
 
 
 def check_uneven_combined_loaders_are_an_error_before_the_first_step() -> None:
-    if SIZE == 1:
-        return
     uneven = loader(16 if LAST else 24)
     for mode in ("min_size", "max_size", "max_size_cycle"):
         other = loader(48 if mode == "min_size" else 8)
@@ -89,11 +86,10 @@ def check_uneven_combined_loaders_are_an_error_before_the_first_step() -> None:
 
 
 def check_combined_streams_are_refused() -> None:
-    if SIZE > 1:
-        stream = DataLoader(_Stream(), batch_size=4)
-        for loaders in (CombinedLoader([stream, loader(24)], "min_size"), [loader(24), stream]):
-            with pytest.raises(ConfigurationError, match="2 training loaders, of which one"):
-                _ours(loaders)
+    stream = DataLoader(_Stream(), batch_size=4)
+    for loaders in (CombinedLoader([stream, loader(24)], "min_size"), [loader(24), stream]):
+        with pytest.raises(ConfigurationError, match="2 training loaders, of which one"):
+            _ours(loaders)
 
 
 def check_uneven_loaders_that_are_reloaded_and_leave_the_trainer_alone() -> None:

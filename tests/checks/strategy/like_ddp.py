@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ import torch
 from torch.nn import Parameter
 
 from tests.checks.marks import by_world_size
-from tests.checks.models import SIZE, Classifier, fit
+from tests.checks.models import Classifier, fit
 from tests.checks.strategy.references import assert_like_ddp, both
 from tests.process_state import changed, process_state
 
@@ -88,19 +89,11 @@ class _WithItsOwnNoSync(Classifier):
 @by_world_size
 def check_optimizer_that_is_no_torch_optimizer_equals_ddp() -> None:
     for automatic in (True, False):
-        if SIZE == 1:
-            fit("ring", _WithOwnSGD(automatic=automatic), max_epochs=1)
-        else:
-            assert_like_ddp(
-                *both(lambda automatic=automatic: _WithOwnSGD(automatic=automatic), max_epochs=1)
-            )
+        assert_like_ddp(*both(functools.partial(_WithOwnSGD, automatic=automatic), max_epochs=1))
 
 
 @by_world_size
 def check_no_sync_of_the_trainers_model_equals_ddp() -> None:
-    if SIZE == 1:
-        fit("ring", _Accumulating())
-        return
     assert_like_ddp(*both(_Accumulating))
 
 
@@ -123,7 +116,7 @@ def check_no_sync_is_no_part_of_the_module() -> None:
 def check_a_further_fit_leaves_the_process_as_it_was() -> None:
     fit("ring", Classifier(), max_epochs=1)
     before = process_state()
-    for _ in range(3):
+    for _ in range(2):
         fit("ring", Classifier(), max_epochs=1)
     after = process_state()
     difference = changed(before, after)

@@ -26,6 +26,8 @@ from tests.checks.models import (
 )
 from tests.checks.strategy.references import WORLD, one_process
 
+UNSAMPLED = {"use_distributed_sampler": False}
+
 
 def _uneven_loader(extra: int = 2) -> DataLoader:
     """The last rank has ``extra`` batches fewer than the others."""
@@ -35,22 +37,18 @@ def _uneven_loader(extra: int = 2) -> DataLoader:
 
 @by_world_size
 def check_uneven_batches_are_an_error_on_every_rank() -> None:
-    if SIZE == 1:
-        return
     with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} has 4.*step 4"):
-        fit("ring", Classifier(), _uneven_loader(), use_distributed_sampler=False)
+        fit("ring", Classifier(), _uneven_loader(), **UNSAMPLED)
     # training that ends before anybody runs out is nobody's error
     fit(
         "ring",
         Classifier(),
         _uneven_loader(),
-        use_distributed_sampler=False,
+        **UNSAMPLED,
         max_steps=4,
         max_epochs=1,
     )
-    fit(
-        "ring", Classifier(), _uneven_loader(), use_distributed_sampler=False, limit_train_batches=3
-    )
+    fit("ring", Classifier(), _uneven_loader(), **UNSAMPLED, limit_train_batches=3)
 
 
 def check_uneven_batches_with_steps_of_the_users_own_are_an_error() -> None:
@@ -60,8 +58,6 @@ def check_uneven_batches_with_steps_of_the_users_own_are_an_error() -> None:
             if batch_idx % 4 == 3:  # `max_steps` counts these
                 self.optimizers().step()
 
-    if SIZE == 1:
-        return
     module = Seldom()
     module.automatic_optimization = False
     with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} has 4"):
@@ -69,7 +65,7 @@ def check_uneven_batches_with_steps_of_the_users_own_are_an_error() -> None:
             "ring",
             module,
             _uneven_loader(),
-            use_distributed_sampler=False,
+            **UNSAMPLED,
             max_steps=2,
             max_epochs=-1,
         )
@@ -85,8 +81,6 @@ class _Stream(IterableDataset):
 
 @by_world_size
 def check_uneven_streams_are_an_error_at_the_step() -> None:
-    if SIZE == 1:
-        return
     module = Classifier()
     with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} ran out .*step 4"):
         fit("ring", module, DataLoader(_Stream(16 if RANK == SIZE - 1 else 24), batch_size=4))
@@ -94,8 +88,6 @@ def check_uneven_streams_are_an_error_at_the_step() -> None:
 
 @by_world_size
 def check_join_goes_on_with_the_ranks_that_have_data() -> None:
-    if SIZE == 1:
-        return
     for train in (
         _uneven_loader(),
         DataLoader(_Stream(16 if RANK == SIZE - 1 else 24), batch_size=4),
@@ -107,7 +99,7 @@ def check_join_goes_on_with_the_ranks_that_have_data() -> None:
             RingStrategy(uneven="join"),
             module,
             train,
-            use_distributed_sampler=False,
+            **UNSAMPLED,
             max_epochs=1,
             precision="64-true",
         )
@@ -131,8 +123,6 @@ def check_join_goes_on_with_the_ranks_that_have_data() -> None:
 
 @by_world_size
 def check_join_ends_with_the_loader_that_needed_it() -> None:
-    if SIZE == 1:
-        return
 
     class Reloading(Classifier):
         def train_dataloader(self) -> Any:
@@ -180,14 +170,12 @@ def check_join_counts_no_metric_twice_and_allows_inner_gradients() -> None:
             (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
             return self.loss(batch) + slope.square().mean()
 
-    if SIZE == 1:
-        return
     module = Penalised()
     run = fit(
         RingStrategy(uneven="join"),
         module,
         _uneven_loader(),
-        use_distributed_sampler=False,
+        **UNSAMPLED,
         max_epochs=1,
     )
     assert run.callback_metrics["batches"] == 6 * SIZE - 2
@@ -200,15 +188,13 @@ def check_join_takes_part_in_collectives_inside_backward() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.all_gather(self.loss(batch), sync_grads=True).mean()
 
-    if SIZE == 1:
-        return
     for accumulate in (1, 2):
         module = Gathering(batch_norm=True)
         run = fit(
             RingStrategy(uneven="join"),
             module,
             _uneven_loader(),
-            use_distributed_sampler=False,
+            **UNSAMPLED,
             accumulate_grad_batches=accumulate,
         )
         assert run.global_step == 12 // accumulate
@@ -225,17 +211,9 @@ def check_a_stream_behind_an_iterator() -> None:
     run = fit("ring", module, DataLoader(_Stream(24), batch_size=4))
     assert run.current_epoch == 2
     assert_all_ranks_equal(parameters(module))
-    if SIZE > 1:
-        assert not run.strategy._job.watch._reported, (
-            "the end of the data was reported as a failure"
-        )
-        with pytest.raises(ConfigurationError, match="dataloader_iter"):
-            fit(
-                RingStrategy(uneven="join"),
-                Fetching(),
-                _uneven_loader(),
-                use_distributed_sampler=False,
-            )
+    assert not run.strategy._job.watch._reported, "the end of the data was reported as a failure"
+    with pytest.raises(ConfigurationError, match="dataloader_iter"):
+        fit(RingStrategy(uneven="join"), Fetching(), _uneven_loader(), **UNSAMPLED)
 
 
 class _Promising(_Stream):
@@ -244,8 +222,6 @@ class _Promising(_Stream):
 
 
 def check_streams_that_end_before_their_length_are_an_error_at_the_step() -> None:
-    if SIZE == 1:
-        return
     with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} ran out .*step 4"):
         fit(
             "ring",
@@ -255,9 +231,7 @@ def check_streams_that_end_before_their_length_are_an_error_at_the_step() -> Non
 
 
 def check_join_refuses_manual_optimization() -> None:
-    if SIZE == 1:
-        return
     module = Classifier()
     module.automatic_optimization = False
     with pytest.raises(ConfigurationError, match="manual optimization"):
-        fit(RingStrategy(uneven="join"), module, _uneven_loader(), use_distributed_sampler=False)
+        fit(RingStrategy(uneven="join"), module, _uneven_loader(), **UNSAMPLED)
