@@ -75,29 +75,6 @@ def check_a_loop_with_accumulation_and_clipping_equals_ddp() -> None:
         assert_same(found, expected, tolerance)
 
 
-def check_a_gan_equals_ddp() -> None:
-    for algorithm, tolerance in (("ring", 0.0), ("ring_sharded", 1e-6)):
-        trained = []
-        for fabric in (ring(small_buckets(algorithm)), ddp()):
-            networks = pair()
-            (generate, first), (judge, second) = (
-                fabric.setup(net, torch.optim.Adam(net.parameters(), 0.05)) for net in networks
-            )
-            for noise in batches(5):
-                real = noise[:, :3].contiguous()
-                second.zero_grad()
-                fabric.backward(
-                    loss_of(judge(real)).add(judge(generate(noise).detach()).square().mean())
-                )
-                second.step()
-                first.zero_grad()
-                loss_of(judge(generate(noise))).backward()  # a plain backward is averaged too
-                first.step()
-            trained.append(networks)
-        for found, expected in zip(*trained, strict=True):
-            assert_same(found, expected, tolerance)
-
-
 def check_modules_and_optimizers_that_are_set_up_one_by_one() -> None:
     trained = []
     for fabric in (ring(), ddp()):

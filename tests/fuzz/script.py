@@ -81,7 +81,7 @@ def render(program: Program) -> str:
         )
     text = template
     # a place may name another place
-    while match := re.search(r"^( *)(.*)\$(\w+)", text, re.MULTILINE):
+    while match := re.search(r"^( *)([^$\n]*)\$(\w+)", text, re.MULTILINE):
         indent, before, place = match.groups()
         code = (
             textwrap.indent(values[place], indent).removeprefix(indent)

@@ -209,8 +209,7 @@ def own_addresses() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["name of loopback", "host name", "IPv4", "IPv6 loopback", "IPv6"])
-@pytest.mark.parametrize("num_nodes", [1, 2])
-@pytest.mark.parametrize("store_of_torchrun", [False, True])
+@pytest.mark.parametrize(("num_nodes", "store_of_torchrun"), [(1, True), (2, False)])
 def test_ranks_meet_wherever_the_job_says_that_rank_0_is(
     monkeypatch, kind, num_nodes, store_of_torchrun
 ):
