@@ -44,7 +44,7 @@ def settle(program: Program) -> None:
             "32-true",
             "SGD without momentum" if lossy else "SGD",
         )
-        plain("uneven", "average", "freeze")
+        plain("freeze")
         if lossy:
             choices["again"] = "resumed, and straight"
             if program.choice("buckets") == "auto":
@@ -55,11 +55,11 @@ def settle(program: Program) -> None:
     if program.family != "trainer":
         _settle_loop(program, plain, without)
     if program.choice("training") != "automatic":
-        plain("accumulate", "skip", "uneven", "average")
+        plain("accumulate", "skip")
         if "clipped" in program.choice("training") or "step in backward" in program.choice(
             "training"
         ):
-            plain("clip", "groups", "freeze", "schedule", "again", "average")
+            plain("clip", "groups", "freeze", "schedule", "again")
         without("every third step", "gradients are zeros")
         if program.choice("clip") == "overridden":
             plain("clip")
@@ -84,11 +84,6 @@ def settle(program: Program) -> None:
     ):
         # rank 0 alone would have none at all, which optimizers tell from zeros
         without("gradients are zeros")
-    if program.choice("uneven") != "none":
-        plain("skip", "freeze", "accumulate", "average", "again", "log", "precision", "compression")
-        _plain_blocks(program.blocks, "OnOneRank", "norm=True", "Dropped")
-        if program.choice("extra") != "regulariser over all parameters":
-            plain("extra")
     if program.choice("skip") == "None on one rank" and program.choice("log") in (
         "synchronised",
         "per epoch",
@@ -107,24 +102,6 @@ def settle(program: Program) -> None:
     ):
         plain("schedule")  # it cycles a momentum that they lack
     _settle_freezing(program, plain, without)
-    if program.choice("callback") != "none":
-        plain("average", "again", "uneven")
-        if program.choice("callback") != "ModelPruning" and program.choice("validation") == "none":
-            choices["validation"] = "twice an epoch"
-        # scores
-        program.blocks[:] = [
-            "Conv()" if "norm=True" in block else block for block in program.blocks
-        ]
-    # it looks at what a module's last forward computed
-    if program.choice("callback") == "ModelPruning":
-        program.blocks[:] = [
-            "Linear()" if block == "OnOneRank()" else block for block in program.blocks
-        ]
-    if program.choice("average") == "SWA":
-        plain("again", "accumulate", "extra")
-    elif program.choice("average") == "EMA" and program.choice("again") == "resumed, and straight":
-        # the end of a fit puts the average into the model, and so into the checkpoint behind it
-        plain("again")
     if "Dropped()" in program.blocks and program.choice("again").startswith("resumed"):
         plain("again")  # ring restores the random state, DDP does not
     if program.choice("again") == "resumed on another number of ranks" and (
@@ -162,18 +139,14 @@ def _settle_loop(
             "failure",
             "groups",
             "again",
-            "foreign",
             "freeze",
             "compression",
         )
     elif program.choice("stepping") == "two optimizers":
         plain("freeze")
+        without("average of weights")  # it would read what the first one has just stepped
         if len(program.blocks) < 2:
             program.blocks.append("Linear()")
-    if program.choice("foreign") != "none":
-        plain("optimizer", "groups", "precision", "stepping", "compression", "again", "freeze")
-        # timm counts a step for all parameters together, also for one without a gradient
-        _plain_blocks(program.blocks, "Complex()", "Embedded(sparse=True)", "EveryOtherStep()")
     if program.choice("scaler") != "none":
         _plain_blocks(program.blocks, "sparse", "Complex")
         if "clipped" in program.choice("window"):
@@ -218,7 +191,7 @@ def _settle_blocks(program: Program) -> None:
         blocks.insert(0, "Linear()")
     if "Embedded(sparse=True)" in blocks:
         choices["optimizer"], choices["precision"] = "SGD without momentum", "64-true"
-        for axis in ("clip", "extra", "groups", "compression", "average", "callback"):
+        for axis in ("clip", "extra", "groups", "compression"):
             choices.pop(axis, None)
         program.hooks[:] = [hook for hook in program.hooks if hook.startswith("reads")]
         if "by reference" in program.choice("training"):
@@ -248,9 +221,9 @@ def _settle_freezing(
     if len(blocks) < 2 or blocks[-1] != "Linear()":
         blocks.append("Linear()")
     if "optimizer" in freeze:
-        plain("schedule", "average", "again")
+        plain("schedule", "again")
     if freeze in ("finetuning callback", "new layer in the second epoch"):
-        plain("again", "average", "groups", "schedule")
+        plain("again", "groups", "schedule")
         without("average of weights", "best weights")
 
 

@@ -168,8 +168,7 @@ def test_missing_variables_are_named(monkeypatch):
 def test_greeter_ends_when_all_have_called():
     door = listen(LOOPBACK)
     port = door.getsockname()[1]
-    greeter = Greeter(door, "job", count=2)
-    greeter.start("4711")
+    Greeter(door, "job", count=2, word="4711")
     for rank in (1, 1, 2):  # a rank that calls twice is one rank
         assert greet(LOOPBACK, port, "job", rank, timeout=60) == ("4711", LOOPBACK)
     with pytest.raises(RankDiscoveryError):

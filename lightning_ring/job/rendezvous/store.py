@@ -121,7 +121,7 @@ def _open_at(address: str, port: int, token: str, info: RankInfo, timeout: timed
         where = listening_address(info.num_nodes, address)
         listener = _inherited_listener() or listen(where, port)
         store = _serve(where, timeout)
-        Greeter(listener, token, info.world_size - 1).start(str(store.port))
+        Greeter(listener, token, info.world_size - 1, str(store.port))
         _prefer_interface_towards(address, info)
         return store
     seconds = timeout.total_seconds()
@@ -199,8 +199,7 @@ def _agree_on_address(world: Any, info: RankInfo) -> str:
         token = secrets.token_hex(8)
         world.bcast((candidates, listener.getsockname()[1], token))
         # one more than calls: it answers until it is closed
-        greeter = Greeter(listener, token, info.world_size)
-        greeter.start("here")
+        greeter = Greeter(listener, token, info.world_size, "here")
         reached = {address: address for address in candidates}
     else:
         candidates, port, token = world.bcast(None)
