@@ -187,26 +187,6 @@ def check_loaders_and_init_module_and_forward_methods() -> None:
     assert_same(*trained)
 
 
-def check_callbacks_are_told() -> None:
-    class Notes:
-        def __init__(self) -> None:
-            self.seen: list[str] = []
-
-        def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
-            self.seen.append(f"step of {type(strategy).__name__}")
-
-        def mine(self, number: int) -> None:
-            self.seen.append(f"mine {number}")
-
-    notes = Notes()
-    fabric = ring(callbacks=[notes])
-    model, optimizer = fabric.setup(net := network(), sgd(net))
-    loss_of(model(batches(1)[0])).backward()
-    optimizer.step()
-    fabric.call("mine", number=3)
-    assert notes.seen == ["step of RingFabricStrategy", "mine 3"]
-
-
 def check_ranks_with_other_numbers_of_steps_get_an_error() -> None:
     fabric = ring()
     model, optimizer = fabric.setup(net := network(), sgd(net))

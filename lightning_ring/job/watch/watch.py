@@ -73,20 +73,11 @@ class JobWatch:
         For errors of transports ("connection closed by peer"), which do not know the rank or the
         reason.
         """
+        self._wait_for(lambda: self._culprit() is not None, seconds)
         with self._news:
-            self._news.wait_for(
-                lambda: self._culprit() is not None or self._connection is None, timeout=seconds
-            )
             event = self._culprit()
         if event is not None:
             raise self._error(event) from error
-
-    def _error(self, event: PeerEvent) -> PeerFailedError:
-        return PeerFailedError(f"{event}. Rank {self.info.rank} cannot go on without it.")
-
-    def _culprit(self) -> PeerEvent | None:
-        event = self._peers.failure(self._fit)
-        return event if event is not None and not event.echo else None
 
     def failure(self) -> PeerEvent | None:
         """The failure or death of another rank to blame, if any."""
@@ -118,9 +109,7 @@ class JobWatch:
             number = self._told
             self._connection.send(event | {"fit": self._fit})
             if wait:
-                self._news.wait_for(
-                    lambda: self._returned >= number or self._connection is None, timeout=wait
-                )
+                self._wait_for(lambda: self._returned >= number, wait)
             return self._returned >= number
 
     def on_event(self, callback: Callable[[Message], None]) -> None:
@@ -180,8 +169,7 @@ class JobWatch:
         """
         self.tell({"kind": "left"}, wait=1.0)
         if self.info.rank == 0 and not self._closed:
-            with self._news:
-                self._news.wait_for(self._all_left, timeout=CLOSE_SECONDS)
+            self._wait_for(self._all_left, CLOSE_SECONDS)
         self.close()
 
     def free_launcher(self, failure: PeerEvent) -> None:
@@ -193,10 +181,7 @@ class JobWatch:
 
     def wait_until_gone(self, rank: int, timeout: float) -> None:
         """Wait until ``rank``'s process has ended; it may be printing the error that matters."""
-        with self._news:
-            self._news.wait_for(
-                lambda: rank in self._peers.gone or self._connection is None, timeout=timeout
-            )
+        self._wait_for(lambda: rank in self._peers.gone, timeout)
 
     def close(self) -> None:
         """Stop watching. Not collective; calling it twice is fine."""
@@ -208,6 +193,17 @@ class JobWatch:
             self._thread.join(timeout=2)
         if self._relay is not None:
             self._relay.close()
+
+    def _wait_for(self, news: Callable[[], bool], seconds: float) -> None:
+        with self._news:
+            self._news.wait_for(lambda: news() or self._connection is None, seconds)
+
+    def _error(self, event: PeerEvent) -> PeerFailedError:
+        return PeerFailedError(f"{event}. Rank {self.info.rank} cannot go on without it.")
+
+    def _culprit(self) -> PeerEvent | None:
+        event = self._peers.failure(self._fit)
+        return event if event is not None and not event.echo else None
 
     def _all_left(self) -> bool:
         return len(self._peers.left.keys() | self._peers.gone) >= self.info.world_size - 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -47,19 +46,6 @@ class _OwnSGD:
 
 
 class _WithOwnSGD(Classifier):
-    def __init__(self, *, automatic: bool) -> None:
-        super().__init__()
-        self.automatic_optimization = automatic
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.automatic_optimization:
-            return self.loss(batch)
-        optimizer = self.optimizers()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-        optimizer.zero_grad()
-        return None
-
     def configure_optimizers(self) -> Any:
         return _OwnSGD(self.parameters(), 0.1)
 
@@ -88,8 +74,7 @@ class _WithItsOwnNoSync(Classifier):
 
 @by_world_size
 def check_optimizer_that_is_no_torch_optimizer_equals_ddp() -> None:
-    for automatic in (True, False):
-        assert_like_ddp(*both(functools.partial(_WithOwnSGD, automatic=automatic), max_epochs=1))
+    assert_like_ddp(*both(_WithOwnSGD, max_epochs=1))
 
 
 @by_world_size

@@ -39,7 +39,6 @@ from tests.checks.strategy.references import (
     one_process,
     scaler_plugin,
 )
-from tests.strategies import ring
 
 
 class Convolutions(nn.Module):
@@ -218,66 +217,6 @@ def check_a_backward_that_raises_in_manual_optimization_is_dropped() -> None:
     for kind in (Catching, Manual):
         kinds = iter((kind, Manual))  # DDP does not average in a plain backward
         assert_like_ddp(*both(lambda: next(kinds)()))  # noqa: B023
-
-
-def check_backwards_of_hooks_on_one_rank_stay_local() -> None:
-    """Saliency maps, adversarial examples: a backward of rank 0 in every hook, and another one
-    inside the step.
-    """
-
-    class Attacking(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            x = batch[0]
-            if (batch_idx + RANK) % 2:
-                x = x.clone().requires_grad_()
-                self.loss((x, batch[1])).backward()
-                x = (x + 0.1 * x.grad.sign()).detach()
-            return self.loss((x, batch[1]))
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            _look_closer(self)
-
-    class Watching(L.Callback):
-        def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Any) -> None:
-            with torch.enable_grad():
-                torch.autograd.grad(pl_module.loss(_example()), list(pl_module.parameters()))
-
-    def look(self: Any, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
-        _look_closer(pl_module)
-
-    in_training = ("start", "batch_start", "batch_end", "epoch_end", "end")
-    for name in (*in_training, "before_zero_grad", "validation_epoch_end"):
-        setattr(Watching, f"on_train_{name}" if name in in_training else f"on_{name}", look)
-    for sharded in (False, True):
-        strategy = ring(sharded, bucket_cap_mb=0.0005)
-        runs = []
-        for one in (strategy, ddp()):
-            L.seed_everything(7, verbose=False)
-            runs.append(Attacking())
-            arguments = {
-                "callbacks": [Watching()],
-                "accumulate_grad_batches": 2,
-                "inference_mode": False,
-            }
-            fit(one, runs[-1], None, loader(16), **arguments)
-        assert_like_ddp(*runs)
-
-
-def _example() -> Any:
-    generator = torch.Generator().manual_seed(0)
-    batch = next(iter(loader()))
-    return torch.randn(batch[0].shape, generator=generator), batch[1]
-
-
-def _look_closer(module: Any) -> None:
-    if RANK == 0:
-        before = [param.grad for param in module.parameters()]
-        module.zero_grad()
-        with torch.enable_grad():
-            module.loss(_example()).backward()
-        assert all(param.grad is not None for param in module.parameters())
-        for param, grad in zip(module.parameters(), before, strict=True):
-            param.grad = grad
 
 
 def check_training_step_returning_none_on_one_rank() -> None:

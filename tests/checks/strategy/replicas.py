@@ -131,46 +131,6 @@ def check_padding_is_said_once() -> None:
         fit("ring", Classifier(), loader(num=48 * SIZE + 1), max_epochs=1)
 
 
-def check_thawed_parameters_are_averaged() -> None:
-    class Thawing(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net[0].requires_grad_(False)
-
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
-                self.net[0].requires_grad_(True)
-                self.optimizers().add_param_group({"params": list(self.net[0].parameters())})
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.net[3].parameters(), lr=0.1)
-
-    module = Thawing()
-    before = module.net[0].weight.detach().clone()
-    fit("ring", module)
-    assert not torch.equal(before, module.net[0].weight)
-    assert_all_ranks_equal(parameters(module))
-
-
-def check_parameters_added_in_training_begin_alike() -> None:
-    class Growing(Classifier):
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
-                self.head = nn.Linear(4, 4)
-                self.optimizers().add_param_group({"params": list(self.head.parameters())})
-
-        def loss(self, batch: Any) -> Tensor:
-            return F.cross_entropy(
-                self.head(self.net(batch[0])) if self.current_epoch else self.net(batch[0]),
-                batch[1],
-            )
-
-    torch.manual_seed(RANK)  # the new layer begins elsewhere on each rank
-    module = Growing()
-    fit("ring", module)
-    assert_all_ranks_equal(parameters(module))
-
-
 def check_mismatched_models_are_an_error_on_every_rank() -> None:
     def wider(module: Classifier) -> None:
         module.net[3] = nn.Linear(16, 5)

@@ -22,7 +22,6 @@ from tests.checks.models import (
     fit,
     parameters,
     relative_difference,
-    trainer,
 )
 from tests.checks.strategy.references import WORLD, one_process
 
@@ -49,26 +48,6 @@ def check_uneven_batches_are_an_error_on_every_rank() -> None:
         max_epochs=1,
     )
     fit("ring", Classifier(), _uneven_loader(), **UNSAMPLED, limit_train_batches=3)
-
-
-def check_uneven_batches_with_steps_of_the_users_own_are_an_error() -> None:
-    class Seldom(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.manual_backward(self.loss(batch))
-            if batch_idx % 4 == 3:  # `max_steps` counts these
-                self.optimizers().step()
-
-    module = Seldom()
-    module.automatic_optimization = False
-    with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} has 4"):
-        fit(
-            "ring",
-            module,
-            _uneven_loader(),
-            **UNSAMPLED,
-            max_steps=2,
-            max_epochs=-1,
-        )
 
 
 class _Stream(IterableDataset):
@@ -119,39 +98,6 @@ def check_join_goes_on_with_the_ranks_that_have_data() -> None:
         torch.testing.assert_close(
             run.callback_metrics["loss_epoch"].double(), torch.stack(counted).mean()
         )
-
-
-@by_world_size
-def check_join_ends_with_the_loader_that_needed_it() -> None:
-
-    class Reloading(Classifier):
-        def train_dataloader(self) -> Any:
-            return _uneven_loader() if self.current_epoch == 0 else _uneven_loader(extra=0)
-
-    L.seed_everything(3, verbose=False)
-    module = Reloading().double()
-    whole = copy.deepcopy(module)
-    arguments = {
-        "use_distributed_sampler": False,
-        "precision": "64-true",
-        "reload_dataloaders_every_n_epochs": 1,
-    }
-    run = trainer(RingStrategy(uneven="join"), **arguments)
-    run.fit(module)
-    assert run.global_step == 12
-    rows = WORLD.allgather(module.seen["index"])
-    xs, ys, _ = data().tensors
-    steps = [
-        [
-            i
-            for rank in range(SIZE)
-            if step not in (4, 5) or rank < SIZE - 1
-            for i in rows[rank][step]
-        ]
-        for step in range(12)
-    ]
-    one_process(whole, [[xs[row].double(), ys[row]] for row in steps], lr=0.1, momentum=0.9)
-    assert relative_difference(parameters(module), parameters(whole)) < 1e-12
 
 
 @by_world_size
