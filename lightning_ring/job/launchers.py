@@ -175,6 +175,20 @@ def launcher_variables(environ: Environ) -> LaunchVariables | None:
     return None
 
 
+def check_not_started_again(environ: Environ) -> None:
+    """Before this process starts ranks.
+
+    Raises:
+        RankDiscoveryError: It is a rank itself.
+    """
+    if "RING_LAUNCHER_PID" in environ:
+        raise RankDiscoveryError(
+            "This process was started as a rank, but the variables that tell its rank are gone, "
+            "and it would start all ranks once more. Let whatever stands between the launcher and "
+            "Python keep the environment."
+        )
+
+
 def started_by_steward(environ: Environ) -> bool:
     """Whether a steward, a process that outlives its ranks (`launch.elastic`), started this one;
     `False` if no launcher did, so that it may start ranks itself.

@@ -12,7 +12,7 @@ from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, connect
-from lightning_ring.job.launchers import launcher_variables
+from lightning_ring.job.launchers import check_not_started_again, launcher_variables
 from lightning_ring.job.members import pick_gpu
 from lightning_ring.job.ranks import RankInfo, discover_ranks
 from lightning_ring.options import RingOptions
@@ -34,12 +34,7 @@ def find_ranks(ranks: int | None, options: RingOptions) -> RankInfo:
         )
     found = launcher_variables(os.environ)
     if found is None and ranks is not None and ranks > 1:
-        if "RING_LAUNCHER_PID" in os.environ:
-            raise RankDiscoveryError(
-                "This process was started as a rank, but the variables that tell its rank are "
-                "gone, and it would start all ranks once more. Let whatever stands between the "
-                "launcher and Python keep the environment."
-            )
+        check_not_started_again(os.environ)
         from lightning_ring.launch.script import JobFinished, script_job  # no rank needs it
 
         with script_job(ranks, use_mpi=options.backend in ("auto", "mpi")) as job:
