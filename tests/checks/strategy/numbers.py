@@ -74,6 +74,8 @@ def check_equals_ddp_in_convolutions_with_batch_norm() -> None:
         def loss(self, batch: Any) -> Tensor:
             return F.cross_entropy(self.net(batch[0]), batch[1])
 
+        def on_after_backward(self) -> None: ...
+
     networks: list[Any] = [(Convolutions, 20)]
     if SIZE == 2:
         networks.append((functools.partial(resnet18, num_classes=10), 2))
