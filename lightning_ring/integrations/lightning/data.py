@@ -130,7 +130,7 @@ def agree_on_batches(
     ``max_steps``); ``inf`` if open.
     """
     if isinstance(loader, AgreedLoader):  # from an earlier fit, in the script's `CombinedLoader`
-        loader = loader.unwrapped
+        loader = loader._loader
     described: list[tuple[int | None, bool]] = comm.all_gather_object(
         (sized_len(loader), _is_stream(loader)), name="length of the training loader"
     )
@@ -210,10 +210,6 @@ class AgreedLoader:
                 self._statuses.append(BatchStatus(sum(having), has_data))
             yield batch
             last, step = batch, step + 1
-
-    @property
-    def unwrapped(self) -> Any:
-        return self._loader
 
     @property
     def joins(self) -> bool:

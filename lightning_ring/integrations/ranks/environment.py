@@ -33,8 +33,6 @@ from lightning_ring.job.ranks import SINGLE, RankInfo, discover_ranks, info_from
 from lightning_ring.job.rendezvous.greeting import reserve_port
 from lightning_ring.options import RingOptions
 
-log = logging.getLogger(__name__)
-
 
 class RingEnvironment(ClusterEnvironment):
     """Rank and world size for Lightning, from one `RankInfo`.
@@ -151,31 +149,17 @@ class RingEnvironment(ClusterEnvironment):
     def node_rank(self) -> int:
         return 0 if self.num_nodes() == 1 else self.discover().node_rank
 
+    # Lightning computes ranks from node and local rank, which holds only for ranks placed in
+    # blocks: what the launcher started stays
+
     def set_world_size(self, size: int) -> None:
-        if self.creates_processes_externally:
-            self._refuse_other("world size", size, self.world_size())
-        elif size != self.world_size():
+        if not self.creates_processes_externally and size != self.world_size():
             self._info = _spawned(self.global_rank(), size)
 
     def set_global_rank(self, rank: int) -> None:
-        if self.creates_processes_externally:
-            self._refuse_other("rank", rank, self.global_rank())
-        elif rank != self.global_rank():
+        if not self.creates_processes_externally and rank != self.global_rank():
             self._info = _spawned(rank, max(self.world_size(), rank + 1))
         _set_rank_zero_only(self.global_rank())
-
-    def _refuse_other(self, name: str, wanted: int, started: int) -> None:
-        """Lightning computes ranks from node and local rank, which holds only for ranks placed
-        in blocks.
-        """
-        if wanted != started:
-            log.debug(
-                "Lightning computed %s %d; %s stays %d, as the launcher started it",
-                name,
-                wanted,
-                name,
-                started,
-            )
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Refuse ``devices`` and ``num_nodes`` that are not what the launcher started."""
@@ -200,19 +184,16 @@ class RingEnvironment(ClusterEnvironment):
 def _launcher_or_open_group() -> LaunchVariables | None:
     """The launcher's variables. Lightning's DDP starts ranks with fewer, and removes one after a
     fit: an open process group of torch.distributed then has the rest."""
-    group = _variables_of_open_group()
+    group: LaunchVariables | None = None
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        ranks = dist.get_rank(), dist.get_world_size()
+        group = LaunchVariables("group", "torch.distributed", *ranks)
     try:
         return launcher_variables(os.environ) or group
     except RankDiscoveryError:
         if group is None:
             raise
         return group
-
-
-def _variables_of_open_group() -> LaunchVariables | None:
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return LaunchVariables("group", "torch.distributed", dist.get_rank(), dist.get_world_size())
 
 
 def _info_from_open_group() -> RankInfo:
