@@ -11,7 +11,7 @@ from lightning_ring.host.posix import require_posix
 from lightning_ring.integrations.registration import register_strategies
 
 if TYPE_CHECKING:
-    from lightning_ring.integrations.fabric.strategy import RingFabricStrategy
+    from lightning_ring.integrations.fabric import RingFabricStrategy
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
     from lightning_ring.integrations.lightning.strategy import RingStrategy
     from lightning_ring.loops.distribute import distribute
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
         return ElasticStrategy
     if name == "RingFabricStrategy":
-        from lightning_ring.integrations.fabric.strategy import RingFabricStrategy
+        from lightning_ring.integrations.fabric import RingFabricStrategy
 
         return RingFabricStrategy
     if name == "distribute":

@@ -39,7 +39,7 @@ class Room:
 ROOMS = {
     "integrations": Room(
         "Who calls us?",
-        "`lightning/` (the Trainer's strategy), `fabric/`, `ranks/` (launcher and environment)",
+        "`lightning/` (the Trainer's strategy), `fabric.py`, `ranks/` (launcher and environment)",
         "loops algorithms gradients job comm launch membership elastic host monitor timeline data "
         "options",
     ),
@@ -68,7 +68,7 @@ ROOMS = {
     ),
     "job": Room(
         "Who is in the job?",
-        "`launchers/`, `rendezvous/`, `watch/`, `stalls/`, exit codes",
+        "launchers, `rendezvous/`, `watch/`, the stall report, exit codes",
         "comm host",
     ),
     "launch": Room(

@@ -51,7 +51,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_ring.errors import ShardError, ShardLostError
-from lightning_ring.host.open_files import most_open_files
+from lightning_ring.host.posix import most_open_files
 
 MANIFEST = "manifest.json"
 REPORT = "report.csv"

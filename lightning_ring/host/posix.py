@@ -1,4 +1,4 @@
-"""What needs a POSIX system says so elsewhere."""
+"""What differs where the system is not POSIX: Windows."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ try:
 except ModuleNotFoundError:
     fcntl = None
 
+_WITHOUT_LIMIT = 65_536
+_WINDOWS = 2048  # its C runtime allows 8,192 at most, and 512 streams before that
+
 
 def require_posix(what: str) -> None:
     """Raises `ConfigurationError`: this is Windows."""
@@ -21,3 +24,13 @@ def require_posix(what: str) -> None:
             "does not. `lightning-ring pack`, lightning_ring.data, lightning_ring.optim and "
             "lightning_ring.schedules work here."
         )
+
+
+def most_open_files() -> int:
+    """The number of files that this process may hold open."""
+    try:
+        import resource
+    except ModuleNotFoundError:
+        return _WINDOWS
+    limit: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return limit if limit != resource.RLIM_INFINITY else _WITHOUT_LIMIT

@@ -57,8 +57,7 @@ def choose_our_environment(connector: type, names: Sequence[str], caller: str) -
     Lightning chooses a cluster environment before it builds the strategy, and only then takes the
     strategy's own. By then its `SLURMEnvironment` has refused ``srun -n 2`` (it wants
     ``--ntasks-per-node``), or its `MPIEnvironment` has started MPI in a process that may not be a
-    rank. It offers no way to say so earlier. A cluster environment among the plugins, which
-    Lightning would refuse beside the strategy's, is taken out if it agrees with ours.
+    rank. It offers no way to say so earlier. A cluster environment among the plugins is refused.
     """
     check: Callable[..., None] = connector._check_config_and_set_final_flags  # type: ignore[attr-defined]
 
@@ -70,9 +69,9 @@ def choose_our_environment(connector: type, names: Sequence[str], caller: str) -
         if not by_name and not hasattr(type(strategy), "ring_environment"):
             check(self, strategy=strategy, plugins=plugins, **others)
             return
-        from lightning_ring.integrations.ranks.environment import without_environments
+        from lightning_ring.integrations.ranks.environment import environment_of
 
-        environment, plugins = without_environments(plugins, strategy, caller)
+        environment = environment_of(strategy, plugins, caller)
         check(self, strategy=strategy, plugins=plugins, **others)
         self._cluster_environment_flag = environment
 
@@ -95,7 +94,7 @@ def _elastic() -> Any:
 
 def _fabric(algorithm: str) -> Any:
     require_posix(f"Fabric(strategy={algorithm!r})")
-    from lightning_ring.integrations.fabric.strategy import RingFabricStrategy
+    from lightning_ring.integrations.fabric import RingFabricStrategy
 
     return RingFabricStrategy(algorithm=algorithm)
 

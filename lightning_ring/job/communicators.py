@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
 
-from lightning_ring.comm.backends.gloo import open_torch_communicator
-from lightning_ring.comm.backends.mpi import MPICommunicator
+from lightning_ring.comm.backends.gloo import (
+    open_gloo_subgroup,
+    open_gloo_transport,
+    open_torch_communicator,
+)
+from lightning_ring.comm.backends.mpi import (
+    MPICommunicator,
+    open_mpi_subgroup,
+    open_mpi_transport,
+)
 from lightning_ring.comm.backends.mpi_library import import_mpi
-from lightning_ring.comm.backends.shared_memory.communicator import open_shared_memory
+from lightning_ring.comm.backends.shared_memory.communicator import (
+    SharedMemoryCommunicator,
+    open_shared_memory,
+)
+from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.comm.store_bootstrap import StoreBootstrap
+from lightning_ring.comm.transport import Transport
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import COLLECTIVES
 from lightning_ring.job.job import Job
 from lightning_ring.job.members import nodes_of
 from lightning_ring.job.ranks import RankInfo
-from lightning_ring.job.topology import backend_between_nodes, is_hierarchical, open_hierarchical
+
+_log = logging.getLogger("lightning_ring")
 
 
 def open_communicator(
@@ -36,7 +52,7 @@ def open_communicator(
     The arguments are those of `RingStrategy`; ``device`` is where gradients live.
     ``backend="auto"`` is NCCL on CUDA, XCCL on Intel's GPUs; on CPU shared memory in a node, else
     MPI where it started the ranks, else Gloo, and between nodes Gloo, unless MPI may have a better
-    network than TCP (`backend_between_nodes`).
+    network than TCP.
 
     Raises:
         ConfigurationError: The backend cannot serve ``device``, MPI did not start the ranks, or the
@@ -44,32 +60,36 @@ def open_communicator(
     """
     job.drop_communicator()
     job.num_communicators += 1
-    nodes = nodes_of(job.members)
-    nested = is_hierarchical(topology, nodes, device.type, job.info.rank)
-    chosen = _chosen(backend, job.info, device)
-    across = chosen
+    nodes, info = nodes_of(job.members), job.info
+    nested = is_hierarchical(topology, nodes, device.type, info.rank)
+    chosen = across = _chosen(backend, info, device)
     if backend == "auto" and chosen == "mpi" and len(nodes) > 1:
-        across = backend_between_nodes(job.members)
+        # over TCP Gloo is the faster one (docs/performance.md); it cannot use RDMA
+        across = "mpi" if all(member.rdma for member in job.members) else "gloo"
     policy = job.policy = WaitPolicy(timeout, job.check, stall_warning)
+    kept: KeptMemory | None = None
     if job.lasting is not None:
         # the generation is over: its ranks do the step again, or have all they need
         policy.grace = 0.0
         policy.opening = job.lasting.opening
+        kept = job.lasting.memory
     if job.stalls is not None:
         job.stalls.follow(policy, job.num_communicators)
+    store = PrefixStore(f"communicator/{job.num_communicators}", job.store)
     if nested:
-        store = (
-            dist.PrefixStore(f"nodes/{job.num_communicators}", job.store)
-            if backend == "auto"
-            else None
-        )
-        mpi_comm = _mpi_comm(job) if "mpi" in (chosen, across) else None
-        kept = job.lasting.memory if job.lasting is not None else None
+        memory_store = store if backend == "auto" else None
         job.communicator = open_hierarchical(
-            nodes, job.info.rank, chosen, across, policy, store, mpi_comm, kept
+            nodes, info.rank, chosen, across, policy, memory_store, kept
         )
-    else:
-        job.communicator = _open_flat(job, across, policy, device)
+        return job.communicator
+    if across == "shared memory":
+        bootstrap = StoreBootstrap(store, range(info.world_size), info.rank, policy)
+        job.communicator = open_shared_memory(bootstrap, policy, kept=kept)
+        across = _by_messages(info)
+    if job.communicator is None and across == "mpi":
+        job.communicator = MPICommunicator(import_mpi().COMM_WORLD, policy)
+    elif job.communicator is None:
+        job.communicator = open_torch_communicator(across, policy, device)
     return job.communicator
 
 
@@ -102,30 +122,106 @@ def _by_messages(info: RankInfo) -> str:
     return "mpi" if info.source == "mpi" else "gloo"
 
 
-def _open_flat(job: Job, backend: str, policy: WaitPolicy, device: torch.device) -> Communicator:
-    if backend == "shared memory":
-        store = dist.PrefixStore(f"shared memory/{job.num_communicators}", job.store)
-        bootstrap = StoreBootstrap(store, range(job.info.world_size), job.info.rank, policy)
-        kept = job.lasting.memory if job.lasting is not None else None
-        shared = open_shared_memory(bootstrap, policy, kept=kept)
-        if shared is not None:
-            return shared
-        backend = _by_messages(job.info)
-    if backend == "mpi":
-        return MPICommunicator(_mpi_comm(job), policy)
-    return open_torch_communicator(backend, policy, device)
-
-
-def _mpi_comm(job: Job) -> Any:
-    """MPI's communicator of this job's ranks: ``COMM_WORLD``, or a part of it in a job that goes
-    on with fewer.
+def is_hierarchical(
+    topology: str, nodes: Sequence[Sequence[int]], device_type: str, rank: int = 0
+) -> bool:
+    """Whether ranks on ``nodes`` take hierarchical communicators; for ``"auto"`` rank 0 logs why
+    not, at INFO.
     """
-    mpi = import_mpi()
-    launch_ranks = [member.launch_rank for member in job.members]
-    if launch_ranks == list(range(mpi.COMM_WORLD.size)):
-        return mpi.COMM_WORLD
-    group = mpi.COMM_WORLD.group.Incl(launch_ranks)
-    # collective over the part alone
-    part = mpi.COMM_WORLD.Create_group(group, tag=job.info.generation % 2**15)
-    group.Free()
-    return part
+    if topology == "flat":
+        return False
+    obstacle = _obstacle(nodes, device_type)
+    if obstacle and topology == "hierarchical":
+        raise ConfigurationError(
+            f"topology='hierarchical' cannot work here: {obstacle}. Use topology='auto' or 'flat'."
+        )
+    if obstacle and len(nodes) > 1 and rank == 0:
+        _log.info("one flat ring over all ranks: %s.", obstacle)
+    return not obstacle
+
+
+def _obstacle(nodes: Sequence[Sequence[int]], device_type: str) -> str:
+    if device_type != "cpu":
+        return "between GPUs, NCCL itself arranges the ranks by node"
+    if len(nodes) == 1:
+        return f"all {len(nodes[0])} ranks are on one node"
+    sizes = [len(ranks) for ranks in nodes]
+    if len(set(sizes)) > 1:
+        shown = ", ".join(
+            f"{size} (ranks {', '.join(map(str, ranks))})"
+            for size, ranks in zip(sizes, nodes, strict=True)
+        )
+        return f"the nodes hold different numbers of ranks: {shown}"
+    return "no two ranks share a node" if sizes[0] == 1 else ""
+
+
+def open_hierarchical(
+    nodes: Sequence[Sequence[int]],
+    rank: int,
+    backend: str,
+    across_backend: str,
+    policy: WaitPolicy,
+    store: Store | None,
+    kept: KeptMemory | None = None,
+) -> Communicator:
+    """One communicator over those of each node and those of equal local ranks. Collective.
+
+    ``backend`` (gloo or mpi) moves small tensors, and tensors in a node that cannot share memory;
+    ``across_backend`` those between nodes. In ``store``, which is still empty, ranks of a node meet
+    to share memory; without it they do not; ``kept`` lends it.
+    """
+    peers = [sorted(ranks) for ranks in zip(*nodes, strict=True)]
+    world = import_mpi().COMM_WORLD if "mpi" in (backend, across_backend) else None
+    transport: Transport = (
+        open_mpi_transport(world, policy) if backend == "mpi" else open_gloo_transport(policy)
+    )
+
+    def over(backend: str, parts: Sequence[Sequence[int]]) -> Communicator:
+        if backend == "gloo":
+            return open_gloo_subgroup(parts, policy)
+        return open_mpi_subgroup(world, parts, policy)
+
+    def open_node() -> Communicator:
+        if store is not None:
+            own_store = PrefixStore("of node", store)
+            if own := _through_memory(nodes, rank, policy, own_store, None, count=1):
+                return own[0]
+        return over(backend, nodes)
+
+    in_node: Sequence[Communicator] = []
+    if store is not None:
+        in_node = _through_memory(nodes, rank, policy, store, kept)
+    inward, outward = in_node or [over(backend, nodes), over(backend, nodes)]
+    across = over(across_backend, peers)
+    if rank == 0:
+        _log.info(
+            f"{len(nodes)} nodes of {len(peers)} ranks: {type(inward).__name__} in a node, "
+            f"{type(across).__name__} between nodes."
+        )
+    return HierarchicalCommunicator(
+        transport, inward, outward, across, peers, policy, open_node=open_node
+    )
+
+
+def _through_memory(
+    nodes: Sequence[Sequence[int]],
+    rank: int,
+    policy: WaitPolicy,
+    store: Store,
+    kept: KeptMemory | None,
+    count: int = 2,
+) -> list[SharedMemoryCommunicator]:
+    """One or two communicators over this rank's node in the same shared memory; empty if some
+    node cannot share it.
+    """
+    number, members = next((number, ranks) for number, ranks in enumerate(nodes) if rank in ranks)
+    bootstrap = StoreBootstrap(PrefixStore(f"node/{number}", store), members, rank, policy)
+    first = open_shared_memory(bootstrap, policy, members=members, kept=kept)
+    opened = [first]
+    if count == 2 and first is not None:
+        opened.append(open_shared_memory(first, policy, members=members, beside=first))
+    all_ranks = range(sum(map(len, nodes)))
+    exchange = StoreBootstrap(PrefixStore("all", store), all_ranks, rank, policy)
+    if not all(exchange.all_gather_object(opened[-1] is not None)):
+        return []
+    return [comm for comm in opened if comm is not None]

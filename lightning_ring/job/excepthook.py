@@ -116,14 +116,19 @@ def _end_after(error: BaseException) -> NoReturn:
             watch.wait_until_gone(failure.rank, _FIRST_ERROR_SECONDS)
             time.sleep(0.2)  # the launcher takes the first that ends for the culprit
         end_process(1)
-    say(
-        f"{info.name} (host {os.uname().nodename}, pid {os.getpid()}) failed and ends the job: "
-        f"{in_one_line(error)}"
-    )
-    leave_cause(f"{info.name} failed: {in_one_line(error)}")
+    line = in_one_line(error)
+    code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    _end_job(f"failed and ends the job: {line}", f"failed: {line}", error, code)
+
+
+def _end_job(news: str, cause: str, error: BaseException, code: int) -> NoReturn:
+    info, watch = _Installed.info, _Installed.watch
+    assert info is not None
+    say(f"{info.name} (host {os.uname().nodename}, pid {os.getpid()}) {news}")
+    leave_cause(f"{info.name} {cause}")
     if watch is not None:
         watch.report(error)
-    end_process(130 if isinstance(error, KeyboardInterrupt) else 1)
+    end_process(code)
 
 
 class _Exit(SystemExit):
@@ -159,13 +164,7 @@ def _goodbye() -> None:
     if info is None or os.getpid() != _Installed.pid:
         return
     if code:
-        say(
-            f"{info.name} (host {os.uname().nodename}, pid {os.getpid()}) exits with code {code} "
-            "and ends the job"
-        )
-        leave_cause(f"{info.name} exited with code {code}")
-        if watch is not None:
-            watch.report(SystemExit(code))
-        end_process(code)
+        news = f"exits with code {code} and ends the job"
+        _end_job(news, f"exited with code {code}", SystemExit(code), code)
     if watch is not None:
         watch.leave()

@@ -2,7 +2,7 @@
 
 There is one job a process. It outlives a fit, so that a rank that dies between two fits ends the
 others too; the strategy takes the current job if the ranks are the same, and opens the next one
-otherwise. A Trainer built after `Job.reopen` has the new ranks.
+otherwise.
 
 After a fit these stay, and do not grow with the number of fits:
 
@@ -14,14 +14,12 @@ After a fit these stay, and do not grow with the number of fits:
   used, and never destroyed; its store is where the ranks meet.
 
 Rank 0 serves the store (unless torchrun or the script does), the relay of the watch and the stall
-report. It may leave by `Job.reopen`, which hands over the address of the next store. Its death ends
-the job, as the death of any other rank.
+report. Its death ends the job, as the death of any other rank.
 """
 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,19 +33,21 @@ from lightning_ring.comm.backends.gloo import limit_waits
 from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.waiting import WaitPolicy
-from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import COLLECTIVES, is_gpu
 from lightning_ring.job.excepthook import end_job_on_error, stop_ending_job
-from lightning_ring.job.gpus import check_gpu_assignment, nccl_version
-from lightning_ring.job.members import JobMember, exchange_members, info_of, own_member
+from lightning_ring.job.members import (
+    JobMember,
+    check_gpu_assignment,
+    exchange_members,
+    fit_threads,
+    nccl_version,
+    own_member,
+)
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.interfaces import offer_interface, withdraw_interface
-from lightning_ring.job.rendezvous.store import hand_over_store, open_store
-from lightning_ring.job.stalls.report import StallReporter
-from lightning_ring.job.threads import fit_threads
+from lightning_ring.job.rendezvous.store import open_store
+from lightning_ring.job.stalls import StallReporter
 from lightning_ring.job.watch.watch import JobWatch
-
-_log = logging.getLogger("lightning_ring")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class Job:
     """The ranks that work together, and what this process has opened to reach them. `open_job` and
     `connect` make one.
 
-    Who takes part never changes in a job. Fewer or other processes are the next *generation*: a new
-    job with ranks of its own (`reopen`). A process has one job at a time.
+    Who takes part never changes in a job. A process has one job at a time; the next one, with other
+    ranks for instance, is the next *generation*.
     """
 
     def __init__(
@@ -172,40 +172,6 @@ class Job:
         if self.lasting is not None and self._default_group is not None:
             limit_waits(self._default_group, self._timeout)
 
-    def reopen(self, ranks: Sequence[int]) -> Job | None:
-        """Close this job and open the next generation over ``ranks`` of it, which become ranks 0,
-        1, 2, ...
-
-        Every rank of this job that still lives calls it with the same ``ranks``; it returns `None`
-        on all others. Rank 0 must be among the callers, since it serves the store through which the
-        next one is found.
-
-        Raises:
-            ConfigurationError: ``ranks`` names none, one twice, or one that is not in this job; or
-                a process group of the script's own is open, which would keep its members.
-            RankDiscoveryError: Rank 0, or the next rank 0, could not be reached.
-        """
-        self._check_reopen(ranks)
-        members = [self.members[rank] for rank in ranks]
-        generation = self.info.generation + 1
-        several_nodes = len({member.node for member in members}) > 1
-        address = self.watch.address() if self.watch is not None and several_nodes else ""
-        store = hand_over_store(self.store, self.info.rank, ranks, address, self._timeout)
-        if ranks[0] == self.info.rank:
-            shown = ", ".join(map(str, ranks))
-            _log.info(
-                "Generation %d of the job: %d ranks, before ranks %s.",
-                generation,
-                len(ranks),
-                shown,
-            )
-        self.close()
-        if store is None:
-            return None
-        info = info_of(ranks.index(self.info.rank), members, self.info.source, generation)
-        launch_rank = self.members[self.info.rank].launch_rank
-        return open_job(info, self._device, self._timeout, store=store, launch_rank=launch_rank)
-
     def close(self) -> None:
         """Close the communicator, the default group if it is this job's, the watch, and the store.
         Collective.
@@ -231,25 +197,6 @@ class Job:
             self.watch.leave_early()
         withdraw_interface()
         self.store = dist.HashStore()  # the last reference to a TCPStore ends its server
-
-    def _check_reopen(self, ranks: Sequence[int]) -> None:
-        if (
-            self.closed
-            or not ranks
-            or len(set(ranks)) != len(ranks)
-            or not set(ranks) <= set(range(len(self.members)))
-        ):
-            raise ConfigurationError(
-                f"Job.reopen({list(ranks)}) on "
-                f"{'a closed job' if self.closed else f'{len(self.members)} ranks'}: name each "
-                "rank that goes on once, by its number in the open job."
-            )
-        if dist.is_initialized() and dist.group.WORLD is not self._default_group:
-            raise ConfigurationError(
-                "Job.reopen: the script opened torch.distributed's default group, whose ranks "
-                "cannot change. Call torch.distributed.destroy_process_group() first, or leave "
-                "the group to lightning_ring."
-            )
 
 
 _last: Job | None = None  # of this process, open or closed
@@ -285,7 +232,6 @@ def open_job(
     timeout: timedelta,
     *,
     store: dist.Store | None = None,
-    launch_rank: int | None = None,
 ) -> Job:
     """Open a job, and close the current one. Collective over the ranks of ``info``.
 
@@ -293,7 +239,7 @@ def open_job(
     exception in this process, or an exit code that is not 0, ends the job from here on. A
     generation that this process has seen already is replaced by the next one. ``timeout`` bounds
     each wait for another rank. The ranks meet in ``store``, by default at the place that the
-    launcher's variables tell. ``launch_rank`` is that of `JobMember`, by default the rank.
+    launcher's variables tell.
 
     Raises:
         RankDiscoveryError: Rank 0 cannot be reached, or two ranks were given one GPU.
@@ -303,7 +249,7 @@ def open_job(
         _last.close()
         info = replace(info, generation=max(info.generation, _last.info.generation + 1))
     watch: JobWatch | None = None
-    own = own_member(info, info.rank if launch_rank is None else launch_rank, device)
+    own = own_member(info, info.rank, device)
     members = [own]
     if info.world_size > 1:
         end_job_on_error(info)
@@ -314,7 +260,7 @@ def open_job(
         members = exchange_members(own, info, store)
         fit_threads(info, members)
         if is_gpu(device):  # before NCCL starts and says it in its own words
-            check_gpu_assignment([(member.host, member.gpu) for member in members], nccl_version())
+            check_gpu_assignment(members, nccl_version())
     job = Job(info, members, store or dist.HashStore(), watch, device, timeout)
     job.open_default_group()
     if watch is not None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from lightning_ring.comm.backends.mpi_library import SAME_LIBRARY, import_mpi, library_name
 from lightning_ring.errors import RankDiscoveryError
-from lightning_ring.job.launchers import LaunchVariables, launcher_variables
-from lightning_ring.job.launchers.slurm import slurm_variables
+from lightning_ring.job.launchers import LaunchVariables, launcher_variables, slurm_variables
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.job.launchers.slurm import tasks_per_node
+from lightning_ring.job.launchers import tasks_per_node
 
 _LOCAL = ("localhost", "127.0.0.1")
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_ring.job.exit import say
-from lightning_ring.job.launchers.slurm import tasks_per_node
+from lightning_ring.job.launchers import tasks_per_node
 from lightning_ring.job.rendezvous.interfaces import reachable_candidates
 from lightning_ring.job.watch.messages import LONGEST_LINE, Message, MessageConnection, is_token
 from lightning_ring.launch.agent import ALIVE_SECONDS, Order

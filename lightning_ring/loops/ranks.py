@@ -11,11 +11,10 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.job.communicators import open_communicator
-from lightning_ring.job.gpus import pick_gpu
 from lightning_ring.job.job import Job, connect
-from lightning_ring.job.launchers import launcher_variables
+from lightning_ring.job.launchers import check_not_started_again, launcher_variables
+from lightning_ring.job.members import pick_gpu
 from lightning_ring.job.ranks import RankInfo, discover_ranks
-from lightning_ring.launch.script import JobFinished, script_job
 from lightning_ring.options import RingOptions
 
 
@@ -35,12 +34,9 @@ def find_ranks(ranks: int | None, options: RingOptions) -> RankInfo:
         )
     found = launcher_variables(os.environ)
     if found is None and ranks is not None and ranks > 1:
-        if "RING_LAUNCHER_PID" in os.environ:
-            raise RankDiscoveryError(
-                "This process was started as a rank, but the variables that tell its rank are "
-                "gone, and it would start all ranks once more. Let whatever stands between the "
-                "launcher and Python keep the environment."
-            )
+        check_not_started_again(os.environ)
+        from lightning_ring.launch.script import JobFinished, script_job  # no rank needs it
+
         with script_job(ranks, use_mpi=options.backend in ("auto", "mpi")) as job:
             code = job.run()
         raise JobFinished(code)
@@ -60,11 +56,8 @@ def device_of(module: nn.Module, asked: torch.device | str | None, info: RankInf
         return next((param.device for param in module.parameters()), torch.device("cpu"))
     device = torch.device(asked)
     if is_gpu(device) and device.index is None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         count = gpu_module(device).device_count()
-        device = torch.device(
-            device.type, pick_gpu(info.local_rank, info.local_size, count, visible)
-        )
+        device = torch.device(device.type, pick_gpu(info.local_rank, info.local_size, count))
     return device
 
 

@@ -24,7 +24,7 @@ from lightning_ring.comm.backends.stream_work import StreamWork
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError, RingError
-from lightning_ring.job.topology import open_hierarchical
+from lightning_ring.job.communicators import open_hierarchical
 from tests.checks.reductions import (
     COMPLEX,
     FLOATS,
@@ -70,7 +70,7 @@ def opened(backend: str, timeout: float = 60.0) -> Iterator[Communicator]:
         comm = shared
     elif backend == "hierarchical":
         open_gloo()
-        comm = open_hierarchical([[0, 2], [1, 3]], WORLD.rank, "mpi", "gloo", policy, None, WORLD)
+        comm = open_hierarchical([[0, 2], [1, 3]], WORLD.rank, "mpi", "gloo", policy, None)
     else:
         open_gloo()
         comm = open_torch_communicator("gloo", policy)

@@ -75,29 +75,6 @@ def check_a_loop_with_accumulation_and_clipping_equals_ddp() -> None:
         assert_same(found, expected, tolerance)
 
 
-def check_a_gan_equals_ddp() -> None:
-    for algorithm, tolerance in (("ring", 0.0), ("ring_sharded", 1e-6)):
-        trained = []
-        for fabric in (ring(small_buckets(algorithm)), ddp()):
-            networks = pair()
-            (generate, first), (judge, second) = (
-                fabric.setup(net, torch.optim.Adam(net.parameters(), 0.05)) for net in networks
-            )
-            for noise in batches(5):
-                real = noise[:, :3].contiguous()
-                second.zero_grad()
-                fabric.backward(
-                    loss_of(judge(real)).add(judge(generate(noise).detach()).square().mean())
-                )
-                second.step()
-                first.zero_grad()
-                loss_of(judge(generate(noise))).backward()  # a plain backward is averaged too
-                first.step()
-            trained.append(networks)
-        for found, expected in zip(*trained, strict=True):
-            assert_same(found, expected, tolerance)
-
-
 def check_modules_and_optimizers_that_are_set_up_one_by_one() -> None:
     trained = []
     for fabric in (ring(), ddp()):
@@ -208,26 +185,6 @@ def check_loaders_and_init_module_and_forward_methods() -> None:
                 optimizer.zero_grad()
         trained.append(module)
     assert_same(*trained)
-
-
-def check_callbacks_are_told() -> None:
-    class Notes:
-        def __init__(self) -> None:
-            self.seen: list[str] = []
-
-        def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
-            self.seen.append(f"step of {type(strategy).__name__}")
-
-        def mine(self, number: int) -> None:
-            self.seen.append(f"mine {number}")
-
-    notes = Notes()
-    fabric = ring(callbacks=[notes])
-    model, optimizer = fabric.setup(net := network(), sgd(net))
-    loss_of(model(batches(1)[0])).backward()
-    optimizer.step()
-    fabric.call("mine", number=3)
-    assert notes.seen == ["step of RingFabricStrategy", "mine 3"]
 
 
 def check_ranks_with_other_numbers_of_steps_get_an_error() -> None:

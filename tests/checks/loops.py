@@ -46,15 +46,22 @@ def accumulate(
     optimizer: Optimizer,
     no_sync: Callable[[], Any],
     clip: Callable[..., Any],
-    steps: Sequence[int] = range(9),
 ) -> None:
     """Three micro-batches a step, and a clipped norm."""
     inputs = batches(9)
-    for step in steps:
+    for step in range(9):
         with no_sync() if step % 3 < 2 else nullcontext():
             loss_of(forward(inputs[step])).backward()
         if step % 3 == 2:
             clip(module.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def train(forward: Callable[[Tensor], Tensor], *optimizers: Optimizer, number: int = 4) -> None:
+    for inputs in batches(number):
+        loss_of(forward(inputs)).backward()
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
@@ -129,10 +136,7 @@ def check_sharded_averages_in_8_bits_train_as_whole_ones() -> None:
         with distribute(
             module, optimizer, algorithm=algorithm, compression=compression
         ) as training:
-            for batch in batches(6):
-                loss_of(module(batch)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            train(module, optimizer, number=6)
             training.wait_parameters()
         return nn.utils.parameters_to_vector(module.parameters()).detach()
 
@@ -193,66 +197,20 @@ def check_one_backward_through_two_modules_sends_in_one_order() -> None:
         distribute(first, optimizers[0], bucket_cap_mb=0.0001),
         distribute(last, optimizers[1], bucket_cap_mb=0.00002),
     ):
-        wrapped, plain = (
-            DistributedDataParallel(reference, find_unused_parameters=True),
-            sgd(reference),
-        )
-        for inputs in batches(5):
-            loss_of(wrapped(inputs)).backward()
-            plain.step()
-            plain.zero_grad()
-        for inputs in batches(5):
-            loss_of(last(first(inputs))).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+        wrapped = DistributedDataParallel(reference, find_unused_parameters=True)
+        plain = sgd(reference)
+        train(wrapped, plain)
+        train(lambda inputs: last(first(inputs)), *optimizers)
     assert_same(nn.Sequential(first, last), reference)
 
 
-def check_one_training_of_two_optimizers() -> None:
-    def make(module: nn.Sequential) -> list[Optimizer]:
-        return [sgd(module[0]), torch.optim.AdamW(module[2].parameters())]
-
-    model, reference = network(), network()
-    optimizers = make(model)
-    with distribute(model, optimizers) as training:
-        wrapped = DistributedDataParallel(reference)
-        for net, both in ((wrapped, make(reference)), (model, optimizers)):
-            for inputs in batches(4):
-                loss_of(net(inputs)).backward()
-                for optimizer in both:
-                    optimizer.step()
-                    optimizer.zero_grad()
+def check_collectives() -> None:
+    model = network()
+    with distribute(model, sgd(model)) as training:
         mean = training.all_reduce(torch.tensor([float(RANK), 1.0]))
         assert mean.tolist() == [(SIZE - 1) / 2, 1.0]
         assert training.all_gather(torch.tensor(RANK)).tolist() == list(range(SIZE))
         assert training.broadcast({"rank": RANK}, src=SIZE - 1) == {"rank": SIZE - 1}
-    assert_same(model, reference)
-
-
-def check_a_state_that_was_saved_goes_on_as_if_nothing_had_happened() -> None:
-    for algorithm in ("ring", "ring_sharded"):
-        whole, saved = network(seed=1), network(seed=1)
-        optimizer = adamw(whole)
-        with distribute(whole, optimizer, algorithm=algorithm) as training:
-            accumulate(whole, whole, optimizer, training.no_sync, training.clip_grad_norm_)
-        optimizer = adamw(saved)
-        with distribute(saved, optimizer, algorithm=algorithm) as training:
-            accumulate(
-                saved, saved, optimizer, training.no_sync, training.clip_grad_norm_, range(6)
-            )
-            state = training.optimizer_state_dict(optimizer)
-            assert bool(state) == (RANK == 0 or algorithm == "ring")
-            weights = copy.deepcopy(saved.state_dict())
-        fresh = network(seed=8)
-        fresh.load_state_dict(weights)
-        optimizer = adamw(fresh)
-        with distribute(fresh, optimizer, algorithm=algorithm) as training:
-            training.load_optimizer_state_dict(optimizer, state)
-            accumulate(
-                fresh, fresh, optimizer, training.no_sync, training.clip_grad_norm_, range(6, 9)
-            )
-        assert_same(fresh, whole)
 
 
 def check_rank_0_alone_may_evaluate_and_save_between_steps() -> None:
@@ -260,9 +218,7 @@ def check_rank_0_alone_may_evaluate_and_save_between_steps() -> None:
     optimizer = sgd(model)
     with distribute(model, optimizer, algorithm="ring_sharded"):
         for inputs in batches(4):
-            loss_of(model(inputs)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train(model, optimizer, number=1)
             if RANK == 0:  # the new parameters may still be on their way
                 with torch.no_grad():
                     model.eval()
@@ -271,23 +227,7 @@ def check_rank_0_alone_may_evaluate_and_save_between_steps() -> None:
                 copy.deepcopy(model.state_dict())
 
 
-def check_thawed_parameters_are_averaged_or_an_error() -> None:
-    model, reference = network(), network()
-    model[0].requires_grad_(False)
-    optimizer = sgd(model)
-    with distribute(model, optimizer):
-        wrapped, plain = DistributedDataParallel(reference), sgd(reference)
-        for number, inputs in enumerate(batches(4)):
-            if number == 2:
-                model[0].requires_grad_(True)
-            for net, steps in ((wrapped, plain), (model, optimizer)):
-                loss_of(net(inputs)).backward()
-                if number < 2 and net is wrapped:
-                    for param in reference[0].parameters():
-                        param.grad = None
-                steps.step()
-                steps.zero_grad()
-    assert_same(model, reference)
+def check_a_thawed_module_that_is_not_called_whole_is_an_error() -> None:
     model = network()
     model[0].requires_grad_(False)
     optimizer = sgd(model)
@@ -422,10 +362,7 @@ def check_modules_that_change_during_the_training_are_an_error() -> None:
             net = network()
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             with distribute(net, optimizer, algorithm=algorithm) as training:
-                for inputs in batches(2):
-                    loss_of(net(inputs)).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                train(net, optimizer, number=2)
                 with pytest.raises(kind, match=message):
                     change(training, net, optimizer)
                 optimizer.zero_grad()
@@ -466,10 +403,8 @@ def check_a_compiled_module_trains_and_its_state_is_whole() -> None:
         compiled = torch.compile(model, backend="eager")
         optimizer = adamw(model)
         with distribute(compiled, optimizer, algorithm=algorithm):
-            for inputs in batches(3):
-                loss_of(compiled(inputs)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            for _ in range(3):
+                train(compiled, optimizer, number=1)
                 states = compiled.state_dict(), model.state_dict()
                 assert all(map(torch.equal, *(state.values() for state in states)))
         results.append(model)
@@ -482,10 +417,8 @@ def check_a_copy_of_a_module_is_plain_and_whole() -> None:
         optimizer = adamw(model)
         with distribute(model, optimizer, algorithm=algorithm) as training:
             average = torch.optim.swa_utils.AveragedModel(model)
-            for inputs in batches(3):
-                loss_of(model(inputs)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            for _ in range(3):
+                train(model, optimizer, number=1)
                 if algorithm == "ring_sharded":
                     with pytest.raises(RuntimeError, match=r"wait_parameters\(\)"):
                         copy.deepcopy(model)

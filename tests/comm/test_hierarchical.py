@@ -18,8 +18,8 @@ from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import CollectiveError, ConfigurationError
+from lightning_ring.job.communicators import is_hierarchical
 from lightning_ring.job.members import has_rdma
-from lightning_ring.job.topology import is_hierarchical
 from tests.battery import check_names
 from tests.checks.reductions import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
 from tests.thread_ranks import ThreadTransport, ThreadWorld, run_ranks

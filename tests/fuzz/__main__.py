@@ -2,7 +2,6 @@
 
 python -m tests.fuzz --seeds 0:1000          # counts, and every seed that does not agree
 python -m tests.fuzz --seed 123 --show       # its script, to run by hand under torchrun
-python -m tests.fuzz --seed 123 --minimise   # the least program that does not agree, as a script
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from pathlib import Path
 
 from tests.fuzz.program import draw
 from tests.fuzz.session import Session
@@ -26,26 +24,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--show", action="store_true", help="print the script of --seed and end")
     parser.add_argument(
-        "--minimise", action="store_true", help="take features out while --seed still fails"
-    )
-    parser.add_argument(
         "--limit", type=float, default=60.0, help="seconds for one program under one strategy"
     )
-    parser.add_argument("--report", type=Path, help="write a line for each seed into this file")
     arguments = parser.parse_args()
     if arguments.show:
         print(draw(arguments.seed or 0).script())
         return 0
     signal.signal(signal.SIGTERM, _end)
     with Session(arguments.limit) as session:
-        if arguments.minimise:
-            program, verdict = session.minimise(draw(arguments.seed or 0))
-            print(
-                program.script(), f"# {verdict.kind}", *verdict.findings, *verdict.notes, sep="\n# "
-            )
-            return 0
         seeds = [arguments.seed] if arguments.seed is not None else _seeds(arguments.seeds)
-        failures = session.compare(seeds, arguments.report)
+        failures = session.compare(seeds)
     return 1 if failures else 0
 
 

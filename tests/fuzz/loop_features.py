@@ -8,7 +8,6 @@ from tests.fuzz.module_features import EACH, EXTRA, FREEZE, TWO
 from tests.fuzz.option import Option, option
 from tests.fuzz.trainer_features import (
     AGAIN,
-    BACKEND,
     BUCKETS,
     CLIP,
     COMPRESSION,
@@ -48,13 +47,6 @@ STEPPING = {
     "two optimizers": option(2, parts=TWO),
 }
 
-# the state that the optimizer goes on from; DDP would load it as `ring` does, right or wrong
-FOREIGN = {
-    "none": option(8),
-    "timm's Lamb": option(without="ddp", optimizers="[foreign('Lamb', name, model)]"),
-    "timm's Lars": option(without="ddp", optimizers="[foreign('Lars', name, model)]"),
-}
-
 BATCHES = {  # of each rank in an epoch
     "even": option(),
     "rank 0 has two more": option(batches="6, 4, 4"),
@@ -71,7 +63,6 @@ REDUCTION = {
 LOOP: dict[str, dict[str, Option]] = {
     "precision": PRECISION,
     "optimizer": OPTIMIZER,
-    "foreign": FOREIGN,
     "groups": GROUPS,
     "stepping": STEPPING,
     "window": WINDOW,
@@ -83,7 +74,6 @@ LOOP: dict[str, dict[str, Option]] = {
     "again": AGAIN,
     "buckets": BUCKETS,
     "compression": COMPRESSION,
-    "backend": BACKEND,
 }
 
 HOROVOD: dict[str, dict[str, Option]] = {

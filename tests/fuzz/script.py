@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 
 PLAIN = {  # places that hold one expression or statement, without an option for them
     "dtype": "torch.float64",
-    "more": "False",
     "parts": "[of(layers)]",
     "clip": "pass",
     "log": "pass",
     "window": "1",
     "batches": "4, 4, 4",
-    "optimizers": "model.configure_optimizers()[0]",
     "scaler": "False",
     "synced": "False",
     "clips": "False",
@@ -81,7 +79,7 @@ def render(program: Program) -> str:
         )
     text = template
     # a place may name another place
-    while match := re.search(r"^( *)(.*)\$(\w+)", text, re.MULTILINE):
+    while match := re.search(r"^( *)([^$\n]*)\$(\w+)", text, re.MULTILINE):
         indent, before, place = match.groups()
         code = (
             textwrap.indent(values[place], indent).removeprefix(indent)

@@ -4,7 +4,6 @@ outcomes are there.
 
 from __future__ import annotations
 
-import functools
 import shutil
 import tempfile
 import threading
@@ -42,25 +41,18 @@ class Session:
         self._end_jobs()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def compare(self, seeds: list[int], report: Path | None = None) -> list[str]:
+    def compare(self, seeds: list[int]) -> list[str]:
         """Judge ``seeds``, print what does not agree and the counts; the seeds that fail, each
         tried again alone.
         """
         begin, counts = time.monotonic(), Counter[str]()
         failures: list[str] = []
         programs = [draw(seed) for seed in seeds]
-        judged = list(
-            zip(
-                programs,
-                self.verdicts(programs, functools.partial(_tell, report=report)),
-                strict=True,
-            )
-        )
-        for program, verdict in judged:
+        judged = self.verdicts(programs, _tell)
+        for program, verdict in zip(programs, judged, strict=True):
             if verdict.fails:
-                verdict = (
-                    self._confirmed(program, verdict) if len(failures) < MAX_CONFIRMED else verdict
-                )
+                if len(failures) < MAX_CONFIRMED:
+                    verdict = self._confirmed(program, verdict)
                 failures.append(f"{program.seed}: {verdict.kind}")
             counts[verdict.kind] += 1
             counts["of these, DDP cannot or is wrong"] += any(
@@ -72,24 +64,8 @@ class Session:
         spent = {name: round(seconds) for name, seconds in self._cpu_seconds.items()}
         print(f"CPU seconds, all ranks of a strategy together: {spent}", flush=True)
         for failure in failures:
-            print(
-                f"python -m tests.fuzz --minimise --seed {failure.replace(':', '  #')}", flush=True
-            )
+            print(f"python -m tests.fuzz --show --seed {failure.replace(':', '  #')}", flush=True)
         return failures
-
-    def minimise(self, program: Program) -> tuple[Program, Verdict]:
-        """The program with as little as possible in it that still fails, in any way."""
-        verdict = self._alone(program)
-        while verdict.fails:
-            for simpler in program.simpler():
-                found = self._alone(simpler)
-                if found.fails:
-                    program, verdict = simpler, found
-                    print(f"# {found.kind}: {program.description()}", flush=True)
-                    break
-            else:
-                break
-        return program, verdict
 
     def verdicts(
         self, programs: list[Program], tell: Callable[[Program, Verdict], None]
@@ -195,15 +171,7 @@ def _versions() -> str:
     return ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "lightning-ring"))
 
 
-def _tell(program: Program, verdict: Verdict, report: Path | None) -> None:
-    lines = [
-        f"seed {program.seed}: {verdict.kind}",
-        *verdict.findings,
-        *verdict.notes,
-        program.description(),
-    ]
+def _tell(program: Program, verdict: Verdict) -> None:
     if verdict.fails:
-        print("\n    ".join(lines), flush=True)
-    if report is not None:
-        with report.open("a") as file:
-            file.write(" | ".join(lines) + "\n")
+        lines = [f"seed {program.seed}: {verdict.kind}", *verdict.findings, *verdict.notes]
+        print("\n    ".join([*lines, program.description()]), flush=True)

@@ -13,9 +13,7 @@ import copy, logging, os, random, sys, warnings
 from contextlib import nullcontext
 
 import lightning as L, lightning_ring, torch, torch.nn.functional as F, torchmetrics
-from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, GradientAccumulationScheduler
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.loggers.logger import DummyLogger as Memory
+from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler
 from lightning_ring import horovod as hvd
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.gradients.compression import DGC, ErrorFeedback, Int8, OneBit, PowerSGD, TernGrad, TopK
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-SEED, RANKS, EPOCHS, STEPS, ROWS, DTYPE, MORE = $seed, $ranks, 2, 4, 4, $dtype, $more
+SEED, RANKS, EPOCHS, STEPS, ROWS, DTYPE = $seed, $ranks, 2, 4, 4, $dtype
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -68,8 +66,6 @@ class Program(L.LightningModule):
         """This rank's loss; in one process the mean of the losses that RANKS ranks would have."""
         if WORLD_SIZE > 1:
             return self.loss(batch, self.global_rank, step)
-        if MORE and len(batch[0]) == ROWS:  # the other ranks have no more data
-            return self.loss(batch, 0, step)
         losses = [self.loss([t[rank::RANKS] for t in batch], rank, step) for rank in range(RANKS)]
         losses = [loss for loss in losses if loss is not None]
         return sum(losses) / RANKS if losses else None
@@ -101,9 +97,6 @@ class Program(L.LightningModule):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         $batch_end
 
-    def on_fit_end(self):
-        $fit_end
-
     $methods
 
     def configure_optimizers(self):
@@ -131,26 +124,14 @@ def step_in_backward(optimizers):
             trained.register_post_accumulate_grad_hook(step)
 '''
 
-TRAINER = '''
+TRAINER = """
 
-def checkpoints(trainer):
-    """On rank 0: the names of the files that a ModelCheckpoint has written, and a sum of the weights in each."""
-    facts, folder = [], trainer.checkpoint_callback.dirpath
-    for file in sorted(os.listdir(folder)) if trainer.is_global_zero else []:
-        weights = torch.load(os.path.join(folder, file), weights_only=False)["state_dict"].values()
-        facts += [file, sum(t.abs().double().sum().item() for t in weights)]
-    return facts
-
-
-def loader(batches, more=False):
+def loader(batches):
     torch.manual_seed(SEED + 1)
-    rows = ROWS * RANKS * batches + (ROWS if more else 0)
+    rows = ROWS * RANKS * batches
     data = torch.utils.data.TensorDataset(*torch.randn(2, rows, 6, dtype=torch.float64))
     if WORLD_SIZE == 1:
         return torch.utils.data.DataLoader(data, batch_size=ROWS * RANKS)
-    if more:  # the last rows are rank 0's
-        mine = [i for i in range(rows - ROWS) if i % RANKS == RANK] + list(range(rows - ROWS, rows)) * (RANK == 0)
-        return torch.utils.data.DataLoader(torch.utils.data.Subset(data, mine), batch_size=ROWS)
     sampler = torch.utils.data.DistributedSampler(data, RANKS, RANK, shuffle=False)
     return torch.utils.data.DataLoader(data, batch_size=ROWS, sampler=sampler)
 
@@ -158,11 +139,10 @@ def loader(batches, more=False):
 def fit(name, epochs=EPOCHS, resume=None, model=None, times=$times):
     strategy = {"one": "auto", "ddp": "$ddp"}.get(name)
     if strategy is None:
-        asked = dict($ring)
+        asked = dict(monitor=False) | dict($ring)
         if name == "ring_sharded":
             asked["algorithm"] = Sharded(**{key: asked.pop(key, None) for key in ("bucket_cap_mb", "compression")})
         strategy = lightning_ring.RingStrategy(**asked)
-    folder = f"{__file__}-{name}"  # of a ModelCheckpoint
     arguments = dict(logger=False, enable_checkpointing=False) | dict($trainer)
     model = model or Program()
     trainer = L.Trainer(
@@ -172,9 +152,9 @@ def fit(name, epochs=EPOCHS, resume=None, model=None, times=$times):
     )
     random.seed(SEED)
     torch.manual_seed(SEED)
-    trainer.fit(model, loader(STEPS, MORE), loader(2), ckpt_path=resume)
+    trainer.fit(model, loader(STEPS), loader(2), ckpt_path=resume)
     return fit(name, model=model, times=times - 1) if times > 1 else (model, trainer)
-'''
+"""
 
 LOOP = '''
 
@@ -198,33 +178,6 @@ class Share(nn.Module):
         return sum(losses) / (RANKS if WORLD_SIZE == 1 and "$reduction" == "mean" else 1)
 
 
-def foreign(kind, name, model):
-    """Ours, which goes on from a state dict of timm's; in one process timm's does, where that is installed."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if kind == "Lamb":
-        same = dict(lr=0.01, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.01)
-        own = dict.fromkeys(("caution", "decoupled_decay", "corrected_weight_decay"), False)
-        own |= dict(bias_correction=True, grad_averaging=True, max_grad_norm=None, step=3)
-        optimizer = LAMB(parameters, **same)
-        state = [{"exp_avg": 0.1 * p.detach(), "exp_avg_sq": p.detach().square()} for p in parameters]
-        known = [entry | {"step": torch.tensor(3.0)} for entry in state]
-    else:
-        same = dict(lr=0.5, momentum=0.9, eps=1e-8, weight_decay=0.01, nesterov=False)
-        optimizer, own = LARS(parameters, momentum_form="torch", **same), dict(trust_coeff=0.001, dampening=0)
-        known = state = [{"momentum_buffer": 0.1 * p.detach()} for p in parameters]
-    group = same | own | dict(trust_clip=False, always_adapt=False, foreach=None, params=list(range(len(state))))
-    if name == "one":
-        try:
-            import timm.optim
-            # timm reads the norm from the constructor, and not from the state dict
-            norm = dict(max_grad_norm=None) if kind == "Lamb" else {}
-            optimizer = getattr(timm.optim, kind)(parameters, lr=0.1, **norm)
-        except ImportError:
-            state, group = known, optimizer.state_dict()["param_groups"][0]
-    optimizer.load_state_dict({"state": dict(enumerate(state)), "param_groups": [group]})
-    return optimizer
-
-
 class Loop:
     """A training loop by hand, with the attributes of a Trainer that the module reads."""
     callback_metrics, is_global_zero, world_size, global_rank = {}, RANK == 0, WORLD_SIZE, RANK
@@ -232,7 +185,7 @@ class Loop:
     def __init__(self, name, model):
         self.name, self.model, self.training, self.current_epoch = name, model, None, 0
         model.trainer = self
-        self.optimizers = $optimizers
+        self.optimizers = model.configure_optimizers()[0]
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, enabled=$scaler)
         self.share, self.no_sync, self.clip_norm_ = Share(model), nullcontext, nn.utils.clip_grad_norm_
         $before

@@ -120,49 +120,12 @@ VALIDATION = {
     ),
 }
 
-AVERAGE = {
-    "none": option(8),
-    "EMA": option(callbacks="WeightAveraging(avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.9))"),
-    "SWA": option(0.6, callbacks="StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1)"),
-}
-
-_CHECKPOINTS = "self.seen += checkpoints(self.trainer)"
-
-CALLBACK = {
-    "none": option(6),
-    "ModelCheckpoint, last": option(
-        trainer="enable_checkpointing=True",
-        callbacks="ModelCheckpoint(folder, monitor='val', save_last=True)",
-        fit_end=_CHECKPOINTS,
-    ),
-    "ModelCheckpoint, link to the last": option(
-        trainer="enable_checkpointing=True",
-        callbacks="ModelCheckpoint(folder, monitor='val', mode='max', save_top_k=2, "
-        "save_last='link')",
-        fit_end=_CHECKPOINTS,
-    ),
-    "ModelCheckpoint every 3 steps": option(
-        trainer="enable_checkpointing=True",
-        callbacks="ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, save_last=True)",
-        fit_end=_CHECKPOINTS,
-    ),
-    "EarlyStopping": option(
-        callbacks="EarlyStopping('val', mode='max', patience=1, min_delta=1e-6)"
-    ),
-    "ModelPruning": option(callbacks="ModelPruning('l1_unstructured', amount=0.3)"),
-}
-
 AGAIN = {
     "once": option(7),
     "fit twice": option(0.5),
     "resumed on another strategy": option(1.5),
     "resumed on another number of ranks": option(1),
     "resumed, and straight": option(1),  # under each strategy the same bits
-}
-
-UNEVEN = {
-    "none": option(14),
-    "rank 0 has one more batch": option(without="ddp", ring="uneven='join'", more="True"),
 }
 
 BUCKETS = {
@@ -189,19 +152,6 @@ COMPRESSION = {
     )
 }
 
-BACKEND = {"auto": option(3), "gloo": option(ring="backend='gloo'")}
-
-BUFFERS = {
-    "epoch": option(3),
-    "start": option(ring="broadcast_buffers='start'"),
-    "step": option(ring="broadcast_buffers='step'"),
-}
-
-MONITOR = {
-    "off": option(4, ring="monitor=False"),
-    "on": option(trainer="logger=Memory(), log_every_n_steps=1"),
-}
-
 TRAINER: dict[str, dict[str, Option]] = {
     "precision": PRECISION,
     "optimizer": OPTIMIZER,
@@ -211,13 +161,7 @@ TRAINER: dict[str, dict[str, Option]] = {
     "clip": CLIP,
     "log": LOG,
     "validation": VALIDATION,
-    "average": AVERAGE,
-    "callback": CALLBACK,
     "again": AGAIN,
-    "uneven": UNEVEN,
     "buckets": BUCKETS,
     "compression": COMPRESSION,
-    "backend": BACKEND,
-    "buffers": BUFFERS,
-    "monitor": MONITOR,
 }

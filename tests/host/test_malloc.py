@@ -100,11 +100,6 @@ def test_variables_of_glibc_count_as_a_choice() -> None:
     )
 
 
-def test_it_is_on_by_default_and_can_be_left_out() -> None:
-    assert RingStrategy().options.keep_freed_memory
-    assert not RingStrategy(keep_freed_memory=False).options.keep_freed_memory
-
-
 @pytest.mark.parametrize(("keeps", "fails"), [(True, False), (True, True), (False, False)])
 def test_a_fit_keeps_it_from_its_first_step_to_its_end(
     keeps: bool, fails: bool, monkeypatch: pytest.MonkeyPatch

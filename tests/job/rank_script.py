@@ -30,9 +30,8 @@ end_job_on_error(info, watch)
 torch.distributed.init_process_group(
     "gloo", store=store, rank=info.rank, world_size=info.world_size
 )
-stopped = []
 if number := os.environ.get("RING_STOP_SIGNAL"):
-    signal.signal(int(number), lambda *_: stopped.append(True))
+    signal.signal(int(number), lambda *_: None)
 (folder / f"pid.{info.rank}").write_text(str(os.getpid()))
 print(f"rank {info.rank} of {info.world_size} is up, {info.source}", flush=True)
 
@@ -67,11 +66,6 @@ elif action == "raise-all-caught":
     watch.reset()
     time.sleep(0.5)
     watch.check()  # the next fit starts clean
-elif action == "stop":  # what the strategy does: stop at the next step, save, end normally
-    begin = time.monotonic()
-    while not stopped and time.monotonic() - begin < 600:
-        time.sleep(0.01)
-    (folder / f"saved.{info.rank}").write_text("checkpoint")
 elif action == "gloo" and info.rank != 1:  # it sees a closed connection, not why
     torch.distributed.all_reduce(torch.ones(1))
 elif action in ("sleep", "wait") or info.rank != 1:
@@ -80,8 +74,6 @@ elif action in ("raise", "gloo"):
     raise ValueError("no such photo")
 elif action == "exit-3":
     sys.exit(3)
-elif action == "leave":
-    pass  # the script of rank 1 ends; the other waits for it
 elif action == "caught-exit":
     with contextlib.suppress(SystemExit):
         sys.exit(5)

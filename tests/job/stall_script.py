@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 
 from lightning_ring.errors import CollectiveError
+from lightning_ring.job import stalls
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, connect
 from lightning_ring.job.ranks import discover_ranks
-from lightning_ring.job.stalls import report
 
-report.RELAY_SECONDS = report.ANSWER_SECONDS = 0.7
+stalls.RELAY_SECONDS = stalls.ANSWER_SECONDS = 0.7
 FOLDER = Path(sys.argv[1])
 WARNING = timedelta(seconds=1)
 CPU = torch.device("cpu")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.job.launchers import launcher_variables
-from lightning_ring.job.launchers.elastic import started_by_steward
+from lightning_ring.job.launchers import launcher_variables, started_by_steward
 from tests.job.test_launchers import BATCH_SHELL, OPEN_MPI, RINGRUN, SRUN_STEP, TORCHRUN
 
 STEWARD = RINGRUN | {"RING_STEWARD": "127.0.0.1:5"}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.processes import (
     ROOT,
     assert_gone,
@@ -30,13 +31,16 @@ SCRIPT = str(ROOT / "tests" / "job" / "rank_script.py")
 RINGRUN = [sys.executable, "-m", "lightning_ring.cli.ringrun"]
 needs_mpirun = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
 pytestmark = pytest.mark.ranks
+# the others are about what launcher and rank see of each other
+FORKED = ("finish", "raise", "raise-all-caught", "caught-exit")
 AT_ONCE = 60.0  # seconds, within which a job ends whose ranks would wait for 600
 
 
 def started_by(launcher: str, action: str, folder: Path) -> list[str]:
     script = [SCRIPT, action, str(folder)]
     if launcher == "mpirun":
-        return mpirun_command(2, sys.executable, *script)
+        python = forked.python() if action in FORKED else [sys.executable]
+        return mpirun_command(2, *python, *script)
     if launcher == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *script]
     return [*RINGRUN, "-n", "2", *(["--no-mpi"] if launcher == "plain" else []), *script]
@@ -67,7 +71,7 @@ class Job:
 def job(launcher: str, action: str, folder: Path, **env: str) -> Iterator[Job]:
     process = subprocess.Popen(
         started_by(launcher, action, folder),
-        env=clean_env(**env),
+        env=clean_env(**env, **(forked.ranks() if action in FORKED else {})),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -89,9 +93,9 @@ def job(launcher: str, action: str, folder: Path, **env: str) -> Iterator[Job]:
 LAUNCHERS = [pytest.param("mpirun", marks=needs_mpirun), "plain"]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_normal_end(launcher, tmp_path):
-    with job(launcher, "finish", tmp_path) as ranks:
+@needs_mpirun
+def test_normal_end(tmp_path):
+    with job("mpirun", "finish", tmp_path) as ranks:
         code, output = ranks.finish()
     assert code == 0, output
     assert "rank 0 of 2 is up" in output
@@ -100,7 +104,7 @@ def test_normal_end(launcher, tmp_path):
     assert (tmp_path / "end.1").exists()
 
 
-@pytest.mark.parametrize("launcher", [*LAUNCHERS, "torchrun"])
+@pytest.mark.parametrize("launcher", ["plain", "torchrun"])
 def test_a_rank_that_raises_outside_fit(launcher, tmp_path):
     with job(launcher, "raise", tmp_path) as ranks:
         pids = ranks.rank_pids()
@@ -109,8 +113,8 @@ def test_a_rank_that_raises_outside_fit(launcher, tmp_path):
     assert code == 1, output
     assert "ValueError: no such photo" in output
     assert f"rank 1 (host {os.uname().nodename}, pid {pids[1]}) failed and ends the job" in output
-    assert output.count("Traceback") == (1 if launcher != "torchrun" else output.count("Traceback"))
     if launcher == "plain":  # the process that started the ranks ends with the cause
+        assert output.count("Traceback") == 1
         assert output.splitlines()[-1] == "lightning_ring: rank 1 failed: ValueError: no such photo"
     assert not list(tmp_path.glob("end.*"))
 
@@ -149,9 +153,8 @@ def test_sys_exit_on_one_rank_ends_the_job_with_its_code(launcher, tmp_path):
     assert "exits with code 3 and ends the job" in output
 
 
-@needs_mpirun
 def test_all_ranks_may_raise_and_go_on(tmp_path):
-    with job("mpirun", "raise-all-caught", tmp_path) as ranks:
+    with job("plain", "raise-all-caught", tmp_path) as ranks:
         code, output = ranks.finish()
     assert code == 0, output
     assert (tmp_path / "end.0").exists()
@@ -210,28 +213,8 @@ def test_mpirun_killed_under_ringrun(tmp_path):
     assert f"mpirun (pid {mpirun}) was killed by signal 9 (SIGKILL)" in output
 
 
-@pytest.mark.parametrize(
-    ("launcher", "signum", "expected"),
-    [
-        pytest.param("ringrun", signal.SIGTERM, 143, marks=needs_mpirun),
-        ("plain", signal.SIGINT, 130),
-    ],
-)
-def test_told_to_stop_the_ranks_save_and_end(launcher, signum, expected, tmp_path):
-    with job(launcher, "stop", tmp_path) as ranks:
-        pids = ranks.rank_pids()
-        ranks.process.send_signal(signum)
-        code, output = ranks.finish()
-        assert_gone(pids)
-    assert code == expected, output
-    assert (tmp_path / "saved.0").exists()
-    assert (tmp_path / "saved.1").exists()
-    assert "asking the ranks to stop" in output
-
-
-@pytest.mark.parametrize("launcher", [pytest.param("ringrun", marks=needs_mpirun), "plain"])
-def test_ranks_that_do_not_stop_are_ended_after_the_grace(launcher, tmp_path):
-    with job(launcher, "sleep", tmp_path, RING_STOP_GRACE="1") as ranks:
+def test_ranks_that_do_not_stop_are_ended_after_the_grace(tmp_path):
+    with job("plain", "sleep", tmp_path, RING_STOP_GRACE="1") as ranks:
         pids = ranks.rank_pids()
         ranks.process.terminate()
         code, output = ranks.finish()

@@ -3,8 +3,12 @@ from __future__ import annotations
 import pytest
 
 from lightning_ring.errors import RankDiscoveryError
-from lightning_ring.job.launchers import LaunchVariables, launcher_variables
-from lightning_ring.job.launchers.slurm import first_host, tasks_per_node
+from lightning_ring.job.launchers import (
+    LaunchVariables,
+    first_host,
+    launcher_variables,
+    tasks_per_node,
+)
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.comm.waiting import WaitPolicy
-from lightning_ring.job.stalls.rank_status import RankStatus, main_stack, own_status, stall_lines
+from lightning_ring.job.stalls import RankStatus, main_stack, own_status, stall_lines
 from tests.thread_ranks import ThreadTransport, ThreadWorld
 
 LATE = 'all_reduce "bucket 4"'
@@ -66,11 +66,6 @@ def test_where_nobody_is_missing_all_stacks_are_shown():
         "The main thread of ranks 0, 1, 2:",
         "    train.py:9 step: loss.backward()",
     ]
-
-
-def test_a_status_survives_its_message():
-    status = RankStatus("a", 1.5, "b", "c", ("d", "e"))
-    assert RankStatus.of_message({"kind": "stall status", "rank": 3} | status.message()) == status
 
 
 def test_the_main_thread_is_seen_from_another_one():

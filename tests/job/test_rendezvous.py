@@ -168,8 +168,7 @@ def test_missing_variables_are_named(monkeypatch):
 def test_greeter_ends_when_all_have_called():
     door = listen(LOOPBACK)
     port = door.getsockname()[1]
-    greeter = Greeter(door, "job", count=2)
-    greeter.start("4711")
+    Greeter(door, "job", count=2, word="4711")
     for rank in (1, 1, 2):  # a rank that calls twice is one rank
         assert greet(LOOPBACK, port, "job", rank, timeout=60) == ("4711", LOOPBACK)
     with pytest.raises(RankDiscoveryError):
@@ -209,8 +208,7 @@ def own_addresses() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["name of loopback", "host name", "IPv4", "IPv6 loopback", "IPv6"])
-@pytest.mark.parametrize("num_nodes", [1, 2])
-@pytest.mark.parametrize("store_of_torchrun", [False, True])
+@pytest.mark.parametrize(("num_nodes", "store_of_torchrun"), [(1, True), (2, False)])
 def test_ranks_meet_wherever_the_job_says_that_rank_0_is(
     monkeypatch, kind, num_nodes, store_of_torchrun
 ):

@@ -36,7 +36,7 @@ def test_plain_python_is_the_steward_of_its_own_ranks(tmp_path: Path) -> None:
     """The script starts itself as ranks; one of them is killed and replaced."""
     script = counting(
         tmp_path,
-        "from lightning_ring.job.launchers.elastic import started_by_steward\nfrom "
+        "from lightning_ring.job.launchers import started_by_steward\nfrom "
         "lightning_ring.launch.script import JobFinished, elastic_script_job\nfrom "
         "lightning_ring.launch.elastic import ElasticLimits, RespawnLimits\nif not "
         "started_by_steward(os.environ):\n    with elastic_script_job(ElasticLimits(2, "

@@ -1,16 +1,11 @@
-"""A real Slurm on this machine, for tests: a controller and several nodes, all on loopback, in one
-folder.
+"""A real Slurm on this machine: a controller and several nodes, all on loopback, in one folder.
 
-    python -m tests.slurm.cluster FOLDER [--nodes N] [--cpus N]
-
-brings it up, prints the variables that Slurm's commands need, and takes it down at Ctrl-C. Needs
-root, and the daemons of Slurm and MUNGE (Debian: slurmctld, slurmd, slurm-client and munge; no
-service of theirs has to run).
+Needs root, and the daemons of Slurm and MUNGE (Debian: slurmctld, slurmd, slurm-client and munge;
+no service of theirs has to run).
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import secrets
@@ -237,29 +232,3 @@ def _wait_for(condition: Callable[[], bool], folder: Path, *daemons: str) -> Non
                 "\n".join([f"not up within {_START_SECONDS:.0f} s: {', '.join(daemons)}", *ends])
             )
         time.sleep(0.05)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, help="for its configuration, state and logs")
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--cpus", type=int, default=4, help="of each node")
-    arguments = parser.parse_args()
-    if (reason := reason_not_to_start()) is not None:
-        parser.error(reason)
-    ended = []
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda number, frame: ended.append(number))
-    with slurm_cluster(
-        arguments.folder.resolve(), num_nodes=arguments.nodes, cpus=arguments.cpus
-    ) as cluster:
-        for name, value in cluster.environ.items():
-            print(f"export {name}={value}", flush=True)
-        while not ended:
-            time.sleep(0.2)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,11 @@
-"""Training batches over the ranks: agreement on their number, for one loader and for several, and
-on the images that they hold.
+"""Training batches over the ranks: agreement on their number, and on the images that they hold.
+
+Ranks compare the lengths of their training loaders when Lightning sets them up. Equal lengths need
+nothing. Different lengths are an error on every rank under ``uneven="error"``. Under
+``uneven="join"``, and for iterable data sets, whose length is unknown, all ranks exchange at every
+batch whether they have one. With ``"join"`` a rank without data repeats its last batch, whose
+gradient counts as zero: it makes the same collective calls in ``training_step`` and does not count
+in buffers and logged means. Metric objects that count by themselves do see it.
 """
 
 from __future__ import annotations
@@ -8,9 +14,9 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
@@ -20,7 +26,9 @@ from lightning.pytorch.utilities._pytree import _tree_flatten
 from lightning.pytorch.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
 from torch.utils.data import DistributedSampler, IterableDataset
+from torchmetrics import Metric
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError, RingError, UnevenBatchesError
@@ -28,6 +36,118 @@ from lightning_ring.errors import ConfigurationError, RingError, UnevenBatchesEr
 Policy = Literal["error", "join", "alone"]
 """``RingStrategy(uneven=)``; ``"alone"`` where ranks go at their own pace: each needs one batch in
 every epoch."""
+
+# of the batches of several loaders; the other modes: max
+_OF_ALL: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
+_WHAT_TO_DO = (
+    "Give every rank the same number of batches (a DistributedSampler, which Lightning puts in "
+    "unless use_distributed_sampler=False, or limit_train_batches), or let the others finish with "
+    "RingStrategy(uneven='join')."
+)
+
+
+class TrainingLoaders:
+    """Agrees on a Trainer's training loaders, which Lightning prepares one by one."""
+
+    def __init__(self) -> None:
+        self._num_loaders = 1
+        self._mode = ""  # of several loaders
+        self._bounds: list[tuple[float, bool]] = []  # so far: batches, and whether that is exact
+
+    def follow(self, trainer: Trainer) -> None:
+        """Learn how many loaders ``trainer`` has, now and whenever they are reloaded."""
+        source = trainer.fit_loop._data_source
+        source.dataloader = functools.partial(self._request, type(source).dataloader, source)  # type: ignore[method-assign]
+
+    def release(self, trainer: Trainer) -> None:
+        vars(trainer.fit_loop._data_source).pop("dataloader", None)
+
+    def _request(self, dataloader: Callable[[Any], Any], source: Any) -> Any:
+        loaders = dataloader(source)
+        combined = isinstance(loaders, CombinedLoader)
+        self._mode = loaders._mode if combined else "max_size_cycle"
+        self._num_loaders = len(_tree_flatten(loaders.iterables if combined else loaders)[0])
+        self._bounds = []
+        return loaders
+
+    def prepare(self, dataloader: Any, trainer: Trainer, comm: Communicator, policy: Policy) -> Any:
+        """Return the loader that ``trainer`` reads instead of ``dataloader``. Collective.
+
+        With the policy ``"alone"`` for training loaders only: ranks may come to an evaluation at
+        different times.
+        """
+        warn_of_padding(dataloader, comm.world_size)
+        trains = (
+            trainer.state.stage == RunningStage.TRAINING and trainer.state.fn == TrainerFn.FITTING
+        )
+        if trains or policy != "alone":
+            check_same_images(dataloader, comm)
+        if not trains:
+            return dataloader
+        limit, needed = trainer.limit_train_batches, _batches_until_the_end(trainer)
+        if self._num_loaders < 2:
+            return agree_on_batches(dataloader, comm, policy, limit=limit, needed=needed)
+        length = sized_len(dataloader)
+        bound = _limited(math.inf if length is None else length, limit)
+        self._bounds.append((bound, length is not None and not _is_stream(dataloader)))
+        if len(self._bounds) == self._num_loaders:
+            self._compare_several(comm, policy, needed)
+        return dataloader
+
+    def _compare_several(self, comm: Communicator, policy: Policy, needed: float) -> None:
+        """Ranks may differ in each loader, not in the number of batches that all give together.
+
+        Raises:
+            UnevenBatchesError: They differ in that, on every rank.
+            ConfigurationError: Some loader does not tell its length, or they are to join.
+        """
+        bounds, exact = zip(*self._bounds, strict=True)
+        number = _OF_ALL.get(self._mode, max)(list(bounds))
+        described = comm.all_gather_object((number, all(exact)), name="lengths of loaders")
+        if not all(is_exact for _, is_exact in described):
+            raise ConfigurationError(
+                f"the fit got {self._num_loaders} training loaders, of which one has an iterable "
+                "data set or no length: ranks could not tell which of them ends first. Use one "
+                "training loader, or data sets with a length."
+            )
+        numbers = [number for number, _ in described]
+        if policy == "alone":
+            _check_none_is_without(numbers)
+        elif min(numbers) < min(max(numbers), needed):
+            if policy == "join":
+                raise _several_cannot_join(self._num_loaders)
+            raise UnevenBatchesError(f"{_different_numbers(numbers)} {_WHAT_TO_DO}")
+
+
+def agree_on_batches(
+    loader: Any, comm: Communicator, policy: Policy, *, limit: float, needed: float
+) -> Any:
+    """Return ``loader`` if all ranks have the batches that ``policy`` asks for; else follow it.
+    Collective.
+
+    ``limit`` is ``Trainer(limit_train_batches=)``: a number of batches if an int, a fraction if a
+    float. ``needed`` is the number of batches after which training ends anyway (from
+    ``max_steps``); ``inf`` if open.
+    """
+    if isinstance(loader, AgreedLoader):  # from an earlier fit, in the script's `CombinedLoader`
+        loader = loader._loader
+    described: list[tuple[int | None, bool]] = comm.all_gather_object(
+        (sized_len(loader), _is_stream(loader)), name="length of the training loader"
+    )
+    lengths = [length for length, _ in described if length is not None]
+    if len(lengths) < comm.world_size:
+        return AgreedLoader(loader, comm, policy, None)
+    streams = any(is_stream for _, is_stream in described)
+    used = [int(_limited(length, limit)) for length in lengths]
+    length = max(lengths)
+    if policy == "alone":
+        _check_none_is_without(used)
+        length = lengths[comm.rank]
+    elif min(used) < min(max(used), needed):
+        if policy == "error":
+            raise UnevenBatchesError(f"{_different_numbers(used)} {_WHAT_TO_DO}")
+        return AgreedLoader(loader, comm, policy, length)
+    return AgreedLoader(loader, comm, policy, length) if streams else loader
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +199,9 @@ class AgreedLoader:
                 batch, has_data = next(batches), True
             except StopIteration:
                 batch, has_data = last, False
+            having = [has_data]
             if self._policy != "alone" or step == 0:
-                having = [
-                    bool(flag)
-                    for flag in self._comm.all_gather_object(has_data, name="next training batch")
-                ]
-            else:
-                having = [has_data]
+                having = self._comm.all_gather_object(has_data, name="next training batch")
             if not any(having):
                 return
             if not all(having):
@@ -96,10 +212,6 @@ class AgreedLoader:
             last, step = batch, step + 1
 
     @property
-    def unwrapped(self) -> Any:
-        return self._loader
-
-    @property
     def joins(self) -> bool:
         return self._policy == "join"
 
@@ -107,65 +219,113 @@ class AgreedLoader:
         return self._statuses.popleft()
 
     def _allow(self, having: list[bool], step: int) -> None:
-        if self._policy == "error":
-            self._refuse(f"{ran_out(having, step)} {WHAT_TO_DO}")
-        if step == 0:
-            self._refuse(none_at_all(having))
-
-    def _refuse(self, message: str) -> NoReturn:
-        """Raise the error once every rank knows of it.
-
-        If a rank ended earlier, the others would report its end instead of this error.
+        """Raise the error once every rank knows of it: if a rank ended earlier, the others would
+        report its end instead.
         """
+        if self._policy == "error":
+            error = (
+                f"rank {_listed(having, False)} ran out of training batches at step {step} of the "
+                f"epoch (counted from 0), while rank {_listed(having, True)} still had some. "
+                f"{_WHAT_TO_DO}"
+            )
+        elif step == 0:
+            error = _none_at_all(having)
+        else:
+            return
         with suppress(RingError):
             self._comm.barrier(name="the error of uneven batches")
-        raise UnevenBatchesError(message)
+        raise UnevenBatchesError(error)
 
 
-WHAT_TO_DO = (
-    "Give every rank the same number of batches (a DistributedSampler, which Lightning puts in "
-    "unless use_distributed_sampler=False, or limit_train_batches), or let the others finish with "
-    "RingStrategy(uneven='join')."
-)
-
-
-def agree_on_batches(
-    loader: Any, comm: Communicator, policy: Policy, *, limit: float, needed: float
-) -> Any:
-    """Return ``loader`` if all ranks have the batches that ``policy`` asks for; else follow it.
-    Collective.
-
-    ``limit`` is ``Trainer(limit_train_batches=)``: a number of batches if an int, a fraction if a
-    float. ``needed`` is the number of batches after which training ends anyway (from
-    ``max_steps``); ``inf`` if open.
+class ActiveRanks:
+    """The ranks that have data for the current batch: all ranks, unless a loader joins
+    (`AgreedLoader.joins`).
     """
-    if isinstance(loader, AgreedLoader):  # from an earlier fit, in the script's `CombinedLoader`
-        loader = loader.unwrapped
-    described: list[tuple[int | None, bool]] = comm.all_gather_object(
-        (sized_len(loader), is_stream(loader)), name="length of the training loader"
-    )
-    lengths = [length for length, _ in described]
-    if any(length is None for length in lengths):
-        return AgreedLoader(loader, comm, policy, None)
-    used = [int(limited(length, limit)) for length in lengths if length is not None]
-    streams = any(is_stream for _, is_stream in described)
-    if policy == "alone":
-        check_none_is_without(used)
-        return AgreedLoader(loader, comm, policy, sized_len(loader)) if streams else loader
-    if min(used) == max(used) or min(used) >= needed:
-        return (
-            AgreedLoader(loader, comm, policy, max(filter(None, lengths), default=0))
-            if streams
-            else loader
-        )
-    if policy == "error":
-        raise UnevenBatchesError(f"{different_numbers(used)} {WHAT_TO_DO}")
-    return AgreedLoader(
-        loader, comm, policy, max(length for length in lengths if length is not None)
-    )
+
+    def __init__(self) -> None:
+        self.loader: AgreedLoader | None = None  # that continues until no rank has data
+        self.during_step: BatchStatus | None = None  # the current status while a training step runs
+        self._current: BatchStatus | None = None
+        self._window_ranks = 0
+
+    @property
+    def has_data(self) -> bool:
+        return self._current is None or self._current.has_data
+
+    def find_loader(self, trainer: Trainer) -> None:
+        """Find the fit's training loader that joins, if any. Reloading loaders may change it."""
+        combined = trainer.fit_loop._combined_loader
+        loaders = combined.flattened if combined is not None else []
+        agreed = [loader for loader in loaders if isinstance(loader, AgreedLoader)]
+        joining = next((loader for loader in agreed if loader.joins), None)
+        if joining is not None and joining is not self.loader:
+            _check_join_allowed(len(loaders), trainer.lightning_module)
+        self.loader = joining
+
+    def take(self, batch_idx: int, accumulate_grad_batches: int) -> int | None:
+        """Take the next batch. Returns the number of ranks that its gradient averages over, `None`
+        for all.
+
+        With gradient accumulation a rank counts if it had data for the first micro-batch.
+        """
+        if self.loader is None:
+            self._current = None  # an earlier loader may have ended without data on this rank
+            return None
+        self._current = self.loader.next_status()
+        if batch_idx % accumulate_grad_batches == 0:
+            self._window_ranks = self._current.active_ranks
+        return self._window_ranks
+
+    @contextmanager
+    def step(self, module: LightningModule) -> Iterator[None]:
+        self.during_step = self._current
+        try:
+            with nullcontext() if self.has_data else _discarding_effects(module):
+                yield
+        finally:
+            self.during_step = None
 
 
-def different_numbers(used: list[int]) -> str:
+@contextmanager
+def _discarding_effects(module: LightningModule) -> Iterator[None]:
+    """Around the training step of a rank without data, which repeats its last batch.
+
+    The step makes the same collective calls as on other ranks (``self.log(..., sync_dist=True)``,
+    ``self.all_gather``). It has no effect on gradients (its loss is not used), buffers, metrics or
+    logged means.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    metrics = [
+        (metric, _metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)
+    ]
+    log = module.log
+    module.log = functools.partial(_log_without_weight, log)  # type: ignore[method-assign]
+    try:
+        yield  # with gradients enabled, for steps that call torch.autograd.grad (penalties, forces)
+    finally:
+        del module.log
+        for metric, state in metrics:
+            for name, value in state.items():
+                setattr(metric, name, value)
+        for buffer, before in buffers:
+            buffer.data.copy_(before)  # without autograd: a backward may follow
+
+
+def _metric_state(metric: Metric) -> dict[str, Any]:
+    state = {
+        name: value.clone() if isinstance(value, Tensor) else list(value)
+        for name, value in metric.metric_state.items()
+    }
+    return state | {
+        name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")
+    }
+
+
+def _log_without_weight(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    log(*args, **(kwargs | {"batch_size": 0}))
+
+
+def _different_numbers(used: Sequence[float]) -> str:
     """``used``: each rank's number of batches."""
     fewest, most = used.index(min(used)), used.index(max(used))
     return (
@@ -175,39 +335,34 @@ def different_numbers(used: list[int]) -> str:
     )
 
 
-def ran_out(having: list[bool], step: int) -> str:
-    """``having``: which ranks have a batch."""
-    return (
-        f"rank {_listed([rank for rank, has in enumerate(having) if not has])} ran out of training "
-        f"batches at step {step} of the epoch (counted from 0), while rank "
-        f"{_listed([rank for rank, has in enumerate(having) if has])} still had some."
-    )
-
-
-def none_at_all(having: Sequence[object]) -> str:
+def _none_at_all(having: Sequence[object]) -> str:
     """``having``: by rank, false or 0 for one without a batch."""
     return (
-        f"rank {_listed([rank for rank, has in enumerate(having) if not has])} has no training "
-        "batch at all in this epoch, while rank "
-        f"{_listed([rank for rank, has in enumerate(having) if has])} has some. Give every rank at "
-        "least one batch in each epoch."
+        f"rank {_listed(having, False)} has no training batch at all in this epoch, while rank "
+        f"{_listed(having, True)} has some. Give every rank at least one batch in each epoch."
     )
 
 
-def check_none_is_without(numbers: Sequence[float]) -> None:
+def _listed(having: Sequence[object], wanted: bool) -> str:
+    ranks = [rank for rank, has in enumerate(having) if bool(has) == wanted]
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+def _check_none_is_without(numbers: Sequence[float]) -> None:
     """Raise `UnevenBatchesError` if some ranks have no batch and others have: ``numbers``, by
     rank.
     """
     if min(numbers) == 0 < max(numbers):
-        raise UnevenBatchesError(none_at_all(numbers))
+        raise UnevenBatchesError(_none_at_all(numbers))
 
 
-def is_stream(loader: Any) -> bool:
+def _is_stream(loader: Any) -> bool:
     """Whether the loader may end before its length: iterable data sets may."""
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
-def check_join_allowed(num_loaders: int, module: LightningModule) -> None:
+def _check_join_allowed(num_loaders: int, module: LightningModule) -> None:
     """Check the conditions of ``uneven="join"``, without which the ranks' collectives would
     differ.
     """
@@ -224,17 +379,17 @@ def check_join_allowed(num_loaders: int, module: LightningModule) -> None:
             "(batch, batch_idx), or use uneven='error'."
         )
     if num_loaders > 1:
-        raise several_cannot_join(num_loaders)
+        raise _several_cannot_join(num_loaders)
 
 
-def several_cannot_join(num_loaders: int) -> ConfigurationError:
+def _several_cannot_join(num_loaders: int) -> ConfigurationError:
     return ConfigurationError(
         f"RingStrategy(uneven='join') was given {num_loaders} training loaders, expected one. "
         "Combine them into one data set, or use uneven='error'."
     )
 
 
-def limited(length: float, limit: float) -> float:
+def _limited(length: float, limit: float) -> float:
     """Number of batches of a loader under ``limit_train_batches``. A fraction of infinity is
     infinity.
     """
@@ -243,12 +398,7 @@ def limited(length: float, limit: float) -> float:
     return length if math.isinf(length) else int(length * limit)
 
 
-def _listed(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
-
-
-def batches_until_the_end(trainer: Trainer) -> float:
+def _batches_until_the_end(trainer: Trainer) -> float:
     """Training batches until ``max_steps`` ends training; infinity if there is no such limit or
     it is unknown.
     """
@@ -287,145 +437,6 @@ def written_sampler(sampler: Any) -> Any:
     `DistributedSamplerWrapper`, its own class.
     """
     return getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
-
-
-# the other modes: max
-_OF_ALL: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
-
-
-class AgreedCombinedLoader(CombinedLoader):
-    """A `CombinedLoader` on whose number of batches ranks agree: before training if lengths are
-    known, else per batch.
-
-    A batch costs one small message then. A loader's length may differ between ranks if the combined
-    number does not. An `UnevenBatchesError` is raised on every rank, before the first step or at
-    the step for which some rank has no batch. With the policy ``"alone"`` numbers may differ, and
-    ranks agree on the first batch of each epoch only.
-    """
-
-    def __init__(self, iterables: Any, mode: Any) -> None:
-        super().__init__(iterables, mode)
-        # of the loaders so far: batches, and whether that is exact
-        self._lengths: list[tuple[float, bool]] = []
-        self._comm: Communicator | None = None  # if ranks agree on each batch, or on the first one
-        self._alone = False
-        self._same_length = True
-        self._step = 0
-
-    def add(
-        self, loader: Any, comm: Communicator, *, policy: Policy, limit: float, needed: float
-    ) -> None:
-        """Add a loader that Lightning has prepared. After the last loader ranks compare.
-        Collective.
-
-        The arguments are those of `agree_on_batches`.
-        """
-        length = sized_len(loader)
-        bound = limited(math.inf if length is None else length, limit)
-        self._lengths.append((bound, length is not None and not is_stream(loader)))
-        if len(self._lengths) < len(self.flattened):
-            return
-        bounds, sure = zip(*self._lengths, strict=True)
-        self._lengths = []
-        by_rank = comm.all_gather_object(
-            (_OF_ALL.get(self._mode, max)(list(bounds)), all(sure)), name="lengths of loaders"
-        )
-        numbers = [number for number, _ in by_rank]
-        self._same_length = min(numbers) == max(numbers)
-        all_sure = all(is_sure for _, is_sure in by_rank)
-        self._alone = policy == "alone"
-        if self._alone:
-            check_none_is_without(numbers)
-        if all_sure and (self._alone or self._same_length or min(numbers) >= needed):
-            return
-        if policy == "join":
-            raise several_cannot_join(len(self.flattened))
-        self._comm = comm
-        if all_sure:
-            raise UnevenBatchesError(
-                f"{different_numbers([int(number) for number in numbers])} {WHAT_TO_DO}"
-            )
-
-    def __iter__(self) -> Any:
-        self._step = 0
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        length = super().__len__()
-        if self._comm is not None and not self._same_length:
-            raise TypeError("ranks have different numbers of batches: they agree at each")
-        return length
-
-    def __next__(self) -> Any:
-        if self._comm is None or (self._alone and self._step > 0):
-            return super().__next__()
-        try:
-            batch, has_data = super().__next__(), True
-        except StopIteration:
-            batch, has_data = None, False
-        having = [
-            bool(flag)
-            for flag in self._comm.all_gather_object(has_data, name="next training batch")
-        ]
-        if not any(having):
-            raise StopIteration
-        if not all(having):
-            if self._alone:
-                raise UnevenBatchesError(none_at_all(having))
-            raise UnevenBatchesError(f"{ran_out(having, self._step)} {WHAT_TO_DO}")
-        self._step += 1
-        return batch
-
-
-class TrainingLoaders:
-    """Agrees on a Trainer's training loaders, which Lightning prepares one by one."""
-
-    def __init__(self) -> None:
-        # of the current loaders, unless there is one only
-        self.combined: AgreedCombinedLoader | None = None
-
-    def prepare(self, dataloader: Any, trainer: Trainer, comm: Communicator, policy: Policy) -> Any:
-        """Return the loader that ``trainer`` reads instead of ``dataloader``. Collective.
-
-        With the policy ``"alone"`` for training loaders only: ranks may come to an evaluation at
-        different times.
-        """
-        warn_of_padding(dataloader, comm.world_size)
-        trains = (
-            trainer.state.stage == RunningStage.TRAINING and trainer.state.fn == TrainerFn.FITTING
-        )
-        if trains or policy != "alone":
-            check_same_images(dataloader, comm)
-        if not trains:
-            return dataloader
-        limit, needed = trainer.limit_train_batches, batches_until_the_end(trainer)
-        if self.combined is None:
-            return agree_on_batches(dataloader, comm, policy, limit=limit, needed=needed)
-        self.combined.add(dataloader, comm, policy=policy, limit=limit, needed=needed)
-        return dataloader
-
-    def follow(self, trainer: Trainer) -> None:
-        """Cover the loaders of ``trainer``, now and whenever they are reloaded."""
-        source = trainer.fit_loop._data_source
-        source.dataloader = functools.partial(self._request, type(source).dataloader, source)  # type: ignore[method-assign]
-
-    def release(self, trainer: Trainer) -> None:
-        vars(trainer.fit_loop._data_source).pop("dataloader", None)
-        self.combined = None
-
-    def _request(self, dataloader: Callable[[Any], Any], source: Any) -> Any:
-        self.combined = None
-        loaders = dataloader(source)
-        if type(loaders) is CombinedLoader:
-            iterables, mode = loaders.iterables, loaders._mode
-        elif isinstance(loaders, CombinedLoader):
-            return loaders  # a subclass of the user
-        else:
-            iterables, mode = loaders, "max_size_cycle"
-        if len(_tree_flatten(iterables)[0]) < 2:
-            return loaders
-        self.combined = AgreedCombinedLoader(iterables, mode)
-        return self.combined
 
 
 def check_same_images(dataloader: Any, comm: Communicator) -> None:

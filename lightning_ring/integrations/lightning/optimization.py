@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from types import CodeType
@@ -71,19 +71,13 @@ def calls_manual_backward(module: LightningModule) -> bool:
     )
 
 
-def _codes(code: CodeType | None) -> list[CodeType]:
+def _codes(code: CodeType | None) -> Iterator[CodeType]:
     """``code`` and the code of nested functions."""
-    if code is None:
-        return []
-    return [
-        code,
-        *(
-            inner
-            for const in code.co_consts
-            if isinstance(const, CodeType)
-            for inner in _codes(const)
-        ),
-    ]
+    if code is not None:
+        yield code
+        for const in code.co_consts:
+            if isinstance(const, CodeType):
+                yield from _codes(const)
 
 
 log = logging.getLogger(__name__)

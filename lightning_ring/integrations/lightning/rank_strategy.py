@@ -10,11 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
-import torch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -22,20 +19,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.recording import Listener, RecordedCommunicator
-from lightning_ring.integrations.lightning.join import ActiveRanks
-from lightning_ring.integrations.ranks.checkpoint_io import WholeCheckpointIO
-from lightning_ring.integrations.ranks.environment import (
-    RingEnvironment,
-    check_request,
-    choose_launcher,
-    devices_for,
-    ignore_deprecations_between_libraries,
-    requested_devices,
-)
-from lightning_ring.integrations.ranks.reduce import agree_on_gather, reduce_, reduce_op_of
-from lightning_ring.job.communicators import open_communicator
-from lightning_ring.job.job import Job, connect
+from lightning_ring.comm.recording import Listener
+from lightning_ring.integrations.lightning.data import ActiveRanks
+from lightning_ring.integrations.ranks.environment import RingEnvironment
+from lightning_ring.integrations.ranks.strategy import OnRingRanks, agree_on_gather
 from lightning_ring.job.rendezvous.interfaces import withdraw_interface
 from lightning_ring.options import RingOptions
 
@@ -45,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class RankedStrategy(DDPStrategy):
+class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     """A strategy whose ranks are those that the launcher started, and whose collectives are bounded
     and named.
 
@@ -56,6 +43,8 @@ class RankedStrategy(DDPStrategy):
     sharded parameters, and of `reduce` (``self.log(..., sync_dist=True)``). ``timeline`` records
     the fit in a trace: ``timeline.start(path)`` and ``timeline.stop()`` on all ranks.
     """
+
+    multiprocessing_launcher = _MultiProcessingLauncher
 
     def __init__(self, options: RingOptions, **of_every_strategy: Any) -> None:
         # here, and below: who only imports a strategy loads neither the monitor nor a launcher
@@ -73,57 +62,19 @@ class RankedStrategy(DDPStrategy):
         self.timeline: StepTimeline = StepTimeline(
             timeline_settings(options.timeline, os.environ), self.listeners
         )
-        self._job: Job | None = None
         self._active_ranks = ActiveRanks()
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = WholeCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()  # has no effect if it wraps one
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
     # -- ranks and devices
-
-    @property
-    def ring_environment(self) -> RingEnvironment:
-        assert isinstance(self.cluster_environment, RingEnvironment)
-        return self.cluster_environment
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
         if not self.ring_environment.creates_processes_externally:
             super().set_world_ranks()  # ranks that Lightning spawns or forks
         rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
-    def _configure_launcher(self) -> None:
-        request = requested_devices()
-        environment = self.ring_environment
-        if environment.creates_processes_externally:
-            check_request(request, environment, self.accelerator)
-            self.parallel_devices = devices_for(
-                self.accelerator, self.parallel_devices, environment.local_size()
-            )
-        self._launcher = self._choose_launcher(request.num_nodes)
-
-    def _choose_launcher(self, num_nodes: int) -> Any:
-        return choose_launcher(
-            self, self.ring_environment, self.options, num_nodes, _MultiProcessingLauncher
-        )
-
     def setup_environment(self) -> None:
         from lightning_ring.monitor.terminal import replace_bars
 
         assert self.accelerator is not None
-        ignore_deprecations_between_libraries()
         self.set_world_ranks()
         self.accelerator.setup_device(self.root_device)
         if self._trainer is not None:
@@ -135,22 +86,7 @@ class RankedStrategy(DDPStrategy):
 
         reset_seed()
         widen_terminal()  # mpirun's have no width: a progress bar would draw nothing
-        self._job = connect(
-            self.ring_environment.discover(), self.root_device, self.options.timeout
-        )
-        if self.world_size > 1 or self.options.force_communication:
-            options = self.options
-            open_communicator(
-                self._job,
-                options.backend,
-                self.root_device,
-                options.timeout,
-                stall_warning=options.stall_warning,
-                topology=options.topology,
-            )
-            if self._job.stalls is not None:
-                self._job.stalls.tell_progress(self._progress)
-        self._process_group_backend = torch.distributed.get_backend()
+        self._connect()
 
     def teardown(self) -> None:
         super().teardown()
@@ -170,11 +106,9 @@ class RankedStrategy(DDPStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if self._comm is None or not isinstance(tensor, Tensor):
             return tensor
-        op = reduce_op_of(reduce_op)
-        if group is not None or op is None or tensor.device.type != self.root_device.type:
-            return super().reduce(tensor, group, reduce_op)
-        comm = RecordedCommunicator(self._comm, self.listeners) if self.listeners else self._comm
-        return reduce_(tensor, comm, op, self._active_ranks.during_step)
+        status = self._active_ranks.during_step
+        reduced = self._reduce(tensor, self._comm, group, reduce_op, status)
+        return super().reduce(tensor, group, reduce_op) if reduced is None else reduced
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self._comm is None and group is None:
@@ -194,11 +128,6 @@ class RankedStrategy(DDPStrategy):
         process.
         """
         return self._comm
-
-    @property
-    def hosts(self) -> list[str]:
-        """Each rank's, by rank; empty before `setup_environment`."""
-        return [member.host for member in self._job.members] if self._job is not None else []
 
     @property
     def has_data(self) -> bool:

@@ -1,5 +1,16 @@
-"""`RingStrategy`: translates Lightning's hooks into calls of an `Algorithm` and of the
-strategy's parts.
+"""`RingStrategy`: translates the hooks that Lightning calls into calls of an `Algorithm`.
+
+Begin here. Lightning calls a strategy in this order:
+
+- ``setup_environment``: connects the ranks (`RankedStrategy`, which also has the collectives);
+- ``setup``: equal parameters on all ranks, then `Algorithm.attach`, which hooks gradients;
+- for each batch ``on_train_batch_start``, ``training_step``, ``backward`` (in it buckets are
+  averaged) and ``optimizer_step``;
+- ``validation_step`` and its like, ``save_checkpoint``, ``load_checkpoint``;
+- ``teardown``: `Algorithm.detach`. The ranks stay connected.
+
+A rank tells what it wants of the others by flags in the buckets (`StopRequests`), so that all ranks
+act at the same step. With one process there is no communicator, and hooks are those of Lightning.
 """
 
 from __future__ import annotations
@@ -42,8 +53,7 @@ from lightning_ring.integrations.lightning.checkpoints import (
     load_optimizer_states,
     sharded_optimizer_state,
 )
-from lightning_ring.integrations.lightning.data import Policy, TrainingLoaders
-from lightning_ring.integrations.lightning.join import ActiveRanks
+from lightning_ring.integrations.lightning.data import ActiveRanks, Policy, TrainingLoaders
 from lightning_ring.integrations.lightning.optimization import (
     ZeroLoss,
     add_no_sync,
@@ -225,16 +235,12 @@ class RingStrategy(RankedStrategy):
 
     def setup_environment(self) -> None:
         if self._step_hooks is not None and self._trainer is not None:
-            called = (
-                f"trainer.{self._trainer.state.fn.value}"
-                if self._trainer.state.fn is not None
-                else "A Trainer"
-            )
+            called = self._trainer.state.fn
             raise ConfigurationError(
-                f"{called} was called inside trainer.fit on rank {self.global_rank}. A Trainer has "
-                "one loop, and its ranks one communicator, for the fit. Let it validate by itself "
-                "(val_check_interval, check_val_every_n_epoch), or call this on all ranks after "
-                "the fit."
+                f"trainer.{called.value if called else 'fit'} was called inside trainer.fit on "
+                f"rank {self.global_rank}. A Trainer has one loop, and its ranks one communicator, "
+                "for the fit. Let it validate by itself (val_check_interval, "
+                "check_val_every_n_epoch), or call this on all ranks after the fit."
             )
         super().setup_environment()
 
@@ -252,27 +258,33 @@ class RingStrategy(RankedStrategy):
             if not self._holds_equal_state:
                 broadcast_module(self.model, self._comm)
             self._after_swap.follow(trainer)
-        if fitting:
-            self._requests.stops_together = False
-            self.algorithm = self._new_algorithm() if self._comm is not None else Algorithm()
-            add_no_sync(self.model, self.block_backward_sync)
-            if self._comm is not None:
-                self._training_loaders.follow(trainer)
-                if self.options.monitor:
-                    from lightning_ring.monitor.ring_monitor import add_monitor
-
-                    add_monitor(trainer)
-                if self._may_have_others:
-                    # a signal may have come during an evaluation before the fit
-                    self.algorithm.ask_to_stop(self._requests.pending != StopRequest.NONE)
-                    leave_sigterm_to_the_buckets(trainer)
-            self.setup_optimizers(trainer)
+        if not fitting:
+            self.setup_precision_plugin()
+            return
+        self._prepare_fit(trainer)
+        self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if fitting:
-            _optimizers_to_device(self.optimizers, self.root_device)
-            if self._comm is not None:
-                self._attach(trainer, self._comm)
-            self.timeline.prepare(trainer, self._comm)
+        _optimizers_to_device(self.optimizers, self.root_device)
+        if self._comm is not None:
+            self._attach(trainer, self._comm)
+        self.timeline.prepare(trainer, self._comm)
+
+    def _prepare_fit(self, trainer: pl.Trainer) -> None:
+        assert self.model is not None
+        self._requests.stops_together = False
+        self.algorithm = self._new_algorithm() if self._comm is not None else Algorithm()
+        add_no_sync(self.model, self.block_backward_sync)
+        if self._comm is None:
+            return
+        self._training_loaders.follow(trainer)
+        if self.options.monitor:
+            from lightning_ring.monitor.ring_monitor import add_monitor
+
+            add_monitor(trainer)
+        if self._may_have_others:
+            # a signal may have come during an evaluation before the fit
+            self.algorithm.ask_to_stop(self._requests.pending != StopRequest.NONE)
+            leave_sigterm_to_the_buckets(trainer)
 
     def _new_algorithm(self) -> Algorithm:
         return self.options.new_algorithm()
@@ -343,9 +355,8 @@ class RingStrategy(RankedStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         if in_slurm_job(os.environ):
-            requeue_signal = self.options.requeue_signal
-            signals = [*stop_signals(), *([requeue_signal] if requeue_signal else [])]
-            ignore_in_workers(dataloader, signals, self.global_rank)
+            signals = [*stop_signals(), self.options.requeue_signal]
+            ignore_in_workers(dataloader, list(filter(None, signals)), self.global_rank)
         if self._comm is None or self._trainer is None:
             return dataloader
         policy: Policy = self.options.uneven if self.algorithm.steps_together else "alone"
@@ -371,23 +382,19 @@ class RingStrategy(RankedStrategy):
         self.timeline.stop()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        trainer, comm = self._trainer, self._buffers_comm
+        assert trainer is not None
+        assert self.model is not None
+        accumulate = trainer.accumulate_grad_batches
         self.timeline.begin_batch()
-        trainer = self._trainer
-        if (
-            self._comm is None
-            and trainer is not None
-            and self._requests.pending != StopRequest.NONE
-        ):
+        if self._comm is None and self._requests.pending != StopRequest.NONE:
             self._follow_requests(trainer)
-        if self._step_hooks is not None and trainer is not None:
+        if self._step_hooks is not None:
             if self.algorithm.agreed_to_stop():
                 self._follow_requests(trainer)
             self._active_ranks.find_loader(trainer)
-            self.algorithm.begin_batch(
-                self._active_ranks.take(batch_idx, trainer.accumulate_grad_batches)
-            )
-        if self.model is not None and (comm := self._buffers_comm) is not None:
-            accumulate = trainer.accumulate_grad_batches if trainer is not None else 1
+            self.algorithm.begin_batch(self._active_ranks.take(batch_idx, accumulate))
+        if comm is not None:
             if self.algorithm.steps_together:
                 self._buffers.before_batch(self.model, comm, batch_idx, accumulate)
             elif batch_idx == 0:
@@ -453,11 +460,10 @@ class RingStrategy(RankedStrategy):
             with algorithm.backwards.plain_backwards(reduced=reduced):
                 loss = closure()
             algorithm.backwards.check_gradients(optimizer)
-            if not self._zero_loss.in_use or any(
-                p.grad is not None for g in optimizer.param_groups for p in g["params"]
-            ):
-                return loss
-            return None  # no rank has a gradient: a loss scaler must not look for one
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            if self._zero_loss.in_use and all(param.grad is None for param in params):
+                return None  # no rank has a gradient: a loss scaler must not look for one
+            return loss
 
         # A backward in on_before_optimizer_step stays local.
         with algorithm.backwards.plain_backwards(reduced=False):

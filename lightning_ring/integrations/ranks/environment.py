@@ -19,21 +19,19 @@ import torch.distributed as dist
 from lightning.fabric import accelerators as fabric_accelerators
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.connector import _Connector
-from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
-from lightning_ring.job.gpus import shares_gpus
 from lightning_ring.job.job import current_job
 from lightning_ring.job.launchers import LaunchVariables, launcher_variables
+from lightning_ring.job.members import shares_gpus
 from lightning_ring.job.ranks import SINGLE, RankInfo, discover_ranks, info_from_variables
 from lightning_ring.job.rendezvous.greeting import reserve_port
 from lightning_ring.options import RingOptions
-
-log = logging.getLogger(__name__)
 
 
 class RingEnvironment(ClusterEnvironment):
@@ -151,31 +149,17 @@ class RingEnvironment(ClusterEnvironment):
     def node_rank(self) -> int:
         return 0 if self.num_nodes() == 1 else self.discover().node_rank
 
+    # Lightning computes ranks from node and local rank, which holds only for ranks placed in
+    # blocks: what the launcher started stays
+
     def set_world_size(self, size: int) -> None:
-        if self.creates_processes_externally:
-            self._refuse_other("world size", size, self.world_size())
-        elif size != self.world_size():
+        if not self.creates_processes_externally and size != self.world_size():
             self._info = _spawned(self.global_rank(), size)
 
     def set_global_rank(self, rank: int) -> None:
-        if self.creates_processes_externally:
-            self._refuse_other("rank", rank, self.global_rank())
-        elif rank != self.global_rank():
+        if not self.creates_processes_externally and rank != self.global_rank():
             self._info = _spawned(rank, max(self.world_size(), rank + 1))
         _set_rank_zero_only(self.global_rank())
-
-    def _refuse_other(self, name: str, wanted: int, started: int) -> None:
-        """Lightning computes ranks from node and local rank, which holds only for ranks placed
-        in blocks.
-        """
-        if wanted != started:
-            log.debug(
-                "Lightning computed %s %d; %s stays %d, as the launcher started it",
-                name,
-                wanted,
-                name,
-                started,
-            )
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Refuse ``devices`` and ``num_nodes`` that are not what the launcher started."""
@@ -200,19 +184,16 @@ class RingEnvironment(ClusterEnvironment):
 def _launcher_or_open_group() -> LaunchVariables | None:
     """The launcher's variables. Lightning's DDP starts ranks with fewer, and removes one after a
     fit: an open process group of torch.distributed then has the rest."""
-    group = _variables_of_open_group()
+    group: LaunchVariables | None = None
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        ranks = dist.get_rank(), dist.get_world_size()
+        group = LaunchVariables("group", "torch.distributed", *ranks)
     try:
         return launcher_variables(os.environ) or group
     except RankDiscoveryError:
         if group is None:
             raise
         return group
-
-
-def _variables_of_open_group() -> LaunchVariables | None:
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return LaunchVariables("group", "torch.distributed", dist.get_rank(), dist.get_world_size())
 
 
 def _info_from_open_group() -> RankInfo:
@@ -239,83 +220,32 @@ def _spawned(rank: int, world_size: int) -> RankInfo:
     return RankInfo(rank, world_size, rank, world_size, node_rank=0, num_nodes=1, source="spawn")
 
 
-def without_environments(plugins: Any, strategy: Any, caller: str) -> tuple[RingEnvironment, Any]:
-    """The environment of ``strategy``, or of its name, and ``plugins`` without cluster environments
-    that agree with it.
+def environment_of(strategy: Any, plugins: Any, caller: str) -> RingEnvironment:
+    """The environment of ``strategy``, or of its name.
 
     Raises:
-        RankDiscoveryError: A cluster environment among ``plugins`` says other ranks.
-        ConfigurationError: A `SLURMEnvironment` of a Trainer says something else of requeueing than
-            the strategy.
+        ConfigurationError: There is a cluster environment among ``plugins``.
     """
-    environment = (
-        RingEnvironment(caller=caller)
-        if isinstance(strategy, str)
-        else strategy.cluster_environment
-    )
-    listed = list(plugins) if isinstance(plugins, Iterable) else [plugins]
-    given = [plugin for plugin in listed if isinstance(plugin, ClusterEnvironment)]
-    for each in given:
-        _check_ranks(each, environment, caller)
-        if caller == "Trainer" and isinstance(each, SLURMEnvironment):
-            _check_requeueing(each, getattr(strategy, "options", RingOptions()))
-    return environment, [plugin for plugin in listed if plugin not in given] if given else plugins
-
-
-def _check_ranks(given: ClusterEnvironment, ours: RingEnvironment, caller: str) -> None:
-    name = type(given).__name__
-    if not given.creates_processes_externally:
-        # our own launcher starts ranks for the Trainer that named the environment
-        if ours.creates_processes_externally and "RING_LAUNCHER_PID" not in os.environ:
-            raise RankDiscoveryError(
-                f"{caller}(plugins=[{name}()]): {name} leaves it to the {caller} to start the "
-                f"ranks, but {ours.launcher_name()} started {ours.world_size()} ranks. Leave "
-                f"{name} out to take these, or start one process with plain `python`."
+    if not isinstance(strategy, str):
+        environment: RingEnvironment = strategy.cluster_environment
+    else:
+        environment = RingEnvironment(caller=caller)
+    for plugin in plugins if isinstance(plugins, Iterable) else [plugins]:
+        if isinstance(plugin, ClusterEnvironment):
+            name = type(plugin).__name__
+            found = "no launcher, and one process"
+            if environment.creates_processes_externally:
+                found = (
+                    f"rank {environment.global_rank()} of {environment.world_size()}, started by "
+                    f"{environment.launcher_name()}"
+                )
+            raise ConfigurationError(
+                f"{caller}(plugins=[{name}()]) was called. The strategy finds the ranks itself: "
+                f"{found}. Leave {name} out. If the ranks are other ones, export RANK, "
+                "WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each. "
+                "Requeueing by Slurm is RingStrategy(requeue_signal=...)."
             )
-        return
-    found = (
-        f"lightning_ring finds {_place(ours)}, as {ours.launcher_name()} started it"
-        if ours.creates_processes_externally
-        else "lightning_ring finds no launcher, and one process"
-    )
-    advice = (
-        f"Leave {name} out to take what lightning_ring finds. If {name} is right, export RANK, "
-        "WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT accordingly for "
-        "each rank."
-    )
-    try:
-        # as every strategy of Lightning does; `LightningEnvironment` knows only what it was told
-        given.set_world_size(ours.world_size())
-        given.set_global_rank(ours.global_rank())
-        theirs = _place(given)
-    except (KeyError, ValueError) as error:  # a variable that is not there
-        raise RankDiscoveryError(
-            f"{caller}(plugins=[{name}()]): {name} cannot tell the rank ({type(error).__name__}: "
-            f"{error}), and {found}. {advice}"
-        ) from error
-    if theirs != _place(ours):
-        raise RankDiscoveryError(
-            f"{caller}(plugins=[{name}()]): {name} says {theirs}, but {found}. {advice}"
-        )
-
-
-def _place(environment: ClusterEnvironment) -> str:
-    return (
-        f"rank {environment.global_rank()} of {environment.world_size()}, "
-        f"local rank {environment.local_rank()} on node {environment.node_rank()}"
-    )
-
-
-def _check_requeueing(given: SLURMEnvironment, options: RingOptions) -> None:
-    signal = given.requeue_signal if given.auto_requeue else None
-    if signal != options.requeue_signal:
-        text = f"signal.{signal.name}" if signal is not None else "None"
-        raise ConfigurationError(
-            f"Trainer(plugins=[SLURMEnvironment(auto_requeue={given.auto_requeue}, "
-            f"requeue_signal={given.requeue_signal!r})]): the strategy requeues the job by itself, "
-            f"with requeue_signal={options.requeue_signal!r}. Write "
-            f"RingStrategy(requeue_signal={text}) instead."
-        )
+    return environment
 
 
 _CPU = (CPUAccelerator, fabric_accelerators.CPUAccelerator)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
-from lightning_ring.errors import ConfigurationError, RankDiscoveryError
+from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.ranks.environment import RingEnvironment
+from lightning_ring.job.launchers import check_not_started_again
 from lightning_ring.launch.elastic import ElasticJob, ElasticLimits
 from lightning_ring.launch.script import JobFinished, elastic_script_job, script_job
 from lightning_ring.launch.supervisor import Supervisor
@@ -73,12 +74,7 @@ class RingLauncher(_Launcher):
                 f"start ranks on this host only: use `ringrun -n {ranks} -H host1:{slots},... "
                 "train.py`, mpirun, srun or torchrun."
             )
-        if "RING_LAUNCHER_PID" in os.environ:
-            raise RankDiscoveryError(
-                "This process was started as a rank, but the variables that tell its rank are "
-                "gone, and it would start all ranks once more. Let whatever stands between the "
-                "launcher and Python keep the environment."
-            )
+        check_not_started_again(os.environ)
         self._start_and_wait(trainer)
 
     def kill(self, signum: int) -> None:

@@ -75,21 +75,15 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 class Greeter:
-    """A thread in rank 0 that sends each of ``count`` callers of `greet` a word, such as the
+    """A thread in rank 0 that sends each of ``count`` callers of `greet` one word, such as the
     store's port.
     """
 
-    def __init__(self, listener: socket.socket, token: str, count: int) -> None:
+    def __init__(self, listener: socket.socket, token: str, count: int, word: str) -> None:
         self._listener = listener
-        self._token = token
         self._missing = set(range(1, count + 1))
-        self._payload = "-"
-        self._thread = threading.Thread(target=self._serve, name="ring-greeter", daemon=True)
-
-    def start(self, payload: str) -> None:
-        """Begin to answer with ``payload``, one word."""
-        self._payload = payload
-        self._thread.start()
+        self._answer = f"lightning_ring {token} {word}\n".encode()
+        threading.Thread(target=self._serve, name="ring-greeter", daemon=True).start()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -106,7 +100,7 @@ class Greeter:
             with connection, contextlib.suppress(OSError, ValueError):
                 connection.settimeout(ANSWER_SECONDS)
                 rank = int(_read_line(connection))
-                connection.sendall(f"lightning_ring {self._token} {self._payload}\n".encode())
+                connection.sendall(self._answer)
                 self._missing.discard(rank)
         self._listener.close()
 
@@ -121,7 +115,7 @@ def greet(
     listening: bool = False,
     answer_seconds: float = ANSWER_SECONDS,
 ) -> tuple[str, str]:
-    """Ask the `Greeter` at ``address``; its payload, and this host's address on the way there.
+    """Ask the `Greeter` at ``address``; its word, and this host's address on the way there.
 
     With ``listening`` the greeter is known to be up, so that a refusal is an answer; without, it
     may still start. A server that accepts and sends nothing for ``answer_seconds`` is another
@@ -135,7 +129,10 @@ def greet(
             ) as connection:
                 connection.settimeout(answer_seconds)
                 own_address = connection.getsockname()[0]
-                answer = _ask(connection, rank)
+                answer = ""
+                with contextlib.suppress(TimeoutError):  # then it is another program
+                    connection.sendall(f"{rank}\n".encode())
+                    answer = _read_line(connection)
         except OSError as error:  # not listening yet, or its host is still starting
             if listening or time.monotonic() > deadline:
                 raise RankDiscoveryError(
@@ -155,20 +152,6 @@ def greet(
         )
 
 
-def _ask(connection: socket.socket, rank: int) -> str:
-    """The server's line; empty if none came in time, which means another program."""
-    try:
-        connection.sendall(f"{rank}\n".encode())
-        return _read_line(connection)
-    except TimeoutError:
-        return ""
-
-
 def _read_line(connection: socket.socket) -> str:
-    data = b""
-    while not data.endswith(b"\n") and len(data) < 4096:
-        part = connection.recv(256)
-        if not part:
-            break
-        data += part
-    return data.decode(errors="replace").strip()
+    with connection.makefile("rb") as file:
+        return file.readline(4096).decode(errors="replace").strip()

@@ -86,17 +86,13 @@ def reachable_candidates(environ: Mapping[str, str]) -> list[str]:
     to, then the rest, bridges of containers and virtual machines last. Loopback is left out.
     """
     wanted = environ.get(GLOO_VARIABLE) or environ.get("NCCL_SOCKET_IFNAME", "")
-    names = [name for name in wanted.split(",") if name and name[0] not in "^="]
-    addresses = [
-        (name, address) for name, address in ipv4_addresses() if not address.startswith("127.")
-    ]
+    named = tuple(name for name in wanted.split(",") if name and name[0] not in "^=")
+    addresses = ipv4_addresses()
     own_name: list[str] = []
     with contextlib.suppress(OSError):
-        own_name = [
-            a for a in socket.gethostbyname_ex(socket.gethostname())[2] if not a.startswith("127.")
-        ]
-    ordered = [a for name, a in addresses if any(name.startswith(prefix) for prefix in names)]
+        own_name = socket.gethostbyname_ex(socket.gethostname())[2]
+    ordered = [address for name, address in addresses if name.startswith(named)]
     ordered += own_name
-    ordered += [a for name, a in addresses if not name.startswith(_VIRTUAL)]
-    ordered += [a for _, a in addresses]
-    return list(dict.fromkeys(ordered))
+    ordered += [address for name, address in addresses if not name.startswith(_VIRTUAL)]
+    ordered += [address for _, address in addresses]
+    return [address for address in dict.fromkeys(ordered) if not address.startswith("127.")]

@@ -4,11 +4,10 @@ it.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -18,7 +17,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from lightning_ring.comm.backends.mpi_library import import_mpi
 from lightning_ring.errors import RankDiscoveryError
-from lightning_ring.job.launchers.slurm import first_host
+from lightning_ring.job.launchers import first_host
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.greeting import (
     ANSWER_SECONDS,
@@ -50,44 +49,10 @@ def open_store(info: RankInfo, timeout: timedelta) -> Store:
         return _open_over_mpi(info, timeout)
     if info.source == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address, port = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
-        prefer_interface(LOOPBACK if info.num_nodes == 1 else _own_address_towards(address))
+        _prefer_interface_towards(address, info)
         return _connect(address, port, info.rank, timeout)
     address, port, token = _known_address(info)
     return _open_at(address, port, token, info, timeout)
-
-
-def hand_over_store(
-    store: Store, rank: int, ranks: Sequence[int], address: str, timeout: timedelta
-) -> Store | None:
-    """A new store for ``ranks`` of a job, found through its ``store``; `None` on other ranks.
-
-    The first of ``ranks`` serves it at ``address``, where the others reach it; empty where all are
-    on one node. Rank 0 returns once nobody needs ``store`` any more.
-    """
-    old = PrefixStore("next", store)
-    new: Store | None = None
-    try:
-        if rank in ranks and len(ranks) == 1:
-            new = HashStore()
-        elif rank == ranks[0]:
-            new = _serve("" if address else LOOPBACK, timeout)
-            old.set("address", json.dumps([address or LOOPBACK, new.port]))
-        elif rank in ranks:
-            host, port = json.loads(old.get("address"))
-            new = _connect(host, port, rank, timeout)
-            prefer_interface(LOOPBACK if host == LOOPBACK else _own_address_towards(host))
-        if rank in ranks:
-            old.set(f"arrived/{rank}", "")
-        if rank == 0:
-            old.wait([f"arrived/{other}" for other in ranks], timeout)
-    except RuntimeError as error:  # DistNetworkError and DistStoreError
-        raise RankDiscoveryError(
-            f"Rank {rank} could not open the next generation of the job (ranks "
-            f"{', '.join(map(str, ranks))}): {str(error).splitlines()[0]}. Rank 0 serves the store "
-            "through which the ranks meet: it has to take part, and every rank of the next "
-            "generation too."
-        ) from error
-    return new
 
 
 def _store_of_open_group(info: RankInfo) -> Store | None:
@@ -104,12 +69,9 @@ def _store_of_open_group(info: RankInfo) -> Store | None:
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, TCPStore):
-        if info.num_nodes > 1:
-            return None  # a file, say: it does not tell where rank 0 is
-        prefer_interface(LOOPBACK)
-        return PrefixStore("lightning_ring", store)
-    prefer_interface(LOOPBACK if info.num_nodes == 1 else _own_address_towards(store.host))
+    if info.num_nodes > 1 and not isinstance(store, TCPStore):
+        return None  # a file, say: it does not tell where rank 0 is
+    _prefer_interface_towards(getattr(store, "host", LOOPBACK), info)
     return PrefixStore("lightning_ring", store)
 
 
@@ -159,8 +121,8 @@ def _open_at(address: str, port: int, token: str, info: RankInfo, timeout: timed
         where = listening_address(info.num_nodes, address)
         listener = _inherited_listener() or listen(where, port)
         store = _serve(where, timeout)
-        Greeter(listener, token, info.world_size - 1).start(str(store.port))
-        prefer_interface(LOOPBACK if info.num_nodes == 1 else _own_address_towards(address))
+        Greeter(listener, token, info.world_size - 1, str(store.port))
+        _prefer_interface_towards(address, info)
         return store
     seconds = timeout.total_seconds()
     # our launcher's socket listens before rank 0 has imported torch; of another program nothing may
@@ -217,24 +179,16 @@ def _connect(address: str, port: int, rank: int, timeout: timedelta) -> TCPStore
 
 def _open_over_mpi(info: RankInfo, timeout: timedelta) -> Store:
     world = import_mpi().COMM_WORLD
-    address = LOOPBACK if info.num_nodes == 1 else _agree_on_address(world, info)
-    store: TCPStore | None = None
-    served: tuple[str, int] | RankDiscoveryError | None = None
-    if info.rank == 0:
-        try:
-            store = _serve(address, timeout)
-            served = (address, store.port)
-        except RankDiscoveryError as error:
-            served = error
-    served = world.bcast(served)
-    if not isinstance(served, tuple):
-        raise served if served is not None else RankDiscoveryError("rank 0 handed out no store")
-    if store is not None:
-        prefer_interface(address)
-        return store
-    if info.num_nodes == 1:
+    address = LOOPBACK
+    if info.num_nodes > 1:
+        address = _agree_on_address(world, info)
+    else:
         prefer_interface(LOOPBACK)
-    return _connect(*served, info.rank, timeout)
+    if info.rank != 0:
+        return _connect(address, world.bcast(None), info.rank, timeout)
+    store = _serve(address, timeout)
+    world.bcast(store.port)
+    return store
 
 
 def _agree_on_address(world: Any, info: RankInfo) -> str:
@@ -245,17 +199,21 @@ def _agree_on_address(world: Any, info: RankInfo) -> str:
         token = secrets.token_hex(8)
         world.bcast((candidates, listener.getsockname()[1], token))
         # one more than calls: it answers until it is closed
-        greeter = Greeter(listener, token, info.world_size)
-        greeter.start("here")
-        reached: dict[str, str] = dict.fromkeys(candidates, "")
+        greeter = Greeter(listener, token, info.world_size, "here")
+        reached = {address: address for address in candidates}
     else:
         candidates, port, token = world.bcast(None)
-        reached = _reached(
-            candidates,
-            lambda address: greet(address, port, token, info.rank, _PROBE_SECONDS, listening=True)[
-                1
-            ],
-        )
+
+        def ask(address: str) -> str | None:
+            try:
+                return greet(address, port, token, info.rank, _PROBE_SECONDS, listening=True)[1]
+            except RankDiscoveryError:
+                return None
+
+        with ThreadPoolExecutor() as pool:
+            answers = list(pool.map(ask, candidates))
+        # candidates that answer, each with this host's own address on the way to it
+        reached = {name: own for name, own in zip(candidates, answers, strict=True) if own}
     by_all = set(candidates).intersection(*world.allgather(set(reached)))
     if info.rank == 0:
         greeter.close()
@@ -266,34 +224,17 @@ def _agree_on_address(world: Any, info: RankInfo) -> str:
             f"{', '.join(candidates) or 'none'}. Open the hosts' firewalls to each other, or name "
             "the network that joins them in GLOO_SOCKET_IFNAME."
         )
-    if info.rank != 0:
-        prefer_interface(reached[chosen])
+    prefer_interface(reached[chosen])
     return chosen
 
 
-def _reached(candidates: list[str], ask: Callable[[str], str]) -> dict[str, str]:
-    """Candidates that answer, each with this host's own address on the way to it."""
-
-    def attempt(address: str) -> str | None:
-        try:
-            return ask(address)
-        except RankDiscoveryError:
-            return None
-
-    with ThreadPoolExecutor(max_workers=max(1, len(candidates))) as pool:
-        answers = list(pool.map(attempt, candidates))
-    return {
-        address: own for address, own in zip(candidates, answers, strict=True) if own is not None
-    }
-
-
-def _own_address_towards(host: str) -> str:
-    """This host's address on the way to ``host``; nothing is sent."""
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(where)
-            address: str = probe.getsockname()[0]
-            return address
-    except OSError:
-        return host
+def _prefer_interface_towards(host: str, info: RankInfo) -> None:
+    """That by which this host reaches ``host``; nothing is sent."""
+    address = LOOPBACK if info.num_nodes == 1 else host
+    if info.num_nodes > 1:
+        with contextlib.suppress(OSError):
+            family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(where)
+                address = probe.getsockname()[0]
+    prefer_interface(address)

@@ -75,21 +75,20 @@ class PeerEvents:
         self.left: dict[int, PeerEvent] = {}
         self.gone: set[int] = set()
 
-    def add(self, message: Message, fit: int) -> None:
-        """Add a message of another rank; ``fit`` is used where it names none."""
+    def add(self, message: Message) -> None:
+        """Add a message of another rank, as the relay passed it on."""
         kind, rank = message["kind"], message["rank"]
         if kind in ("dead", "gone"):
             self.gone.add(rank)
         if kind in ("failed", "dead", "left"):
-            text = str(message.get("text") or message.get("why") or "")
             event = PeerEvent(
                 kind,
                 rank,
-                str(message.get("host", "?")),
-                int(message.get("pid", 0)),
-                text,
-                bool(message.get("echo")),
-                int(message.get("fit", fit)),
+                message["host"],
+                message["pid"],
+                message.get("text", ""),
+                message.get("echo", False),
+                message.get("fit", 0),
                 time.monotonic(),
             )
             if kind == "left":

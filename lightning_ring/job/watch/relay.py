@@ -19,6 +19,8 @@ from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.greeting import LOOPBACK, listen, listening_address
 from lightning_ring.job.watch.messages import Message, MessageConnection, in_forked_children
 
+_SENDER = ("rank", "host", "pid")  # what the relay adds to every message
+
 
 def join_relay(info: RankInfo, store: Store) -> tuple[Relay | None, MessageConnection, Message]:
     """Start the relay in rank 0, which publishes its address in ``store``, and connect this rank to
@@ -79,10 +81,9 @@ class Relay:
         self._token = token
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[MessageConnection, Message] = {}  # its hello message, empty before that
-        self._by_rank: dict[int, MessageConnection] = {}
         self._excused: set[int] = set()  # ranks that sent failed or left
         self._history: list[Message] = []
-        self._closing = threading.Event()
+        self._closing = False
         self._thread = threading.Thread(target=self._serve, name="ring-watch-relay", daemon=True)
 
     def start(self) -> None:
@@ -97,7 +98,9 @@ class Relay:
 
     def close(self) -> None:
         """End the thread. Earlier messages have been handed to the kernel."""
-        self._closing.set()
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join(timeout=2)
 
     def _close_sockets(self) -> None:
@@ -110,13 +113,12 @@ class Relay:
                 connection.close()
 
     def _serve(self) -> None:
-        while not self._closing.is_set():
+        while not self._closing:
             for key, _ in self._selector.select(timeout=0.5):
-                connection: MessageConnection | None = key.data
-                if connection is None:
+                if key.data is None:
                     self._accept()
                 else:
-                    self._read(connection)
+                    self._read(key.data)
             for connection in list(self._ranks):
                 self._flush(connection)
         self._close_sockets()
@@ -135,7 +137,7 @@ class Relay:
             if not self._ranks[connection]:
                 over = over or self._welcome(connection, message)
                 continue
-            message |= {name: self._ranks[connection][name] for name in ("rank", "host", "pid")}
+            message |= {name: self._ranks[connection][name] for name in _SENDER}
             if message["kind"] in ("failed", "left"):
                 self._excused.add(message["rank"])
             elif message["kind"] == "fit":  # its error was caught, and a new fit begins
@@ -148,7 +150,6 @@ class Relay:
         if hello["kind"] != "hello" or hello.get("token") != self._token:
             return "not a rank of this job"
         self._ranks[connection] = hello
-        self._by_rank[hello["rank"]] = connection
         for message in self._history:
             connection.send(message)
         return None
@@ -158,20 +159,16 @@ class Relay:
         hello = self._ranks.pop(connection)
         connection.close()
         if hello:
-            self._by_rank.pop(hello["rank"], None)
             kind = "gone" if hello["rank"] in self._excused else "dead"
-            self._broadcast(
-                {"kind": kind, "why": why} | {name: hello[name] for name in ("rank", "host", "pid")}
-            )
+            self._broadcast({"kind": kind, "text": why} | {name: hello[name] for name in _SENDER})
 
     def _broadcast(self, message: Message) -> None:
         if message["kind"] in ("failed", "left", "dead"):
             self._history.append(message)
-        receivers = (
-            self._by_rank.keys() if "to" not in message else {message["to"], message["rank"]}
-        )
-        for rank in receivers & self._by_rank.keys():
-            self._by_rank[rank].send(message)
+        for connection, hello in self._ranks.items():
+            one_of_two = hello.get("rank") in (message.get("to"), message["rank"])
+            if hello and ("to" not in message or one_of_two):
+                connection.send(message)
 
     def _flush(self, connection: MessageConnection) -> None:
         connection.flush()

@@ -21,7 +21,7 @@ from lightning_ring.job.exit import LauncherProbe, end_process, remove_files_of_
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.watch.messages import Message, MessageConnection, in_forked_children
 from lightning_ring.job.watch.peers import PeerEvent, PeerEvents, comes_from_a_peer
-from lightning_ring.job.watch.relay import Relay, host_of, join_relay
+from lightning_ring.job.watch.relay import Relay, join_relay
 
 FAILED_GRACE = 20.0  # seconds a rank may go on after another one failed, before the watch ends it
 DEAD_GRACE = 10.0  # the same after one died
@@ -64,7 +64,7 @@ class JobWatch:
         with self._news:
             event = self._peers.failure(self._fit) or self._long_left(waited)
         if event is not None:
-            raise PeerFailedError(f"{event}. Rank {self.info.rank} cannot go on without it.")
+            raise self._error(event)
 
     def blame(self, error: BaseException, seconds: float = 3.0) -> None:
         """Raise `PeerFailedError` from ``error`` if another rank failed by itself, or does within
@@ -73,19 +73,11 @@ class JobWatch:
         For errors of transports ("connection closed by peer"), which do not know the rank or the
         reason.
         """
+        self._wait_for(lambda: self._culprit() is not None, seconds)
         with self._news:
-            found = self._news.wait_for(
-                lambda: (
-                    ((event := self._peers.failure(self._fit)) and not event.echo)
-                    or self._connection is None
-                ),
-                timeout=seconds,
-            )
-            event = self._peers.failure(self._fit)
-        if found and event is not None:
-            raise PeerFailedError(
-                f"{event}. Rank {self.info.rank} cannot go on without it."
-            ) from error
+            event = self._culprit()
+        if event is not None:
+            raise self._error(event) from error
 
     def failure(self) -> PeerEvent | None:
         """The failure or death of another rank to blame, if any."""
@@ -117,9 +109,7 @@ class JobWatch:
             number = self._told
             self._connection.send(event | {"fit": self._fit})
             if wait:
-                self._news.wait_for(
-                    lambda: self._returned >= number or self._connection is None, timeout=wait
-                )
+                self._wait_for(lambda: self._returned >= number, wait)
             return self._returned >= number
 
     def on_event(self, callback: Callable[[Message], None]) -> None:
@@ -129,12 +119,6 @@ class JobWatch:
         In the watch's thread: be quick and raise nothing.
         """
         self._callbacks.append(callback)
-
-    def address(self) -> str:
-        """The address at which other ranks reach this host."""
-        assert self._connection is not None
-        address = str(self._connection.socket.getsockname()[0])
-        return self._host_of_rank_0 if address.startswith("127.") else address
 
     def peers(self) -> dict[int, Message]:
         """In rank 0: ``host`` and ``pid`` of the ranks that take part, without those that have
@@ -185,8 +169,7 @@ class JobWatch:
         """
         self.tell({"kind": "left"}, wait=1.0)
         if self.info.rank == 0 and not self._closed:
-            with self._news:
-                self._news.wait_for(self._all_left, timeout=CLOSE_SECONDS)
+            self._wait_for(self._all_left, CLOSE_SECONDS)
         self.close()
 
     def free_launcher(self, failure: PeerEvent) -> None:
@@ -198,10 +181,7 @@ class JobWatch:
 
     def wait_until_gone(self, rank: int, timeout: float) -> None:
         """Wait until ``rank``'s process has ended; it may be printing the error that matters."""
-        with self._news:
-            self._news.wait_for(
-                lambda: rank in self._peers.gone or self._connection is None, timeout=timeout
-            )
+        self._wait_for(lambda: rank in self._peers.gone, timeout)
 
     def close(self) -> None:
         """Stop watching. Not collective; calling it twice is fine."""
@@ -214,12 +194,22 @@ class JobWatch:
         if self._relay is not None:
             self._relay.close()
 
+    def _wait_for(self, news: Callable[[], bool], seconds: float) -> None:
+        with self._news:
+            self._news.wait_for(lambda: news() or self._connection is None, seconds)
+
+    def _error(self, event: PeerEvent) -> PeerFailedError:
+        return PeerFailedError(f"{event}. Rank {self.info.rank} cannot go on without it.")
+
+    def _culprit(self) -> PeerEvent | None:
+        event = self._peers.failure(self._fit)
+        return event if event is not None and not event.echo else None
+
     def _all_left(self) -> bool:
         return len(self._peers.left.keys() | self._peers.gone) >= self.info.world_size - 1
 
     def _open(self, store: Store) -> None:
         self._relay, self._connection, self.rank_0 = join_relay(self.info, store)
-        self._host_of_rank_0 = host_of(store)
         self._wake = os.pipe()
         self._launcher = LauncherProbe()
         in_forked_children(self._forget)
@@ -261,7 +251,7 @@ class JobWatch:
                 if message["rank"] == self.info.rank:
                     self._returned += 1
                 else:
-                    self._peers.add(message, self._fit)
+                    self._peers.add(message)
             self._news.notify_all()
         for message in messages:
             for callback in self._callbacks:
@@ -270,42 +260,32 @@ class JobWatch:
 
     def _lose_relay(self, why: str) -> None:
         with self._news:
-            if 0 not in self._peers.left and not any(
-                event.rank == 0 for event in self._peers.failures
-            ):
-                self._peers.add({"kind": "dead", "rank": 0, "why": why} | self.rank_0, self._fit)
+            known = {event.rank for event in self._peers.failures} | self._peers.left.keys()
+            if 0 not in known:
+                self._peers.add({"kind": "dead", "rank": 0, "text": why} | self.rank_0)
             self._peers.gone.add(0)
             self._connection = None
             self._news.notify_all()
 
     def _long_left(self, waited: float | None) -> PeerEvent | None:
-        left = min(self._peers.left.values(), key=lambda event: event.time, default=None)
-        if (
-            left is None
-            or time.monotonic() - left.time < LEFT_GRACE
-            or (waited is not None and waited < LEFT_GRACE)
-        ):
+        if waited is not None and waited < LEFT_GRACE:
             return None
-        return left
+        before = time.monotonic() - LEFT_GRACE
+        return next((event for event in self._peers.left.values() if event.time <= before), None)
 
     def _end_if_overdue(self) -> None:
         """The last resort: this rank may be in a C++ collective that nothing can interrupt."""
-        me, now = self.info.name, time.monotonic()
         gone = self._launcher.gone()
         if gone is not None:
-            say(f"{me} ends: {gone}")
+            say(f"{self.info.name} ends: {gone}")
             remove_files_of_mpirun()
             end_process(1)
         failure = self.failure()
         if failure is not None and not self._reported:
-            grace = (
-                LOST_GRACE
-                if failure.lost
-                else DEAD_GRACE
-                if failure.kind == "dead"
-                else FAILED_GRACE
-            )
-            if now - failure.time > grace:
-                say(f"{me} ends, {grace:.0f} s after it was told: {failure}")
+            grace = DEAD_GRACE if failure.kind == "dead" else FAILED_GRACE
+            if failure.lost:
+                grace = LOST_GRACE
+            if time.monotonic() - failure.time > grace:
+                say(f"{self.info.name} ends, {grace:.0f} s after it was told: {failure}")
                 self.free_launcher(failure)
                 end_process(1)

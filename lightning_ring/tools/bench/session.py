@@ -5,7 +5,6 @@ and JSON.
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -21,8 +20,8 @@ from lightning_ring.comm.cost import fit
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import COLLECTIVES, gpu_kind, gpu_module, is_gpu
-from lightning_ring.job.gpus import pick_gpu
 from lightning_ring.job.job import connect
+from lightning_ring.job.members import pick_gpu
 from lightning_ring.job.ranks import RankInfo, discover_ranks
 from lightning_ring.tools.bench import COPY
 from lightning_ring.tools.bench.contenders import open_contenders
@@ -212,9 +211,7 @@ def choose_device(asked: str, info: RankInfo) -> torch.device:
     there = gpu_module(torch.device(kind)).device_count() if kind else 0
     if asked == "cpu" or (asked == "auto" and there < info.local_size):
         return torch.device("cpu")
-    index = pick_gpu(
-        info.local_rank, info.local_size, there, os.environ.get("CUDA_VISIBLE_DEVICES")
-    )
+    index = pick_gpu(info.local_rank, info.local_size, there)
     gpu_module(torch.device(kind)).set_device(index)
     return torch.device(kind, index)
 

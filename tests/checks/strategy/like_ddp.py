@@ -13,7 +13,7 @@ import torch
 from torch.nn import Parameter
 
 from tests.checks.marks import by_world_size
-from tests.checks.models import SIZE, Classifier, fit
+from tests.checks.models import Classifier, fit
 from tests.checks.strategy.references import assert_like_ddp, both
 from tests.process_state import changed, process_state
 
@@ -46,19 +46,6 @@ class _OwnSGD:
 
 
 class _WithOwnSGD(Classifier):
-    def __init__(self, *, automatic: bool) -> None:
-        super().__init__()
-        self.automatic_optimization = automatic
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.automatic_optimization:
-            return self.loss(batch)
-        optimizer = self.optimizers()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-        optimizer.zero_grad()
-        return None
-
     def configure_optimizers(self) -> Any:
         return _OwnSGD(self.parameters(), 0.1)
 
@@ -87,20 +74,11 @@ class _WithItsOwnNoSync(Classifier):
 
 @by_world_size
 def check_optimizer_that_is_no_torch_optimizer_equals_ddp() -> None:
-    for automatic in (True, False):
-        if SIZE == 1:
-            fit("ring", _WithOwnSGD(automatic=automatic), max_epochs=1)
-        else:
-            assert_like_ddp(
-                *both(lambda automatic=automatic: _WithOwnSGD(automatic=automatic), max_epochs=1)
-            )
+    assert_like_ddp(*both(_WithOwnSGD, max_epochs=1))
 
 
 @by_world_size
 def check_no_sync_of_the_trainers_model_equals_ddp() -> None:
-    if SIZE == 1:
-        fit("ring", _Accumulating())
-        return
     assert_like_ddp(*both(_Accumulating))
 
 
@@ -123,7 +101,7 @@ def check_no_sync_is_no_part_of_the_module() -> None:
 def check_a_further_fit_leaves_the_process_as_it_was() -> None:
     fit("ring", Classifier(), max_epochs=1)
     before = process_state()
-    for _ in range(3):
+    for _ in range(2):
         fit("ring", Classifier(), max_epochs=1)
     after = process_state()
     difference = changed(before, after)

@@ -37,7 +37,7 @@ def check_buffers_follow_rank_0() -> None:
         module.seen["mean"] = []
         fit(RingStrategy(broadcast_buffers=when), module, val=loader())
         means = WORLD.allgather(module.seen["mean"][-1].numpy().tobytes())
-        assert (len(set(means)) == 1) == (when != "start" or SIZE == 1), when
+        assert (len(set(means)) == 1) == (when != "start"), when
         assert_all_ranks_equal(parameters(module))
 
 
@@ -79,11 +79,7 @@ class Queue(Classifier):
 
 def check_buffers_that_enter_the_loss_follow_rank_0_at_every_step_as_under_ddp() -> None:
     for new_tensor in (False, True):
-        with (
-            pytest.warns(UserWarning, match=r"buffer\(s\) queue")
-            if SIZE > 1 and RANK == 0
-            else nullcontext()
-        ):
+        with pytest.warns(UserWarning, match=r"buffer\(s\) queue") if RANK == 0 else nullcontext():
             ring, reference = both(lambda new_tensor=new_tensor: Queue(new_tensor=new_tensor))
         assert_like_ddp(ring, reference)
         assert torch.allclose(ring.queue, reference.queue, atol=1e-5)
@@ -131,85 +127,26 @@ def check_sampler_is_put_in_for_training_and_evaluation() -> None:
 
 
 def check_padding_is_said_once() -> None:
-    if SIZE == 1:
-        return
-    with pytest.warns(UserWarning, match=r"repeats \d+ of them") if RANK == 0 else _no_warning():
+    with pytest.warns(UserWarning, match=r"repeats \d+ of them") if RANK == 0 else nullcontext():
         fit("ring", Classifier(), loader(num=48 * SIZE + 1), max_epochs=1)
 
 
-class _no_warning:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
-def check_thawed_parameters_are_averaged() -> None:
-    class Thawing(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net[0].requires_grad_(False)
-
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
-                self.net[0].requires_grad_(True)
-                self.optimizers().add_param_group({"params": list(self.net[0].parameters())})
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.net[3].parameters(), lr=0.1)
-
-    module = Thawing()
-    before = module.net[0].weight.detach().clone()
-    fit("ring", module)
-    assert not torch.equal(before, module.net[0].weight)
-    assert_all_ranks_equal(parameters(module))
-
-
-def check_parameters_added_in_training_begin_alike() -> None:
-    class Growing(Classifier):
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
-                self.head = nn.Linear(4, 4)
-                self.optimizers().add_param_group({"params": list(self.head.parameters())})
-
-        def loss(self, batch: Any) -> Tensor:
-            return F.cross_entropy(
-                self.head(self.net(batch[0])) if self.current_epoch else self.net(batch[0]),
-                batch[1],
-            )
-
-    torch.manual_seed(RANK)  # the new layer begins elsewhere on each rank
-    module = Growing()
-    fit("ring", module)
-    assert_all_ranks_equal(parameters(module))
-
-
 def check_mismatched_models_are_an_error_on_every_rank() -> None:
-    if SIZE == 1:
-        return
-    for make in (_wider, _other_dtype, _one_more):
+    def wider(module: Classifier) -> None:
+        module.net[3] = nn.Linear(16, 5)
+
+    def other_dtype(module: Classifier) -> None:
+        module.net[3].half()
+
+    def one_more(module: Classifier) -> None:
+        module.extra = nn.Linear(2, 2)
+
+    for change in (wider, other_dtype, one_more):
+        module = Classifier()
+        if RANK == SIZE - 1:
+            change(module)
         with pytest.raises(ModelMismatchError) as caught:
-            fit("ring", make())
+            fit("ring", module)
         texts = WORLD.allgather(str(caught.value))
         assert len(set(texts)) == 1, texts
         assert str(SIZE - 1) in texts[0]
-
-
-def _wider() -> Classifier:
-    module = Classifier()
-    if RANK == SIZE - 1:
-        module.net[3] = nn.Linear(16, 5)
-    return module
-
-
-def _other_dtype() -> Classifier:
-    module = Classifier()
-    if RANK == SIZE - 1:
-        module.net[3].half()
-    return module
-
-
-def _one_more() -> Classifier:
-    module = Classifier()
-    if RANK == SIZE - 1:
-        module.extra = nn.Linear(2, 2)
-    return module

@@ -50,17 +50,12 @@ class _WordsAndLayers(_Words):
 
 @by_world_size
 def check_sparse_adam_equals_ddp() -> None:
-    if SIZE == 1:
-        fit("ring", _Words())
-        return
     assert_like_ddp(*both(_Words))
     assert_like_ddp(*both(_Words, accumulate_grad_batches=3))
     assert_like_ddp(*both(_WordsAndLayers, gradient_clip_val=0.1))
 
 
 def check_sparse_adam_under_ring_sharded_is_refused_with_advice_that_works() -> None:
-    if SIZE == 1:
-        return
     with pytest.raises(
         ConfigurationError, match=r"SparseAdam cannot be sharded.*Use strategy='ring'"
     ):
@@ -79,4 +74,4 @@ def check_sparse_join_goes_on_while_a_rank_has_data() -> None:
     run = fit(
         RingStrategy(uneven="join"), module, train, use_distributed_sampler=False, max_epochs=1
     )
-    assert run.global_step == (4 if SIZE == 1 else 6)
+    assert run.global_step == 6

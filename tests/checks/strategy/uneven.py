@@ -8,7 +8,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_ring import RingStrategy
@@ -23,9 +22,10 @@ from tests.checks.models import (
     fit,
     parameters,
     relative_difference,
-    trainer,
 )
 from tests.checks.strategy.references import WORLD, one_process
+
+UNSAMPLED = {"use_distributed_sampler": False}
 
 
 def _uneven_loader(extra: int = 2) -> DataLoader:
@@ -36,44 +36,18 @@ def _uneven_loader(extra: int = 2) -> DataLoader:
 
 @by_world_size
 def check_uneven_batches_are_an_error_on_every_rank() -> None:
-    if SIZE == 1:
-        return
     with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} has 4.*step 4"):
-        fit("ring", Classifier(), _uneven_loader(), use_distributed_sampler=False)
+        fit("ring", Classifier(), _uneven_loader(), **UNSAMPLED)
     # training that ends before anybody runs out is nobody's error
     fit(
         "ring",
         Classifier(),
         _uneven_loader(),
-        use_distributed_sampler=False,
+        **UNSAMPLED,
         max_steps=4,
         max_epochs=1,
     )
-    fit(
-        "ring", Classifier(), _uneven_loader(), use_distributed_sampler=False, limit_train_batches=3
-    )
-
-
-def check_uneven_batches_with_steps_of_the_users_own_are_an_error() -> None:
-    class Seldom(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.manual_backward(self.loss(batch))
-            if batch_idx % 4 == 3:  # `max_steps` counts these
-                self.optimizers().step()
-
-    if SIZE == 1:
-        return
-    module = Seldom()
-    module.automatic_optimization = False
-    with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} has 4"):
-        fit(
-            "ring",
-            module,
-            _uneven_loader(),
-            use_distributed_sampler=False,
-            max_steps=2,
-            max_epochs=-1,
-        )
+    fit("ring", Classifier(), _uneven_loader(), **UNSAMPLED, limit_train_batches=3)
 
 
 class _Stream(IterableDataset):
@@ -86,8 +60,6 @@ class _Stream(IterableDataset):
 
 @by_world_size
 def check_uneven_streams_are_an_error_at_the_step() -> None:
-    if SIZE == 1:
-        return
     module = Classifier()
     with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} ran out .*step 4"):
         fit("ring", module, DataLoader(_Stream(16 if RANK == SIZE - 1 else 24), batch_size=4))
@@ -95,8 +67,6 @@ def check_uneven_streams_are_an_error_at_the_step() -> None:
 
 @by_world_size
 def check_join_goes_on_with_the_ranks_that_have_data() -> None:
-    if SIZE == 1:
-        return
     for train in (
         _uneven_loader(),
         DataLoader(_Stream(16 if RANK == SIZE - 1 else 24), batch_size=4),
@@ -108,7 +78,7 @@ def check_join_goes_on_with_the_ranks_that_have_data() -> None:
             RingStrategy(uneven="join"),
             module,
             train,
-            use_distributed_sampler=False,
+            **UNSAMPLED,
             max_epochs=1,
             precision="64-true",
         )
@@ -131,41 +101,6 @@ def check_join_goes_on_with_the_ranks_that_have_data() -> None:
 
 
 @by_world_size
-def check_join_ends_with_the_loader_that_needed_it() -> None:
-    if SIZE == 1:
-        return
-
-    class Reloading(Classifier):
-        def train_dataloader(self) -> Any:
-            return _uneven_loader() if self.current_epoch == 0 else _uneven_loader(extra=0)
-
-    L.seed_everything(3, verbose=False)
-    module = Reloading().double()
-    whole = copy.deepcopy(module)
-    arguments = {
-        "use_distributed_sampler": False,
-        "precision": "64-true",
-        "reload_dataloaders_every_n_epochs": 1,
-    }
-    run = trainer(RingStrategy(uneven="join"), **arguments)
-    run.fit(module)
-    assert run.global_step == 12
-    rows = WORLD.allgather(module.seen["index"])
-    xs, ys, _ = data().tensors
-    steps = [
-        [
-            i
-            for rank in range(SIZE)
-            if step not in (4, 5) or rank < SIZE - 1
-            for i in rows[rank][step]
-        ]
-        for step in range(12)
-    ]
-    one_process(whole, [[xs[row].double(), ys[row]] for row in steps], lr=0.1, momentum=0.9)
-    assert relative_difference(parameters(module), parameters(whole)) < 1e-12
-
-
-@by_world_size
 def check_join_counts_no_metric_twice_and_allows_inner_gradients() -> None:
     from torchmetrics import SumMetric
 
@@ -181,14 +116,12 @@ def check_join_counts_no_metric_twice_and_allows_inner_gradients() -> None:
             (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
             return self.loss(batch) + slope.square().mean()
 
-    if SIZE == 1:
-        return
     module = Penalised()
     run = fit(
         RingStrategy(uneven="join"),
         module,
         _uneven_loader(),
-        use_distributed_sampler=False,
+        **UNSAMPLED,
         max_epochs=1,
     )
     assert run.callback_metrics["batches"] == 6 * SIZE - 2
@@ -201,54 +134,32 @@ def check_join_takes_part_in_collectives_inside_backward() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.all_gather(self.loss(batch), sync_grads=True).mean()
 
-    if SIZE == 1:
-        return
     for accumulate in (1, 2):
         module = Gathering(batch_norm=True)
         run = fit(
             RingStrategy(uneven="join"),
             module,
             _uneven_loader(),
-            use_distributed_sampler=False,
+            **UNSAMPLED,
             accumulate_grad_batches=accumulate,
         )
         assert run.global_step == 12 // accumulate
         assert_all_ranks_equal(parameters(module))
 
 
-def check_streams_in_a_combined_loader_and_behind_an_iterator() -> None:
-    class Both(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return sum(self.loss(part) for part in batch.values() if part is not None)
-
+def check_a_stream_behind_an_iterator() -> None:
     class Fetching(Classifier):
         def training_step(self, dataloader_iter: Any) -> Any:
             batch, _, _ = next(dataloader_iter)
             return self.loss(batch)
 
-    for mode in ("max_size_cycle", "min_size", "max_size"):
-        streams = {
-            name: DataLoader(_Stream(num), batch_size=4) for name, num in (("a", 24), ("b", 8))
-        }
-        module = Both()
-        run = fit("ring", module, CombinedLoader(streams, mode))
-        assert run.global_step == 2 * (2 if mode == "min_size" else 6)
-        assert_all_ranks_equal(parameters(module))
     module = Fetching()
     run = fit("ring", module, DataLoader(_Stream(24), batch_size=4))
     assert run.current_epoch == 2
     assert_all_ranks_equal(parameters(module))
-    if SIZE > 1:
-        assert not run.strategy._job.watch._reported, (
-            "the end of the data was reported as a failure"
-        )
-        with pytest.raises(ConfigurationError, match="dataloader_iter"):
-            fit(
-                RingStrategy(uneven="join"),
-                Fetching(),
-                _uneven_loader(),
-                use_distributed_sampler=False,
-            )
+    assert not run.strategy._job.watch._reported, "the end of the data was reported as a failure"
+    with pytest.raises(ConfigurationError, match="dataloader_iter"):
+        fit(RingStrategy(uneven="join"), Fetching(), _uneven_loader(), **UNSAMPLED)
 
 
 class _Promising(_Stream):
@@ -257,8 +168,6 @@ class _Promising(_Stream):
 
 
 def check_streams_that_end_before_their_length_are_an_error_at_the_step() -> None:
-    if SIZE == 1:
-        return
     with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} ran out .*step 4"):
         fit(
             "ring",
@@ -268,9 +177,7 @@ def check_streams_that_end_before_their_length_are_an_error_at_the_step() -> Non
 
 
 def check_join_refuses_manual_optimization() -> None:
-    if SIZE == 1:
-        return
     module = Classifier()
     module.automatic_optimization = False
     with pytest.raises(ConfigurationError, match="manual optimization"):
-        fit(RingStrategy(uneven="join"), module, _uneven_loader(), use_distributed_sampler=False)
+        fit(RingStrategy(uneven="join"), module, _uneven_loader(), **UNSAMPLED)

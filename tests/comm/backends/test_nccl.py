@@ -13,7 +13,7 @@ from lightning_ring.comm.backends import gloo, nccl
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import CollectiveError, PeerFailedError
-from lightning_ring.job.stalls.rank_status import own_status
+from lightning_ring.job.stalls import own_status
 from tests.comm.backends.fake_nccl import FakeGroup, over_fake_nccl
 from tests.thread_ranks import run_ranks
 

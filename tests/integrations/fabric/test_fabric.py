@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,38 +48,6 @@ def test_the_recipe_starts_its_own_ranks_and_learns(tmp_path: Path) -> None:
     assert accuracy > 0.9
     assert done.stdout.count("test accuracy") == 1
     assert (tmp_path / "fabric_digits.ckpt").exists()
-
-
-@pytest.mark.ranks
-def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, signal, torch, lightning_ring\n"
-        "from lightning.fabric import Fabric\n"
-        "fabric = Fabric(accelerator='cpu', strategy='ring')\n"
-        "fabric.launch()\n"
-        "net = torch.nn.Linear(2, 1)\n"
-        "model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))\n"
-        "for step in range(5):\n"
-        "    if step == 3 and fabric.global_rank == 1:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    fabric.backward(model(torch.ones(1, 2)).sum())\n"
-        "    optimizer.step()\n"
-        "print('the end')\n"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_ring.cli.ringrun",
-        "--no-mpi",
-        "-n",
-        "2",
-        str(script),
-    ]
-    done = run(command, **forked.ranks())
-    assert done.returncode == 137, done.stdout
-    assert "rank 0 ends: rank 1 (host" in done.stdout
-    assert "the end" not in done.stdout
 
 
 def test_a_single_process_trains_with_no_hook_and_no_communicator() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import lightning as L
@@ -14,6 +15,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_ring  # noqa: F401  registers "ring"
+from lightning_ring.job.job import current_job
 from tests.process_state import changed, process_state
 
 FOLDER, PHASES = Path(sys.argv[1]), sys.argv[2:]
@@ -60,7 +62,12 @@ def main() -> None:
     torch.distributed.all_reduce(total)
     assert total == 2
     result = {"sums": sums, "left": left, "environment": sorted(os.environ)}
-    (FOLDER / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(result))
+    rank, job = torch.distributed.get_rank(), current_job()
+    assert job is not None
+    job.close()
+    assert current_job() is None
+    result["open"] = [thread.name for thread in threading.enumerate() if "ring" in thread.name]
+    (FOLDER / f"{rank}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -24,10 +24,8 @@ from tests.thread_ranks import run_ranks
 @pytest.mark.parametrize(
     ("argument", "value", "expected"),
     [
-        ("backend", "smoke", "'auto', 'nccl', 'gloo', 'mpi'"),
         ("backend", 3, "'auto', 'nccl', 'gloo', 'mpi'"),
         ("topology", "star", "'auto', 'flat', 'hierarchical'"),
-        ("compression", "zip", "None, 'fp16', 'bf16', 'fp32', 'int8', "),
         ("compression", 16, "'dgc', 'powersgd' or a Compressor"),
         ("broadcast_buffers", "never", "'start', 'epoch', 'step'"),
         ("uneven", "pad", "'error', 'join'"),
@@ -35,7 +33,6 @@ from tests.thread_ranks import run_ranks
         ("force_communication", 1, "False, True"),
         ("keep_freed_memory", None, "False, True"),
         ("bucket_cap_mb", 0, "greater than 0"),
-        ("bucket_cap_mb", -3.5, "greater than 0"),
         ("bucket_cap_mb", float("nan"), "greater than 0"),
         ("bucket_cap_mb", "25", "greater than 0, such as 25, or 'auto'"),
         ("timeout", timedelta(0), "longer than 0"),

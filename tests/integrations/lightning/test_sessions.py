@@ -52,6 +52,7 @@ def test_fit_leaves_the_process_as_it_was_and_its_group_to_ddp(tmp_path: Path) -
         assert set(each["left"][0]) <= STAYS, each["left"][0]
         assert "ring-watch" in each["left"][0]["threads"][1]
         assert set(each["left"][1]) <= {"files"}, each["left"][1]
+        assert each["open"] == []  # once the job is closed
 
 
 def test_group_of_the_script_in_ranks_with_exported_variables(tmp_path: Path) -> None:

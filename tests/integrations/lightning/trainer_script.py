@@ -56,7 +56,7 @@ def main() -> None:
     kwargs: dict[str, Any] = {}
     if ACTION == "sleep":
         kwargs = {"stall_warning": timedelta(seconds=1)}
-    if ACTION in ("spawn", "fork"):
+    if ACTION == "fork":
         kwargs["start_method"] = ACTION
     trainer = L.Trainer(
         accelerator="cpu",

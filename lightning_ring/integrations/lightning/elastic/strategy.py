@@ -53,7 +53,7 @@ from lightning_ring.integrations.lightning.elastic.samplers import with_ordered_
 from lightning_ring.integrations.lightning.strategy import RingStrategy, _inform, _warn
 from lightning_ring.integrations.ranks.environment import leave_start_up_messages_to_rank_0
 from lightning_ring.integrations.ranks.launcher import RingLauncher
-from lightning_ring.job.launchers.elastic import started_by_steward
+from lightning_ring.job.launchers import started_by_steward
 from lightning_ring.job.members import nodes_of
 from lightning_ring.launch.limits import ElasticLimits
 from lightning_ring.membership.endings import TooFewRanks

@@ -29,23 +29,13 @@ from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.optional import load_optimizer_state_dict, optimizer_state_dict
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.recording import Listener, RecordedCommunicator
+from lightning_ring.comm.recording import Listener
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.integrations.lightning.data import warn_of_padding
 from lightning_ring.integrations.lightning.optimization import refuse_scaler
-from lightning_ring.integrations.ranks.checkpoint_io import WholeCheckpointIO
-from lightning_ring.integrations.ranks.environment import (
-    RingEnvironment,
-    check_request,
-    choose_launcher,
-    devices_for,
-    ignore_deprecations_between_libraries,
-    requested_devices,
-)
-from lightning_ring.integrations.ranks.reduce import agree_on_gather, reduce_, reduce_op_of
-from lightning_ring.job.job import Job
-from lightning_ring.loops.ranks import connect_ranks
+from lightning_ring.integrations.ranks.environment import RingEnvironment
+from lightning_ring.integrations.ranks.strategy import OnRingRanks, agree_on_gather
 from lightning_ring.loops.replicas import Replicas
 from lightning_ring.loops.timeline import LoopTimeline
 from lightning_ring.options import Backend, BucketCap, RingOptions, StartMethod, Topology
@@ -59,7 +49,7 @@ class _FabricOptions(RingOptions):
     names: ClassVar[tuple[str, ...]] = tuple(ALGORITHMS)
 
 
-class RingFabricStrategy(DDPStrategy):
+class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     """Synchronous data-parallel training in a loop of Fabric's: ``Fabric(strategy="ring")``,
     ``"ring_sharded"``.
 
@@ -88,6 +78,8 @@ class RingFabricStrategy(DDPStrategy):
         ConfigurationError: An argument cannot work; the message says what was expected.
         RankDiscoveryError: The launcher's variables contradict each other.
     """
+
+    multiprocessing_launcher = _MultiProcessingLauncher
 
     def __init__(
         self,
@@ -129,34 +121,14 @@ class RingFabricStrategy(DDPStrategy):
         self._broadcasts_buffers = broadcast_buffers
         self.listeners: list[Listener] = []
         self.timeline: LoopTimeline | None = None
-        self._job: Job | None = None
         # in the order of their set-up
         self._modules: WeakValueDictionary[int, RingModule] = WeakValueDictionary()
         self._num_modules = 0
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = WholeCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingFabricStrategy:
         return self  # what ``fabric.setup`` returns holds it, and a copy of that is of the same job
 
     # -- ranks and devices
-
-    @property
-    def ring_environment(self) -> RingEnvironment:
-        assert isinstance(self.cluster_environment, RingEnvironment)
-        return self.cluster_environment
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def communicator(self) -> Communicator | None:
@@ -165,40 +137,18 @@ class RingFabricStrategy(DDPStrategy):
         """
         return self._job.communicator if self._job is not None else None
 
-    @property
-    def hosts(self) -> list[str]:
-        """Each rank's, by rank; empty before the launch."""
-        return [member.host for member in self._job.members] if self._job is not None else []
-
-    def _configure_launcher(self) -> None:
-        request, environment = requested_devices(), self.ring_environment
-        if environment.creates_processes_externally:
-            check_request(request, environment, self.accelerator)
-            self.parallel_devices = devices_for(
-                self.accelerator, self.parallel_devices, environment.local_size()
-            )
-        self._launcher = choose_launcher(
-            self, environment, self.options, request.num_nodes, _MultiProcessingLauncher
-        )
-
     def _set_world_ranks(self) -> None:
         if not self.ring_environment.creates_processes_externally:
             super()._set_world_ranks()  # ranks that Fabric spawns or forks
         rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _setup_distributed(self) -> None:
-        ignore_deprecations_between_libraries()
         self._set_world_ranks()
         reset_seed()
-        self._job, comm = connect_ranks(
-            self.ring_environment.discover(), self.root_device, self.options
-        )
-        self._process_group_backend = torch.distributed.get_backend()
+        comm = self._connect()
         settings = timeline_settings(self.options.timeline, os.environ)
         about = {"strategy": type(self).__name__}
         self.timeline = LoopTimeline(settings, comm, self.root_device, self.listeners, about)
-        if self._job.stalls is not None:
-            self._job.stalls.tell_progress(self._progress)
 
     def teardown(self) -> None:
         for replicas in self._all_replicas():
@@ -351,13 +301,8 @@ class RingFabricStrategy(DDPStrategy):
         comm = self.communicator
         if comm is None or not isinstance(tensor, Tensor):
             return tensor
-        op = reduce_op_of(reduce_op)
-        everybody = group is None or group is torch.distributed.group.WORLD
-        if not everybody or op is None or tensor.device.type != self.root_device.type:
-            return super().all_reduce(tensor, group, reduce_op)
-        return reduce_(
-            tensor, RecordedCommunicator(comm, self.listeners) if self.listeners else comm, op, None
-        )
+        reduced = self._reduce(tensor, comm, group, reduce_op, None)
+        return super().all_reduce(tensor, group, reduce_op) if reduced is None else reduced
 
     # -- checkpoints
 

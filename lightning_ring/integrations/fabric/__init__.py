@@ -1,1 +1,0 @@
-"""Lightning Fabric: ``Fabric(strategy="ring")``."""
