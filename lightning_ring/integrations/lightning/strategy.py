@@ -321,6 +321,7 @@ class RingStrategy(RankedStrategy):
             self.algorithm.set_optimizers(optimizers)
 
     def teardown(self) -> None:
+        self._remove_step_hooks()
         self.timeline.abandon()
         self._leave_training()
         algorithm = self.algorithm
@@ -331,12 +332,15 @@ class RingStrategy(RankedStrategy):
             self.keeps_freed_memory = False
             return_freed_memory()
 
-    def _leave_training(self) -> None:
-        """Take back what `setup` has changed in module, plugins and Trainer."""
-        # global hooks first: the rest may raise, as when a device is out of memory
+    def _remove_step_hooks(self) -> None:
+        """Global hooks go first: the rest may raise, as when a device is out of memory."""
         if self._step_hooks is not None:
             self._step_hooks.remove()
             self._step_hooks = None
+
+    def _leave_training(self) -> None:
+        """Take back what `setup` has changed in module, plugins and Trainer."""
+        self._remove_step_hooks()
         allow_clipping(self.precision_plugin)
         if self.model is not None:
             remove_no_sync(self.model)
