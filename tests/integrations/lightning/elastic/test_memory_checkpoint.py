@@ -24,8 +24,6 @@ def test_all_ranks_load_what_rank_0_has_written(
     checkpoint: dict[str, Any] = {}
     if numel is not None:
         checkpoint = {"weights": torch.randn(numel), "ready": torch.tensor(True), "epoch": 3}
-    run_ranks(2, lambda comm: comm.barrier())  # whatever is opened once
-    before = os.listdir("/proc/self/fd")
 
     def send(comm: Communicator) -> dict[str, Any]:
         held = MemoryCheckpoint()
@@ -34,6 +32,8 @@ def test_all_ranks_load_what_rank_0_has_written(
         held.send(comm, torch.device("cpu"))
         return copy.deepcopy(held.load())
 
+    run_ranks(2, send)  # whatever is opened once
+    before = os.listdir("/proc/self/fd")
     for loaded in run_ranks(2, send):
         torch.testing.assert_close(loaded, checkpoint, rtol=0, atol=0)
     gc.collect()
