@@ -256,12 +256,9 @@ class ElasticStrategy(RingStrategy):
         if trainer is not None and trainer.state.stage == RunningStage.TRAINING:
             dataloader = with_ordered_sampler(dataloader)
             sampler, fit = getattr(dataloader, "sampler", None), self._fit
-            if isinstance(sampler, OrderedSampler) and fit is not None:
-                if fit.waits_to_join:
-                    # an epoch has as many steps as for the others
-                    sampler.presumed = self.global_rank, self.world_size
-                elif fit.first_attributes:
-                    sampler.rewind()  # a sampler of the script's knows where the fit stood
+            if isinstance(sampler, OrderedSampler) and fit is not None and fit.waits_to_join:
+                # an epoch has as many steps as for the others
+                sampler.presumed = self.global_rank, self.world_size
         return super().process_dataloader(dataloader)
 
     def set_world_ranks(self) -> None:
