@@ -74,7 +74,9 @@ def check_tensors_that_change_from_step_to_step() -> None:
         assert hvd.synchronize(whole).tolist() == [SIZE] * numel
         assert [part.tolist() for part in hvd.synchronize(group)] == [[1.0] * 2, [1.0] * numel]
     for _ in range(2):
-        with pytest.raises(hvd.HorovodInternalError, match="submitted it with different groups"):
+        with pytest.raises(
+            hvd.HorovodInternalError, match="submitted it with different numbers of tensors"
+        ):
             hvd.grouped_allreduce([torch.ones(1)] * (2 + RANK), name="group of other sizes")
         assert (
             hvd.grouped_allreduce([torch.ones(1)] * 3, name="group", op=hvd.Sum)[2].item() == SIZE
@@ -209,8 +211,8 @@ def check_what_does_not_fit_is_an_error_on_every_rank() -> None:
         MPI.COMM_WORLD.Barrier()
     hvd.synchronize(handle)
     assert hvd.synchronize(handle) is None  # as Horovod
-    with pytest.raises(ValueError, match="was not created here"):
-        hvd.synchronize(10**9)
+    with pytest.raises(ValueError, match="was not created here, or was synchronized before"):
+        hvd.poll(handle)
     with pytest.raises(ValueError, match="a grouped allreduce got no tensors"):
         hvd.grouped_allreduce_async([])
     with pytest.raises(
@@ -275,15 +277,15 @@ def check_the_timeline_has_rows_of_names(tmp_path: Path) -> None:
     hvd.allreduce(torch.ones(3), name="gradient")
     hvd.stop_timeline()
     if RANK == 0:
-        events = json.loads(path.read_text())
+        events = json.loads(path.read_text())["traceEvents"]
         rows = {
             event["tid"]: event["args"]["name"]
             for event in events
             if event["name"] == "thread_name"
         }
         named = [(rows[event["tid"]], event["name"]) for event in events if event["ph"] == "X"]
-        assert named == [
-            ("allreduce.gradient", "NEGOTIATE_ALLREDUCE"),
-            ("allreduce.gradient", "ALLREDUCE"),
+        assert [what for row, what in named if row == "allreduce.gradient"] == [
+            "NEGOTIATE_ALLREDUCE",
+            "ALLREDUCE",
         ]
-        assert any(event["name"] == "CYCLE_START" for event in events)
+        assert ("cycles", "CYCLE_START") in named
