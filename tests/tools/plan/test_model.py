@@ -21,7 +21,7 @@ from lightning_ring.tools.plan.model import (
     world_sizes,
 )
 from lightning_ring.tools.plan.networks import NETWORKS
-from lightning_ring.tools.plan.profile import Profile, Run
+from lightning_ring.tools.plan.profile import Run
 from lightning_ring.tools.plan.report import AS_IT_IS, advice, changes, tabulate
 from tests.tools.plan.profiles import MIB, gradient, link, profile, several
 
@@ -133,7 +133,7 @@ def test_local_steps_share_an_all_reduce_of_the_parameters(steps: int) -> None:
     assert step.seconds == pytest.approx(two.phases.alone + whole / steps)
 
 
-@pytest.mark.parametrize("world_size", [32, 64, 128, 512])
+@pytest.mark.parametrize("world_size", [32, 512])
 def test_large_buckets_in_nested_rings_are_not_cut_into_pieces_that_cost_more_than_they_hide(
     world_size: int,
 ) -> None:
@@ -143,14 +143,6 @@ def test_large_buckets_in_nested_rings_are_not_cut_into_pieces_that_cost_more_th
         way: predict(found, cluster, Settings(way, bucket_cap_mb=25)) for way in ("flat", "auto")
     }
     assert steps["auto"].seconds < steps["flat"].seconds
-
-
-def test_pieces_are_fewer_with_more_nodes_and_never_below_4_mib() -> None:
-    counts = [num_nested_pieces(100 * MIB, 4, nodes) for nodes in (2, 4, 8, 32, 512)]
-    assert counts == sorted(counts, reverse=True)
-    assert counts[0] > 1
-    assert counts[-1] == 1
-    assert num_nested_pieces(4 * MIB, 8, 2) == 1
 
 
 def test_a_flat_ring_over_nodes_pays_each_hop_on_its_own_link_and_on_cpu_all_on_the_network() -> (
@@ -165,101 +157,17 @@ def test_a_flat_ring_over_nodes_pays_each_hop_on_its_own_link_and_on_cpu_all_on_
     assert inside.exposed == pytest.approx(2 * (2e-6 + 4 * MIB / 10e9))
 
 
-def test_more_ranks_never_take_less_and_a_better_link_never_more() -> None:
-    uneven = profile(*several())
-    for settings in (Settings(), Settings("flat"), Settings(sharded=True)):
-        without_optimizer = replace(uneven, phases=replace(uneven.phases, optimizer=0.0))
-        steps = [
-            predict(without_optimizer, Cluster(n, 4, link(), link(5, 10)), settings)
-            for n in world_sizes(4)
-        ]
-        seconds = [step.seconds for step in steps]
-        assert seconds == sorted(seconds)
-        assert seconds[-1] > 2 * seconds[0]
-        speeds = [0.1, 0.5, 1, 2, 10]
-        times = [predict(uneven, flat(16, link(50, speed)), settings).seconds for speed in speeds]
-        assert times == sorted(times, reverse=True)
-        assert times[0] > 2 * times[-1]
-
-
-def simulated(found: Profile, cluster: Cluster, settings: Settings) -> float:
-    """When the last bucket has arrived. Each rank sends its chunk to the next one, step by step of
-    each ring; a step of a rank begins when it has sent the one before and received what it sends
-    now."""
-    ranks = range(cluster.world_size)
-    cost = cluster.network.costs["all_reduce"]
-    free = [0.0] * cluster.world_size  # when each rank's outgoing link has sent
-    ended = 0.0
-    for bucket in cut_buckets(found.gradients, settings.bucket_cap_mb, settings.sixteen_bits):
-        begin = max(bucket.ready, ended)
-        received = [begin] * cluster.world_size
-        for _ in range(2 * (cluster.world_size - 1)):
-            sent = [max(free[rank], received[rank]) for rank in ranks]
-            sent = [
-                at + cost.alpha_seconds + bucket.num_bytes / len(ranks) / cost.bandwidth
-                for at in sent
-            ]
-            free = sent
-            received = [sent[rank - 1] for rank in ranks]
-        ended = max(received)
-    return ended
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 7])
-@pytest.mark.parametrize("cap", [1, 4, 25, 100])
-@pytest.mark.parametrize("sixteen_bits", [False, True])
-def test_flat_rings_end_when_a_simulation_of_every_message_ends(
-    world_size: int, cap: float, sixteen_bits: bool
-) -> None:
-    uneven, settings = (
-        profile(*several(), backward=0.1),
-        Settings(sixteen_bits=sixteen_bits, bucket_cap_mb=cap),
-    )
-    step = predict(uneven, flat(world_size), settings)
-    assert step.exposed == pytest.approx(
-        max(0.0, simulated(uneven, flat(world_size), settings) - 0.1)
-    )
-
-
-def pipelined(found: Profile, cluster: Cluster, settings: Settings) -> float:
-    """The same for nested rings, by time steps: what is ready moves on wherever its next stage
-    is idle.
-    """
-    local, nodes = cluster.local_size, cluster.num_nodes
-    node, network = cluster.node.costs["all_reduce"], cluster.network.costs["all_reduce"]
-    waiting: list[tuple[float, float]] = []
-    for bucket in cut_buckets(found.gradients, settings.bucket_cap_mb, settings.sixteen_bits):
-        count = num_nested_pieces(bucket.num_bytes, local, nodes)
-        waiting += [(bucket.ready, bucket.num_bytes / count)] * count
-    durations = [
-        lambda size: (local - 1) * (node.alpha_seconds + size / local / node.bandwidth),
-        lambda size: 2 * (nodes - 1) * (network.alpha_seconds + size / nodes / network.bandwidth),
-        lambda size: (local - 1) * (node.alpha_seconds + size / local / node.bandwidth),
-    ]
-    queues: list[list[tuple[float, float]]] = [waiting, [], [], []]
-    tick, now = 1e-5, 0.0
-    under_way: list[tuple[float, float] | None] = [None] * 3  # until when, and how large
-    while any(queues[:3]) or any(under_way):
-        for stage in (2, 1, 0):
-            piece = under_way[stage]
-            if piece is not None and piece[0] <= now:
-                queues[stage + 1].append((now, piece[1]))
-                under_way[stage] = None
-        for stage in range(3):
-            if under_way[stage] is None and queues[stage] and queues[stage][0][0] <= now:
-                _, size = queues[stage].pop(0)
-                under_way[stage] = now + durations[stage](size), size
-        now += tick
-    return now
-
-
-@pytest.mark.parametrize("cap", [1, 25])
-def test_nested_rings_end_when_a_simulation_in_time_steps_ends(cap: float) -> None:
-    uneven, settings = profile(*several()), Settings(bucket_cap_mb=cap)
-    cluster = Cluster(12, 4, link(50, 1), link(5, 2))
-    step = predict(uneven, cluster, settings)
-    assert step.exposed > 0.005
-    assert step.exposed == pytest.approx(pipelined(uneven, cluster, settings) - 0.1, abs=5e-4)
+@pytest.mark.parametrize("settings", [Settings(), Settings("flat"), Settings(sharded=True)])
+def test_more_ranks_never_take_less_and_a_better_link_never_more(settings: Settings) -> None:
+    uneven = profile(*several(), optimizer=0.0)
+    clusters = [Cluster(size, 4, link(), link(5, 10)) for size in world_sizes(4)]
+    seconds = [predict(uneven, cluster, settings).seconds for cluster in clusters]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] > 2 * seconds[0]
+    links = [link(50, speed) for speed in (0.1, 0.5, 1, 2, 10)]
+    times = [predict(uneven, flat(16, one), settings).seconds for one in links]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 2 * times[-1]
 
 
 @pytest.mark.parametrize("cap", [1, 2.5, 25])
@@ -295,14 +203,13 @@ def test_numbers_of_ranks_fill_nodes() -> None:
     assert world_sizes(1)[-2:] == [8192, 10_000]
 
 
-@pytest.mark.parametrize("gbytes", [0.001, 0.05, 0.2, 1.0, 20.0])
+@pytest.mark.parametrize("gbytes", [0.001, 0.2, 20.0])
 @pytest.mark.parametrize("per_node", [1, 8])
 def test_advice_is_what_the_table_says(gbytes: float, per_node: int) -> None:
     found = profile(*several(), data=0.001)
     cluster = Cluster(64, per_node, link(50, gbytes), link(2, 20))
-    table = {way: steps[0] for way, steps in tabulate(found, [cluster]).items()}
-    now = table.pop(AS_IT_IS)
-    saves = changes(found, cluster)
+    table = {way: step for way, (step,) in tabulate(found, [cluster]).items()}
+    now, saves = table.pop(AS_IT_IS), changes(found, cluster)
     for way, step in table.items():
         assert dict(saves)[way] == pytest.approx(1 - step.seconds / now.seconds)
     assert [saved for _, saved in saves] == sorted((saved for _, saved in saves), reverse=True)
@@ -312,13 +219,10 @@ def test_advice_is_what_the_table_says(gbytes: float, per_node: int) -> None:
         assert (f"{way} {saved:.0%}" in said) == (saved >= 0.01)
     alike = [pair for pair in saves if not pair[0].startswith(("compression", "LocalSGD"))]
     first, saved = alike[0]
-    said_first = f"what to change first: {first} ({saved:.0%}), which trains as before"
-    assert (said_first in said) == (saved >= 0.01)
-    if saves[0][1] >= 0.01:
-        most = f"{saves[0][0]} saves most"
-        assert (most in said) == (saves[0] not in alike)
-    else:
-        assert "No change in this plan would save 1%" in said
+    assert (f"what to change first: {first} ({saved:.0%}), which" in said) == (saved >= 0.01)
+    most, saved = saves[0]
+    changes_training = saved >= 0.01 and saves[0] not in alike
+    assert (f"{most} saves most ({saved:.0%}), and changes" in said) == changes_training
 
 
 def test_advice_without_anything_to_gain_says_so() -> None:
