@@ -90,7 +90,8 @@ def start(
     if name is None:
         name = f"{UNNAMED}{next(negotiation.unnamed[kind])}"
     name = f"{kind}.{name}"
-    tensors = [_checked(tensor, name, op, in_place=in_place) for tensor in tensors]
+    for tensor in tensors:
+        _check(tensor, name, op, in_place=in_place)
     meta = Meta(
         kind,
         tuple([tensor.shape for tensor in tensors]),
@@ -109,12 +110,14 @@ def start(
     return handle
 
 
-def _checked(tensor: Tensor, name: str, op: str, *, in_place: bool) -> Tensor:
-    """``tensor``, with values that another thread can read."""
-    if not isinstance(tensor, Tensor) or tensor.is_meta:
-        without = "a tensor without values (device='meta')"
-        found = without if isinstance(tensor, Tensor) else repr(type(tensor))
-        raise ValueError(f"{name}: found {found}, expected a torch.Tensor with values.")
+def _check(tensor: Tensor, name: str, op: str, *, in_place: bool) -> None:
+    """Refuse what has no values that another thread can read, or write."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name}: found {type(tensor)!r}, expected a torch.Tensor.")
+    if tensor.is_meta:
+        raise ValueError(
+            f"{name}: found a tensor without values (device='meta'), expected one with values."
+        )
     if tensor.dtype == torch.bool and op in (Average, Sum):
         raise ValueError(
             f"{name}: op={op} got a tensor of torch.bool. Use op=Max (any), op=Min (all), or "
@@ -125,11 +128,10 @@ def _checked(tensor: Tensor, name: str, op: str, *, in_place: bool) -> Tensor:
             f"{name}: a sparse tensor was given. Use sparse_allreduce_async, or tensor.to_dense()."
         )
     if tensor.is_conj() or tensor.is_neg():
-        if in_place:
-            raise ValueError(
-                f"{name}: a conjugated view cannot be written in place. Use tensor.resolve_conj()."
-            )
-        tensor = tensor.resolve_conj().resolve_neg()
+        raise ValueError(
+            f"{name}: a view that is conjugated or negated only when it is read was given. Use "
+            "tensor.resolve_conj().resolve_neg()."
+        )
     if in_place and not tensor.is_contiguous():
         sizes = zip(tensor.stride(), tensor.shape, strict=True)
         if any(stride == 0 and size > 1 for stride, size in sizes):
@@ -138,7 +140,6 @@ def _checked(tensor: Tensor, name: str, op: str, *, in_place: bool) -> Tensor:
             )
     if not tensor.is_cpu and is_gpu(tensor.device):
         gpu_module(tensor.device).current_stream(tensor.device).synchronize()
-    return tensor
 
 
 def check_adasum(tensors: Sequence[Tensor], process_set: ProcessSet) -> None:

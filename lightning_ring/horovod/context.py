@@ -57,13 +57,9 @@ class ProcessSet:
     def negotiation(self) -> Negotiation:
         context()
         if self._negotiation is None:
-            where = (
-                "was not added, or was removed"
-                if self.process_set_id is None
-                else "does not contain this rank"
-            )
+            added = "does not contain this rank" if self.process_set_id else "is not there"
             raise ValueError(
-                f"the process set of ranks {self.ranks} {where}, so rank {rank()} cannot use it."
+                f"the process set of ranks {self.ranks} {added}, so rank {rank()} cannot use it."
             )
         return self._negotiation
 

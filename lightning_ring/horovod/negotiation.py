@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
@@ -95,7 +95,7 @@ class Negotiation:
         self._since: dict[str, float] = {}
         self._joined: dict[int, None] = {}  # in the order of joining
         self._planner = Planner(comm)
-        self._plans: OrderedDict[bytes, Plan] = OrderedDict()  # by mask
+        self._plans: dict[bytes, Plan] = {}  # by mask
         self._pause = SHORTEST_PAUSE
         self._next_cycle = 0.0
         # -- of the thread
@@ -345,12 +345,10 @@ class Negotiation:
         if plan is None:
             numbers = [number for number, byte in enumerate(common) if byte]
             plan = self._plan([Agreed(*self._pending.agreed(number)) for number in numbers])
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
             if not self._joined:
                 self._plans[common] = plan
-                if len(self._plans) > _MOST_PLANS:
-                    self._plans.popitem(last=False)
-        else:
-            self._plans.move_to_end(common)
         self._run(plan)
         return bool(plan.agreed)
 

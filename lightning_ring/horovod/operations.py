@@ -318,15 +318,13 @@ def checked_splits(
             "alltoall got a tensor without dimensions; rows of the first dimension are sent."
         )
     rows = tensor.shape[0]
-    if splits is None:
-        if rows % size:
-            raise ValueError(
-                f"alltoall got {rows} rows and no splits; {rows} is not a multiple of {size} ranks."
-            )
-        return (rows // size,) * size
+    if splits is None and rows % size:
+        raise ValueError(
+            f"alltoall got {rows} rows and no splits; {rows} is not a multiple of {size} ranks."
+        )
     if isinstance(splits, Tensor) and splits.dtype != torch.int32:
         raise ValueError(f"alltoall got splits of {splits.dtype}, expected torch.int32.")
-    numbers = tuple(int(number) for number in splits)
+    numbers = (rows // size,) * size if splits is None else tuple(map(int, splits))
     if len(numbers) != size or min(numbers) < 0 or sum(numbers) > rows:
         raise ValueError(
             f"alltoall got splits {list(numbers)} for {rows} rows and {size} ranks, expected "

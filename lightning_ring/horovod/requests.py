@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -35,39 +36,26 @@ class Meta(NamedTuple):
     device: str = "cpu"
 
 
+@dataclass(slots=True, eq=False)
 class Submission:
     """A submitted collective, of one tensor or of a group. ``result`` is there once it is ``done``:
     a list, as long as ``tensors``.
     """
 
-    __slots__ = (
-        "cause",
-        "done",
-        "error",
-        "in_place",
-        "meta",
-        "name",
-        "number",
-        "on_error",
-        "result",
-        "since",
-        "tensors",
-    )
+    name: str
+    meta: Meta
+    tensors: Sequence[Tensor] = ()
+    in_place: bool = False  # results go into the tensors, else into new memory
+    since: float = field(default_factory=time.monotonic)
+    number: int | None = None  # under which the others are told of it
+    done: bool = False
+    result: Any = None
+    error: str | None = None
+    cause: BaseException | None = None  # of ``error``: another rank failed
+    on_error: Callable[[HorovodInternalError], object] | None = None
 
-    def __init__(
-        self, name: str, meta: Meta, tensors: Sequence[Tensor] = (), *, in_place: bool = False
-    ) -> None:
-        self.name = name
-        self.meta = meta
-        self.tensors = tensors
-        self.in_place = in_place  # results go into the tensors, else into new memory
-        self.since = time.monotonic()
-        self.number: int | None = None  # under which the others are told of it
-        self.done = False
-        self.result: Any = [None] * len(tensors)
-        self.error: str | None = None
-        self.cause: BaseException | None = None  # of ``error``: another rank failed
-        self.on_error: Callable[[HorovodInternalError], object] | None = None
+    def __post_init__(self) -> None:
+        self.result = [None] * len(self.tensors)
 
     def fail(self, error: str, cause: BaseException | None) -> None:
         self.error, self.cause = error, cause
