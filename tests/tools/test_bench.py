@@ -50,41 +50,41 @@ def test_sizes_from_min_to_max_grow_four_times_each() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "said"),
     [
-        (["--sizes", "big"], "'big' is not a size"),
-        (["--sizes", "4K,,"], "'' is not a size"),
-        (["--max", "3"], "less than the 4 bytes"),
-        (["--min", "2M", "--max", "1M"], "nothing lies between"),
-        (["--sizes", "1K", "--max", "1M"], "one or the other"),
-        (["--seconds", "nan"], "--seconds"),
-        (["--compare", "mpi", "--backends", "gloo"], "--compare mpi"),
-        (["--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json: cannot be written"),
-        (["-n", "1"], "1 rank(s) exchange nothing"),
-        (["-n", "3", "-H", "localhost:2"], "more ranks than the 2 slots"),
-        (["-H", "localhost:x"], "-H"),
+        ("--sizes big", "'big' is not a size"),
+        ("--sizes 4K,,", "'' is not a size"),
+        ("--max 3", "less than the 4 bytes"),
+        ("--min 2M --max 1M", "nothing lies between"),
+        ("--sizes 1K --max 1M", "one or the other"),
+        ("--seconds nan", "--seconds"),
+        ("--compare mpi --backends gloo", "--compare mpi"),
+        ("--json /nowhere/at/all.json", "--json /nowhere/at/all.json: cannot be written"),
+        ("-n 1", "1 rank(s) exchange nothing"),
+        ("-n 3 -H localhost:2", "more ranks than the 2 slots"),
+        ("-H localhost:x", "-H"),
     ],
 )
-def test_bad_input_is_said_before_anything_starts(words: list[str], said: str) -> None:
+def test_bad_input_is_said_before_anything_starts(options: str, said: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(said)):
-        bench.main(words)
+        bench.main(options.split())
 
 
 @pytest.mark.parametrize(
-    ("words", "size", "said"),
+    ("options", "size", "said"),
     [
-        (["-n", "4"], "2", "-n 4, but Open MPI started 2 ranks"),
-        (["-H", "localhost:2"], "2", "Leave them out here"),
-        ([], "1", "exchange nothing"),
+        ("-n 4", "2", "-n 4, but Open MPI started 2 ranks"),
+        ("-H localhost:2", "2", "Leave them out here"),
+        ("", "1", "exchange nothing"),
     ],
 )
 def test_what_contradicts_the_launcher_is_refused(
-    words: list[str], size: str, said: str, monkeypatch: pytest.MonkeyPatch
+    options: str, size: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", size)
     with pytest.raises(ConfigurationError, match=said):
-        bench.main(words)
+        bench.main(options.split())
 
 
 class Broken:
@@ -166,19 +166,8 @@ def test_ratios_are_the_peers_median_over_each_median() -> None:
 @pytest.mark.ranks
 def test_it_starts_ranks_measures_every_backend_and_writes_what_it_found(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "out.json")]
-    asked = [
-        "-n",
-        "2",
-        "--device",
-        "cpu",
-        "--sizes",
-        "1K,10001,300K",
-        "--seconds",
-        "0.01",
-        "--compare",
-        "torch-gloo",
-    ]
-    result = run([*COMMAND, *asked, *files], **forked.ranks())
+    options = "-n 2 --device cpu --sizes 1K,10001,300K --seconds 0.01 --compare torch-gloo"
+    result = run([*COMMAND, *options.split(), *files], **forked.ranks())
     assert result.returncode == 0, result.stdout
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["world"] == {"world_size": 2, "num_nodes": 1, "device": "cpu"}
@@ -200,15 +189,9 @@ def test_it_starts_ranks_measures_every_backend_and_writes_what_it_found(tmp_pat
 
 @pytest.mark.ranks
 def test_a_backend_that_the_launcher_rules_out_is_an_error_that_says_so() -> None:
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "-m",
-        "lightning_ring.cli.main",
-    ]
-    launcher = [*forked.python(), *torchrun]
-    result = run([*launcher, "bench", "--backends", "mpi", "--sizes", "1K"], **forked.ranks())
+    torchrun = "-m torch.distributed.run --nproc-per-node=2 -m lightning_ring.cli.main"
+    words = f"{torchrun} bench --backends mpi --sizes 1K".split()
+    result = run([*forked.python(), *words], **forked.ranks())
     assert result.returncode != 0
     assert (
         "mpi cannot be measured here: torchrun started the ranks, not MPI. There are: auto, gloo"
@@ -218,17 +201,8 @@ def test_a_backend_that_the_launcher_rules_out_is_an_error_that_says_so() -> Non
 
 @pytest.mark.ranks
 def test_under_mpirun_it_uses_those_ranks() -> None:
-    words = [
-        "--backends",
-        "mpi",
-        "--collectives",
-        "all_gather",
-        "--sizes",
-        "4K",
-        "--seconds",
-        "0.01",
-    ]
-    result = run(mpirun_command(3, *forked.python(), *COMMAND[1:], *words))
+    options = "--backends mpi --collectives all_gather --sizes 4K --seconds 0.01"
+    result = run(mpirun_command(3, *forked.python(), *COMMAND[1:], *options.split()))
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("3 ranks on 1 node(s), cpu") == 1
     assert result.stdout.count(" KiB  mpi") == 1
