@@ -1,6 +1,4 @@
-"""The model of a step: closed forms where there are any, and a simulation that sends each
-message of each ring.
-"""
+"""The model of a step, beside closed forms."""
 
 from __future__ import annotations
 
@@ -33,6 +31,11 @@ def flat(world_size: int, network: Link | None = None) -> Cluster:
     return Cluster(world_size, 1, network, network)
 
 
+def ring(passes: int, size: int, mib: float, alpha_us: float = 50, gbytes: float = 1.0) -> float:
+    """Seconds of one collective; by default over `link`."""
+    return passes * (size - 1) * (alpha_us * 1e-6 + mib * MIB / (size * gbytes * 1e9))
+
+
 @pytest.mark.parametrize("settings", [Settings(), Settings(sharded=True), Settings("flat")])
 def test_one_rank_takes_what_was_recorded(settings: Settings) -> None:
     step = predict(ONE, flat(1), settings)
@@ -54,20 +57,18 @@ def test_a_link_that_costs_nothing_hides_everything() -> None:
 def test_buckets_have_their_default_size_at_each_number_of_ranks(
     device: str, world_size: int, cap: float
 ) -> None:
-    found = profile(
-        *(gradient(str(number), 3, 0.1) for number in range(12)), run=Run(1, 1, device, 10)
-    )
+    gradients = [gradient(str(number), 3, 0.1) for number in range(12)]
+    found = profile(*gradients, run=Run(1, 1, device, 10))
+    step = predict(found, flat(world_size), Settings())
     for other in (4, 25):
-        same = predict(found, flat(world_size), Settings()) == predict(
-            found, flat(world_size), Settings(bucket_cap_mb=other)
-        )
+        same = predict(found, flat(world_size), Settings(bucket_cap_mb=other)) == step
         assert same == (other == cap)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 64, 10_000])
 def test_one_bucket_that_ends_backward_is_exposed_in_whole(world_size: int) -> None:
     step = predict(ONE, flat(world_size), Settings())
-    whole = 2 * (world_size - 1) * (50e-6 + 8 * MIB / (world_size * 1e9))
+    whole = ring(2, world_size, 8)
     assert step.exposed == pytest.approx(whole)
     assert step.seconds == pytest.approx(0.17 + whole)
     assert step.efficiency == pytest.approx(0.17 / (0.17 + whole))
@@ -75,9 +76,7 @@ def test_one_bucket_that_ends_backward_is_exposed_in_whole(world_size: int) -> N
 
 def test_a_bucket_that_is_early_enough_is_hidden_and_one_that_is_not_shows_what_is_left() -> None:
     two = profile(gradient("late", 1, 0.01), gradient("head", 0.001, 0.1))
-    took = 2 * 3 * (50e-6 + MIB / 4e9)
-    tail = 2 * 3 * (50e-6 + gradient("head", 0.001, 0).num_bytes / 4e9)
-    settings = Settings(bucket_cap_mb=1)
+    took, tail, settings = ring(2, 4, 1), ring(2, 4, 0.001), Settings(bucket_cap_mb=1)
     step = predict(two, flat(4), settings)
     assert step.exposed == pytest.approx(tail)
     later = profile(gradient("late", 1, 0.1 - took / 2), gradient("head", 0.001, 0.1))
@@ -86,8 +85,7 @@ def test_a_bucket_that_is_early_enough_is_hidden_and_one_that_is_not_shows_what_
 
 def test_sharded_halves_are_exposed_around_backward_and_forward() -> None:
     step = predict(ONE, flat(4, link(50, 0.2)), Settings(sharded=True))
-    half = 3 * (50e-6 + 8 * MIB / 0.8e9)
-    flags = 2 * 3 * (50e-6 + 4 / 0.8e9)
+    half, flags = ring(1, 4, 8, gbytes=0.2), ring(2, 4, 4 / MIB, gbytes=0.2)
     between = 0.004 + 0.006  # of which the all-gather makes use before forward needs the parameter
     assert step.exposed == pytest.approx(half + flags + half - between)
     assert step.seconds == pytest.approx(0.17 - 0.01 * 3 / 4 + step.exposed)
@@ -108,41 +106,33 @@ def test_forward_waits_for_the_parameter_that_it_needs_first_and_computes_while_
     assert step.exposed == pytest.approx(scattered - 0.1 + gather)
 
 
-def test_nested_rings_of_one_piece_take_the_sum_of_their_stages() -> None:
-    network, node = link(50, 1), link(2, 10)
-    small = profile(gradient("w", 4, 0.1))
-    step = predict(small, Cluster(8, 2, network, node), Settings())
-    inside = 1 * (2e-6 + 4 * MIB / (2 * 10e9))
-    across = 2 * 3 * (50e-6 + 4 * MIB / (4 * 1e9))  # both ranks' halves, over one link
-    assert step.exposed == pytest.approx(inside + across + inside)
-    large = profile(gradient("w", 40, 0.1))
-    count = num_nested_pieces(40 * MIB, 2, 4)
-    assert count > 1
-    step = predict(large, Cluster(8, 2, network, node), Settings())
-    inside, across = 2e-6 + 40 * MIB / count / 2 / 10e9, 6 * (50e-6 + 40 * MIB / count / 4 / 1e9)
-    # pieces follow each other
-    assert step.exposed == pytest.approx(inside + count * across + inside)
+@pytest.mark.parametrize(("mib", "pieces"), [(4, 1), (40, num_nested_pieces(40 * MIB, 2, 4))])
+def test_pieces_pass_through_the_stages_of_nested_rings(mib: int, pieces: int) -> None:
+    step = predict(
+        profile(gradient("w", mib, 0.1)), Cluster(8, 2, link(50, 1), link(2, 10)), Settings()
+    )
+    inside = ring(1, 2, mib / pieces, 2, 10)
+    across = ring(2, 4, mib / pieces)  # both ranks' halves, over one link
+    assert (pieces > 1) == (mib > 4)
+    assert step.exposed == pytest.approx(inside + pieces * across + inside)
 
 
 @pytest.mark.parametrize("steps", [1, 8, 32])
 def test_local_steps_share_an_all_reduce_of_the_parameters(steps: int) -> None:
     two = profile(gradient("a", 3, 0.05), gradient("b", 5, 0.1))
     step = predict(two, flat(4), Settings(local_steps=steps))
-    whole = 2 * 3 * (50e-6 + 8 * MIB / 4e9)
-    assert step.exposed == pytest.approx(whole / steps)
-    assert step.seconds == pytest.approx(two.phases.alone + whole / steps)
+    assert step.exposed == pytest.approx(ring(2, 4, 8) / steps)
+    assert step.seconds == pytest.approx(two.phases.alone + step.exposed)
 
 
 @pytest.mark.parametrize("world_size", [32, 512])
 def test_large_buckets_in_nested_rings_are_not_cut_into_pieces_that_cost_more_than_they_hide(
     world_size: int,
 ) -> None:
-    found = profile(*several(), backward=0.1)
     cluster = Cluster(world_size, 4, Link.of("10gbit", NETWORKS["10gbit"]), link(10, 7))
-    steps = {
-        way: predict(found, cluster, Settings(way, bucket_cap_mb=25)) for way in ("flat", "auto")
-    }
-    assert steps["auto"].seconds < steps["flat"].seconds
+    ways = Settings("auto", bucket_cap_mb=25), Settings("flat", bucket_cap_mb=25)
+    nested, flat_ring = (predict(profile(*several()), cluster, way).seconds for way in ways)
+    assert nested < flat_ring
 
 
 def test_a_flat_ring_over_nodes_pays_each_hop_on_its_own_link_and_on_cpu_all_on_the_network() -> (
@@ -154,7 +144,7 @@ def test_a_flat_ring_over_nodes_pays_each_hop_on_its_own_link_and_on_cpu_all_on_
         step = predict(found, Cluster(8, 2, network, node), Settings("flat"))
         assert step.exposed == pytest.approx(2 * (latency + 7 / 8 * 8 * MIB / 1e9)), device
     inside = predict(ONE, Cluster(2, 2, network, node), Settings())
-    assert inside.exposed == pytest.approx(2 * (2e-6 + 4 * MIB / 10e9))
+    assert inside.exposed == pytest.approx(ring(2, 2, 8, 2, 10))
 
 
 @pytest.mark.parametrize("settings", [Settings(), Settings("flat"), Settings(sharded=True)])
@@ -175,26 +165,20 @@ def test_buckets_are_those_of_the_reducer(cap: float) -> None:
     gradients = [*several(20), *(gradient(f"d{i}", 0.6, 0.03 * i, "float64") for i in range(4))]
     gradients.sort(key=lambda one: one.ready)
     params = [
-        (g.name, nn.Parameter(torch.empty(g.numel, dtype=getattr(torch, g.dtype))))
-        for g in gradients
+        (one.name, nn.Parameter(torch.empty(one.numel, dtype=getattr(torch, one.dtype))))
+        for one in gradients
     ]
     expected = [bucket.names for bucket in plan_buckets(params, cap)]
     assert len(expected) > 2
-    assert [
-        [member.name for member in bucket.members] for bucket in cut_buckets(gradients, cap, False)
-    ] == expected
+    found = cut_buckets(gradients, cap, False)
+    assert [[member.name for member in bucket.members] for bucket in found] == expected
 
 
 def test_sixteen_bits_halve_float32_and_nothing_else() -> None:
-    gradients = [
-        gradient("w", 1, 0.1),
-        gradient("h", 1, 0.1, "bfloat16"),
-        gradient("d", 1, 0.1, "float64"),
-    ]
-    found = {
-        bucket.members[0].name: bucket.num_bytes for bucket in cut_buckets(gradients, 25, True)
-    }
-    assert found == {"w": MIB / 2, "h": MIB, "d": MIB}
+    dtypes = {"float32": 0.5, "bfloat16": 1, "float64": 1}
+    gradients = [gradient(dtype, 1, 0.1, dtype) for dtype in dtypes]
+    found = cut_buckets(gradients, 25, True)
+    assert {one.members[0].name: one.num_bytes / MIB for one in found} == dtypes
 
 
 def test_numbers_of_ranks_fill_nodes() -> None:
