@@ -75,11 +75,11 @@ def test_one_bucket_that_ends_backward_is_exposed_in_whole(world_size: int) -> N
 
 
 def test_a_bucket_that_is_early_enough_is_hidden_and_one_that_is_not_shows_what_is_left() -> None:
-    two = profile(gradient("late", 1, 0.01), gradient("head", 0.001, 0.1))
-    took, tail, settings = ring(2, 4, 1), ring(2, 4, 0.001), Settings(bucket_cap_mb=1)
+    two = profile(gradient("late", 1, 0.01), gradient("head", 2**-10, 0.1))
+    took, tail, settings = ring(2, 4, 1), ring(2, 4, 2**-10), Settings(bucket_cap_mb=1)
     step = predict(two, flat(4), settings)
     assert step.exposed == pytest.approx(tail)
-    later = profile(gradient("late", 1, 0.1 - took / 2), gradient("head", 0.001, 0.1))
+    later = profile(gradient("late", 1, 0.1 - took / 2), gradient("head", 2**-10, 0.1))
     assert predict(later, flat(4), settings).exposed == pytest.approx(took / 2 + tail)
 
 
