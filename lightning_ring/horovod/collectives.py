@@ -103,7 +103,7 @@ def start(
         splits,
         "cpu" if tensors[0].is_cpu else tensors[0].device.type,
     )
-    request = Submission(name, meta, tensors, in_place=in_place)
+    request = Submission(name, meta, tensors, in_place, result=[None] * len(tensors))
     negotiation.submit(request)
     handle = next(_handles)
     _calls[handle] = _Call(request, negotiation, grouped)

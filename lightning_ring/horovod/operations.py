@@ -34,7 +34,7 @@ def _in_place(start_it: Callable[P, int]) -> Callable[P, int]:
 
     @functools.wraps(start_it)
     def call(*args: P.args, **kwargs: P.kwargs) -> int:
-        return start_it(*args, **kwargs | {"_in_place": True})  # type: ignore[arg-type]
+        return start_it(*args, _in_place=True, **kwargs)  # type: ignore[arg-type]
 
     call.__name__ = call.__qualname__ = f"{start_it.__name__}_"
     return call

@@ -54,9 +54,6 @@ class Submission:
     cause: BaseException | None = None  # of ``error``: another rank failed
     on_error: Callable[[HorovodInternalError], object] | None = None
 
-    def __post_init__(self) -> None:
-        self.result = [None] * len(self.tensors)
-
     def fail(self, error: str, cause: BaseException | None) -> None:
         self.error, self.cause = error, cause
         if self.on_error is not None:
