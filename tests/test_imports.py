@@ -51,7 +51,7 @@ ROOMS = {
     "horovod": Room(
         "How do scripts for Horovod run?",
         "its API for PyTorch over our reducer",
-        "gradients job comm membership elastic host",
+        "gradients job comm membership elastic timeline host",
     ),
     "algorithms": Room(
         "What keeps the replicas together?",

@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_ring.cli.arguments import check_output
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.tools.plan import report
-from lightning_ring.tools.plan.model import Cluster, Settings, predict, world_sizes
+from lightning_ring.tools.plan.model import Cluster, world_sizes
 from lightning_ring.tools.plan.networks import parse_link
 from lightning_ring.tools.plan.profile import json_text, read_profile
 
@@ -20,12 +20,10 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     check_output("--json", options.json)
     profile = read_profile(options.profile)
-    run = profile.run
     per_node = options.ranks_per_node
     if per_node is None:
-        per_node = run.world_size // run.num_nodes
-    if not 1 <= per_node <= MOST_RANKS:
-        raise ConfigurationError(f"--ranks-per-node {per_node}: must be from 1 to {MOST_RANKS:,}.")
+        per_node = profile.run.world_size // profile.run.num_nodes
+    _check_range(per_node, "--ranks-per-node")
     if options.node is None and per_node > 1:
         raise ConfigurationError(
             f"{per_node} ranks a node: say how those talk, with --node bench.json (of "
@@ -34,21 +32,21 @@ def main(arguments: Sequence[str]) -> int:
     network = parse_link(options.network, "--network")
     node = parse_link(options.node, "--node") if options.node else None
     sizes = chosen_sizes(options.ranks, per_node)
-    at = options.at
-    if at is None:
-        at = max(size for size in sizes if size <= max(64, sizes[0]))
-    _check_size(at, per_node, "--at")
     # with one rank a node nothing travels inside one
-    clusters = [Cluster(size, per_node, network, node or network) for size in (*sizes, at)]
-    table = report.tabulate(profile, clusters[:-1])
-    found = report.changes(profile, clusters[-1])
-    now = predict(profile, clusters[-1], Settings())
+    clusters = [Cluster(size, per_node, network, node or network) for size in sizes]
+    table = report.tabulate(profile, clusters)
+    at = max(
+        index for index, size in enumerate(sizes) if options.ranks or size <= max(64, sizes[0])
+    )
+    found = report.changes(profile, clusters[at])
     print(*report.heading(profile, network, node), sep="\n")
     print("", *report.table_lines(table), "", sep="\n")
+    now = table[report.AS_IT_IS][at]
     print(*report.advice(now, found, profile.phases.data), *report.NOTES, sep="\n")
     if options.json is not None:
         links = {"network": network, "node": node}
-        Path(options.json).write_text(json_text(report.as_json(profile, links, table, at, found)))
+        content = report.as_json(profile, links, table, sizes[at], found)
+        Path(options.json).write_text(json_text(content))
     return 0
 
 
@@ -67,7 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--node", metavar="NETWORK", help="between the ranks of a node")
     add("--ranks-per-node", type=int, metavar="N", help="default: as recorded")
     add("--ranks", metavar="N,...", help="these numbers (default: powers of two to 10,000)")
-    add("--at", type=int, metavar="N", help="ranks that the advice is for (default: 64)")
     add("--json", metavar="FILE", help="write all numbers, in bytes and seconds (null: no limit)")
     return parser
 
@@ -81,16 +78,17 @@ def chosen_sizes(asked: str | None, per_node: int) -> list[int]:
             raise ConfigurationError(
                 f"--ranks {asked}: {text!r} is no number of ranks. Write for instance 1,8,64."
             )
-        _check_size(int(text), per_node, "--ranks")
-        sizes.add(int(text))
+        size = int(text)
+        _check_range(size, "--ranks")
+        if size > per_node and size % per_node:
+            raise ConfigurationError(
+                f"--ranks {size}: does not fill nodes of {per_node} ranks. Take a multiple, such "
+                f"as {size // per_node * per_node}, or another --ranks-per-node."
+            )
+        sizes.add(size)
     return sorted(sizes)
 
 
-def _check_size(size: int, per_node: int, option: str) -> None:
-    if not 1 <= size <= MOST_RANKS:
-        raise ConfigurationError(f"{option} {size}: must be from 1 to {MOST_RANKS:,}.")
-    if size > per_node and size % per_node:
-        raise ConfigurationError(
-            f"{option} {size}: does not fill nodes of {per_node} ranks. Take a multiple, such as "
-            f"{size // per_node * per_node}, or another --ranks-per-node."
-        )
+def _check_range(number: int, option: str) -> None:
+    if not 1 <= number <= MOST_RANKS:
+        raise ConfigurationError(f"{option} {number}: must be from 1 to {MOST_RANKS:,}.")

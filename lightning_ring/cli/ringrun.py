@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_ring.cli.arguments import add_hosts, chosen_hosts
-from lightning_ring.cli.horovodrun import add_horovodrun, check_build, variables
+from lightning_ring.cli.horovodrun import add_horovodrun, variables
 from lightning_ring.errors import ConfigurationError, RingError
 from lightning_ring.launch.discovery import Discovery
 from lightning_ring.launch.elastic import ElasticJob
@@ -29,11 +29,7 @@ _LIMITS = ("min_ranks", "max_ranks", "wait_for_ranks", "respawn_limit")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``ringrun``; the exit code is the job's, or 2 where the command line was wrong."""
     try:
-        options = _parser().parse_args(arguments)
-        if options.check_build:
-            print(check_build())
-            return 0
-        return _run(options)
+        return _run(_parser().parse_args(arguments))
     except RingError as error:
         print(f"ringrun: {error}", file=sys.stderr)
         return 2

@@ -4,7 +4,7 @@ ring.
 
 import sys
 
-from lightning_ring.horovod.as_horovod.run import main
+from lightning_ring.horovod.as_horovod import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -51,5 +51,4 @@ def ccl_built(verbose: bool = False) -> bool:
     return False
 
 
-def ddl_built(verbose: bool = False) -> bool:
-    return False
+ddl_built = ccl_built

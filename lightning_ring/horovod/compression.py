@@ -27,10 +27,11 @@ class WireFormat:
 
 class _Half(WireFormat):
     name = "fp16"
+    dtype = torch.float16
 
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        return (tensor.half() if tensor.is_floating_point() else tensor), tensor.dtype
+    @classmethod
+    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
+        return (tensor.to(cls.dtype) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: Tensor, context: Any) -> Tensor:
@@ -39,10 +40,7 @@ class _Half(WireFormat):
 
 class _Brain(_Half):
     name = "bf16"
-
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        return (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor), tensor.dtype
+    dtype = torch.bfloat16
 
 
 class Compression:

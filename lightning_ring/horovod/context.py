@@ -7,19 +7,19 @@ import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from lightning_ring.comm.backends.gloo import GlooCommunicator
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.waiting import WaitPolicy
-from lightning_ring.horovod.attachments import attach_all, detach_all
-from lightning_ring.horovod.cpu_operations import cpu_backend
 from lightning_ring.horovod.negotiation import Negotiation
-from lightning_ring.horovod.start_timeout import within_start_timeout
 from lightning_ring.horovod.timeline import Timeline
+from lightning_ring.horovod.variables import cpu_backend, within_start_timeout
 from lightning_ring.horovod.views import Views
 from lightning_ring.host.accelerator import gpu_module
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
@@ -57,13 +57,9 @@ class ProcessSet:
     def negotiation(self) -> Negotiation:
         context()
         if self._negotiation is None:
-            where = (
-                "was not added, or was removed"
-                if self.process_set_id is None
-                else "does not contain this rank"
-            )
+            added = "does not contain this rank" if self.process_set_id else "is not there"
             raise ValueError(
-                f"the process set of ranks {self.ranks} {where}, so rank {rank()} cannot use it."
+                f"the process set of ranks {self.ranks} {added}, so rank {rank()} cannot use it."
             )
         return self._negotiation
 
@@ -71,9 +67,19 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
+class Attachment(Protocol):
+    """What is attached to the ranks of a generation, and to those of the next one."""
+
+    def attach(self) -> None:
+        """Reduce gradients over the ranks that there are now."""
+
+    def detach(self) -> None:
+        """Take that back. The ranks may be gone."""
+
+
 class _Context:
-    def __init__(self, info: RankInfo, job: Job) -> None:
-        self.info = info
+    def __init__(self, job: Job) -> None:
+        self.info: RankInfo = job.info
         self.job = job
         self.sets: dict[int, ProcessSet] = {}
         # for buckets, opened by the first optimizer that needs it
@@ -83,6 +89,8 @@ class _Context:
 
 
 global_process_set = ProcessSet([])
+# of each `DistributedOptimizer`, in the order in which they were made
+attachments: WeakKeyDictionary[Optimizer, Attachment] = WeakKeyDictionary()
 _context: _Context | None = None
 # where a steward started the ranks (`ringrun --min-ranks`); until the process ends
 _views: Views | None = None
@@ -110,10 +118,8 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | None = None) -> 
         process_sets: Added at once, as by `add_process_set`.
     """
     if _context is not None:
-        if not any(
-            one._negotiation is not None and one._negotiation.ended
-            for one in _context.sets.values()
-        ):
+        negotiations = [one._negotiation for one in _context.sets.values()]
+        if not any(one is not None and one.ended for one in negotiations):
             return
         shutdown()  # as some other rank did
     if comm is not None:
@@ -140,7 +146,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | None = None) -> 
 
 def _begin(job: Job, negotiated: Communicator, gradients: Communicator) -> None:
     global _context
-    _context = _Context(job.info, job)
+    _context = _Context(job)
     global_process_set.ranks = list(range(job.info.world_size))
     assert job.policy is not None
     _enter(global_process_set, negotiated, gradients, job.policy)
@@ -164,27 +170,31 @@ def reset() -> None:
         init()
         return
     _views.break_off()
-    detach_all()
+    for attachment in list(attachments.values()):
+        attachment.detach()
     stop_timeline()
     _leave()
     _views.close(broken=True)
     _open_view()
-    attach_all()
+    for attachment in list(attachments.values()):
+        attachment.attach()
 
 
-def _leave() -> None:
-    """Close what this generation has opened, without the others."""
+def _leave(*, broken: bool = True) -> None:
+    """Close what this generation has opened; where it is ``broken``, without the others."""
     global _context
-    if _context is not None:
-        for process_set in reversed(_context.sets.values()):
-            if process_set.gradients is not None:
-                process_set.gradients.abandon()
-            _close(process_set)
-        if _context.on_gpu is not None:
-            _context.on_gpu.abandon()
-        if _context.keeps_freed_memory:
-            return_freed_memory()
-        _context = None
+    left, _context = _context, None
+    if left is None:
+        return
+    for comm in (left.on_gpu, *(one.gradients for one in left.sets.values())):
+        if comm is not None and broken:
+            comm.abandon()
+    for process_set in reversed(left.sets.values()):
+        _close(process_set)
+    if left.on_gpu is not None:
+        left.on_gpu.close()
+    if left.keeps_freed_memory:
+        return_freed_memory()
 
 
 def elastic_views() -> Views | None:
@@ -250,26 +260,20 @@ def shutdown() -> None:
     """Close what `init` opened. Collective; `init` may be called again. Runs at the normal end
     of a script too.
     """
-    global _context
     if _context is None:
         return
     atexit.unregister(shutdown)
     stop_timeline()
+    job = _context.job
     # all at once: another rank may wait in any of them, and gets an error
     for process_set in _context.sets.values():
         if process_set._negotiation is not None:
             process_set._negotiation.leave()
-    for process_set in reversed(_context.sets.values()):
-        _close(process_set)
-    if _context.on_gpu is not None:
-        _context.on_gpu.close()
-    if _context.keeps_freed_memory:
-        return_freed_memory()
+    _leave(broken=False)
     if _views is not None:
         _views.close(broken=False)
     else:
-        _context.job.close()
-    _context = None
+        job.close()
 
 
 def _close(process_set: ProcessSet) -> None:
@@ -307,13 +311,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         )
     if any(other.ranks == added.ranks for other in found.sets.values()):
         raise ValueError(f"a process set of ranks {added.ranks} is there already.")
-    assert found.job.policy is not None
     policy = WaitPolicy(TIMEOUT, found.job.check, STALL_WARNING)
     groups: list[Any] = [
         dist.new_group(added.ranks, timeout=TIMEOUT, backend="gloo") for _ in range(2)
     ]
-    inside = found.info.rank in added.ranks
-    comm, gradients = (GlooCommunicator(group, policy) if inside else None for group in groups)
+    comm, gradients = (
+        GlooCommunicator(group, policy) if added.included() else None for group in groups
+    )
     _enter(added, comm, gradients, policy)
     return added
 
@@ -324,11 +328,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     found = context()
     number = process_set.process_set_id
-    if (
-        process_set is global_process_set
-        or number is None
-        or found.sets.get(number) is not process_set
-    ):
+    if process_set is global_process_set or number not in found.sets:
         return False
     del found.sets[number]
     _close(process_set)

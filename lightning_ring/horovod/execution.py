@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp
 from lightning_ring.horovod.adasum import adasum_
-from lightning_ring.horovod.requests import GRADIENTS, Meta, Metas, Submission, scaled
+from lightning_ring.horovod.requests import Meta, Metas, Submission
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 
 FUSION_BYTES = 64 * 2**20  # of one collective
@@ -39,9 +39,33 @@ class Agreed(NamedTuple):
         return self.metas[min(self.metas)]
 
 
+class Part(NamedTuple):
+    """One tensor of a collective."""
+
+    one: Agreed
+    position: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.one.meta.shapes[self.position]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.one.meta.dtypes[self.position]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 Requests = Mapping[str, Submission]  # this rank's, by name; a rank that has joined may have none
-Step = tuple[list[str], Callable[[Requests], None]]
-"""Names of collectives that run as one, and what runs them."""
+
+
+class Plan(NamedTuple):
+    """Collectives, and the steps that run them: the names that each works on, and a function."""
+
+    agreed: Sequence[Agreed]
+    steps: Sequence[tuple[list[str], Callable[[Requests], None]]]
 
 
 class Planner:
@@ -53,13 +77,18 @@ class Planner:
         self._comm = comm
         self._buffer = torch.empty(0, dtype=torch.uint8)  # for fused tensors
 
-    def steps(self, agreed: Sequence[Agreed]) -> list[Step]:
-        return [([one.name for one in batch], self._runner(batch)) for batch in _batches(agreed)]
+    def plan(self, agreed: Sequence[Agreed]) -> Plan:
+        steps = []
+        for batch in batches(agreed):
+            names = dict.fromkeys(part.one.name for part in batch)
+            steps.append((list(names), self._runner(batch)))
+        return Plan(agreed, steps)
 
-    def _runner(self, batch: Sequence[Agreed]) -> Callable[[Requests], None]:
+    def _runner(self, batch: Sequence[Part]) -> Callable[[Requests], None]:
         if len(batch) > 1:
-            return FusedAllreduce(batch, self._memory(sum(map(_num_bytes, batch))), self._comm).run
-        return functools.partial(_RUN[batch[0].meta.kind], batch[0], self._comm)
+            memory = self._memory(sum(part.num_bytes for part in batch))
+            return FusedAllreduce(batch, memory, self._comm).run
+        return functools.partial(_RUN[batch[0].one.meta.kind], batch[0], self._comm)
 
     def _memory(self, num_bytes: int) -> Tensor:
         """Memory of the fused tensors of one step, which runs to its end before the next one
@@ -71,189 +100,170 @@ class Planner:
         return self._buffer[:num_bytes]
 
 
-def _batches(agreed: Sequence[Agreed]) -> list[list[Agreed]]:
-    """Collectives that run as one: short all-reduces of one dtype and operation, wherever they
+def batches(agreed: Sequence[Agreed]) -> list[list[Part]]:
+    """Tensors that travel together: in short all-reduces of one dtype and operation, wherever they
     stand.
     """
-    batches = []
-    filling: dict[tuple[object, ...], tuple[list[Agreed] | None, int]] = {}
+    found = []
+    filling: dict[tuple[object, ...], tuple[list[Part] | None, int]] = {}
     for one in agreed:
-        meta, num_bytes = one.meta, _num_bytes(one)
-        if meta.kind != "allreduce" or num_bytes > FUSED_BYTES:
-            batches.append([one])
-            continue
-        key = meta.dtype, meta.op, meta.prescale, meta.postscale, meta.device
-        batch, before = filling.get(key, (None, 0))
-        if batch is None or before + num_bytes > FUSION_BYTES:
-            batch, before = [], 0
-            batches.append(batch)
-        batch.append(one)
-        filling[key] = batch, before + num_bytes
-    return batches
-
-
-def _num_bytes(one: Agreed) -> int:
-    return math.prod(one.meta.shape) * one.meta.dtype.itemsize
+        meta = one.meta
+        for part in [Part(one, index) for index in range(len(meta.shapes))]:
+            if meta.kind != "allreduce" or part.num_bytes > FUSED_BYTES:
+                found.append([part])
+                continue
+            key = part.dtype, meta.op, meta.prescale, meta.postscale, meta.device
+            batch, before = filling.get(key, (None, 0))
+            if batch is None or before + part.num_bytes > FUSION_BYTES:
+                batch, before = [], 0
+                found.append(batch)
+            batch.append(part)
+            filling[key] = batch, before + part.num_bytes
+    return found
 
 
 class FusedAllreduce:
     """All-reduces in one flat buffer. It is made once, and runs at every step."""
 
-    def __init__(self, batch: Sequence[Agreed], memory: Tensor, comm: Communicator) -> None:
-        self._meta = batch[0].meta
-        self._names = [one.name for one in batch]
+    def __init__(self, batch: Sequence[Part], memory: Tensor, comm: Communicator) -> None:
+        self._meta = batch[0].one.meta
+        self._keys = [(part.one.name, part.position) for part in batch]
         self._comm = comm
-        self._flat = memory.view(self._meta.dtype)
-        self._numels = [math.prod(one.meta.shape) for one in batch]
-        parts = self._flat.split(self._numels)
-        self._parts = [part.view(one.meta.shape) for part, one in zip(parts, batch, strict=True)]
+        self._flat = memory.view(batch[0].dtype)
+        self._numels = [math.prod(part.shape) for part in batch]
+        pieces = self._flat.split(self._numels)
+        self._pieces = [piece.view(part.shape) for piece, part in zip(pieces, batch, strict=True)]
 
     def run(self, requests: Requests) -> None:
-        own = [requests.get(name) for name in self._names]
-        found = [request for request in own if request is not None]
-        parts = self._parts
-        if len(found) < len(own):
+        own = [(requests[name], index) for name, index in self._keys if name in requests]
+        pieces = self._pieces
+        if len(own) < len(pieces):
             self._flat.zero_()  # this rank has joined
-            parts = [part for part, request in zip(parts, own, strict=True) if request is not None]
-        tensors = [_given(request) for request in found]
-        _copy(parts, tensors)
+            keys = zip(pieces, self._keys, strict=True)
+            pieces = [piece for piece, (name, _) in keys if name in requests]
+        if own:
+            _copy(pieces, [request.tensors[index] for request, index in own])
         _reduce(self._flat, self._meta, self._comm, self._numels)
-        _deliver(found, parts)
+        _deliver(own, pieces)
 
 
-def _allreduce(one: Agreed, comm: Communicator, requests: Requests) -> None:
-    request, meta = requests.get(one.name), one.meta
+def _allreduce(part: Part, comm: Communicator, requests: Requests) -> None:
+    request, index, meta = requests.get(part.one.name), part.position, part.one.meta
     if request is None:
-        _reduce(torch.zeros(math.prod(meta.shape), dtype=meta.dtype), meta, comm)
+        _reduce(torch.zeros(math.prod(part.shape), dtype=part.dtype), meta, comm)
         return
-    if (
-        request.output is not None
-        and request.output is request.tensor
-        and _is_plain(request.output)
-    ):
-        _reduce(request.output.detach().view(-1), meta, comm)
-        request.result = request.output
+    tensor = request.tensors[index]
+    if request.in_place and _is_plain(tensor):
+        _reduce(tensor.detach().view(-1), meta, comm)
+        request.result[index] = tensor
         return
-    result = _given(request).detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    result = _copied(tensor)
     _reduce(result.view(-1), meta, comm)
-    _hand_over(request, result)
+    _hand_over(request, index, result)
 
 
 def _reduce(flat: Tensor, meta: Meta, comm: Communicator, numels: Sequence[int] = ()) -> None:
     """Reduce 1-D ``flat`` in place. Tensors of ``numels`` follow each other in it; by default
     there is one.
     """
-    if meta.prescale != 1.0:
-        flat.copy_(scaled(flat, meta.prescale))
+    _scale(flat, meta.prescale)
     if meta.op == "Adasum":
         adasum_(flat, numels or [flat.numel()], comm)
     elif flat.numel() and comm.world_size > 1:
         comm.all_reduce_(flat, op=_OPS[meta.op], name="allreduce").wait()
-    if meta.postscale != 1.0:
-        flat.copy_(scaled(flat, meta.postscale))
+    _scale(flat, meta.postscale)
+
+
+def _scale(flat: Tensor, factor: float) -> None:
+    """Multiply in place: integers by way of float64, 16-bit floats on the CPU by way of float32."""
+    if factor != 1.0:
+        wide = torch.float64 if not flat.is_floating_point() else torch.float32
+        flat.copy_(flat.to(torch.promote_types(flat.dtype, wide)) * factor)
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a communicator can work in this memory."""
-    odd = tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
-    return tensor.is_cpu and tensor.is_contiguous() and not odd
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_inference()
 
 
-def _given(request: Submission) -> Tensor:
-    assert request.tensor is not None
-    return request.tensor
+def _copied(tensor: Tensor) -> Tensor:
+    """In memory of the host that nobody else uses."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _on_host(request: Submission) -> Tensor:
-    return _given(request).detach().cpu().contiguous()
-
-
-def _hand_over(request: Submission, result: Tensor) -> None:
+def _hand_over(request: Submission, index: int, result: Tensor) -> None:
     """Give the caller ``result``, which is memory that nobody else uses."""
-    if request.output is None and _given(request).is_cpu:
-        request.result = result
+    if request.tensors[index].is_cpu and not request.in_place:
+        request.result[index] = result
     else:
-        _deliver([request], [result])
+        _deliver([(request, index)], [result])
 
 
-def _deliver(requests: list[Submission], results: list[Tensor]) -> None:
+def _deliver(own: Sequence[tuple[Submission, int]], results: list[Tensor]) -> None:
     """Copy ``results`` to where the callers want them. Tensors of GPUs travel through the host."""
-    targets = [
-        torch.empty(result.shape, dtype=result.dtype, device=_given(request).device)
-        if request.output is None
-        else request.output
-        for request, result in zip(requests, results, strict=True)
-    ]
+    if not own:
+        return
+    targets = []
+    for (request, index), result in zip(own, results, strict=True):
+        target = request.tensors[index]
+        if not request.in_place:
+            target = torch.empty(result.shape, dtype=result.dtype, device=target.device)
+        request.result[index] = target
+        targets.append(target)
     _copy(targets, results)
-    for request, target in zip(requests, targets, strict=True):
-        request.result = target
-    if targets and is_gpu(device := targets[0].device):
+    if is_gpu(device := targets[0].device):
         gpu_module(device).current_stream(device).synchronize()  # the caller has another stream
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy under the mode in which ``targets`` may be written."""
-    if not targets:
-        return
-    with (
-        torch.inference_mode()
-        if any(target.is_inference() for target in targets)
-        else nullcontext()
-    ):
+    inferred = any(target.is_inference() for target in targets)
+    with torch.inference_mode() if inferred else nullcontext():
         torch._foreach_copy_(targets, sources)
 
 
-def _allgather(one: Agreed, comm: Communicator, requests: Requests) -> None:
-    request = requests[one.name]
-    mine = _on_host(request)
-    rows = [one.metas[rank].shape[0] for rank in range(comm.world_size)]
-    padded = mine.new_zeros((max(rows), *one.meta.shape[1:]))
-    padded[: mine.shape[0]] = mine
-    gathered = (
-        comm.all_gather(padded, name="allgather") if padded.numel() else [padded] * comm.world_size
-    )
-    _hand_over(
-        request, torch.cat([part[:count] for part, count in zip(gathered, rows, strict=True)])
-    )
+def _allgather(part: Part, comm: Communicator, requests: Requests) -> None:
+    request, index = requests[part.one.name], part.position
+    rows = [part.one.metas[rank].shapes[index][0] for rank in range(comm.world_size)]
+    padded = torch.zeros((max(rows), *part.shape[1:]), dtype=part.dtype)
+    padded[: rows[comm.rank]] = request.tensors[index].detach()
+    everyones = [padded] * comm.world_size
+    if padded.numel():
+        everyones = comm.all_gather(padded, name="allgather")
+    gathered = [one[:count] for one, count in zip(everyones, rows, strict=True)]
+    _hand_over(request, index, torch.cat(gathered))
 
 
-def _broadcast(one: Agreed, comm: Communicator, requests: Requests) -> None:
-    request = requests[one.name]
-    buffer = _on_host(request).clone()
+def _broadcast(part: Part, comm: Communicator, requests: Requests) -> None:
+    request = requests[part.one.name]
+    buffer = _copied(request.tensors[0])
     if buffer.numel():
-        comm.broadcast_(buffer, src=one.meta.root, name="broadcast").wait()
-    _hand_over(request, buffer)
+        comm.broadcast_(buffer, src=part.one.meta.root, name="broadcast").wait()
+    _hand_over(request, 0, buffer)
 
 
-def _alltoall(one: Agreed, comm: Communicator, requests: Requests) -> None:
-    request = requests[one.name]
-    mine = _on_host(request)
-    received = [one.metas[rank].splits[comm.rank] for rank in range(comm.world_size)]
-    inputs = list(mine[: sum(request.meta.splits)].split(list(request.meta.splits)))
-    outputs = [mine.new_empty((count, *one.meta.shape[1:])) for count in received]
-    comm.all_to_all(inputs, outputs, name="alltoall").wait()
-    _hand_over(request, torch.cat(outputs))
-    request.result = request.result, torch.tensor(received, dtype=torch.int32)
+def _alltoall(part: Part, comm: Communicator, requests: Requests) -> None:
+    request = requests[part.one.name]
+    splits = list(request.meta.splits)
+    mine = _copied(request.tensors[0])
+    received = [part.one.metas[rank].splits[comm.rank] for rank in range(comm.world_size)]
+    outputs = [mine.new_empty((count, *part.shape[1:])) for count in received]
+    comm.all_to_all(list(mine[: sum(splits)].split(splits)), outputs, name="alltoall").wait()
+    _hand_over(request, 0, torch.cat(outputs))
+    request.result[0] = request.result[0], torch.tensor(received, dtype=torch.int32)
 
 
-def _reducescatter(one: Agreed, comm: Communicator, requests: Requests) -> None:
-    request = requests[one.name]
-    whole = _on_host(request).clone()
-    _reduce(whole.view(-1), one.meta, comm)
-    _hand_over(request, whole.tensor_split(comm.world_size)[comm.rank].clone())
+def _reducescatter(part: Part, comm: Communicator, requests: Requests) -> None:
+    request, index = requests[part.one.name], part.position
+    whole = _copied(request.tensors[index])
+    _reduce(whole.view(-1), part.one.meta, comm)
+    _hand_over(request, index, whole.tensor_split(comm.world_size)[comm.rank].clone())
 
 
-def _nothing_more(one: Agreed, comm: Communicator, requests: Requests) -> None:
-    """That all ranks have agreed is all."""
-
-
-_RUN: Mapping[str, Callable[[Agreed, Communicator, Requests], None]] = {
+_RUN: Mapping[str, Callable[[Part, Communicator, Requests], None]] = {
     "allreduce": _allreduce,
     "allgather": _allgather,
     "broadcast": _broadcast,
     "alltoall": _alltoall,
     "reducescatter": _reducescatter,
-    "barrier": _nothing_more,
-    "meeting": _nothing_more,
-    GRADIENTS: _nothing_more,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ring.horovod.collectives import start_broadcast, synchronize
+from lightning_ring.horovod.collectives import synchronize
 from lightning_ring.horovod.context import ProcessSet, global_process_set, rank
-from lightning_ring.horovod.operations import allgather, broadcast_
+from lightning_ring.horovod.operations import allgather, broadcast_, broadcast_async_
 
 T = TypeVar("T")
 
@@ -30,14 +29,14 @@ def broadcast_object(
     name = name or "broadcast_object"
     mine = pickle.dumps(obj) if rank() == root_rank else b""
     size = broadcast_(torch.tensor([len(mine)]), root_rank, f"{name}.size", process_set)
-    data = (
-        torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        if mine
-        else torch.empty(int(size), dtype=torch.uint8)
-    )
+    data = _bytes(mine) if mine else torch.empty(int(size), dtype=torch.uint8)
     broadcast_(data, root_rank, f"{name}.object", process_set)
     found: T = obj if rank() == root_rank else pickle.loads(data.numpy().tobytes())
     return found
+
+
+def _bytes(pickled: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
 
 
 def allgather_object(
@@ -45,9 +44,7 @@ def allgather_object(
 ) -> list[Any]:
     """Every rank's picklable ``obj``, of any types, by rank of the process set."""
     name = name or "allgather_object"
-    buffer = io.BytesIO()
-    pickle.dump(obj, buffer)
-    mine = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    mine = _bytes(pickle.dumps(obj))
     sizes = allgather(torch.tensor([mine.numel()]), f"{name}.sizes", process_set).tolist()
     everyones = allgather(mine, f"{name}.objects", process_set)
     return [pickle.loads(part.numpy().tobytes()) for part in everyones.split(sizes)]
@@ -69,13 +66,7 @@ def broadcast_parameters(
         for i, pair in enumerate(given)
     ]
     handles = [
-        start_broadcast(
-            value.data if isinstance(value, torch.nn.Parameter) else value,
-            root_rank,
-            name,
-            process_set,
-            in_place=True,
-        )
+        broadcast_async_(value.detach(), root_rank, name, process_set)
         for name, value in sorted(named, key=lambda pair: pair[0])
         if isinstance(value, Tensor)
     ]
@@ -98,11 +89,4 @@ def broadcast_optimizer_state(
     state = broadcast_object(state, root_rank, "optimizer_state", process_set)
     assert state is not None
     if rank() != root_rank:
-        kept = [[*group["params"]] for group in optimizer.param_groups]
-        if [len(group["params"]) for group in state["param_groups"]] != [
-            len(params) for params in kept
-        ]:
-            raise ValueError(
-                "the ranks' optimizers have different numbers of parameters. Build the same on all."
-            )
         optimizer.load_state_dict(state)

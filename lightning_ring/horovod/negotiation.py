@@ -2,7 +2,7 @@
 them in it.
 
 A *cycle* tells the others what this rank has submitted and not run yet. A mask has one byte for
-each collective that all ranks have run before (`Cache`), and the minimum over the ranks leaves
+each collective that all ranks have run before (`Pending`), and the minimum over the ranks leaves
 those that all have submitted: a steady step costs this one short message. Only names that are new
 to some rank travel as objects, in a second message.
 
@@ -17,8 +17,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Protocol
@@ -31,8 +31,8 @@ from lightning_ring.comm.communicator import Communicator, CompletedWork, Reduce
 from lightning_ring.comm.waiting import CHECK_SECONDS, SLEEP_SHARE, WaitPolicy, ranks_text
 from lightning_ring.errors import RingError
 from lightning_ring.horovod.errors import HorovodInternalError
-from lightning_ring.horovod.execution import Agreed, Planner, Step
-from lightning_ring.horovod.pending import ALL_LEAVE, HEAD, NO_NEWS, STAYS, Pending
+from lightning_ring.horovod.execution import Agreed, Plan, Planner
+from lightning_ring.horovod.pending import ALL_LEAVE, CAPACITY, HEAD, NO_NEWS, STAYS, Pending
 from lightning_ring.horovod.requests import GRADIENTS, JOIN, Meta, Submission, problem_of
 from lightning_ring.horovod.timeline import Timeline
 
@@ -95,7 +95,7 @@ class Negotiation:
         self._since: dict[str, float] = {}
         self._joined: dict[int, None] = {}  # in the order of joining
         self._planner = Planner(comm)
-        self._plans: OrderedDict[bytes, list[Step]] = OrderedDict()  # by mask
+        self._plans: dict[bytes, Plan] = {}  # by mask
         self._pause = SHORTEST_PAUSE
         self._next_cycle = 0.0
         # -- of the thread
@@ -108,8 +108,8 @@ class Negotiation:
 
     # -- for callers
 
-    def submit(self, requests: Sequence[Submission]) -> None:
-        """Have ``requests`` run once every rank has submitted them.
+    def submit(self, request: Submission) -> None:
+        """Have ``request`` run once every rank has submitted it.
 
         Raises:
             ValueError: A request of that name is not done yet.
@@ -119,43 +119,42 @@ class Negotiation:
             raise HorovodInternalError(
                 self._ended or _SHUTDOWN.format("this rank")
             ) from self._cause
-        self._pending.add(requests)
+        self._pending.add(request)
         if self._ended is not None:  # meanwhile
             self._pending.finish_all(self._ended, self._cause)
         if not self._alarm_is_set:
             self._wake_thread()
 
-    def meet(self, name: str, op: str = "") -> None:
+    def meet(self, name: str, op: str = "", *, kind: str = "meeting") -> None:
         """Return when every rank is here: before what would wait for ever for a rank that has
-        left or has joined.
+        left or, unless it is a barrier, has joined.
         """
-        request = Submission(name, Meta("meeting", op=op))
-        self.submit([request])
-        self.wait([request])
-        if request.error is not None:
-            raise _raised(request.error, request.cause)
+        request = Submission(name, Meta(kind, op=op))
+        self.submit(request)
+        self.wait(request)
+        request.outcome()
 
     def announce(self, name: str, *, again: bool) -> None:
         """Tell the others that this rank reduces the gradients of ``name``: see `Gradients`."""
         if self._announced is not None and not self._announced.done:
-            self.wait([self._announced])  # ranks that have joined take part in one order
+            self.wait(self._announced)  # ranks that have joined take part in one order
         request = Submission(name + _AGAIN * again, Meta(GRADIENTS))
         request.on_error = self._end_gradients
-        self.submit([request])
+        self.submit(request)
         self._announced = request
 
-    def _end_gradients(self, error: str, cause: BaseException | None) -> None:
+    def _end_gradients(self, error: HorovodInternalError) -> None:
         for policy in self.policies:
-            policy.fail(_raised(error, cause))
+            policy.fail(error)
 
     def join(self) -> int:
         """Take part in the others' all-reduces and gradients with zeros until all ranks are
         here; the last one's.
         """
         request = Submission(JOIN, Meta(JOIN))
-        self.submit([request])
+        self.submit(request)
         while True:
-            self.wait([request], or_owed=True)
+            self.wait(request, or_owed=True)
             if not self._owed:
                 break
             # in this thread: others run the cycles that the ranks need meanwhile
@@ -168,34 +167,37 @@ class Negotiation:
                     "order."
                 )
             gradients.send_zeros(again=name.endswith(_AGAIN))
-        if request.error is not None:
-            raise _raised(request.error, request.cause)
+        last: int = request.outcome()
         self.unnamed.clear()  # ranks that joined early have made fewer calls without a name
-        last: int = request.result
         return last
 
-    def wait(self, requests: Sequence[Submission], *, or_owed: bool = False) -> None:
-        """Run cycles until all of ``requests`` are done; or, with ``or_owed``, there are
-        gradients to take part in.
+    def wait(self, request: Submission, *, or_owed: bool = False) -> None:
+        """Run cycles until ``request`` is done; or, with ``or_owed``, there are gradients to take
+        part in.
         """
         self._waiters.append(None)
         try:
-            for request in requests:
-                while not (request.done or (or_owed and self._owed)):
-                    self._move_in_this_thread(request, or_owed=or_owed)
+            while not (request.done or (or_owed and self._owed)):
+                if self._moving.acquire(timeout=CHECK_SECONDS):
+                    try:
+                        # a cycle too many would deadlock: ranks may wait for this thread's buckets
+                        if not (request.done or (or_owed and self._owed)):
+                            self._move(wait=True)
+                    finally:
+                        self._moving.release()
         finally:
             self._waiters.pop()
             if self._pending.requests:
                 self._wake_thread()
 
-    def poll(self, requests: Sequence[Submission]) -> bool:
-        """Whether all of ``requests`` are done, after a step towards it that needs no waiting."""
-        if not all(request.done for request in requests) and self._moving.acquire(False):
+    def poll(self, request: Submission) -> bool:
+        """Whether ``request`` is done, after a step towards it that needs no waiting."""
+        if not request.done and self._moving.acquire(False):
             try:
                 self._move(wait=False)
             finally:
                 self._moving.release()
-        return all(request.done for request in requests)
+        return request.done
 
     @property
     def ended(self) -> bool:
@@ -214,7 +216,8 @@ class Negotiation:
         self.leave()
         self._waiters.append(None)
         while self._ended is None:
-            self._move_in_this_thread(None)
+            with self._moving:
+                self._move(wait=True)
         self._closed = True
         self._alarm.ring()
         if threading.current_thread() is not self._thread:
@@ -225,19 +228,6 @@ class Negotiation:
             self.comm.abandon()
 
     # -- who runs the cycles
-
-    def _move_in_this_thread(self, request: Submission | None, *, or_owed: bool = False) -> None:
-        """Run a cycle, unless the other thread has finished what this one waits for.
-
-        A further cycle would deadlock: the other ranks wait for this thread to join their gradient
-        buckets, which travel outside of the negotiation.
-        """
-        if self._moving.acquire(timeout=CHECK_SECONDS):
-            try:
-                if not ((request is not None and request.done) or (or_owed and self._owed)):
-                    self._move(wait=True)
-            finally:
-                self._moving.release()
 
     def _wake_thread(self) -> None:
         self._alarm_is_set = True
@@ -281,11 +271,10 @@ class Negotiation:
                 self._exchange.wait()
                 self._exchange = None
                 self._finish()
-        except RingError as error:
-            self._end(f"{type(error).__name__}: {error}", error)
         except Exception as error:
             self._end(f"{type(error).__name__}: {error}", error)
-            self._leave_the_others()
+            if not isinstance(error, RingError):
+                self._leave_the_others()
         except BaseException as error:
             if self._exchange is None:  # in the middle of what other ranks do too
                 self._end("the script was interrupted inside a collective.", error)
@@ -352,22 +341,16 @@ class Negotiation:
     def _run_numbered(self, common: bytes) -> bool:
         """Run what the mask tells. Its steps are planned once."""
         # a rank that has joined takes part in less
-        steps = None if self._joined else self._plans.get(common)
-        if steps is None:
+        plan = None if self._joined else self._plans.get(common)
+        if plan is None:
             numbers = [number for number, byte in enumerate(common) if byte]
-            steps = self._planner.steps(self._fitting(whole_groups(map(self._agreed, numbers))))
+            plan = self._plan([Agreed(*self._pending.agreed(number)) for number in numbers])
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
             if not self._joined:
-                self._plans[common] = steps
-                if len(self._plans) > _MOST_PLANS:
-                    self._plans.popitem(last=False)
-        else:
-            self._plans.move_to_end(common)
-        self._run(steps)
-        return bool(steps)
-
-    def _agreed(self, number: int) -> Agreed:
-        name = self._pending.cache.name(number)
-        return Agreed(name, self._pending.cache.metas(name))
+                self._plans[common] = plan
+        self._run(plan)
+        return bool(plan.agreed)
 
     def _hear(self) -> None:
         """Exchange names that some rank submits for the first time, or with another tensor than
@@ -383,8 +366,8 @@ class Negotiation:
                 if meta.kind == JOIN:
                     self._joined[rank] = None
                     continue
-                if name in self._pending.cache:
-                    self._forget(name, changed=self._pending.cache.metas(name)[rank] != meta)
+                if known := self._pending.known.get(name):
+                    self._forget(name, changed=known.metas[rank] != meta)
                 self._table.setdefault(name, {})[rank] = meta
                 self._since[name] = min(self._since.get(name, now), now - age)
 
@@ -394,26 +377,22 @@ class Negotiation:
         self._pending.forget(name, changed=changed)
 
     def _run_named(self) -> bool:
-        """Run what every rank has submitted or has joined; a group when all of it is there."""
-        num_absent = len(self._joined)
-        complete = [
+        """Run what every rank has submitted or has joined."""
+        ready = [
             Agreed(name, metas)
             for name, metas in self._table.items()
-            if len(metas) == self.comm.world_size
-            or (num_absent and len(metas.keys() | self._joined.keys()) == self.comm.world_size)
+            if len(metas.keys() | self._joined.keys()) == self.comm.world_size
         ]
-        ready = whole_groups(complete)
         for one in ready:
             del self._table[one.name], self._since[one.name]
-        fitting = self._fitting(ready)
-        for one in fitting:
-            if len(one.metas) == self.comm.world_size and self._pending.cache.takes(
-                one.name, one.meta
-            ):
-                if self._pending.cache.is_full:
-                    self._forget(self._pending.cache.oldest)
+        plan = self._plan(ready)
+        for one in plan.agreed:
+            everywhere = len(one.metas) == self.comm.world_size
+            if everywhere and self._pending.takes_number(one.name):
+                if len(self._pending.known) >= CAPACITY:
+                    self._forget(next(iter(self._pending.known)))
                 self._pending.number(one.name, one.metas)
-        self._run(self._planner.steps(fitting))
+        self._run(plan)
         return self._end_join() or bool(ready)
 
     def _end_join(self) -> bool:
@@ -425,57 +404,30 @@ class Negotiation:
         self._pending.finish([JOIN])
         return True
 
-    def _fitting(self, ready: Sequence[Agreed]) -> list[Agreed]:
-        """Those of ``ready`` whose tensors fit together. The others end with an error, and their
-        groups with them.
-        """
-        joined = list(self._joined)
-        problems = {
-            one.name: text
-            for one in ready
-            if (text := problem_of(*one, joined, self.ranks)) is not None
-        }
-        if not problems:
-            return list(ready)
-        groups = {
-            group: problems[one.name]
-            for one in ready
-            if one.name in problems
-            for group in groups_of(one)
-        }
-        good = []
-        for one in (*ready, *map(Agreed, self._table.keys(), self._table.values())):
-            problem = problems.get(one.name) or next(
-                (groups[group] for group in groups_of(one) & groups.keys()), None
-            )
-            if problem is not None:
-                self._pending.finish([one.name], problem)
-                self._table.pop(one.name, None)
-                self._since.pop(one.name, None)
-            elif one.name not in self._table:
+    def _plan(self, ready: Sequence[Agreed]) -> Plan:
+        """Of those whose tensors fit together. The others end with an error."""
+        good, joined = [], list(self._joined)
+        for one in ready:
+            problem = problem_of(*one, joined, self.ranks)
+            if problem is None:
                 good.append(one)
-        return good
-
-    def _run(self, steps: Sequence[Step]) -> None:
-        for names, run in steps:
-            timeline, began = self.timeline, time.monotonic()
-            if timeline is None:
-                run(self._pending.requests)
             else:
-                own = [
-                    request
-                    for name in names
-                    if (request := self._pending.requests.get(name)) is not None
-                ]
-                for request in own:
-                    timeline.negotiated(request.name, request.meta.kind, request.since)
-                run(self._pending.requests)
-                for request in own:
-                    timeline.ran([request.name], request.meta.kind, time.monotonic() - began)
-            if self.comm.rank in self._joined:
-                announced = [name for name in names if name.startswith(GRADIENTS)]
-                self._owed.extend(name for name in announced if name not in self._pending.requests)
-            self._pending.finish(names)
+                self._pending.finish([one.name], problem)
+        return self._planner.plan(good)
+
+    def _run(self, plan: Plan) -> None:
+        requests = self._pending.requests
+        for names, run in plan.steps:
+            began = time.monotonic()
+            run(requests)
+            if self.timeline is not None:
+                for request in [requests[name] for name in names if name in requests]:
+                    self.timeline.ran(request.name, request.meta.kind, request.since, began)
+        done = [one.name for one in plan.agreed]
+        if self.comm.rank in self._joined:
+            announced = [name for name in done if name.startswith(GRADIENTS)]
+            self._owed.extend(name for name in announced if name not in requests)
+        self._pending.finish(done)
 
     def _end(self, why: str, cause: BaseException | None = None) -> None:
         self._ended, self._cause = why, cause
@@ -499,25 +451,3 @@ class Negotiation:
                     ", ".join(map(str, missing)),
                     STALL_SECONDS,
                 )
-
-
-def _raised(error: str, cause: BaseException | None) -> HorovodInternalError:
-    raised = HorovodInternalError(error)
-    raised.__cause__ = cause
-    return raised
-
-
-def whole_groups(agreed: Iterable[Agreed]) -> list[Agreed]:
-    """Without members of grouped calls of which others are missing."""
-    found = list(agreed)
-    counts = Counter(one.meta.group for one in found)
-    return [one for one in found if counts[one.meta.group] >= one.meta.group[1] or _differ(one)]
-
-
-def _differ(one: Agreed) -> bool:
-    return len({meta.group for meta in one.metas.values()}) > 1
-
-
-def groups_of(one: Agreed) -> set[str]:
-    """The grouped calls to which it belongs on some rank."""
-    return {meta.group[0] for meta in one.metas.values() if meta.group[0]}

@@ -2,26 +2,73 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 
-from lightning_ring.horovod.collectives import (
-    Average,
-    Sum,
-    reduction,
-    start,
-    start_alltoall,
-    start_broadcast,
-    start_reduction,
-    synchronize,
-)
+from lightning_ring.horovod.collectives import Average, Sum, reduction, start, synchronize
 from lightning_ring.horovod.compression import Compression
 from lightning_ring.horovod.context import ProcessSet, global_process_set, rank
 
+P = ParamSpec("P")
 _ALL = global_process_set
+Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+def _waiting(start_it: Callable[P, int]) -> Callable[P, Any]:
+    """Of a function that returns a handle: the one that waits for the result."""
+
+    @functools.wraps(start_it)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return synchronize(start_it(*args, **kwargs))
+
+    call.__name__ = call.__qualname__ = start_it.__name__.replace("_async", "")
+    return call
+
+
+def _in_place(start_it: Callable[P, int]) -> Callable[P, int]:
+    """Of a function that returns a handle: the one whose results go into its tensors."""
+
+    @functools.wraps(start_it)
+    def call(*args: P.args, **kwargs: P.kwargs) -> int:
+        return start_it(*args, _in_place=True, **kwargs)  # type: ignore[arg-type]
+
+    call.__name__ = call.__qualname__ = f"{start_it.__name__}_"
+    return call
+
+
+class _Through(torch.autograd.Function):
+    """Runs ``run`` on tensors, and ``back`` on the gradients of its results."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, back: Run, *tensors: Tensor) -> Any:
+        ctx.back = back
+        return tuple(run(tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, *ctx.back(grads)
+
+
+def through(
+    run: Run, back: Run, tensors: Sequence[Tensor], compression: Any = Compression.none
+) -> list[Tensor]:
+    sent = [compression.compress(tensor) for tensor in tensors]
+    found = _Through.apply(run, back, *[tensor for tensor, _ in sent])
+    contexts = [context for _, context in sent]
+    return [compression.decompress(*one) for one in zip(found, contexts, strict=True)]
+
+
+def run_collective(
+    kind: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, **options: Any
+) -> list[Tensor]:
+    results: list[Tensor] = synchronize(
+        start(kind, tensors, name, process_set, grouped=True, **options)
+    )
+    return results
 
 
 # -- allreduce
@@ -35,77 +82,19 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = _ALL,
+    *,
+    _in_place: bool = False,
 ) -> int:
-    chosen = reduction(average, op)
-    return start_reduction(
-        "allreduce", [tensor], name, chosen, prescale_factor, postscale_factor, process_set
+    return start(
+        "allreduce",
+        [tensor],
+        name,
+        process_set,
+        op=reduction(average, op),
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        in_place=_in_place,
     )
-
-
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = _ALL,
-) -> int:
-    chosen = reduction(average, op)
-    factors = prescale_factor, postscale_factor
-    return start_reduction(
-        "allreduce", [tensor], name, chosen, *factors, process_set, in_place=True
-    )
-
-
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = _ALL,
-) -> Tensor:
-    result: Tensor = synchronize(
-        allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    )
-    return result
-
-
-class _Allreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, grouped: bool, name: str | None, options: tuple[Any, ...], *tensors: Tensor
-    ) -> Any:
-        ctx.grouped, ctx.options = grouped, options
-        handle = start_reduction("allreduce", tensors, name, *options, grouped=grouped)
-        found = synchronize(handle)
-        return tuple(found) if grouped else found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        found = synchronize(
-            start_reduction("allreduce", grads, None, *ctx.options, grouped=ctx.grouped)
-        )
-        return None, None, None, *(found if ctx.grouped else [found])
-
-
-def allreduce(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = _ALL,
-) -> Tensor:
-    """``tensor`` reduced over the ranks of the process set, in new memory; the mean by default."""
-    sent, context = compression.compress(tensor)
-    options = reduction(average, op), prescale_factor, postscale_factor, process_set
-    found: Tensor = compression.decompress(_Allreduce.apply(False, name, options, sent), context)
-    return found
 
 
 def grouped_allreduce_async(
@@ -116,41 +105,26 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = _ALL,
+    *,
+    _in_place: bool = False,
 ) -> int:
-    factors = prescale_factor, postscale_factor
-    return start_reduction(
-        "allreduce", tensors, name, reduction(average, op), *factors, process_set, grouped=True
+    return start(
+        "allreduce",
+        tensors,
+        name,
+        process_set,
+        op=reduction(average, op),
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        in_place=_in_place,
+        grouped=True,
     )
 
 
-def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = _ALL,
-) -> int:
-    options = reduction(average, op), prescale_factor, postscale_factor, process_set
-    return start_reduction("allreduce", tensors, name, *options, grouped=True, in_place=True)
-
-
-def grouped_allreduce_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = _ALL,
-) -> list[Tensor]:
-    result: list[Tensor] = synchronize(
-        grouped_allreduce_async_(
-            tensors, average, name, op, prescale_factor, postscale_factor, process_set
-        )
-    )
-    return result
+allreduce_async_ = _in_place(allreduce_async)
+grouped_allreduce_async_ = _in_place(grouped_allreduce_async)
+allreduce_ = _waiting(allreduce_async_)
+grouped_allreduce_ = _waiting(grouped_allreduce_async_)
 
 
 def grouped_allreduce(
@@ -164,12 +138,31 @@ def grouped_allreduce(
     process_set: ProcessSet = _ALL,
 ) -> list[Tensor]:
     """As `allreduce` for each of ``tensors``, which travel together."""
-    sent, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
-    options = reduction(average, op), prescale_factor, postscale_factor, process_set
-    found = _Allreduce.apply(True, name, options, *sent)
-    return [
-        compression.decompress(one, context) for one, context in zip(found, contexts, strict=True)
-    ]
+    reduce = functools.partial(
+        run_collective,
+        "allreduce",
+        process_set=process_set,
+        op=reduction(average, op),
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+    )
+    run = functools.partial(reduce, name=name)
+    return through(run, functools.partial(reduce, name=None), tensors, compression)
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = _ALL,
+) -> Tensor:
+    """``tensor`` reduced over the ranks of the process set, in new memory; the mean by default."""
+    factors = prescale_factor, postscale_factor
+    return grouped_allreduce([tensor], average, name, compression, op, *factors, process_set)[0]
 
 
 def sparse_allreduce_async(
@@ -181,15 +174,14 @@ def sparse_allreduce_async(
     if reduction(None, op) not in (Average, Sum):
         raise NotImplementedError(f"sparse_allreduce_async got op={op}, expected Average or Sum.")
     whole = tensor.coalesce()
-    entries, places = whole.values(), whole.indices().t().contiguous()
     handles = [
-        allgather_async(entries, f"{name}.values", process_set),
-        allgather_async(places, f"{name}.indices", process_set),
+        allgather_async(whole.values(), f"{name}.values", process_set),
+        allgather_async(whole.indices().t().contiguous(), f"{name}.indices", process_set),
     ]
 
     def result() -> Tensor:
         values, indices = (synchronize(handle) for handle in handles)
-        if reduction(None, op) == Average:
+        if op == Average:
             values = values / process_set.size()
         return torch.sparse_coo_tensor(indices.t(), values, whole.size()).coalesce()
 
@@ -203,94 +195,74 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
     return start("allgather", [_with_rows(tensor)], name, process_set)
 
 
-def _with_rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(1) if tensor.dim() == 0 else tensor
-
-
-class _Allgather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, grouped: bool, name: str | None, process_set: ProcessSet, *tensors: Tensor
-    ) -> Any:
-        ctx.process_set = process_set
-        ctx.rows = [tensor.shape[0] for tensor in tensors]
-        found = synchronize(start("allgather", tensors, name, process_set, grouped=grouped))
-        return tuple(found) if grouped else found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        own, results = ctx.process_set, []
-        counts = synchronize(start("allgather", [torch.tensor([ctx.rows])], None, own)).tolist()
-        for index, grad in enumerate(grads):
-            mean = synchronize(start_reduction("allreduce", [grad], None, Average, 1.0, 1.0, own))
-            results.append(mean.split([row[index] for row in counts])[own.rank()])
-        return None, None, None, *results
-
-
-def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = _ALL) -> Tensor:
-    """The ranks' tensors, one after the other in the first dimension, in which they may differ."""
-    found: Tensor = _Allgather.apply(False, name, process_set, _with_rows(tensor))
-    return found
-
-
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = _ALL
 ) -> int:
-    return start(
-        "allgather", [_with_rows(tensor) for tensor in tensors], name, process_set, grouped=True
-    )
+    return start("allgather", [*map(_with_rows, tensors)], name, process_set, grouped=True)
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(1) if tensor.dim() == 0 else tensor
 
 
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = _ALL
 ) -> list[Tensor]:
-    return list(_Allgather.apply(True, name, process_set, *map(_with_rows, tensors)))
+    """As `allgather` for each of ``tensors``."""
+    tensors = [*map(_with_rows, tensors)]
+    own = torch.tensor([[tensor.shape[0] for tensor in tensors]])
+
+    def back(grads: Sequence[Tensor]) -> list[Tensor]:
+        counts = run_collective("allgather", [own], None, process_set)[0].t().tolist()
+        means = run_collective("allreduce", grads, None, process_set, op=Average)
+        parts = [mean.split(rows) for mean, rows in zip(means, counts, strict=True)]
+        return [part[process_set.rank()] for part in parts]
+
+    return through(lambda sent: run_collective("allgather", sent, name, process_set), back, tensors)
+
+
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = _ALL) -> Tensor:
+    """The ranks' tensors, one after the other in the first dimension, in which they may differ."""
+    return grouped_allgather([tensor], name, process_set)[0]
 
 
 # -- broadcast
 
 
 def broadcast_async(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = _ALL,
+    *,
+    _in_place: bool = False,
 ) -> int:
-    return start_broadcast(tensor, root_rank, name, process_set)
-
-
-def broadcast_async_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL
-) -> int:
-    return start_broadcast(tensor, root_rank, name, process_set, in_place=True)
-
-
-def broadcast_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL
-) -> Tensor:
-    result: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
-    return result
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
-    ) -> Any:
-        ctx.root_rank, ctx.process_set = root_rank, process_set
-        return synchronize(start_broadcast(tensor, root_rank, name, process_set))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        mean = synchronize(
-            start_reduction("allreduce", grads, None, Average, 1.0, 1.0, ctx.process_set)
+    if root_rank not in process_set.ranks:
+        raise ValueError(
+            f"broadcast got root_rank={root_rank}, which is not one of the ranks "
+            f"{process_set.ranks}."
         )
-        return (mean if rank() == ctx.root_rank else torch.zeros_like(mean)), None, None, None
+    root = process_set.ranks.index(root_rank)
+    return start("broadcast", [tensor], name, process_set, root=root, in_place=_in_place)
+
+
+broadcast_async_ = _in_place(broadcast_async)
+broadcast_ = _waiting(broadcast_async_)
 
 
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
     """Rank ``root_rank``'s ``tensor``, in new memory. The rank is that of the job."""
-    found: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
-    return found
+
+    def run(sent: Sequence[Tensor]) -> list[Tensor]:
+        return [synchronize(broadcast_async(sent[0], root_rank, name, process_set))]
+
+    def back(grads: Sequence[Tensor]) -> list[Tensor]:
+        mean = run_collective("allreduce", grads, None, process_set, op=Average)
+        return mean if rank() == root_rank else [torch.zeros_like(mean[0])]
+
+    return through(run, back, [tensor])[0]
 
 
 # -- alltoall
@@ -298,7 +270,7 @@ def broadcast(
 
 def alltoall_async(
     tensor: Tensor,
-    splits: Tensor | None = None,
+    splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = _ALL,
 ) -> int:
@@ -306,36 +278,13 @@ def alltoall_async(
 
     `synchronize` returns the rows and the received splits, even if no splits were given.
     """
-    return start_alltoall(tensor, splits, name, process_set)
-
-
-class _Alltoall(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, splits: Tensor | None, name: str | None, process_set: ProcessSet
-    ) -> Any:
-        found, received = synchronize(start_alltoall(tensor, splits, name, process_set))
-        ctx.received, ctx.process_set, ctx.rows = received, process_set, tensor.shape[0]
-        ctx.mark_non_differentiable(received)
-        return found, received
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad, _ = synchronize(
-            start_alltoall(grads[0].contiguous(), ctx.received, None, ctx.process_set)
-        )
-        missing = ctx.rows - grad.shape[0]  # rows that no rank got
-        return (
-            (torch.cat([grad, grad.new_zeros(missing, *grad.shape[1:])]) if missing else grad),
-            None,
-            None,
-            None,
-        )
+    rows = checked_splits(tensor, splits, process_set.size())
+    return start("alltoall", [tensor], name, process_set, splits=rows)
 
 
 def alltoall(
     tensor: Tensor,
-    splits: Tensor | None = None,
+    splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = _ALL,
 ) -> Any:
@@ -345,11 +294,75 @@ def alltoall(
     Without ``splits`` every rank gets as many rows. With them the numbers of received rows are
     returned too.
     """
-    found, received = _Alltoall.apply(tensor, splits, name, process_set)
+
+    num_rows = len(tensor) if tensor.dim() else 0
+
+    def run(sent: Sequence[Tensor]) -> Any:
+        return synchronize(alltoall_async(sent[0], splits, name, process_set))
+
+    def back(grads: Sequence[Tensor]) -> list[Tensor]:
+        handle = alltoall_async(grads[0].contiguous(), received, None, process_set)
+        grad, _ = synchronize(handle)
+        missing = grad.new_zeros(num_rows - grad.shape[0], *grad.shape[1:])
+        return [torch.cat([grad, missing])]  # zeros for rows that no rank got
+
+    found, received = _Through.apply(run, back, tensor)
     return found if splits is None else (found, received)
 
 
+def checked_splits(
+    tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int
+) -> tuple[int, ...]:
+    if tensor.dim() == 0:
+        raise ValueError(
+            "alltoall got a tensor without dimensions; rows of the first dimension are sent."
+        )
+    rows = tensor.shape[0]
+    if splits is None and rows % size:
+        raise ValueError(
+            f"alltoall got {rows} rows and no splits; {rows} is not a multiple of {size} ranks."
+        )
+    if isinstance(splits, Tensor) and splits.dtype != torch.int32:
+        raise ValueError(f"alltoall got splits of {splits.dtype}, expected torch.int32.")
+    numbers = (rows // size,) * size if splits is None else tuple(map(int, splits))
+    if len(numbers) != size or min(numbers) < 0 or sum(numbers) > rows:
+        raise ValueError(
+            f"alltoall got splits {list(numbers)} for {rows} rows and {size} ranks, expected "
+            f"{size} numbers of rows whose sum is at most {rows}."
+        )
+    return numbers
+
+
 # -- reducescatter
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: str = Average,
+    process_set: ProcessSet = _ALL,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    *,
+    _grouped: bool = True,
+) -> int:
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError(
+            "reducescatter got a tensor without dimensions; rows of the first "
+            "dimension are scattered."
+        )
+    if reduction(None, op) not in (Average, Sum):
+        raise NotImplementedError(f"reducescatter got op={op}, expected Average or Sum.")
+    return start(
+        "reducescatter",
+        tensors,
+        name,
+        process_set,
+        op=op,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        grouped=_grouped,
+    )
 
 
 def reducescatter_async(
@@ -360,46 +373,30 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    return _start_reducescatter([tensor], name, op, prescale_factor, postscale_factor, process_set)
+    factors = prescale_factor, postscale_factor
+    return grouped_reducescatter_async([tensor], name, op, process_set, *factors, _grouped=False)
 
 
-def _start_reducescatter(
+def grouped_reducescatter(
     tensors: Sequence[Tensor],
-    name: str | None,
-    op: str,
-    pre: float,
-    post: float,
-    own: ProcessSet,
-    *,
-    grouped: bool = False,
-) -> int:
-    if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError(
-            "reducescatter got a tensor without dimensions; rows of the first "
-            "dimension are scattered."
-        )
-    if reduction(None, op) not in (Average, Sum):
-        raise NotImplementedError(f"reducescatter got op={op}, expected Average or Sum.")
-    return start_reduction("reducescatter", tensors, name, op, pre, post, own, grouped=grouped)
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: str = Average,
+    process_set: ProcessSet = _ALL,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """As `reducescatter` for each of ``tensors``."""
+    factors = prescale_factor, postscale_factor
 
+    def run(sent: Sequence[Tensor]) -> Any:
+        return synchronize(grouped_reducescatter_async(sent, name, op, process_set, *factors))
 
-class _Reducescatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, grouped: bool, name: str | None, options: tuple[Any, ...], *tensors: Tensor
-    ) -> Any:
-        ctx.grouped, ctx.options = grouped, options
-        found = synchronize(_start_reducescatter(tensors, name, *options, grouped=grouped))
-        return tuple(found) if grouped else found
+    def back(grads: Sequence[Tensor]) -> list[Tensor]:
+        factor = prescale_factor * postscale_factor * (process_set.size() if op == Sum else 1)
+        return run_collective("allgather", [grad * factor for grad in grads], None, process_set)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        op, pre, post, own = ctx.options
-        factor = pre * post * (own.size() if op == Sum else 1)
-        found = synchronize(
-            start("allgather", [grad * factor for grad in grads], None, own, grouped=ctx.grouped)
-        )
-        return None, None, None, *(found if ctx.grouped else [found])
+    return through(run, back, tensors, compression)
 
 
 def reducescatter(
@@ -414,40 +411,5 @@ def reducescatter(
     """Reduce ``tensor`` over the ranks. Each gets its rows of the result; the first ranks may
     get one more.
     """
-    sent, context = compression.compress(tensor)
-    options = op, prescale_factor, postscale_factor, process_set
-    found: Tensor = compression.decompress(
-        _Reducescatter.apply(False, name, options, sent), context
-    )
-    return found
-
-
-def grouped_reducescatter_async(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    op: str = Average,
-    process_set: ProcessSet = _ALL,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
-    return _start_reducescatter(
-        tensors, name, op, prescale_factor, postscale_factor, process_set, grouped=True
-    )
-
-
-def grouped_reducescatter(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: str = Average,
-    process_set: ProcessSet = _ALL,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[Tensor]:
-    sent, contexts = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
-    found = _Reducescatter.apply(
-        True, name, (op, prescale_factor, postscale_factor, process_set), *sent
-    )
-    return [
-        compression.decompress(one, context) for one, context in zip(found, contexts, strict=True)
-    ]
+    factors = prescale_factor, postscale_factor
+    return grouped_reducescatter([tensor], name, compression, op, process_set, *factors)[0]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 from weakref import finalize, ref
 
 import torch
@@ -22,13 +22,25 @@ from lightning_ring.comm.replicate import check_same_description, described
 from lightning_ring.gradients.backward import check_outside_backward, closure_of
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 from lightning_ring.gradients.reducer import Reducer
-from lightning_ring.horovod.attachments import attachments
-from lightning_ring.horovod.collectives import Adasum, Average, Sum, reduction
+from lightning_ring.horovod.collectives import (
+    Adasum,
+    Average,
+    Sum,
+    check_adasum,
+    reduction,
+    start,
+    synchronize,
+)
 from lightning_ring.horovod.compression import Compression
-from lightning_ring.horovod.context import ProcessSet, global_process_set, gradient_communicator
-from lightning_ring.horovod.delta_optimizer import Deltas
-from lightning_ring.horovod.negotiation import Negotiation
+from lightning_ring.horovod.context import (
+    ProcessSet,
+    attachments,
+    global_process_set,
+    gradient_communicator,
+)
 from lightning_ring.horovod.requests import GRADIENTS
+
+Named = list[tuple[str, Parameter]]
 
 
 def DistributedOptimizer(
@@ -72,17 +84,24 @@ def DistributedOptimizer(
         raise ValueError(f"DistributedOptimizer got op={op}, expected Average, Sum or Adasum.")
     if backward_passes_per_step < 1:
         raise ValueError("backward_passes_per_step must be > 0")
-    format_on_wire = _format_of(compression, op)
+    wire_format = _format_of(compression, op)
     named = _named(optimizer, named_parameters)
     optimizer._parameter_names = {param: name for name, param in named}  # type: ignore[attr-defined]
     attachments.pop(optimizer, None)
     if op == Adasum and process_set.included() and process_set.size() > 1:
-        Deltas(optimizer, named, process_set, compression)
+        _Deltas(optimizer, named, process_set, compression)
         return optimizer
-    how = (format_on_wire, backward_passes_per_step, op)
-    attachment = _Attachment(ref(optimizer), named, process_set, how, sparse_as_dense)
-    attachment.attach()
-    attachments[optimizer] = attachment
+    averaging = _Averaging(
+        ref(optimizer),
+        named,
+        process_set,
+        wire_format,
+        backward_passes_per_step,
+        op,
+        sparse_as_dense,
+    )
+    averaging.attach()
+    attachments[optimizer] = averaging
     return optimizer
 
 
@@ -92,14 +111,11 @@ def _format_of(compression: Any, op: str) -> str | Compressor | None:
     """
     if op == Adasum and hasattr(compression, "decompress"):
         return None
-    found = (
-        compression
-        if isinstance(compression, str | Compressor)
-        else getattr(compression, "name", None)
-    )
-    if compression is Compression.none or (
-        op != Adasum and (isinstance(found, Compressor) or found in COMPRESSORS)
-    ):
+    found = compression
+    if not isinstance(compression, str | Compressor):
+        found = getattr(compression, "name", None)
+    known = isinstance(found, Compressor) or found in COMPRESSORS
+    if compression is Compression.none or (known and op != Adasum):
         return found
     ours = (
         f", one of {', '.join(COMPRESSORS)} or a Compressor of lightning_ring.gradients.compression"
@@ -117,15 +133,13 @@ def _named(
     if named_parameters is None:
         return [(f"parameter.{index}", param) for index, param in enumerate(params)]
     named = list(named_parameters)
-    if any(
-        not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str))
-        for pair in named
-    ):
+    if not all(isinstance(pair, tuple) and isinstance(pair[0], str) for pair in named):
         raise ValueError(
             "named_parameters should be a sequence of tuples (name, parameter), usually "
             "model.named_parameters()."
         )
-    if twice := [name for name, count in Counter(name for name, _ in named).items() if count > 1]:
+    counts = Counter(name for name, _ in named)
+    if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(
             "Parameter names in named_parameters must be unique. Found duplicates: "
             f"{', '.join(twice)}"
@@ -140,22 +154,21 @@ def _named(
 
 
 @dataclass(slots=True)
-class _Attachment:
+class _Averaging:
     """An optimizer and how its gradients are reduced, over the ranks of one generation after the
     other.
     """
 
     optimizer: ref[Optimizer]
-    named: list[tuple[str, Parameter]]
+    named: Named
     process_set: ProcessSet
-    how: tuple[str | Compressor | None, int, str]
+    compression: str | Compressor | None
+    passes: int
+    op: str
     sparse_as_dense: bool
     gradients: _Gradients | None = None
 
     def attach(self) -> None:
-        optimizer = self.optimizer()
-        if optimizer is not None:
-            optimizer.set_backward_passes_per_step = self.set_backward_passes_per_step  # type: ignore[attr-defined]
         if self.process_set.process_set_id is None:
             raise ValueError(
                 f"DistributedOptimizer: the process set of ranks {self.process_set.ranks} is not "
@@ -164,32 +177,28 @@ class _Attachment:
             )
         if self.process_set.included() and self.process_set.size() > 1:
             negotiation = self.process_set.negotiation
-            negotiation.meet(f"DistributedOptimizer {negotiation.num_optimizers}", self.how[-1])
+            negotiation.meet(f"DistributedOptimizer {negotiation.num_optimizers}", self.op)
         device = next((param.device for _, param in self.named), torch.device("cpu"))
         comm = gradient_communicator(self.process_set, device)
+        optimizer: Any = self.optimizer()
         if optimizer is None:
             return
+        optimizer.set_backward_passes_per_step = self.set_backward_passes_per_step
         if comm is not None and comm.world_size > 1:
-            passes = {"backward_passes_per_step": str(self.how[1])}
+            passes = {"backward_passes_per_step": str(self.passes)}
             check_same_description(described("parameter", self.named) | passes, comm)
-            self.gradients = _Gradients(
-                optimizer,
-                self.named,
-                comm,
-                negotiation,
-                *self.how,
-                sparse_as_dense=self.sparse_as_dense,
-            )
+            self.gradients = _Gradients(optimizer, self, comm)
+            optimizer.synchronize = self.gradients.synchronize
+            optimizer.skip_synchronize = self.gradients.skip_synchronize
         else:
-            optimizer.synchronize = lambda: None  # type: ignore[attr-defined]
-            optimizer.skip_synchronize = ExitStack  # type: ignore[attr-defined]
+            optimizer.synchronize = lambda: None
+            optimizer.skip_synchronize = ExitStack
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the argument of `DistributedOptimizer`, between two steps. All ranks call it."""
-        compression, _, op = self.how
-        self.how = compression, passes, op
+        self.passes = passes
         if self.gradients is not None:
-            self.gradients.set_passes(passes)
+            self.gradients.begin_step()
 
     def detach(self) -> None:
         gradients, self.gradients = self.gradients, None
@@ -203,21 +212,8 @@ class _Attachment:
 class _Gradients:
     """The gradients of one optimizer: a reducer, and the hooks that complete it before a step."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        named: list[tuple[str, Parameter]],
-        comm: Communicator,
-        negotiation: Negotiation,
-        compression: str | Compressor | None,
-        passes: int,
-        op: str,
-        *,
-        sparse_as_dense: bool,
-    ) -> None:
-        self._op, self._passes = op, passes
-        self._named = named
-        self._optimizer = ref(optimizer)
+    def __init__(self, optimizer: Optimizer, how: _Averaging, comm: Communicator) -> None:
+        self._how = how
         self._counts: Counter[Tensor] = Counter()
         self._synchronized = False
         self._completed = False  # since the last step
@@ -226,35 +222,37 @@ class _Gradients:
         # of the last reduction that this rank took part in by joining
         self._averages: Sequence[Tensor | None] = ()
         self._stepped = True  # since the last reduction, or there was none
-        number = negotiation.num_optimizers
-        negotiation.num_optimizers += 1
-        self._negotiation, self._name = negotiation, f"{GRADIENTS} of optimizer {number}"
-        negotiation.gradients[self._name] = self
-        label = f"optimizer {number}: " if number else ""
         self._world_size = comm.world_size
         self._sparse: set[Tensor] = set()  # with gradients that travel dense
-        frozen = [
-            param for _, param in named if not param.requires_grad and param.is_floating_point()
-        ]
+        self._negotiation = how.process_set.negotiation
+        number = self._negotiation.num_optimizers
+        self._negotiation.num_optimizers += 1
+        self._name = f"{GRADIENTS} of optimizer {number}"
+        self._negotiation.gradients[self._name] = self
+        params = dict.fromkeys(param for _, param in how.named)
+        frozen = [one for one in params if not one.requires_grad and one.is_floating_point()]
         for param in frozen:
             # for a moment: those that become trainable later are reduced too
             param.requires_grad_(True)
-        self._hooks = hooks = list[Any]()
-        for param in dict.fromkeys(param for _, param in named if param.requires_grad):
+        self._hooks: list[Any] = [
             # before the reducer's
-            hooks.append(param.register_post_accumulate_grad_hook(self._count))
+            param.register_post_accumulate_grad_hook(self._count)
+            for param in params
+            if param.requires_grad
+        ]
         # a new one, without what an earlier generation has kept
-        named_one = COMPRESSORS[compression].build() if isinstance(compression, str) else None
-        compressor = named_one or copy.deepcopy(compression)
-        assert not isinstance(compressor, str)
+        compressor = copy.deepcopy(how.compression)
+        if isinstance(compressor, str):
+            compressor = COMPRESSORS[compressor].build()
         if compressor is not None:
             compressor.check_optimizers([optimizer])
         self._reducer = Reducer(
-            RecordedCommunicator(comm, [], label),
-            named,
+            RecordedCommunicator(comm, [], f"optimizer {number}: " if number else ""),
+            how.named,
             compressor=compressor,
-            gathers_sparse=not sparse_as_dense,
-            warn=_quiet,
+            gathers_sparse=not how.sparse_as_dense,
+            # what a reducer says of sparse gradients names RingStrategy's arguments
+            warn=lambda text: None,
             before_backward=self._before_backward,
         )
         self._reducer.num_steps = -1  # the first reduction counts one
@@ -263,11 +261,11 @@ class _Gradients:
         self._whole = ExitStack()
         self._whole.enter_context(self._reducer.plain_backwards(reduced=True))
         self._pause = ExitStack()
-        self._begin_step()
-        hooks.append(optimizer.register_step_pre_hook(self._before_step))
-        hooks.append(optimizer.register_step_post_hook(self._after_step))
-        optimizer.synchronize = self.synchronize  # type: ignore[attr-defined]
-        optimizer.skip_synchronize = self.skip_synchronize  # type: ignore[attr-defined]
+        self.begin_step()
+        self._hooks += [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
         self._finalizer = finalize(optimizer, self._reducer.remove)
         self._finalizer.atexit = False
 
@@ -279,10 +277,6 @@ class _Gradients:
             hook.remove()
         self._finalizer()  # removes the reducer's
 
-    def set_passes(self, passes: int) -> None:
-        self._passes = passes
-        self._begin_step()
-
     def synchronize(self) -> None:
         """Complete the gradients. Collective: a rank without gradients takes part with zeros."""
         self._pause.close()
@@ -292,15 +286,10 @@ class _Gradients:
                 self._reducer.take_assigned()
             with self._reducer.backward():
                 pass
-        if self._op == Sum and not self._completed:
-            optimizer = self._optimizer()
-            own = (
-                {id(param) for group in optimizer.param_groups for param in group["params"]}
-                if optimizer
-                else set()
-            )
-            named = {id(param): param for _, param in self._named if id(param) in own}  # each once
-            grads = [param.grad for param in named.values() if param.grad is not None]
+        optimizer = self._how.optimizer()
+        if self._how.op == Sum and not self._completed and optimizer is not None:
+            own = [param for group in optimizer.param_groups for param in group["params"]]
+            grads = [param.grad for param in own if param.grad is not None]
             if grads:
                 torch._foreach_mul_(grads, float(self._world_size))
         for param in self._sparse:
@@ -339,26 +328,26 @@ class _Gradients:
     def _is_reduced(self) -> bool:
         return self._reducer.num_finished > self._finished_before
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
         self._counts.clear()
         self._synchronized = self._completed = False
         self._finished_before = self._reducer.num_finished
         self._pause.close()
-        if self._passes > 1:
+        if self._how.passes > 1:
             self._pause.enter_context(self._reducer.no_sync())
 
     def _count(self, param: Tensor) -> None:
         if param.grad is not None and param.grad.is_sparse and not self._reducer.gathers_sparse:
             self._sparse.add(param)
         self._counts[param] += 1
-        if self._counts[param] == self._passes:
+        if self._counts[param] == self._how.passes:
             self._pause.close()
 
     def _before_step(
         self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         check_outside_backward(optimizer)
-        if self._op == Sum and closure_of(args, kwargs) is not None:
+        if self._how.op == Sum and closure_of(args, kwargs) is not None:
             raise ValueError(
                 "step(closure) was called with DistributedOptimizer(op=Sum). The gradients of the "
                 "closure would be averaged, not summed. Use op=Average and multiply the learning "
@@ -378,8 +367,47 @@ class _Gradients:
 
     def _after_step(self, *_: Any) -> None:
         self._stepped = True
-        self._begin_step()
+        self.begin_step()
 
 
-def _quiet(_: str) -> None:
-    """What a reducer says of sparse gradients names RingStrategy's arguments."""
+class _Deltas:
+    """What a step has added to the parameters of one optimizer, combined over the ranks by Adasum
+    after the step.
+
+    Gradients stay this rank's own, summed over the backwards since `zero_grad`. A rank whose step
+    left a parameter as it was takes part with zeros.
+    """
+
+    def __init__(
+        self, optimizer: Any, named: Named, process_set: ProcessSet, compression: Any
+    ) -> None:
+        self._named = [(name, param) for name, param in named if param.requires_grad]
+        check_adasum([param for _, param in self._named], process_set)
+        self._process_set = process_set
+        self._compression = compression
+        self._starts: list[Tensor] = []
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.synchronize = lambda: None
+        optimizer.skip_synchronize = self._skip_synchronize
+        optimizer.set_backward_passes_per_step = lambda passes: None
+
+    def _skip_synchronize(self) -> NoReturn:
+        raise AssertionError(
+            "Skipping synchronization is not supported when using Adasum optimizer."
+        )
+
+    def _before_step(self, *_: Any) -> None:
+        self._starts = [param.detach().clone() for _, param in self._named]
+
+    @torch.no_grad()
+    def _after_step(self, *_: Any) -> None:
+        sent = []
+        for (name, param), began in zip(self._named, self._starts, strict=True):
+            short, context = self._compression.compress(param - began)
+            name = f"adasum.{name}"
+            handle = start("allreduce", [short], name, self._process_set, op=Adasum, in_place=True)
+            sent.append((param, began, handle, context))
+        for param, began, handle, context in sent:
+            param.copy_(began.add_(self._compression.decompress(synchronize(handle), context)))
+        self._starts = []

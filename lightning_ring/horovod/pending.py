@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from lightning_ring.horovod.cache import Cache
 from lightning_ring.horovod.requests import JOIN, Metas, Submission
 
 # bytes at the front of a mask. The minimum over the ranks is 0 where some rank ...
@@ -14,49 +14,63 @@ ALL_LEAVE = 1  # ... does not shut down
 NO_NEWS = 2  # ... has names to tell
 HEAD = 3
 
+CAPACITY = 4096  # names that have a number
+UNNAMED = "noname."  # calls without a name have another one each time
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """A collective that all ranks have agreed on, and its number, the same on every rank."""
+
+    number: int
+    metas: Metas
+
 
 class Pending:
     """Requests by name. Callers add them in any thread; the cycles of `Negotiation` take them, in
     one at a time.
 
-    A request is told by number, in a mask of a byte for each entry of the cache, if it is one that
-    all ranks have run before, and else by name.
+    A request that all ranks have run before has a number: a byte of the mask tells it. Others are
+    told by name. All ranks give and free numbers at the same points of the negotiation, so that
+    numbers need no exchange.
     """
 
     def __init__(self, rank: int) -> None:
-        self.cache = Cache(rank)  # changed under the lock only
         self.requests: dict[str, Submission] = {}
+        self.known: dict[str, Numbered] = {}  # in the order of adding
         self.fresh = False  # something was added since the last mask was made
+        self._rank = rank
+        self._names: list[str] = []  # by number
+        self._free: list[int] = []
+        # names whose tensors came in other sizes: they are told by name each time
+        self._changing: set[str] = set()
         self._news: list[Submission] = []  # to tell by name
         self._mask = bytearray(HEAD)
-        self._lock = threading.Lock()  # held for moments
+        # held for moments, by whoever changes one of these
+        self._lock = threading.Lock()
 
-    def add(self, requests: Sequence[Submission]) -> None:
-        """Take ``requests``, all or none.
+    def add(self, request: Submission) -> None:
+        """Take ``request``.
 
         Raises:
             ValueError: One of that name is here already.
         """
         with self._lock:
-            for index, request in enumerate(requests):
-                if request.name in self.requests:
-                    for before in requests[:index]:
-                        del self.requests[before.name]
-                    raise ValueError(
-                        f"{request.name}: a collective of this name was submitted and is not done "
-                        "yet. Give each a name of its own, or synchronize the first one before "
-                        "the second."
-                    )
-                self.requests[request.name] = request
-            if requests[0].name == JOIN:  # from here on the mask tells that this rank has joined
+            if request.name in self.requests:
+                raise ValueError(
+                    f"{request.name}: a collective of this name was submitted and is not done "
+                    "yet. Give each a name of its own, or synchronize the first one before "
+                    "the second."
+                )
+            self.requests[request.name] = request
+            if request.name == JOIN:  # from here on the mask tells that this rank has joined
                 self._tell_by_name(self.requests.values())
-            by_name = JOIN in self.requests
-            for request in requests:
-                request.number = None if by_name else self.cache.number(request.name, request.meta)
-                if request.number is None:
-                    self._news.append(request)
-                else:
-                    self._mask[HEAD + request.number] = 1
+            known = None if JOIN in self.requests else self.known.get(request.name)
+            if known is not None and known.metas[self._rank] == request.meta:
+                request.number = known.number
+                self._mask[HEAD + known.number] = 1
+            else:
+                self._news.append(request)
             self.fresh = True
 
     def tell(self, *, leaving: bool) -> tuple[bytearray, list[Submission]]:
@@ -74,16 +88,14 @@ class Pending:
     ) -> None:
         """The requests of ``names`` are done."""
         with self._lock:  # first: the caller may submit the name again at once
-            done = [
-                request for name in names if (request := self.requests.pop(name, None)) is not None
-            ]
+            found = [self.requests.pop(name, None) for name in names]
+            done = [request for request in found if request is not None]
             for request in done:
                 if request.number is not None:
                     self._mask[HEAD + request.number] = 0
         for request in done:
-            request.error, request.cause = error, cause
-            if error is not None and request.on_error is not None:
-                request.on_error(error, cause)
+            if error is not None:
+                request.fail(error, cause)
             request.done = True
 
     def finish_all(self, error: str, cause: BaseException | None) -> None:
@@ -91,17 +103,32 @@ class Pending:
             names = list(self.requests)
         self.finish(names, error, cause)
 
+    def agreed(self, number: int) -> tuple[str, Metas]:
+        name = self._names[number]
+        return name, self.known[name].metas
+
+    def takes_number(self, name: str) -> bool:
+        """Whether a name is expected again, with tensors of the same size."""
+        return UNNAMED not in name and name not in self._changing
+
     def number(self, name: str, metas: Metas) -> None:
-        """From the next mask on ``name`` is told by number. The cache has room for it."""
+        """From the next mask on ``name`` is told by number."""
         with self._lock:
-            self.cache.add(name, metas)
-            self._mask += bytes(HEAD + self.cache.size - len(self._mask))
+            number = self._free.pop() if self._free else len(self._names)
+            self._names[number : number + 1] = [name]
+            self.known[name] = Numbered(number, metas)
+            self._mask += bytes(HEAD + len(self._names) - len(self._mask))
 
     def forget(self, name: str, *, changed: bool = False) -> None:
-        """Drop an entry of the cache; what was told by its number is told by name."""
+        """Free a number; what was told by it is told by name."""
         with self._lock:
-            dropped = self.cache.drop(name, changed=changed)
-            self._tell_by_name(self.requests[one] for one in dropped if one in self.requests)
+            self._free.append(self.known.pop(name).number)
+            if changed:
+                if len(self._changing) >= CAPACITY:
+                    self._changing.clear()
+                self._changing.add(name)
+            if name in self.requests:
+                self._tell_by_name([self.requests[name]])
 
     def tell_old_ones_by_name(self, before: float) -> None:
         """Of requests that were added ``before``: a mask does not tell which ranks lack one."""

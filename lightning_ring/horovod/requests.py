@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from lightning_ring.horovod.errors import HorovodInternalError
 
 JOIN = "join"  # the name and the kind of `join`
 # the kind, and the beginning of the name, of what `DistributedOptimizer` announces
@@ -23,53 +26,62 @@ class Meta(NamedTuple):
     """
 
     kind: str  # a collective's name; or "barrier", "meeting", "gradients" or "join"
-    dtype: torch.dtype = torch.float32
-    shape: tuple[int, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()  # of its tensors: several in a grouped call
+    dtypes: tuple[torch.dtype, ...] = ()
     op: str = ""
     prescale: float = 1.0
     postscale: float = 1.0
     root: int = 0
     splits: tuple[int, ...] = ()
     device: str = "cpu"
-    group: tuple[str, int] = ("", 1)  # of a grouped call: its name and the number of its tensors
 
 
+@dataclass(slots=True, eq=False)
 class Submission:
-    """A submitted collective. ``result`` or ``error`` is there once it is ``done``."""
+    """A submitted collective, of one tensor or of a group. ``result`` is there once it is ``done``:
+    a list, as long as ``tensors``.
+    """
 
-    __slots__ = (
-        "cause",
-        "done",
-        "error",
-        "meta",
-        "name",
-        "number",
-        "on_error",
-        "output",
-        "result",
-        "since",
-        "tensor",
-    )
+    name: str
+    meta: Meta
+    tensors: Sequence[Tensor] = ()
+    in_place: bool = False  # results go into the tensors, else into new memory
+    since: float = field(default_factory=time.monotonic)
+    number: int | None = None  # under which the others are told of it
+    done: bool = False
+    result: Any = None
+    error: str | None = None
+    cause: BaseException | None = None  # of ``error``: another rank failed
+    on_error: Callable[[HorovodInternalError], object] | None = None
 
-    def __init__(
-        self, name: str, meta: Meta, tensor: Tensor | None = None, output: Tensor | None = None
-    ) -> None:
-        self.name = name
-        self.meta = meta
-        self.tensor = tensor
-        self.output = output  # where the result goes; `None`: into new memory
-        self.since = time.monotonic()
-        self.number: int | None = None  # under which the others are told of it
-        self.done = False
-        self.result: Any = None
-        self.error: str | None = None
-        self.cause: BaseException | None = None  # of ``error``: another rank failed
-        # called with both
-        self.on_error: Callable[[str, BaseException | None], object] | None = None
+    def fail(self, error: str, cause: BaseException | None) -> None:
+        self.error, self.cause = error, cause
+        if self.on_error is not None:
+            self.on_error(self._exception())
+
+    def outcome(self) -> Any:
+        """``result``, or the error that the collective ended with."""
+        if self.error is not None:
+            raise self._exception()
+        return self.result
+
+    def _exception(self) -> HorovodInternalError:
+        exception = HorovodInternalError(self.error)
+        exception.__cause__ = self.cause
+        return exception
 
 
 Metas = Mapping[int, Meta]
 """What each rank of a process set has submitted under one name."""
+
+_EQUAL = {
+    "kind": "operations",
+    "device": "devices",
+    "op": "reduce operations",
+    "prescale": "prescale factors",
+    "postscale": "postscale factors",
+    "root": "root ranks",
+}
 
 
 def problem_of(
@@ -79,49 +91,34 @@ def problem_of(
 
     ``members`` are the ranks of the process set by their numbers in the job, which the text shows.
     """
+
+    def differ(what: str, values: Sequence[Any]) -> str | None:
+        if len(set(values)) == 1:
+            return None
+        told = [f"rank {members[rank]} {one}" for rank, one in zip(ranks, values, strict=True)]
+        return f"{name}: the ranks submitted it with different {what}: {', '.join(told)}."
+
     ranks = sorted(metas)
-    shown = [members[rank] for rank in ranks]
-    first = metas[ranks[0]]
-    for what, attribute in (
-        ("operations", "kind"),
-        ("data types", "dtype"),
-        ("devices", "device"),
-        ("reduce operations", "op"),
-        ("prescale factors", "prescale"),
-        ("postscale factors", "postscale"),
-        ("root ranks", "root"),
-        ("groups", "group"),
-    ):
-        values = [getattr(metas[rank], attribute) for rank in ranks]
-        if len(set(values)) > 1:
-            return (
-                f"{name}: the ranks submitted it with different {what}: {_by_rank(shown, values)}."
-            )
+    everyones = [metas[rank] for rank in ranks]
+    first = everyones[0]
+    for attribute, what in _EQUAL.items():
+        if problem := differ(what, [getattr(meta, attribute) for meta in everyones]):
+            return problem
+    if problem := differ("numbers of tensors", [len(meta.shapes) for meta in everyones]):
+        return problem
+    # rows of the first dimension may differ where each rank's are kept apart
     whole = first.kind in ("allreduce", "broadcast", "reducescatter")
-    shapes = [metas[rank].shape if whole else metas[rank].shape[1:] for rank in ranks]
-    if len(set(shapes)) > 1 or len({len(metas[rank].shape) for rank in ranks}) > 1:
-        beyond = "" if whole else " beyond the first dimension"
-        told = _by_rank(shown, [tuple(metas[rank].shape) for rank in ranks])
-        return f"{name}: the ranks submitted tensors of different shapes{beyond}: {told}."
+    shapes_differ = "shapes" if whole else "shapes beyond the first dimension"
+    for index in range(len(first.shapes)):
+        dtypes = [str(meta.dtypes[index]).removeprefix("torch.") for meta in everyones]
+        shapes = [tuple(meta.shapes[index]) for meta in everyones]
+        compared = shapes if whole else [(len(shape), *shape[1:]) for shape in shapes]
+        problem = differ("data types", dtypes)
+        if problem is None and len(set(compared)) > 1:
+            problem = differ(shapes_differ, shapes)
+        if problem is not None:
+            return problem
     if joined and first.kind not in ("allreduce", "barrier", GRADIENTS):
         absent = ", ".join(str(members[rank]) for rank in joined)
         return f"{name}: {first.kind} needs every rank, and rank(s) {absent} have called join()."
     return None
-
-
-def _by_rank(ranks: Sequence[int], values: Sequence[Any]) -> str:
-    texts = (str(value).removeprefix("torch.") for value in values)
-    return ", ".join(f"rank {rank} {text}" for rank, text in zip(ranks, texts, strict=True))
-
-
-def scaled(tensor: Tensor, factor: float) -> Tensor:
-    """``tensor`` times ``factor``: integers by way of float64, 16-bit floats on the CPU by way
-    of float32.
-    """
-    if factor == 1.0:
-        return tensor
-    if not tensor.is_floating_point():
-        return (tensor.double() * factor).to(tensor.dtype)
-    if tensor.dtype in (torch.float16, torch.bfloat16):
-        return (tensor.float() * factor).to(tensor.dtype)
-    return tensor * factor

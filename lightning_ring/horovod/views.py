@@ -22,8 +22,8 @@ from lightning_ring.elastic.recovery import (
     is_from_a_peer,
 )
 from lightning_ring.errors import ConfigurationError, RingError
-from lightning_ring.horovod.cpu_operations import cpu_backend
 from lightning_ring.horovod.errors import HorovodInternalError
+from lightning_ring.horovod.variables import cpu_backend
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job
 from lightning_ring.membership.agreement import Report

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 STEPS, DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER = range(1, 7)
 # GRADIENTS + i is bucket i's
 GRADIENTS, PARAMETERS, OTHER, PAUSES, RANKS = 1_000, 10_000, 20_000, 30_000, 40_000
+# tracks that have a name of their own
+NAMED = 50_000
 _NAMES = {
     STEPS: "steps",
     DATA: "data wait",
@@ -53,16 +55,18 @@ class Tracks:
     """Trace events of one rank (a process ``pid`` of the trace). Times are integers of nanoseconds
     since the trace's zero.
 
-    A track is a thread. A slice that began before the last one of its track had ended begins later.
+    A track is a thread: a number from above, or a name that gets one. A slice that began before the
+    last one of its track had ended begins later.
     """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._ends: dict[int, int] = {}
+        self._named: dict[str, int] = {}
 
     def slice(
         self,
-        track: int,
+        track: int | str,
         name: str,
         begin: int,
         end: int,
@@ -72,8 +76,11 @@ class Tracks:
         """Events of one slice in ``track``; before the first of a thread comes its name. A slice
         within it shows what was ``queued`` until then.
         """
+        title = track if isinstance(track, str) else track_name(track)
+        if isinstance(track, str):
+            track = self._named.setdefault(track, NAMED + len(self._named))
         if track not in self._ends:
-            yield self._metadata(track, "thread_name", name=track_name(track))
+            yield self._metadata(track, "thread_name", name=title)
             yield self._metadata(track, "thread_sort_index", sort_index=track)
         begin = max(0, begin, self._ends.get(track, 0))
         end = self._ends[track] = max(begin, end)
@@ -133,7 +140,7 @@ class Recorder:
         self.step, self._step_began = step, began
 
     def slice(
-        self, track: int, name: str, begin: Any, end: Any, args: dict[str, Any] | None = None
+        self, track: int | str, name: str, begin: Any, end: Any, args: dict[str, Any] | None = None
     ) -> None:
         """A slice of ``track``; ``begin`` and ``end`` are seconds, or CUDA events."""
         if not self._failed:
@@ -199,7 +206,7 @@ class Recorder:
         )
 
     def _slice(
-        self, track: int, name: str, begin: Any, end: Any, args: dict[str, Any] | None
+        self, track: int | str, name: str, begin: Any, end: Any, args: dict[str, Any] | None
     ) -> Iterable[str] | None:
         times = self._seconds(begin, end)
         if not times:

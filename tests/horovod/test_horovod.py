@@ -15,7 +15,7 @@ import torch
 
 import lightning_ring.horovod as hvd
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.horovod.cpu_operations import cpu_backend
+from lightning_ring.horovod.variables import cpu_backend
 from tests import forked
 from tests.battery import check_names
 from tests.processes import ROOT, mpirun_command, run

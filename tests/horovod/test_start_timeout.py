@@ -8,15 +8,15 @@ import time
 import pytest
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.horovod import start_timeout
-from lightning_ring.horovod.start_timeout import within_start_timeout
+from lightning_ring.horovod import variables
+from lightning_ring.horovod.variables import within_start_timeout
 
 
 def test_ranks_that_do_not_meet_in_time_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     codes: list[int] = []
-    monkeypatch.setattr(start_timeout, "end_process", codes.append)
+    monkeypatch.setattr(variables, "end_process", codes.append)
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "0.05")
     with within_start_timeout():
         time.sleep(0.5)

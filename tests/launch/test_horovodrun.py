@@ -38,7 +38,7 @@ def test_every_option_of_horovodrun_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["--autotune", "-p", '--mpi-args=--map-by "x"', "--jsrun", "--log-level"]
+    "option", ["--autotune", "-p", '--mpi-args=--map-by "x"', "--jsrun", "--log-level", "-cb"]
 )
 def test_what_is_not_taken_is_one_error_that_names_what_to_use(
     option: str, capsys: pytest.CaptureFixture[str]
@@ -99,11 +99,3 @@ def test_options_that_cannot_be(line: str, text: str, capsys: pytest.CaptureFixt
     assert ringrun.main(["-np", "2", *line.split(), "--no-mpi", "--dry-run", "true"]) == 2
     assert text in capsys.readouterr().err
     assert socket.if_nameindex()
-
-
-def test_check_build(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ringrun.main(["--check-build"]) == 0
-    said = capsys.readouterr().out
-    assert "[X] PyTorch" in said
-    assert "[ ] TensorFlow" in said
-    assert "[X] Gloo" in said

@@ -26,10 +26,10 @@ from lightning_ring.job.ranks import RankInfo, discover_ranks
 from lightning_ring.tools.bench import COPY
 from lightning_ring.tools.bench.contenders import open_contenders
 from lightning_ring.tools.bench.measure import Timing, measure
-from lightning_ring.tools.plan.networks import MOST_RESIDUAL
 from lightning_ring.tools.plan.profile import json_text
 
 GB = 1e9
+MOST_RESIDUAL = 0.5  # of a fit that is believed
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 

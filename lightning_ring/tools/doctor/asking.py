@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -15,28 +16,10 @@ from lightning_ring.job.exit import OPEN_MPI_LAUNCHERS, remove_segments
 from lightning_ring.launch.processes import processes_of_sessions
 
 # A launcher's variables for its ranks. The ranks that the doctor starts get variables of their own.
-_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "MV2_COMM_WORLD_", "TORCHELASTIC_")
-_NAMES = (
-    *(
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "NODE_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ),
-    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
-    *(
-        "MPI_LOCALRANKID",
-        "MPI_LOCALNRANKS",
-        "RING_RANK",
-        "RING_WORLD_SIZE",
-        "RING_STORE",
-        "RING_STORE_FD",
-        "RING_JOB",
-    ),
-    *("RING_LAUNCHER_PID", "RING_STOP_SIGNAL"),
+_OF_LAUNCHERS = re.compile(
+    r"(OMPI|PMIX|PRTE|PMI|MV2_COMM_WORLD|TORCHELASTIC)_.*|MPI_LOCAL(RANKID|NRANKS)"
+    r"|((LOCAL|NODE|GROUP|ROLE)_)?RANK|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)"
+    r"|RING_(RANK|WORLD_SIZE|STORE|STORE_FD|JOB|LAUNCHER_PID|STOP_SIGNAL)"
 )
 # the user's own, unless one of these started this process
 _SETTINGS = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
@@ -64,7 +47,7 @@ class DoctorRequest:
     def _is_launchers(self, name: str) -> bool:
         if name.startswith(_SETTINGS):
             return self.launcher in OPEN_MPI_LAUNCHERS
-        return name in _NAMES or name.startswith(_PREFIXES)
+        return _OF_LAUNCHERS.fullmatch(name) is not None
 
 
 _END_SECONDS = 8.0  # the longest time that ringrun takes to end its ranks

@@ -118,26 +118,10 @@ def _report(
 def _command(
     host: Host, num_hosts: int, chosen: Sequence[str], request: DoctorRequest
 ) -> list[str]:
-    doctor = [
-        sys.executable,
-        "-m",
-        "lightning_ring.cli.main",
-        "doctor",
-        "--part-of",
-        str(num_hosts),
-    ]
-    doctor += ["-n", str(host.slots), "--timeout", f"{request.seconds:g}", "--only", *chosen]
+    options = f"--part-of {num_hosts} -n {host.slots} --timeout {request.seconds:g} --only"
+    doctor = [sys.executable, "-m", "lightning_ring.cli.main", "doctor", *options.split(), *chosen]
     # without mpirun, so that this host has a report also where mpirun is what is broken
     if host.is_local:
         return doctor
-    return [
-        sys.executable,
-        "-m",
-        "lightning_ring.cli.ringrun",
-        "-n",
-        "1",
-        "-H",
-        f"{host.name}:1",
-        "--",
-        *doctor,
-    ]
+    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun"]
+    return [*ringrun, "-n", "1", "-H", f"{host.name}:1", "--", *doctor]

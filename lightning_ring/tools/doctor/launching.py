@@ -56,15 +56,8 @@ def check_launcher(request: DoctorRequest) -> list[Finding]:
 
 def living_launcher() -> str:
     """Name of the launcher among this process's ancestors, empty if there is none."""
-    return next(
-        (
-            name
-            for words in _ancestors()
-            for name in map(os.path.basename, words)
-            if name in _LAUNCHERS
-        ),
-        "",
-    )
+    names = (os.path.basename(word) for words in _ancestors() for word in words)
+    return next((name for name in names if name in _LAUNCHERS), "")
 
 
 def _ancestors() -> Iterator[list[str]]:
@@ -149,11 +142,8 @@ def _on_path(request: DoctorRequest, mpirun: Mpirun | None) -> list[Finding]:
     what = (
         f"{path} ({other.version or 'no version' if other else why}) comes first, not {mpirun.path}"
     )
-    if (
-        other is not None
-        and other.family == mpirun.family
-        and _release(other.version) == _release(mpirun.version)
-    ):
+    wanted = mpirun.family, _release(mpirun.version)
+    if other is not None and (other.family, _release(other.version)) == wanted:
         return [ok("mpirun on PATH", what)]
     advice = (
         "`mpirun -n 4 python train.py` would start ranks that do not see each other. Put "
@@ -180,9 +170,8 @@ def _no_library(library: Answer, needed: bool) -> Finding:
 
 
 def _match(mpirun: Mpirun, library: str) -> Finding:
-    family = next(
-        (family for name, family in _FAMILIES.items() if library.startswith(name)), "other"
-    )
+    families = (family for name, family in _FAMILIES.items() if library.startswith(name))
+    family = next(families, "other")
     found = f"mpirun is {mpirun.version}, mpi4py loads {library}"
     advice = (
         "Ranks would not see each other. Use the mpirun of the MPI that mpi4py loads, or "

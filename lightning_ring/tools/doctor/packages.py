@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 import sys
 import threading
@@ -92,16 +91,10 @@ def _package(package: str) -> list[Finding]:
     if unmet:
         # libraries of CUDA are exchanged on purpose, too; a package built for another torch does
         # not even load
-        say = (
-            broken
-            if any(need.startswith("needs torch=") or package == "lightning" for need in unmet)
-            else warning
-        )
-        names = " ".join(
-            dict.fromkeys(
-                [package, *(need.split()[1].rstrip("0123456789.,=<>!~*") for need in unmet)]
-            )
-        )
+        fails = package == "lightning" or any(need.startswith("needs torch=") for need in unmet)
+        say = broken if fails else warning
+        needed = (need.split()[1].rstrip("0123456789.,=<>!~*") for need in unmet)
+        names = " ".join(dict.fromkeys([package, *needed]))
         advice = (
             f"pip install -U {names} (in one command, so that pip chooses versions that fit each "
             "other)."
@@ -135,18 +128,8 @@ def _shadowed() -> list[Finding]:
     for package in (*_NEEDED, "torchvision", "lightning_ring"):
         file = here / f"{package}.py"
         if file.exists():
-            advice = (
-                f"Rename it, and remove {here / '__pycache__'}."
-                if os.access(here, os.W_OK)
-                else "Rename it."
-            )
-            return [
-                broken(
-                    "current folder",
-                    f"{file} is imported in the place of the package {package}",
-                    advice,
-                )
-            ]
+            found = f"{file} is imported in the place of the package {package}"
+            return [broken("current folder", found, f"Rename it, and remove {here}/__pycache__.")]
     return []
 
 

@@ -100,13 +100,7 @@ def _findings(trial: Trial) -> list[Finding]:
 def _failure(trial: Trial, backend: str) -> Finding:
     started = any(report.get("backend") == backend for report in trial.reports)
     name = f"all-reduce, {backend}" if started or backend == "afterwards" else "all-reduce"
-    when = (
-        ""
-        if started or backend == "afterwards"
-        else ", before the ranks had met"
-        if not trial.reports
-        else ""
-    )
+    when = "" if trial.reports or backend == "afterwards" else ", before the ranks had met"
     found = f"{trial.how}: it {trial.answer.problem or 'ended without a word'}{when}"
     # not how we ended them
     said = what_was_said(trial.answer.stderr.partition("lightning_ring: SIGTERM")[0])

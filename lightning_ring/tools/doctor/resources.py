@@ -144,14 +144,7 @@ def _memfd(request: DoctorRequest) -> Finding:
 
 def _temporary_folder() -> Finding:
     name = "temporary folder"
-    asked = next(
-        (
-            os.environ[variable]
-            for variable in ("TMPDIR", "TEMP", "TMP")
-            if os.environ.get(variable)
-        ),
-        None,
-    )
+    asked = next(filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))), None)
     folder = asked or tempfile.gettempdir()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 from lightning_ring.comm.cost import TCP_ALPHA_SECONDS, CostModel
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.tools.plan.model import Link
+from lightning_ring.tools.plan.model import PASSES, Link
 from lightning_ring.tools.plan.profile import read_json
 
-_GB = 1e9
+_GBIT = 1e9 / 8  # bytes a second
 _TCP_SHARE = 1448 / 1538
-MOST_RESIDUAL = 0.5  # of a fit that is believed
-
-
 NETWORKS = {
-    f"{gbit:g}gbit": CostModel(TCP_ALPHA_SECONDS, gbit / 8 * _GB * _TCP_SHARE)
+    f"{gbit:g}gbit": CostModel(TCP_ALPHA_SECONDS, gbit * _GBIT * _TCP_SHARE)
     for gbit in (1, 2.5, 10, 25, 100)
 }
 
@@ -36,9 +32,8 @@ def parse_link(text: str, option: str) -> Link:
         return read_bench(text)
     if text in NETWORKS:
         return Link.of(text, NETWORKS[text])
-    parts = text.split(",")
     try:
-        alpha, gbit = (float(part) for part in parts)
+        alpha, gbit = map(float, text.split(","))
     except ValueError:
         raise ConfigurationError(
             f"{option} {text}: is no network. Measure yours with `lightning-ring bench --json "
@@ -50,34 +45,30 @@ def parse_link(text: str, option: str) -> Link:
             f"{option} {text}: a latency is at least 0 µs, and a speed more than 0 Gbit/s; write "
             "for instance 30,10."
         )
-    return Link.of(f"{alpha:g} µs, {gbit:g} Gbit/s", CostModel(alpha * 1e-6, gbit / 8 * _GB))
+    return Link.of(f"{alpha:g} µs, {gbit:g} Gbit/s", CostModel(alpha * 1e-6, gbit * _GBIT))
 
 
 def read_bench(path: str) -> Link:
     """What ``lightning-ring bench --json`` fitted for the backend auto, or else for the first
-    backend of the file.
+    backend of the file that has all three collectives.
 
-    Raises `ConfigurationError`: no such file, or nothing in it was fitted for all three
-    collectives.
+    Raises `ConfigurationError`: no such file, or no such backend in it.
     """
-    content = read_json(path)
-    models: list[dict[str, Any]] = content.get("models", []) if isinstance(content, dict) else []
     found: dict[str, dict[str, CostModel]] = {}
     try:
-        for model in models:
+        for model in read_json(path).get("models", []):
             bandwidth = math.inf if model["bandwidth"] is None else float(model["bandwidth"])
             cost = CostModel(float(model["alpha_seconds"]), bandwidth)
             found.setdefault(model["backend"], {})[model["collective"]] = cost
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"{path} is a damaged file of `lightning-ring bench` ({error!r})."
         ) from None
-    whole = {name: costs for name, costs in found.items() if len(costs) == 3}
+    whole = [name for name, costs in found.items() if len(costs) == len(PASSES)]
     if not whole:
         raise ConfigurationError(
             f"{path} holds no α and B for all of all-reduce, reduce-scatter and all-gather. "
             "Measure them with `lightning-ring bench --sizes 64K,256K,1M,4M,16M --json FILE.json`."
         )
-    name = "auto" if "auto" in whole else next(iter(whole))
-    residuals = [model.get("residual", 0.0) for model in models if model["backend"] == name]
-    return Link(f"{Path(path).name} ({name})", whole[name], max(residuals))
+    name = "auto" if "auto" in whole else whole[0]
+    return Link(f"{Path(path).name} ({name})", found[name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from lightning_ring.tools.plan.model import (
@@ -15,7 +15,6 @@ from lightning_ring.tools.plan.model import (
     nests,
     predict,
 )
-from lightning_ring.tools.plan.networks import MOST_RESIDUAL
 from lightning_ring.tools.plan.profile import Profile
 
 Table = Mapping[str, Sequence[PredictedStep]]
@@ -40,9 +39,7 @@ def ways(profile: Profile, cluster: Cluster) -> dict[str, Settings]:
         found["topology='flat'"] = Settings("flat")
     if any(gradient.dtype == "float32" for gradient in profile.gradients):
         found["compression='bf16'"] = Settings(sixteen_bits=True)
-    for steps in (8, 32):
-        found[f"LocalSGD({steps})"] = Settings(local_steps=steps)
-    return found
+    return found | {f"LocalSGD({steps})": Settings(local_steps=steps) for steps in (8, 32)}
 
 
 def tabulate(profile: Profile, clusters: Sequence[Cluster]) -> Table:
@@ -55,13 +52,13 @@ def tabulate(profile: Profile, clusters: Sequence[Cluster]) -> Table:
 
 def changes(profile: Profile, cluster: Cluster) -> list[tuple[str, float]]:
     """Arguments of `RingStrategy`, and the share of a step that each saves; the best first."""
-    chosen = ways(profile, cluster)
-    caps = {cap: replace(Settings(), bucket_cap_mb=cap) for cap in CAPS_MB}
-    best = min(CAPS_MB, key=lambda cap: predict(profile, cluster, caps[cap]).seconds)
-    chosen[f"bucket_cap_mb={best:g}"] = caps[best]
-    now = predict(profile, cluster, chosen.pop(AS_IT_IS)).seconds
-    steps = {way: predict(profile, cluster, settings) for way, settings in chosen.items()}
-    saved = [(way, 1 - step.seconds / now) for way, step in steps.items()]
+    table = tabulate(profile, [cluster])
+    steps = {way: found.seconds for way, (found,) in table.items()}
+    now = steps.pop(AS_IT_IS)
+    caps = {cap: predict(profile, cluster, Settings(bucket_cap_mb=cap)).seconds for cap in CAPS_MB}
+    best = min(caps, key=caps.__getitem__)
+    steps[f"bucket_cap_mb={best:g}"] = caps[best]
+    saved = [(way, 1 - seconds / now) for way, seconds in steps.items()]
     return sorted(saved, key=lambda pair: -pair[1])
 
 
@@ -70,8 +67,7 @@ def heading(profile: Profile, network: Link, node: Link | None) -> Iterator[str]
     gradients = sum(gradient.num_bytes for gradient in profile.gradients) / MIB
     yield (
         f"{profile.model}, {gradients:.1f} MiB of gradients in {len(profile.gradients)} tensors; "
-        f"on {run.device}, recorded on {run.world_size} rank(s), "
-        f"{run.steps} steps"
+        f"on {run.device}, recorded on {run.world_size} rank(s), {run.steps} steps"
     )
     parts = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in asdict(phases).items())
     yield f"a step of one rank alone takes {1e3 * phases.alone:.1f} ms: {parts}"
@@ -80,11 +76,6 @@ def heading(profile: Profile, network: Link, node: Link | None) -> Iterator[str]
             cost = link.costs["all_reduce"]
             alpha, speed = 1e6 * cost.alpha_seconds, cost.bandwidth / 1e9
             yield f"{where}: {link.name}: {alpha:,.4g} µs a message, {speed:.3g} GB/s"
-            if link.residual > MOST_RESIDUAL:
-                yield (
-                    f"warning: {link.name} was fitted to times up to {link.residual:.0%} away. "
-                    "Measure again on an idle machine, with sizes as your buckets."
-                )
 
 
 def table_lines(table: Table) -> Iterator[str]:
@@ -92,28 +83,26 @@ def table_lines(table: Table) -> Iterator[str]:
     yield f"{'':>6}" + "".join(f"  {way:>20}" for way in table)
     yield f"{'ranks':>6}" + f"  {'step ms':>12} {'eff.':>7}" * len(table)
     for row in zip(*table.values(), strict=True):
-        line = f"{row[0].world_size:>6,}"
-        for step in row:
-            line += f"  {1e3 * step.seconds:>12.1f} {step.efficiency:>7.0%}"
-        yield line
+        cells = (f"  {1e3 * step.seconds:>12.1f} {step.efficiency:>7.0%}" for step in row)
+        yield f"{row[0].world_size:>6,}" + "".join(cells)
 
 
 def advice(now: PredictedStep, found: Sequence[tuple[str, float]], data: float) -> Iterator[str]:
     """All that save something, and what to try first."""
     waits = now.exposed / now.seconds
     head = f"on {now.world_size:,} ranks {waits:.0%} of a step waits for communication"
-    saving = [(way, saved) for way, saved in found if saved >= WORTH]
+    saving = {way: f"{saved:.0%}" for way, saved in found if saved >= WORTH}
+    alike = [way for way in saving if not way.startswith(_CHANGING)]
     if saving:
-        listed = ", ".join(f"{way} {saved:.0%}" for way, saved in saving)
+        listed = ", ".join(f"{way} {share}" for way, share in saving.items())
         yield f"{head}. Each of these alone saves, of a step: {listed}."
-        alike = [(way, saved) for way, saved in saving if not way.startswith(_CHANGING)]
-        for way, saved in alike[:1]:
-            yield f"what to change first: {way} ({saved:.0%}), which trains as before."
-        way, saved = saving[0]
-        if way.startswith(_CHANGING):
-            yield f"{way} saves most ({saved:.0%}), and changes the training a little."
     else:
         yield f"{head}. No change in this plan would save {WORTH:.0%}."
+    if alike:
+        yield f"what to change first: {alike[0]} ({saving[alike[0]]}), which trains as before."
+    most = next(iter(saving), "")
+    if most.startswith(_CHANGING):
+        yield f"{most} saves most ({saving[most]}), and changes the training a little."
     share = data / now.seconds
     if share > max(waits, WORTH):
         yield f"{share:.0%} of the step waits for data, which is more: ask GapMeter why."
@@ -127,11 +116,11 @@ def as_json(
     found: Sequence[tuple[str, float]],
 ) -> dict[str, Any]:
     """Seconds and bytes a second throughout; a bandwidth may be infinite."""
-    described = {name: None if link is None else asdict(link) for name, link in links.items()}
     predictions = {
         way: [asdict(step) | {"efficiency": step.efficiency} for step in steps]
         for way, steps in table.items()
     }
+    described = {name: link and asdict(link) for name, link in links.items()}
     parts = {name: asdict(getattr(profile, name)) for name in ("model", "run", "phases")}
     advised = {"at": at, "saves": dict(found)}
     return parts | described | {"predictions": predictions, "changes": advised}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from io import StringIO
@@ -26,67 +25,57 @@ _STYLE: Any = {
 }
 _TEXT = "#0000fe"  # stands for the page's colour of text; #0100N0 for its colour number N
 
-Points = Sequence[tuple[float, float]]
-
 
 def line_chart(
-    title: str, lines: Mapping[int, Points], x_label: str, *, log: bool = False
+    title: str, lines: Mapping[int, Sequence[tuple[float, float]]], *, log: bool = False
 ) -> Markup:
     """A figure with one line for each run, by number. ``log`` takes effect where values are
     positive and the greatest is 20 times the least. Values that are not finite are crosses at the
     upper edge."""
-    arrays = {
-        number: np.array(points, dtype=float).reshape(-1, 2) for number, points in lines.items()
-    }
-    values = np.concatenate([array[:, 1] for array in arrays.values()])
+    arrays = {number: np.array(points, dtype=float) for number, points in lines.items()}
+    steps, values = np.concatenate([*arrays.values()]).T
     finite = values[np.isfinite(values)]
     log = log and finite.size > 0 and finite.min() > 0 and finite.max() > 20 * finite.min()
     figure, axes = _axes(4.8, 2.5)
     for number, array in arrays.items():
         look: dict[str, Any] = {"gid": f"run-{number}", "color": _colour(number % NUM_COLOURS)}
-        x, middle, low, high = intervals(array)
+        x, middle, low, high = intervals(array).T
         marker = "o" if len(array) <= _NUM_INTERVALS // 4 else None
         dashes = DASHES[number // NUM_COLOURS % len(DASHES)]
         axes.plot(x, middle, marker=marker, markersize=2.5, lw=1.4, linestyle=dashes, **look)
-        if len(x) < len(array):
+        if len(array) > _NUM_INTERVALS:
             axes.fill_between(x, low, high, alpha=0.2, lw=0, **look)
         lost = array[~np.isfinite(array[:, 1]), 0][:_NUM_INTERVALS]
-        axes.plot(
-            lost, np.full(len(lost), 0.97), "x", ms=5, transform=axes.get_xaxis_transform(), **look
-        )
-    axes.set(xlabel=x_label, yscale="log" if log else "linear")
+        edge = np.full(len(lost), 0.97)
+        axes.plot(lost, edge, "x", ms=5, transform=axes.get_xaxis_transform(), **look)
+    axes.set(xlabel="step", yscale="log" if log else "linear")
     if log:
         axes.yaxis.set_major_formatter("{x:g}")
-    steps = np.concatenate([array[:, 0] for array in arrays.values()])
     for axis, numbers in ((axes.xaxis, steps), (axes.yaxis, finite)):
         whole = numbers.size and (numbers == np.round(numbers)).all()
         if whole and not (log and axis is axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    num_lost = values.size - finite.size
     notes = ["log scale"] if log else []
     if max(map(len, arrays.values())) > _NUM_INTERVALS:
         notes.append("line: mean, band: least to greatest value")
-    if num_lost:
+    if num_lost := values.size - finite.size:
         notes.append(f"×: {num_lost:,} values that are NaN or infinite")
     return _figure(figure, title, "; ".join(notes))
 
 
-def bar_chart(
-    rows: Sequence[tuple[str, Mapping[str, float]]], colours: Mapping[str, int]
-) -> Markup:
-    """A bar a row, of parts in milliseconds, in the order of ``colours``: the number of each
-    part's colour.
-    """
+def bar_chart(rows: Mapping[str, Mapping[str, float]], parts: Sequence[str]) -> Markup:
+    """A bar a row, of ``parts`` in milliseconds, each in a colour of its own."""
     figure, axes = _axes(9.6, 1.0 + 0.28 * len(rows))
     left = np.zeros(len(rows))
-    for part, colour in colours.items():
-        widths = np.array([parts.get(part, 0.0) for _, parts in rows])
-        axes.barh(range(len(rows)), widths, left=left, color=_colour(colour), label=part)
+    for number, part in enumerate(parts):
+        widths = np.array([row.get(part, 0.0) for row in rows.values()])
+        colour = _colour(min(number, NUM_COLOURS))
+        axes.barh(range(len(rows)), widths, left=left, color=colour, label=part)
         left += widths
-    axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+    axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
     axes.set(xlabel="ms")
-    figure.legend(loc="outside upper left", ncols=len(colours), frameon=False, labelcolor=_TEXT)
+    figure.legend(loc="outside upper left", ncols=len(parts), frameon=False, labelcolor=_TEXT)
     return _figure(figure, "", "")
 
 
@@ -99,27 +88,14 @@ def key(number: int) -> Markup:
     return svg.format(number % NUM_COLOURS, array)
 
 
-def short(value: float | None) -> str:
-    if value is None:
-        return "–"
-    size = abs(value)
-    if not math.isfinite(value) or size == 0 or 1e-3 <= size < 1e5:
-        return f"{value:,.4g}" if size < 1e4 else f"{value:,.0f}"
-    return f"{value:.3g}"
-
-
-def intervals(array: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Middle, mean, least and greatest finite value of equally many (points, 2) each; a short
-    line is left as it is.
+def intervals(points: np.ndarray) -> np.ndarray:
+    """Rows of equally many finite ``points`` (of a step and a value): mean step, mean, least and
+    greatest value. A short line is left as it is.
     """
-    finite = np.ma.masked_invalid(array[:, 1])
-    if len(array) <= _NUM_INTERVALS:
-        return array[:, 0], *(finite.filled(math.nan),) * 3
-    parts = np.array_split(finite, _NUM_INTERVALS)
-    middle = np.array([part.mean() for part in np.array_split(array[:, 0], _NUM_INTERVALS)])
-    kinds = ([getattr(part, kind)() for part in parts] for kind in ("mean", "min", "max"))
-    filled = ([np.ma.filled(value, math.nan) for value in values] for values in kinds)
-    return middle, *map(np.array, filled)
+    finite = points[np.isfinite(points[:, 1])]
+    parts = np.array_split(finite, min(len(finite), _NUM_INTERVALS)) if len(finite) else []
+    rows = [(*part.mean(axis=0), part[:, 1].min(), part[:, 1].max()) for part in parts]
+    return np.array(rows).reshape(-1, 4)
 
 
 def _axes(width: float, height: float) -> tuple[Figure, Any]:
@@ -142,17 +118,14 @@ def _figure(figure: Figure, title: str, notes: str) -> Markup:
     file = StringIO()
     with rc_context(_STYLE):
         figure.savefig(file, format="svg", transparent=True)
-    svg = file.getvalue().partition("<svg")
-    text = "<svg" + svg[2]
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
     whole = r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->"
-    text = re.sub(whole, "", text, flags=re.DOTALL)
+    text = re.sub(whole, "", text, flags=re.DOTALL).replace("xlink:href", "href")
     text = re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", text, count=5)
-    text = re.sub(r'id="(run-\d+)"', r'class="\1"', text.replace("xlink:href", "href"))
+    text = re.sub(r'id="(run-\d+)"', r'class="\1"', text)
     # the same in every chart
-    text = re.sub(r' id="[A-Za-z0-9.]+_[\w.]*"| font-family: [^;]+;', "", text)
+    text = re.sub(r' id="[A-Za-z0-9.]+_[\w.]*"| font-family: [^;"]+;?', "", text)
     text = re.sub(r"#0100(\d)0\b", r"var(--c\1)", text.replace(_TEXT, "var(--soft)"))
-    text = " ".join(text.split())
-    head = Markup('<figure class="chart"><figcaption>{} <small>{}</small></figcaption>').format(
-        title, notes
-    )
-    return head + Markup(text) + Markup("</figure>")
+    head = Markup('<figure class="chart"><figcaption>{} <small>{}</small></figcaption>')
+    return head.format(title, notes) + Markup(" ".join(text.split())) + Markup("</figure>")

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,19 +22,7 @@ ENVIRONMENT, END = "ring/environment/text_summary", "ring/end/text_summary"
 _NUM_FOLDERS_UP = 3  # from event files to a configuration: FOLDER/lightning_logs/version_0
 
 
-class Point(NamedTuple):
-    step: int
-    time: float  # seconds since 1970
-    value: float
-
-
-class Picture(NamedTuple):
-    step: int
-    png: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(NamedTuple):
     """One call of `Trainer.fit`, as `RingMonitor` recorded it. ``end`` is empty where no end was
     recorded.
     """
@@ -47,36 +34,36 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """``scalars`` by tag, a point a step; ``pictures`` are the last of each tag; ``config`` has
-    dotted names.
+    """Events are TensorBoard's: ``scalars`` by tag, one a step; ``pictures`` are the last of each
+    tag. ``config`` has dotted names.
     """
 
     name: str
-    scalars: Mapping[str, list[Point]] = field(default_factory=dict)
-    pictures: Mapping[str, Picture] = field(default_factory=dict)
+    scalars: Mapping[str, list[Any]] = field(default_factory=dict)
+    pictures: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
     overrides: Mapping[str, str] = field(default_factory=dict)
-    result: Mapping[str, Any] = field(default_factory=dict)
+    result: Mapping[str, str] = field(default_factory=dict)
     fits: tuple[Fit, ...] = ()
 
     def last(self, tag: str) -> float | None:
         return self.scalars[tag][-1].value if tag in self.scalars else None
 
     @property
-    def last_time(self) -> float:
-        """Seconds since 1970 of the last logged value; 0 without values."""
-        return max((points[-1].time for points in self.scalars.values()), default=0.0)
-
-    @property
     def seconds(self) -> float | None:
         """Of training: as result.json says, else from the first to the last value that was not
         logged by a test.
         """
-        if isinstance(self.result.get("seconds"), (int, float)):
+        if "seconds" in self.result:
             return float(self.result["seconds"])
         trained = [points for tag, points in self.scalars.items() if not tag.startswith("test")]
-        times = [point.time for points in trained for point in (points[0], points[-1])]
+        times = [point.wall_time for points in trained for point in (points[0], points[-1])]
         return max(times) - min(times) if times else None
+
+    @property
+    def last_time(self) -> float:
+        """Seconds since 1970 of the last logged value; 0 without values."""
+        return max((points[-1].wall_time for points in self.scalars.values()), default=0.0)
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -87,7 +74,7 @@ class LoggedRun:
         """How the run ended; "not recorded" is all that remains of one that was killed."""
         if self.fits:
             return self.fits[-1].end or "not recorded: killed, or still running"
-        return "finished" if self.result else "not recorded"
+        return "finished" if "seconds" in self.result else "not recorded"
 
 
 def read_runs(folders: Iterable[str | Path]) -> list[LoggedRun]:
@@ -110,9 +97,8 @@ def read_runs(folders: Iterable[str | Path]) -> list[LoggedRun]:
                 "the folder that it writes to."
             )
         found |= dict.fromkeys(sorted(below, key=_numbers_by_value))
-    return [
-        _read_run(folder, name) for folder, name in zip(found, _names(list(found)), strict=True)
-    ]
+    runs = zip(found, _names(list(found)), strict=True)
+    return [_read_run(folder, name) for folder, name in runs]
 
 
 def _numbers_by_value(path: Path) -> list[str]:
@@ -125,104 +111,73 @@ def _names(folders: list[Path]) -> list[str]:
     """
     if len(folders) == 1:
         return ["/".join(folders[0].parts[-2:])]
-    above = Path(os.path.commonpath(folders))
-    names = [
-        folder.relative_to(above).as_posix() if folder != above else folder.name
-        for folder in folders
-    ]
-    everywhere = set.intersection(*(set(name.split(",")) for name in names))
-    return [
-        ",".join(word for word in name.split(",") if word not in everywhere) or name
-        for name in names
-    ]
+    above = os.path.commonpath(folders)
+    words = [os.path.relpath(folder, above).split(",") for folder in folders]
+    shared = set.intersection(*map(set, words))
+    return [",".join(word for word in own if word not in shared) or ",".join(own) for own in words]
 
 
 def _read_run(folder: Path, name: str) -> LoggedRun:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
-    keep_all, keep_last = 0, 1
-    sizes = {
-        "scalars": keep_all,
-        "tensors": keep_all,
-        "images": keep_last,
-        "histograms": 1,
-        "compressedHistograms": 1,
-    }
+    # how many of each tag are kept; 0: all
+    sizes = {"scalars": 0, "tensors": 0, "images": 1, "histograms": 1, "compressedHistograms": 1}
     events = EventAccumulator(str(folder), size_guidance=sizes, purge_orphaned_data=False).Reload()
     tags = events.Tags()
-    scalars = {tag: list(_by_step(events.Scalars(tag))) for tag in tags["scalars"]}
-    pictures = {tag: events.Images(tag)[-1] for tag in tags["images"]}
-    texts = {
-        tag: [(event.wall_time, _text(event.tensor_proto)) for event in events.Tensors(tag)]
-        for tag in (ENVIRONMENT, END)
-        if tag in tags["tensors"]
-    }
+    # a run that went on from a checkpoint logged some steps twice: the later value counts
+    by_step = {tag: {one.step: one for one in events.Scalars(tag)} for tag in tags["scalars"]}
+    starts, ends = (
+        events.Tensors(tag) if tag in tags["tensors"] else [] for tag in (ENVIRONMENT, END)
+    )
     above = (folder, *folder.parents[:_NUM_FOLDERS_UP])
     home = next((one for one in above if (one / ".hydra").is_dir()), folder)
+    words = _read(home / ".hydra" / "overrides.yaml")
+    overrides = [str(word).partition("=") for word in words if isinstance(words, list)]
+    result = _read(home / "result.json")
     return LoggedRun(
         name,
-        scalars={tag: points for tag, points in scalars.items() if points},
-        pictures={
-            tag: Picture(one.step, one.encoded_image_string) for tag, one in pictures.items()
-        },
+        scalars={tag: [own[step] for step in sorted(own)] for tag, own in by_step.items() if own},
+        pictures={tag: events.Images(tag)[-1] for tag in tags["images"]},
         config=_config(home, folder),
-        overrides=dict(_overrides(home / ".hydra" / "overrides.yaml")),
-        result=_json(home / "result.json"),
-        fits=tuple(_fits(texts.get(ENVIRONMENT, []), texts.get(END, []))),
+        overrides={key.lstrip("+~"): value for key, _, value in overrides},
+        result=result if isinstance(result, dict) else {},
+        fits=tuple(_fits(starts, ends)),
     )
 
 
-def _by_step(events: Iterable[Any]) -> Iterator[Point]:
-    """A run that went on from a checkpoint logged some steps twice: the later value counts."""
-    by_step = {event.step: Point(event.step, event.wall_time, event.value) for event in events}
-    yield from (by_step[step] for step in sorted(by_step))
+def _fits(starts: list[Any], ends: list[Any]) -> Iterator[Fit]:
+    times = [*(event.wall_time for event in starts), float("inf")]
+    for number, event in enumerate(starts):
+        rows = (re.fullmatch(r"\| (.+?) \| (.*) \|", line) for line in _text(event).splitlines())
+        found = {row[1]: row[2].replace("\\|", "|") for row in rows if row}
+        own = [_text(end) for end in ends if times[number] <= end.wall_time < times[number + 1]]
+        yield Fit(times[number], found, own[-1] if own else "")
 
 
-def _text(tensor: Any) -> str:
-    return b"".join(tensor.string_val).decode(errors="replace")
-
-
-def _fits(starts: list[tuple[float, str]], ends: list[tuple[float, str]]) -> Iterator[Fit]:
-    for number, (time, text) in enumerate(starts):
-        until = starts[number + 1][0] if number + 1 < len(starts) else float("inf")
-        rows = (re.fullmatch(r"\| (.+?) \| (.*) \|", line) for line in text.splitlines()[2:])
-        environment = {row[1]: row[2].replace("\\|", "|") for row in rows if row}
-        yield Fit(
-            time,
-            environment,
-            next((end for when, end in reversed(ends) if time <= when < until), ""),
-        )
-
-
-def _yaml(path: Path) -> Any:
-    """All values are texts, whatever their tags (``!!python/object`` and the like) would make of
-    them.
-    """
-    try:
-        return yaml.load(path.read_text(), yaml.BaseLoader) if path.is_file() else None
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        return {path.name: f"cannot be read: {type(error).__name__}"}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _text(event: Any) -> str:
+    return b"".join(event.tensor_proto.string_val).decode(errors="replace")
 
 
 def _config(home: Path, folder: Path) -> dict[str, str]:
     """Hydra's configuration; hparams.yaml adds what interpolations became, and what the strategy
     was given.
     """
-    flat = dict(_flatten(_yaml(home / ".hydra" / "config.yaml"))) | dict(
-        _flatten(_yaml(folder / "hparams.yaml"))
-    )
-    hydra = dict(_flatten(_yaml(home / ".hydra" / "hydra.yaml")))
+    files = (home / ".hydra" / "config.yaml", folder / "hparams.yaml")
+    flat = {name: value for file in files for name, value in _flatten(_read(file))}
+    hydra = dict(_flatten(_read(home / ".hydra" / "hydra.yaml")))
     written = hydra.get("hydra.runtime.output_dir", str(home))  # the run may have been moved since
     return {name: value.replace(written, "RUN") for name, value in flat.items()}
+
+
+def _read(path: Path) -> Any:
+    """A file of YAML, or of JSON, which is YAML. All values are texts, whatever their tags
+    (``!!python/object`` and the like) would make of them.
+    """
+    try:
+        return yaml.load(path.read_text(), yaml.BaseLoader) if path.is_file() else {}
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        return {path.name: f"cannot be read: {type(error).__name__}"}
 
 
 def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -231,14 +186,3 @@ def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
             yield from _flatten(inner, f"{name}.{key}" if name else str(key))
     elif name:
         yield name, json.dumps(value) if isinstance(value, (list, dict)) else value
-
-
-def _overrides(path: Path) -> Iterator[tuple[str, str]]:
-    words = _yaml(path)
-    for word in words if isinstance(words, list) else ():
-        name, _, value = str(word).partition("=")
-        yield name.lstrip("+~"), value
-
-
-def when(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from mpi4py import MPI
 
 import lightning_ring.horovod as hvd
+from tests.checks.horovod.world import RANK, SIZE, WORLD, assert_equal_everywhere
 from tests.checks.loops import batches, loss_of, network
-
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-torch.set_num_threads(1)
 
 
 def adasum(vectors: list[Any]) -> Any:
@@ -26,9 +22,7 @@ def adasum(vectors: list[Any]) -> Any:
         return vectors[0]
     pairs = []
     for a, b in zip(vectors[::2], vectors[1::2], strict=True):
-        dot = float(np.dot(a, b))
-        own = 1 - dot / (2 * np.dot(a, a)) if np.any(a) else 1.0
-        other = 1 - dot / (2 * np.dot(b, b)) if np.any(b) else 1.0
+        own, other = (1 - np.dot(a, b) / (2 * np.dot(x, x)) if np.any(x) else 1.0 for x in (a, b))
         pairs.append(own * a + other * b)
     return adasum(pairs)
 
@@ -42,28 +36,20 @@ def check_adasum_equals_its_definition() -> None:
             vectors[1] = vectors[0] * 2 + vectors[1] / 10  # almost parallel
             if numel == 2:
                 vectors[0] *= 0
-            mine = torch.tensor(vectors[RANK]).to(dtype)
-            for _ in range(2):
-                found = hvd.allreduce(mine, name=f"adasum {numel} {dtype}", op=hvd.Adasum)
-                np.testing.assert_allclose(
-                    found.double(), adasum(vectors), rtol=tolerance, atol=3 * tolerance
-                )
-                assert (
-                    len({bytes(bits) for bits in MPI.COMM_WORLD.allgather(found.numpy().tobytes())})
-                    == 1
-                )
+            found = hvd.allreduce(torch.tensor(vectors[RANK]).to(dtype), op=hvd.Adasum)
+            expected = adasum(vectors)
+            np.testing.assert_allclose(found.double(), expected, rtol=tolerance, atol=3 * tolerance)
+            assert_equal_everywhere([found])
     shapes = [(3, 2), (0,), (), (5,), (1,), (4, 4)]
     group = [[random.standard_normal(shape) for _ in range(SIZE)] for shape in shapes]
-    found = hvd.grouped_allreduce(
-        [torch.tensor(ranks[RANK]) for ranks in group], op=hvd.Adasum, prescale_factor=2.0
-    )
+    mine = [torch.tensor(ranks[RANK]) for ranks in group]
+    found = hvd.grouped_allreduce(mine, op=hvd.Adasum, prescale_factor=2.0)
     for one, ranks in zip(found, group, strict=True):  # each tensor by itself
-        np.testing.assert_allclose(
-            one.flatten(), adasum([2 * vector.flatten() for vector in ranks]), rtol=1e-12
-        )
+        expected = adasum([2 * vector.flatten() for vector in ranks])
+        np.testing.assert_allclose(one.flatten(), expected, rtol=1e-12)
     equal = torch.arange(4.0)
     assert torch.equal(hvd.allreduce(equal, op=hvd.Adasum), equal)
-    orthogonal = torch.zeros(SIZE).index_fill_(0, torch.tensor([RANK]), 1.0)
+    orthogonal = torch.eye(SIZE)[RANK].contiguous()
     assert torch.equal(hvd.allreduce_(orthogonal, op=hvd.Adasum), torch.ones(SIZE))
     if SIZE > 2:
         three = hvd.add_process_set([0, 1, 2])
@@ -76,36 +62,26 @@ def check_the_optimizer_combines_steps_by_adasum() -> None:
     hvd.init()
     model = network().double()
     references = [copy.deepcopy(model) for _ in range(SIZE)]
-    make = functools.partial(torch.optim.Adam, lr=0.1)
+    own, *others = (torch.optim.Adam(one.parameters(), lr=0.1) for one in (model, *references))
     optimizer = hvd.DistributedOptimizer(
-        make(model.parameters()),
-        model.named_parameters(),
-        backward_passes_per_step=2,
-        op=hvd.Adasum,
+        own, model.named_parameters(), backward_passes_per_step=2, op=hvd.Adasum
     )
-    others = [make(reference.parameters()) for reference in references]
-    everyones: list[Any] = MPI.COMM_WORLD.allgather([batch.double() for batch in batches(6)])
+    everyones: list[Any] = WORLD.allgather([batch.double() for batch in batches(6)])
+    trained = list(zip([model, *references], [optimizer, *others], strict=True))
     for step in range(3):
         starts = [param.detach().clone() for param in model.parameters()]
-        for net, one, loader in zip(
-            [model, *references], [optimizer, *others], [everyones[RANK], *everyones], strict=True
-        ):
+        for (net, one), loader in zip(trained, [everyones[RANK], *everyones], strict=True):
             one.zero_grad()
             for inputs in loader[2 * step : 2 * step + 2]:
                 loss_of(net(inputs)).backward()
             one.step()
-        for index, (start, param) in enumerate(zip(starts, model.parameters(), strict=True)):
-            ranks = [list(reference.parameters())[index] for reference in references]
+        params = zip(*(net.parameters() for net, _ in trained), strict=True)
+        for start, (found, *ranks) in zip(starts, params, strict=True):
             deltas = [(param.detach() - start).flatten().numpy() for param in ranks]
             after = start.flatten().numpy() + adasum(deltas)
-            np.testing.assert_allclose(
-                list(model.parameters())[index].detach().flatten(), after, rtol=1e-10, atol=1e-12
-            )
+            np.testing.assert_allclose(found.detach().flatten(), after, rtol=1e-10, atol=1e-12)
             for param in ranks:
                 param.data.copy_(torch.tensor(after).view_as(param))
-    with (
-        pytest.raises(AssertionError, match="Skipping synchronization is not supported"),
-        optimizer.skip_synchronize(),
-    ):
-        pass
+    with pytest.raises(AssertionError, match="Skipping synchronization is not supported"):
+        optimizer.skip_synchronize()
     optimizer.synchronize()

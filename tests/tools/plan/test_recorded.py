@@ -125,26 +125,9 @@ def test_prediction_and_run_between_two_hosts_are_put_side_by_side(tmp_path: Pat
     """
     small = profile(*several(6, 0.03), forward=0.01, backward=0.03, optimizer=0.002)
     write_profile(small, tmp_path / "profile.json")
-    words = [
-        "--profile",
-        str(tmp_path / "profile.json"),
-        "--rates",
-        "10gbit",
-        "--hosts",
-        "2",
-        "--layouts",
-        "flat",
-    ]
-    words += [
-        "--steps",
-        "2",
-        "--bench-seconds",
-        "0.05",
-        "--tolerance",
-        "inf",
-        "--json",
-        str(tmp_path / "out.json"),
-    ]
+    asked = "--rates 10gbit --hosts 2 --layouts flat --steps 2 --bench-seconds 0.05 --tolerance inf"
+    files = ["--profile", str(tmp_path / "profile.json"), "--json", str(tmp_path / "out.json")]
+    words = [*asked.split(), *files]
     result = run([sys.executable, "-m", "benchmarks.step.plan", *words])
     assert result.returncode == 0, result.stdout
     rows = json.loads((tmp_path / "out.json").read_text())

@@ -7,13 +7,15 @@ The folder above stands on their ``sys.path``. The names of Horovod's modules le
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NoReturn
 
-from lightning_ring.horovod.as_horovod.names import lead_names_here
+from lightning_ring.horovod.as_horovod import Names
 
 __version__ = "0.28.1"  # whose API this is
 
-lead_names_here()
+if not any(isinstance(finder, Names) for finder in sys.meta_path):
+    sys.meta_path.insert(0, Names())
 
 
 def run(*args: Any, **kwargs: Any) -> NoReturn:

@@ -1,4 +1,4 @@
-"""HOROVOD_START_TIMEOUT: how long ranks may take to meet."""
+"""Horovod's environment variables: HOROVOD_CPU_OPERATIONS and HOROVOD_START_TIMEOUT."""
 
 from __future__ import annotations
 
@@ -10,7 +10,24 @@ from contextlib import contextmanager
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.exit import end_process, say
 
-_VARIABLE = "HOROVOD_START_TIMEOUT"
+_OPERATIONS = "HOROVOD_CPU_OPERATIONS"
+_START = "HOROVOD_START_TIMEOUT"
+
+
+def cpu_backend() -> str:
+    """The library that moves CPU tensors, a backend of `open_communicator`: shared memory within a
+    node where it is left open.
+
+    Raises:
+        ConfigurationError: The variable names another library.
+    """
+    text = os.environ.get(_OPERATIONS, "")
+    if text.lower() not in ("", "gloo", "mpi"):
+        raise ConfigurationError(
+            f"{_OPERATIONS}={text!r}: expected GLOO or MPI. Leave it out for shared memory within "
+            "a node, and the better of the two between nodes."
+        )
+    return text.lower() or "auto"
 
 
 @contextmanager
@@ -21,7 +38,7 @@ def within_start_timeout() -> Iterator[None]:
     Raises:
         ConfigurationError: The variable is not a number above 0.
     """
-    text = os.environ.get(_VARIABLE)
+    text = os.environ.get(_START)
     if not text:
         yield
         return
@@ -31,12 +48,12 @@ def within_start_timeout() -> Iterator[None]:
         seconds = 0.0
     if not seconds > 0:
         raise ConfigurationError(
-            f"{_VARIABLE}={text!r}: expected a number of seconds above 0, such as 30."
+            f"{_START}={text!r}: expected a number of seconds above 0, such as 30."
         )
 
     def give_up() -> None:
         say(
-            f"hvd.init() has waited {seconds:g} s for the other ranks ({_VARIABLE}, "
+            f"hvd.init() has waited {seconds:g} s for the other ranks ({_START}, "
             "--start-timeout): this process ends"
         )
         end_process(1)

@@ -1,0 +1,35 @@
+"""What scripts for Horovod write again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+import lightning_ring.horovod as hvd
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+torch.set_num_threads(1)
+
+
+def distributed(module: nn.Module, lr: float = 0.1, **options: Any) -> Any:
+    """SGD of ``module``'s parameters, over all ranks."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=lr)
+    return hvd.DistributedOptimizer(
+        optimizer, named_parameters=module.named_parameters(), **options
+    )
+
+
+def total(name: str | None = None, **options: Any) -> float:
+    """The sum of a one of each rank."""
+    return hvd.allreduce(torch.ones(1), name=name, op=hvd.Sum, **options).item()
+
+
+def assert_equal_everywhere(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        own = tensor.detach().flatten().tolist()
+        assert WORLD.allgather(own) == [own] * SIZE
