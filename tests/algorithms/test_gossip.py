@@ -162,25 +162,6 @@ def test_averages_are_shown_between_steps_and_leave_no_trace() -> None:
         assert expected > 0
 
 
-def test_a_request_to_stop_is_agreed_on_at_one_step() -> None:
-    def rank(comm: Any) -> list[bool]:
-        net, algorithm = network(), Gossip("pairs")
-        steps = OPTIMIZERS["sgd"](net)
-        algorithm.attach(net, [steps], comm)
-        found = []
-        for step in range(5):
-            if step == 2 and comm.rank == 1:
-                algorithm.ask_to_stop()
-            one_step(net, steps, algorithm, comm.rank)
-            found.append(algorithm.agreed_to_stop())
-        algorithm.detach()
-        return found
-
-    found = run_ranks(4, rank)
-    assert len({tuple(each) for each in found}) == 1
-    assert found[0][:3] == [False, False, True]
-
-
 def test_an_unknown_topology_is_refused() -> None:
     with pytest.raises(
         ConfigurationError, match="topology='star', expected one of 'ring', 'exponential', 'pairs'"

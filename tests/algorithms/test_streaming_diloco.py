@@ -150,13 +150,13 @@ def rounded(values: np.ndarray, bits: int) -> np.ndarray:
             {"every": 5, "fragments": [[0, 1, 2, 3]], "overlap": 2, "share": 0.5},
         ),
         (
-            DiLoCo(4, fragments=3, overlap=3, own_share=0.25, warmup_steps=2, outer_bits=4),
+            DiLoCo(4, fragments=3, overlap=3, warmup_steps=2, outer_bits=4),
             {
                 "every": 4,
                 "warmup": 2,
                 "fragments": [[0], [1], [2, 3]],
                 "overlap": 3,
-                "share": 0.25,
+                "share": 0.5,
                 "bits": 4,
             },
         ),

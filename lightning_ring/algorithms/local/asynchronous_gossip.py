@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_ring.algorithms.local.gossip import Gossip
 from lightning_ring.algorithms.meeting import meet_for_pause, meet_to_stop
-from lightning_ring.algorithms.server.layout import ServerLayout, ServerPiece, layouts, write_
+from lightning_ring.algorithms.server.server import ServerPart, parts_of
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.requests import Answers, Requests
 from lightning_ring.errors import ConfigurationError
@@ -76,12 +76,13 @@ class AsynchronousGossip(Gossip):
         self._steps_meanwhile = 0  # since that exchange began
         self._told_to_stop = False
         self._changing = threading.Lock()  # the memory of x
-        self._params: Sequence[Parameter] = ()
-        self._parts: list[ServerLayout] = []
+        self._listed: Sequence[Parameter] = ()  # all that are trained
+        self._parts: list[ServerPart] = []
         self._x: list[Tensor] = []  # x_r, in messages
-        self._pieces: list[ServerPiece] = []
-        self._views: list[Tensor] = []  # of x_r, the memory of each piece
-        self._copied: list[Tensor] = []  # the copy for which g_r is computed, by piece
+        # in the order of the parts
+        self._params: list[Parameter] = []
+        self._views: list[Tensor] = []  # x_r, in the memory of the messages
+        self._copied: list[Tensor] = []  # the copy for which g_r is computed
         self._asked: list[Tensor] = []  # x_r as it was sent; empty on odd ranks
         self._turns: dict[int, Iterator[int]] = {}  # the part of the next question of each peer
         self._has_begun = False  # a batch
@@ -108,7 +109,7 @@ class AsynchronousGossip(Gossip):
         So when other parameters are trained.
         """
         params = self._parameters()
-        if self._requests is None or [*map(id, params)] != [*map(id, self._params)]:
+        if self._requests is None or [*map(id, params)] != [*map(id, self._listed)]:
             self._begin_requests(params)
 
     def _begin_requests(self, params: Sequence[Parameter]) -> None:
@@ -117,18 +118,19 @@ class AsynchronousGossip(Gossip):
             if not self._own:
                 # of length 0: parameters become x, with the averages that have come meanwhile
                 self._add_step()
-        self._params = list(params)
-        num_parts = num_gossip_parts(sum(param.nbytes for param in self._params))
-        self._parts = layouts(self._params, num_parts, cut=True)
+        self._listed = list(params)
+        self._parts = parts_of(params, num_gossip_parts(sum(param.nbytes for param in params)))
+        self._params = [params[index] for part in self._parts for index in part.indices]
         self._turns = {
-            peer: itertools.cycle(range(num_parts)) for peer in range(self._communicator.world_size)
+            peer: itertools.cycle(range(len(self._parts)))
+            for peer in range(self._communicator.world_size)
         }
-        self._pieces = [piece for part in self._parts for piece in part.pieces]
         self._x = [torch.zeros(part.nbytes, dtype=torch.uint8) for part in self._parts]
-        self._views = self._of_pieces(self._x)
+        pairs = zip(self._parts, self._x, strict=True)
+        self._views = [view for part, x in pairs for view in part.views(x, params)]
         with torch.no_grad():
-            torch._foreach_copy_(self._views, self._flat_parameters())
-        self._copied = self._of_pieces([x.clone() for x in self._x])
+            torch._foreach_copy_(self._views, self._on_host())
+        self._copied = [view.clone() for view in self._views]
         self._asked = [torch.empty_like(x) for x in self._x if self._asks]
         self._requests = unrecorded(self._communicator).open_requests(self._answer)
         self._requests.start()
@@ -146,8 +148,7 @@ class AsynchronousGossip(Gossip):
 
     def begin_batch(self, active_ranks: int | None = None) -> None:
         super(Gossip, self).begin_batch(active_ranks)
-        comm = self._communicator
-        if comm.world_size == 1:
+        if self._communicator.world_size == 1:
             return
         self._has_begun = True
         self._answer_others()
@@ -182,7 +183,7 @@ class AsynchronousGossip(Gossip):
             return
         self._hide_averages()  # where this rank alone has taken no step
         self._add_step()  # of length 0: the parameters become x
-        self._show(self._params, "parameters")
+        self._show(self._listed, "parameters")
         self._note_consensus_distance()
 
     def _begin_exchange(self) -> None:
@@ -217,17 +218,12 @@ class AsynchronousGossip(Gossip):
         with self._changing:
             x = self._views
             torch._foreach_sub_(x, self._copied)
-            torch._foreach_add_(x, self._flat_parameters())
+            torch._foreach_add_(x, self._on_host())
             torch._foreach_copy_(self._copied, x)
-            write_(self._params, zip(self._pieces, x, strict=True))
+            torch._foreach_copy_([*self._params], x)
 
-    def _flat_parameters(self) -> list[Tensor]:
-        return [piece.of(self._params[piece.index]).to("cpu") for piece in self._pieces]
-
-    def _of_pieces(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        """The memory of each of the pieces."""
-        pairs = zip(self._parts, messages, strict=True)
-        return [view for part, message in pairs for view in part.views(message, self._params)]
+    def _on_host(self) -> list[Tensor]:
+        return [param.detach().to("cpu") for param in self._params]
 
     # -- in threads
 
@@ -251,9 +247,9 @@ class AsynchronousGossip(Gossip):
         way is written.
         """
         part = self._parts[index]
-        way = part.views(theirs, self._params)
-        torch._foreach_sub_(way, part.views(ours, self._params))
-        torch._foreach_add_(part.views(self._x[index], self._params), way, alpha=0.5)
+        way = part.views(theirs, self._listed)
+        torch._foreach_sub_(way, part.views(ours, self._listed))
+        torch._foreach_add_(part.views(self._x[index], self._listed), way, alpha=0.5)
 
     # -- requests to stop
 
