@@ -32,12 +32,11 @@ from torch import Tensor
 
 from lightning_ring.comm import ring
 from lightning_ring.comm.calls import check_rank, contiguous_flat, describe
-from lightning_ring.comm.channel import Channel
 from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work, shard
 from lightning_ring.comm.cost import LEAST_PIECE_BYTES, num_nested_pieces
-from lightning_ring.comm.padded_rows import PaddedRows
-from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator
+from lightning_ring.comm.ring import PaddedRows
+from lightning_ring.comm.ring_communicator import DIRECT_BYTES, Channel, RingCommunicator
 from lightning_ring.comm.transport import Transport
 from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy, nothing
 

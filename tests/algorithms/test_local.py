@@ -243,6 +243,5 @@ def test_the_names_of_the_strategy() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("check", check_names(MODULE))
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_on_real_ranks(battery: Any, world_size: int, check: str) -> None:
-    battery(MODULE, world_size, check)
+def test_on_real_ranks(battery: Any, check: str) -> None:
+    battery(MODULE, 3, check)

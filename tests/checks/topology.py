@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_ring.algorithms.local import LocalSGD
 from lightning_ring.comm.backends.gloo import GlooCommunicator
-from lightning_ring.comm.backends.shared_memory import segment as shared_segment
+from lightning_ring.comm.backends.shared_memory import memory as shared_memory
 from lightning_ring.comm.backends.shared_memory.communicator import SharedMemoryCommunicator
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
@@ -159,7 +159,7 @@ def check_jobs_one_after_the_other_over_two_nodes() -> None:
 
 
 def check_a_node_whose_second_segment_fails_has_all_nodes_use_messages() -> None:
-    make, made = shared_segment._make, []
+    make, made = shared_memory._make, []
 
     def make_one(num_bytes: int) -> Any:
         made.append(num_bytes)
@@ -170,7 +170,7 @@ def check_a_node_whose_second_segment_fails_has_all_nodes_use_messages() -> None
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_segment, "_make", make_one)
+        patch.setattr(shared_memory, "_make", make_one)
         with opened(ROUND_ROBIN) as comm:
             assert isinstance(comm, HierarchicalCommunicator)
             assert not isinstance(comm._intra_first, SharedMemoryCommunicator)

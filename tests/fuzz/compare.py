@@ -161,9 +161,7 @@ def _against(
 ) -> Iterator[str]:
     alone = reference == "one"
     batch_norm = "Conv(norm=True)" in program.blocks
-    parts = ["weights"]
-    if not (alone and program.choice("foreign") != "none"):  # timm's own is another state
-        parts.append("state")
+    parts = ["weights", "state"]
     if not batch_norm and not (alone and program.choice("log") == "of each rank"):
         parts.append("metrics")
     if not alone:

@@ -48,13 +48,6 @@ STEPPING = {
     "two optimizers": option(2, parts=TWO),
 }
 
-# the state that the optimizer goes on from; DDP would load it as `ring` does, right or wrong
-FOREIGN = {
-    "none": option(8),
-    "timm's Lamb": option(without="ddp", optimizers="[foreign('Lamb', name, model)]"),
-    "timm's Lars": option(without="ddp", optimizers="[foreign('Lars', name, model)]"),
-}
-
 BATCHES = {  # of each rank in an epoch
     "even": option(),
     "rank 0 has two more": option(batches="6, 4, 4"),
@@ -71,7 +64,6 @@ REDUCTION = {
 LOOP: dict[str, dict[str, Option]] = {
     "precision": PRECISION,
     "optimizer": OPTIMIZER,
-    "foreign": FOREIGN,
     "groups": GROUPS,
     "stepping": STEPPING,
     "window": WINDOW,

@@ -167,19 +167,17 @@ def _settle_loop(
             "failure",
             "groups",
             "again",
-            "foreign",
             "freeze",
             "compression",
         )
     elif program.choice("stepping") == "two optimizers":
         plain("freeze")
+        # it would read, before the second step, what the first one has under way
+        program.hooks[:] = [
+            hook for hook in program.hooks if hook != "average of weights before a step"
+        ]
         if len(program.blocks) < 2:
             program.blocks.append("Linear()")
-    if program.choice("foreign") != "none":
-        plain("optimizer", "groups", "precision", "stepping", "compression", "again", "freeze")
-        # timm counts a step for all parameters together, also for one without a gradient
-        uncommon = ("Complex()", "Embedded(sparse=True)", "EveryOtherStep()")
-        program.blocks[:] = ["Linear()" if block in uncommon else block for block in program.blocks]
     if program.choice("scaler") != "none":
         program.blocks[:] = [
             "Linear()" if "sparse" in b or b == "Complex()" else b for b in program.blocks

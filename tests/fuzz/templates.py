@@ -198,33 +198,6 @@ class Share(nn.Module):
         return sum(losses) / (RANKS if WORLD_SIZE == 1 and "$reduction" == "mean" else 1)
 
 
-def foreign(kind, name, model):
-    """Ours, which goes on from a state dict of timm's; in one process timm's does, where that is installed."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if kind == "Lamb":
-        same = dict(lr=0.01, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.01)
-        own = dict.fromkeys(("caution", "decoupled_decay", "corrected_weight_decay"), False)
-        own |= dict(bias_correction=True, grad_averaging=True, max_grad_norm=None, step=3)
-        optimizer = LAMB(parameters, **same)
-        state = [{"exp_avg": 0.1 * p.detach(), "exp_avg_sq": p.detach().square()} for p in parameters]
-        known = [entry | {"step": torch.tensor(3.0)} for entry in state]
-    else:
-        same = dict(lr=0.5, momentum=0.9, eps=1e-8, weight_decay=0.01, nesterov=False)
-        optimizer, own = LARS(parameters, momentum_form="torch", **same), dict(trust_coeff=0.001, dampening=0)
-        known = state = [{"momentum_buffer": 0.1 * p.detach()} for p in parameters]
-    group = same | own | dict(trust_clip=False, always_adapt=False, foreach=None, params=list(range(len(state))))
-    if name == "one":
-        try:
-            import timm.optim
-            # timm reads the norm from the constructor, and not from the state dict
-            norm = dict(max_grad_norm=None) if kind == "Lamb" else {}
-            optimizer = getattr(timm.optim, kind)(parameters, lr=0.1, **norm)
-        except ImportError:
-            state, group = known, optimizer.state_dict()["param_groups"][0]
-    optimizer.load_state_dict({"state": dict(enumerate(state)), "param_groups": [group]})
-    return optimizer
-
-
 class Loop:
     """A training loop by hand, with the attributes of a Trainer that the module reads."""
     callback_metrics, is_global_zero, world_size, global_rank = {}, RANK == 0, WORLD_SIZE, RANK

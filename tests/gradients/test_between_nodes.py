@@ -29,7 +29,6 @@ from lightning_ring.gradients.compression import (
     terngrad,
 )
 from lightning_ring.gradients.compression.between_nodes import Part
-from lightning_ring.gradients.compression.blocks import aligned_shard
 from lightning_ring.gradients.compression.top_k import largest
 from lightning_ring.gradients.reducer import Reducer
 from tests.checks.compression import references
@@ -145,41 +144,17 @@ def test_nested_ranks_hold_the_same_bits(make: Callable[[], Compressor]) -> None
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(
     ("make", "formula"),
-    [(Int8, references.int8), (OneBit, references.onebit)],
-    ids=["int8", "onebit"],
+    [
+        (Int8, references.int8),
+        (OneBit, references.onebit),
+        (lambda min_numel: TopK(0.05, min_numel), lambda: references.topk(0.05)),
+    ],
+    ids=["int8", "onebit", "topk"],
 )
 def test_codes_are_those_of_the_papers(
     make: Callable[..., Compressor], formula: Callable[[], Any], world_size: int
 ) -> None:
     run_ranks(world_size, lambda comm: assert_equals(make(min_numel=0), formula(), comm, 3))
-
-
-def test_errors_of_shards_that_were_cut_elsewhere_travel() -> None:
-    """Earlier releases cut shards anywhere: owners' errors in their checkpoints lie in places that
-    another rank owns now.
-    """
-
-    def rank(comm: Any) -> tuple[Tensor, Tensor]:
-        compressor = OneBit(min_numel=0)
-        send = Sender(compressor, comm)
-        send(torch.zeros(sum(SIZES)))  # the first average looks for such errors by itself
-        owed = torch.zeros(2, sum(SIZES))
-        for index in range(2):
-            shard(owed[index], 2, index).fill_(1)
-        names = [str(size) for size in SIZES]
-        server = [dict(zip(names, each.split(SIZES), strict=True)) for each in owed]
-        errors = [dict(zip(names, torch.zeros(sum(SIZES)).split(SIZES), strict=True))] * 2
-        state = {"errors": errors, "compressor": {"server": server}}
-        assert compressor.load_state_dict(state, comm.rank, 2) is None
-        got = send(torch.zeros(sum(SIZES)))
-        of_owner = compressor.compressor._server.of_parameter  # type: ignore[attr-defined]
-        left = torch.cat([of_owner(name) for name in names])
-        aligned_shard(left, 2, comm.rank).zero_()
-        return got, left
-
-    for got, left in run_ranks(2, rank):
-        assert not left.any()
-        torch.testing.assert_close(got, torch.ones_like(got), rtol=0.1, atol=0)
 
 
 @pytest.mark.parametrize("with_feedback", [True, False])

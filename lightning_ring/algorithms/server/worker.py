@@ -322,7 +322,7 @@ class ParameterServer(Algorithm):
         if self._requests is None or self._optimizer is None or optimizer is not self._optimizer:
             plain: dict[str, Any] = optimizer.state_dict() if is_rank_zero else {}
             return plain
-        state: dict[Any, Any] = defaultdict(dict, self._unheld)
+        state: defaultdict[Any, Any] = defaultdict(dict, self._unheld)
         for rank, part in self._parts.items():
             mine = self._server.state() if rank == self._comm.rank else []
             theirs = self._comm.broadcast_object(mine, src=rank, name="state of a server")

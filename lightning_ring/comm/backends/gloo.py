@@ -15,11 +15,10 @@ from torch import Tensor
 
 from lightning_ring.comm.backends.nccl import NCCLCommunicator
 from lightning_ring.comm.calls import contiguous_flat, describe
-from lightning_ring.comm.channel import Channel
 from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work
 from lightning_ring.comm.ring import check_reducible
-from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator
+from lightning_ring.comm.ring_communicator import DIRECT_BYTES, Channel, RingCommunicator
 from lightning_ring.comm.waiting import DEFAULT_TIMEOUT, WaitPolicy, poll_until
 from lightning_ring.errors import ConfigurationError
 

@@ -25,7 +25,6 @@ from lightning_ring.gradients.compression.blocks import (
     average_in_two_legs,
     rows_of,
 )
-from lightning_ring.gradients.compression.registry import int8_bytes
 from lightning_ring.host.accelerator import send
 
 LARGEST = 127
@@ -49,7 +48,7 @@ class Int8(BetweenNodes):
     can_shard = True
 
     def wire_bytes(self, numel: int, world_size: int) -> float | None:
-        return int8_bytes(numel, world_size)
+        return numel * (1 + 4 / BLOCK)
 
     def average(self, part: Part) -> Iterator[Work]:
         return average_in_two_legs(part, INT8)
@@ -87,7 +86,7 @@ def decode_int8(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
         rows.mul_(scales[first : first + len(rows)].unsqueeze(1))
 
 
-INT8 = BlockCode(BLOCK, encode_int8, decode_int8, "int8")
+INT8 = BlockCode(BLOCK, encode_int8, decode_int8)
 
 
 # the magnitudes of a block, as shares of its largest: 0, 1/64, 1/32, ... 1

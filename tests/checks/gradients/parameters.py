@@ -9,7 +9,6 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from lightning_ring.gradients.bucket import plan_buckets
 from lightning_ring.gradients.layout import AutoBuckets
 from lightning_ring.gradients.reducer import Reducer
 from tests.checks.gradients.nets import (
@@ -166,16 +165,6 @@ def check_order_of_use_replaces_order_of_registration() -> None:
         assert_same(net, reference)
     assert comm.produced_when_sent[0] < 6, comm.produced_when_sent
     assert reducer.buckets[0].names[0].startswith("layers.0"), reducer.buckets[0].names
-
-
-def check_buckets_are_filled_in_order_and_bounded() -> None:
-    params = [
-        (f"p{i}", nn.Parameter(torch.zeros(size)))
-        for i, size in enumerate([10, 200_000, 200_000, 5_000_000, 7])
-    ]
-    params.insert(2, ("half", nn.Parameter(torch.zeros(9, dtype=torch.float16))))
-    buckets = plan_buckets(params, bucket_cap_mb=2.0)
-    assert [bucket.names for bucket in buckets] == [["p0", "p1"], ["half"], ["p2"], ["p3"], ["p4"]]
 
 
 def check_automatic_buckets_are_the_same_on_all_ranks_and_change_no_number() -> None:
