@@ -21,7 +21,6 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import (
     DGC,
     Compressor,
-    ErrorFeedback,
     Int8,
     OneBit,
     TernGrad,
@@ -157,39 +156,6 @@ def test_codes_are_those_of_the_papers(
     run_ranks(world_size, lambda comm: assert_equals(make(min_numel=0), formula(), comm, 3))
 
 
-@pytest.mark.parametrize("with_feedback", [True, False])
-def test_a_checkpoint_may_be_resumed_with_error_feedback_or_without(with_feedback: bool) -> None:
-    """Random numbers go on, and a message says what becomes of the residuals."""
-
-    def averaging(comm: Any, *, feedback: bool) -> tuple[torch.nn.Module, Averaging]:
-        net, compressor = torch.nn.Linear(8, 8), TernGrad(min_numel=0)
-        algorithm = Averaging(compression=ErrorFeedback(compressor) if feedback else compressor)
-        algorithm.attach(net, [], comm)
-        return net, algorithm
-
-    def rank(comm: Any) -> tuple[str, Tensor, Tensor]:
-        net, algorithm = averaging(comm, feedback=not with_feedback)
-        algorithm.begin_batch()
-        with algorithm.backward():
-            net(torch.ones(1, 8)).square().sum().backward()
-        state = comm.broadcast_object(algorithm.state_dict())
-        own = state["state"].get("compressor", state["state"])["generators"][comm.rank]
-        algorithm.detach()
-        _, resumed = averaging(comm, feedback=with_feedback)
-        told = resumed.load_state_dict(state)
-        compressor: Any = resumed._compressor
-        resumed.detach()
-        return told, own, (compressor.compressor if with_feedback else compressor)._loaded
-
-    for told, own, loaded in run_ranks(2, rank):
-        assert (
-            "without error feedback"
-            if with_feedback
-            else "with error feedback, which this job has not"
-        ) in told
-        assert torch.equal(own, loaded)
-
-
 @pytest.mark.parametrize("scale", [1.0, 1e-18, 1e-24, 1e-37, 1e-42])
 def test_ternary_gradients_may_be_tiny(scale: float) -> None:
     """Their squares are below float32's range, and 1e-42 has no reciprocal there."""
@@ -304,25 +270,6 @@ def test_momentum_twice_is_refused(optimizer: Callable[..., Any]) -> None:
             match=r"'dgc' has momentum=0.9, and an optimizer has (momentum|betas)",
         ):
             Averaging(compression="dgc").attach(net, [optimizer(net.parameters())], comm)
-
-    run_ranks(1, rank)
-
-
-@pytest.mark.parametrize("momentum", [0.9, 0])
-def test_weight_decay_behind_the_momentum_is_said_once(momentum: float) -> None:
-    net = torch.nn.Linear(3, 3)
-
-    def rank(comm: Any) -> None:
-        said: list[str] = []
-        algorithm = Averaging(compression=DGC(momentum=momentum))
-        algorithm.attach(net, [SGD(net.parameters(), 0.1, weight_decay=1e-4)], comm, said.append)
-        algorithm.set_optimizers([SGD(net.parameters(), 0.1, weight_decay=1e-4)])
-        algorithm.set_optimizers([SGD(net.parameters(), 0.1)])
-        assert len(said) == (momentum > 0)
-        assert all(
-            "acts 0.1 times as strongly" in text and "weight_decay=0.001 acts alike" in text
-            for text in said
-        )
 
     run_ranks(1, rank)
 

@@ -24,6 +24,7 @@ from lightning_ring.comm.waiting import CHECK_SECONDS, ranks_text
 from lightning_ring.errors import CollectiveError
 
 TOLD_BYTES = 16  # after the weights of an answer: whether to stop, and the delay
+PULL, REST = torch.zeros(1, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)  # questions
 _ALIGNMENT = 16  # bytes: a view of any dtype may begin there
 
 Gradients = Sequence[Tensor | None]  # one for each weight of a server
@@ -143,9 +144,9 @@ class WeightServer:
 
     def answer(self, worker: int, question: Tensor) -> Tensor:
         """The weights, after the step of a push (`encode`) if ``question`` is longer than a byte.
-        An empty one says that ``worker`` has ended its epoch, and has an empty answer.
+        `REST` says that ``worker`` has ended its epoch, and comes back.
         """
-        if not question.numel():
+        if torch.equal(question, REST):
             with self._changed:
                 self._resting.add(worker)
                 if len(self._resting) == self._num_workers:

@@ -14,6 +14,8 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from lightning_ring.algorithms.algorithm import Algorithm, log
 from lightning_ring.algorithms.meeting import meet_for_pause, meet_to_stop
 from lightning_ring.algorithms.server.server import (
+    PULL,
+    REST,
     TOLD_BYTES,
     ServerPart,
     WeightServer,
@@ -250,11 +252,10 @@ class ParameterServer(Algorithm):
         if self._requests is None:
             return
         if self.steps_together:  # the servers learn that this rank has ended its epoch
-            rest = torch.empty(0, dtype=torch.uint8)
-            self._requests.ask(dict.fromkeys(self._parts, (rest,)), "pause").wait()
+            self._requests.ask(dict.fromkeys(self._parts, (REST,)), "pause").wait()
         stepped = meet_for_pause(self._comm, after_steps=self._shown_at != self.num_steps)
         if stepped and not self.steps_together:
-            self._ask(dict.fromkeys(self._parts, torch.zeros(1, dtype=torch.uint8)), "pull")
+            self._ask(dict.fromkeys(self._parts, PULL), "pull")
             self._comm.barrier(name="servers")  # until then nobody pushes
         self._shown_at = self.num_steps
 

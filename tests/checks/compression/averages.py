@@ -26,7 +26,6 @@ from tests.checks.compression.ways import (
     WAYS,
     assert_same_bits,
     average,
-    captured_log,
     gradients,
     make,
     parameters,
@@ -163,23 +162,17 @@ def check_shards_hold_the_bits_of_the_whole() -> None:
 
 def check_large_values() -> None:
     """An average that float16 holds survives a sum that it does not; beyond it comes inf, on all
-    ranks, and is said.
+    ranks.
     """
     for way in ("fp16", "bf16"):
-        with captured_log() as records:
-            reducer, params, _ = make(way)
-            got = send(reducer, params, [torch.full_like(p, 60_000.0) for p in params])
-            assert all(torch.equal(g, torch.full_like(g, got[0][0, 0].item())) for g in got)
-            torch.testing.assert_close(got[0][0, 0].item(), 60_000.0, rtol=4e-3, atol=0)
-            assert not records
-            last = communicator().rank == communicator().world_size - 1
-            for _ in range(2):
-                got = send(
-                    reducer, params, [torch.full_like(p, 7e4 if last else 0.0) for p in params]
-                )
-                assert_same_bits(*got)
-            assert torch.isinf(got[0]).all() == (way == "fp16")
-            assert len(records) == (way == "fp16" and communicator().rank == 0), records
+        reducer, params, _ = make(way)
+        got = send(reducer, params, [torch.full_like(p, 60_000.0) for p in params])
+        assert all(torch.equal(g, torch.full_like(g, got[0][0, 0].item())) for g in got)
+        torch.testing.assert_close(got[0][0, 0].item(), 60_000.0, rtol=4e-3, atol=0)
+        last = communicator().rank == communicator().world_size - 1
+        got = send(reducer, params, [torch.full_like(p, 7e4 if last else 0.0) for p in params])
+        assert_same_bits(*got)
+        assert torch.isinf(got[0]).all() == (way == "fp16")
 
 
 def check_other_dtypes_travel_as_they_are_and_this_is_said_once() -> None:
