@@ -135,35 +135,6 @@ def test_a_slow_rank_holds_nobody_up_and_averages_leave_no_trace(overlap: int | 
             assert distance == pytest.approx(math.sqrt(sum(distances) / 2), rel=1e-3, abs=1e-6)
 
 
-def test_averages_that_have_come_before_a_parameter_is_thawed_stay() -> None:
-    def rank(comm: Any) -> tuple[Tensor, Tensor]:
-        net, algorithm = copy.deepcopy(START), AsynchronousGossip()
-        first = next(net.parameters()).requires_grad_(False)
-        steps = OPTIMIZERS["sgd"](net)
-        algorithm.attach(net, [steps], comm)
-        moved = torch.zeros_like(vector(net))
-        for step in range(2 - comm.rank):
-            algorithm.begin_batch()
-            before = vector(net)
-            loss(net, comm.rank, step).backward()
-            steps.step()
-            moved += vector(net) - before
-            algorithm.after_step(steps)
-            steps.zero_grad()
-        algorithm._finish_exchange()
-        # the odd rank has two averages, which come into its parameters with its next step
-        comm.barrier()
-        first.requires_grad_(True)
-        algorithm.begin_batch()
-        algorithm.show_averages()
-        shown = vector(net)
-        algorithm.detach()
-        return moved, shown
-
-    (moved, shown), (moved_too, _) = run_ranks(2, rank)
-    torch.testing.assert_close(shown, vector(START) + (moved + moved_too) / 2, rtol=1e-5, atol=1e-6)
-
-
 class Late(AsynchronousGossip):
     """Rank 1 gives no answer before ``may_answer``."""
 

@@ -122,13 +122,6 @@ def test_a_step_with_a_closure_computes_the_batch_for_the_ranks_own_parameters()
             )
 
 
-def test_the_exponential_graph_spreads_a_value_to_all_of_a_power_of_two() -> None:
-    product = torch.eye(8, dtype=torch.float64)
-    for w in weights("exponential", 8, 3):
-        product = w @ product
-    torch.testing.assert_close(product, torch.full((8, 8), 1 / 8, dtype=torch.float64))
-
-
 def test_averages_are_shown_between_steps_and_leave_no_trace() -> None:
     start = network()
 

@@ -121,8 +121,7 @@ class WeightServer:
         self.told_to_stop = False  # some worker has asked for it
         self._params, self._part, self._num_workers = params, part, num_workers
         self._bulk, self._compensation = bulk, compensation
-        self._given = settings_of(optimizer)
-        self._managed: set[tuple[int, str]] = set()  # what the user has changed since
+        self._settings = settings_of(optimizer)  # of the last push
         self._optimizer, self._weights = _twin(optimizer, [params[index] for index in part.indices])
         self._values = [weight.detach() for weight in self._weights]
         self._changed = threading.Condition()
@@ -219,11 +218,10 @@ class WeightServer:
             self.check()
 
     def _step(self, gradients: Gradients, settings: Settings) -> None:
-        # what an optimizer changes in its groups itself stays
-        changed = (place for place, value in settings.items() if value != self._given.get(place))
-        self._managed.update(changed)
-        for number, key in self._managed:
-            self._optimizer.param_groups[number][key] = settings[number, key]
+        for (number, key), value in settings.items():
+            if value != self._settings.get((number, key)):  # else it may be the optimizer's own
+                self._optimizer.param_groups[number][key] = value
+        self._settings = settings
         for weight, gradient in zip(self._weights, gradients, strict=True):
             weight.grad = gradient
         self._optimizer.step()
