@@ -94,7 +94,6 @@ class Averaging(Algorithm):
             auto = AutoBuckets(
                 unrecorded(comm),
                 inform,
-                default_cap_mb=default,
                 halves=self._shards,
                 compressor=self._compressor,
             )

@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 
 from lightning_ring.comm.cost import CostModel
-from lightning_ring.gradients.layout import Seconds, last_arrival, merge
+from lightning_ring.gradients.layout import Seconds, merge
 
 
 def link(alpha: float, bandwidth: float) -> Seconds:
@@ -48,3 +48,14 @@ def test_no_way_to_cut_ends_earlier(alpha: float, bandwidth: float, spread: floa
 @pytest.mark.parametrize("num", [0, 1])
 def test_nothing_to_cut(num: int) -> None:
     assert merge([1.0] * num, [0.0] * num, link(1e-4, 1e8)) == [1] * num
+
+
+def last_arrival(
+    ends: list[int], sizes: list[float], ready: list[float], seconds: Seconds
+) -> float:
+    """When the last of the buckets that end at ``ends`` (as `merge` returns them) has arrived."""
+    arrived, start = 0.0, 0
+    for stop in ends:
+        arrived = max(arrived, *ready[start:stop]) + seconds(sum(sizes[start:stop]))
+        start = stop
+    return arrived

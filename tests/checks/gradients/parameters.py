@@ -171,7 +171,7 @@ def check_automatic_buckets_are_the_same_on_all_ranks_and_change_no_number() -> 
     comm = communicator()
     said: list[str] = []
     results = []
-    for auto in (None, AutoBuckets(comm, said.append, default_cap_mb=0.0006)):
+    for auto in (None, AutoBuckets(comm, said.append)):
         torch.manual_seed(0)
         net = Net()
         net.register_parameter("other", nn.Parameter(torch.ones(3)))  # a dtype of its own
