@@ -21,6 +21,7 @@ from lightning_ring.comm.calls import (
     contiguous_flat,
     describe,
     header,
+    of_tensor,
     sizes_and_dtypes,
 )
 from lightning_ring.comm.collective_thread import CollectiveThread
@@ -141,7 +142,7 @@ class RingCommunicator(Communicator):
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         flat = contiguous_flat(tensor, "all_reduce_")
         ring.check_reducible(flat, op)
-        what = describe("all_reduce", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
+        what = of_tensor("all_reduce", flat, name, op.value)
 
         def run(channel: Channel) -> None:
             exchange.all_reduce_(flat, channel, op, channel.landing)
@@ -152,9 +153,7 @@ class RingCommunicator(Communicator):
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         flat = contiguous_flat(flat, "reduce_scatter_")
         ring.check_reducible(flat, op)
-        what = describe(
-            "reduce_scatter", op.value, flat.dtype, f"{flat.numel()} elements", name=name
-        )
+        what = of_tensor("reduce_scatter", flat, name, op.value)
 
         def run(channel: Channel) -> None:
             exchange.reduce_scatter_(flat, channel, op, channel.landing)
@@ -163,7 +162,7 @@ class RingCommunicator(Communicator):
 
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
         flat = contiguous_flat(flat, "all_gather_")
-        what = describe("all_gather", flat.dtype, f"{flat.numel()} elements", name=name)
+        what = of_tensor("all_gather", flat, name)
         if flat.nbytes <= DIRECT_BYTES:
             return self._start(what, lambda channel: exchange.all_gather_directly_(flat, channel))
         return self._start(what, lambda channel: ring.all_gather_(flat, channel), flat.nbytes)
@@ -188,9 +187,7 @@ class RingCommunicator(Communicator):
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
         flat = contiguous_flat(tensor, "broadcast_")
         check_rank(src, self.world_size, "src")
-        what = describe(
-            "broadcast", f"from rank {src}", flat.dtype, f"{flat.numel()} elements", name=name
-        )
+        what = of_tensor("broadcast", flat, name, f"from rank {src}")
         return self._start(
             what, lambda channel: exchange.broadcast_(flat, channel, src), flat.nbytes
         )

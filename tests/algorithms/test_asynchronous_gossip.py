@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from lightning_ring import ElasticStrategy, RingStrategy
-from lightning_ring.algorithms.local import AsynchronousGossip, asynchronous_gossip
+from lightning_ring.algorithms.local import AsynchronousGossip, gossip
 from lightning_ring.errors import ConfigurationError
 from tests.algorithms.test_local import OPTIMIZERS, loss
 from tests.algorithms.test_local import network as new_network
@@ -40,7 +40,7 @@ def test_steps_in_an_order_of_their_own_are_those_of_the_formula(
 ) -> None:
     """The ranks take turns, so that it is known which averages come before which step."""
     parts = world_size - 1
-    monkeypatch.setattr(asynchronous_gossip, "num_gossip_parts", lambda num_bytes: parts)
+    monkeypatch.setattr(gossip, "num_gossip_parts", lambda num_bytes: parts)
     order = turns(world_size, 13)
     averages: list[tuple[int, int]] = []  # in their order
 

@@ -171,20 +171,6 @@ def check_16_bit_sums_are_taken_in_float32_and_rounded_once() -> None:
                 )
 
 
-def check_more_than_16_megabytes() -> None:
-    for comm in each():
-        tensor = torch.arange(6_000_001, dtype=torch.float32).remainder_(1000) + comm.rank
-        expected = (
-            torch.arange(6_000_001, dtype=torch.float32).remainder_(1000)
-            + (comm.world_size - 1) / 2
-        )
-        comm.all_reduce_(tensor, op=ReduceOp.AVG).wait()
-        torch.testing.assert_close(tensor, expected)
-        comm.broadcast_(tensor.add_(comm.rank), src=comm.world_size - 1).wait()
-        torch.testing.assert_close(tensor, expected + comm.world_size - 1)
-        assert_same_everywhere(comm, tensor)
-
-
 def check_many_in_flight() -> None:
     for comm in each():
         tensors = [torch.full((1 + 3000 * index,), float(comm.rank + index)) for index in range(30)]

@@ -53,7 +53,6 @@ COMPRESSORS: dict[str, Callable[[], Compressor | str | None]] = {
     "dgc, clipping": lambda: DGC(0.1, clip_norm=1.0, warmup_steps=0, min_numel=0),
     "powersgd": lambda: PowerSGD(rank=1, start_iter=0),
 }
-CAN_SHARD = ("none", "fp16", "bf16", "int8")
 
 
 def ring(compression: str = "none") -> Averaging:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from lightning_ring.comm.calls import check_all_to_all, describe
+from lightning_ring.comm.calls import check_all_to_all, describe, of_tensor
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work, as_bytes, shard
 from lightning_ring.comm.requests import Answer, Requests
 from lightning_ring.comm.ring import PaddedRows, check_reducible, divides_first, finish_, prepare_
@@ -203,7 +203,7 @@ class NCCLCommunicator(Communicator):
             return self._host.all_reduce_(tensor, op=op, name=name)
         flat, native = self._prepared(tensor.detach().view(-1), op)
         return self._start(
-            describe("all_reduce", op.value, flat.dtype, f"{flat.numel()} elements", name=name),
+            of_tensor("all_reduce", flat, name, op.value),
             lambda: dist.all_reduce(flat, op=native, group=self._group, async_op=True),
             lambda: self._divide(tensor.detach(), op),
         )
@@ -223,7 +223,7 @@ class NCCLCommunicator(Communicator):
             self._divide(own, op)
 
         return self._start(
-            describe("reduce_scatter", op.value, flat.dtype, f"{flat.numel()} elements", name=name),
+            of_tensor("reduce_scatter", flat, name, op.value),
             lambda: dist.reduce_scatter_tensor(
                 target, sent, op=native, group=self._group, async_op=True
             ),
@@ -239,7 +239,7 @@ class NCCLCommunicator(Communicator):
         sent = as_bytes(rows.flat)
         own = shard(sent, self.world_size, self.rank)
         return self._start(
-            describe("all_gather", flat.dtype, f"{flat.numel()} elements", name=name),
+            of_tensor("all_gather", flat, name),
             lambda: dist.all_gather_into_tensor(sent, own, group=self._group, async_op=True),
             rows.store,
         )
@@ -264,13 +264,7 @@ class NCCLCommunicator(Communicator):
             return self._host.broadcast_(tensor, src=src, name=name)
         source = dist.get_global_rank(self._group, src)
         return self._start(
-            describe(
-                "broadcast",
-                f"from rank {src}",
-                tensor.dtype,
-                f"{tensor.numel()} elements",
-                name=name,
-            ),
+            of_tensor("broadcast", tensor, name, f"from rank {src}"),
             lambda: dist.broadcast(as_bytes(tensor), source, group=self._group, async_op=True),
         )
 

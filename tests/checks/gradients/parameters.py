@@ -73,32 +73,6 @@ def check_frozen_and_thawed_parameters() -> None:
         assert len(comm.sent) == 3, comm.sent  # three layers train; the frozen ones stay at home
 
 
-def check_two_optimizers_of_a_gan() -> None:
-    torch.manual_seed(0)
-    generator, critic = Net(), Net()
-    references = copy.deepcopy((generator, critic))
-    both = nn.ModuleList([generator, critic])
-    reducer = Reducer(communicator(), both.named_parameters(), bucket_cap_mb=0.0006)
-
-    def losses(pair: tuple[Net, Net], x: Tensor) -> tuple[Tensor, Tensor]:
-        fake = pair[0]._segment(x, 0, 1, 2)
-        return pair[1](fake.detach()) - pair[1](x), -pair[1](fake)
-
-    for step in range(2):
-        xs = batches(step)
-        for which in (
-            0,
-            1,
-            # the critic's gradients must survive the generator's backward, which reaches the critic
-            # too
-        ):
-            with reducer.backward():
-                losses((generator, critic), mine(xs))[which].backward()
-            reference_mean(references[0], lambda x, _: losses(references, x)[which], xs)  # noqa: B023
-        assert_same(generator, references[0])
-        assert_same(critic, references[1])
-
-
 def check_shared_parameters() -> None:
     net, reference, reducer, _, _ = make()
     for module in (net, reference):
