@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lightning_ring.algorithms.server.server import WeightServer, average, parts_of, settings_of
+from lightning_ring.algorithms.parts import parts_of
+from lightning_ring.algorithms.server.server import WeightServer, average, settings_of
 
 
 def server_of(num_workers: int, **how: Any) -> tuple[WeightServer, list[Tensor]]:

@@ -1,5 +1,4 @@
-"""The server side of `ParameterServer`: a part of the parameters, and how it is stepped. Also the
-messages of bytes that hold parts of parameters, in which gossip travels too.
+"""The server side of `ParameterServer`: a part of the parameters, and how it is stepped.
 
 Sources: Li et al., "Scaling distributed machine learning with the parameter server" (OSDI 2014);
 Zheng et al., "Asynchronous stochastic gradient descent with delay compensation" (2017),
@@ -13,57 +12,22 @@ import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_ring.algorithms.parts import Part
 from lightning_ring.comm.waiting import CHECK_SECONDS, ranks_text
 from lightning_ring.errors import CollectiveError
 
 TOLD_BYTES = 16  # after the weights of an answer: whether to stop, and the delay
 PULL, REST = torch.zeros(1, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)  # questions
-_ALIGNMENT = 16  # bytes: a view of any dtype may begin there
 
 Gradients = Sequence[Tensor | None]  # one for each weight of a server
 Settings = dict[tuple[int, str], Any]  # by group and key: learning rates and the like
-
-
-class ServerPart(NamedTuple):
-    """The parameters of one server by number, and where each begins in a message of bytes."""
-
-    indices: Sequence[int] = ()
-    offsets: Sequence[int] = ()
-    nbytes: int = 0
-
-    def views(self, message: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-        """The memory of each parameter in the uint8 ``message``, with its shape; ``params`` are
-        those of all servers.
-        """
-        views = []
-        for index, offset in zip(self.indices, self.offsets, strict=True):
-            param = params[index]
-            memory = message[offset : offset + param.nbytes]
-            views.append(memory.view(param.dtype).view(param.shape))
-        return views
-
-
-def parts_of(params: Sequence[Tensor], num_parts: int) -> list[ServerPart]:
-    """``params`` in parts of about equally many bytes: the largest first, to the part that has
-    least. There are no more parts than parameters.
-    """
-    count = min(num_parts, len(params))
-    indices: list[list[int]] = [[] for _ in range(count)]
-    offsets: list[list[int]] = [[] for _ in range(count)]
-    ends = [0] * count
-    for index in sorted(range(len(params)), key=lambda index: -params[index].nbytes):
-        part = ends.index(min(ends))
-        indices[part].append(index)
-        offsets[part].append(ends[part])
-        ends[part] += -(-params[index].nbytes // _ALIGNMENT) * _ALIGNMENT
-    return [ServerPart(*part) for part in zip(indices, offsets, ends, strict=True)]
 
 
 def settings_of(optimizer: Optimizer) -> Settings:
@@ -74,22 +38,6 @@ def settings_of(optimizer: Optimizer) -> Settings:
         for key, value in group.items()
         if key not in ("params", "param_names")
     }
-
-
-@torch.no_grad()
-def encode(memory: Tensor, part: ServerPart, params: Sequence[Parameter], *told: Any) -> Tensor:
-    """The gradients of a ``part`` and what else is ``told`` to its server, in ``memory`` if that
-    is as long.
-    """
-    gradients = [params[index].grad for index in part.indices]
-    text = pickle.dumps(([gradient is not None for gradient in gradients], *told))
-    if memory.numel() != part.nbytes + len(text):
-        memory = torch.zeros(part.nbytes + len(text), dtype=torch.uint8)
-    for view, gradient in zip(part.views(memory, params), gradients, strict=True):
-        if gradient is not None:
-            view.copy_(gradient.to_dense())
-    memory[part.nbytes :] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return memory
 
 
 class WeightServer:
@@ -111,7 +59,7 @@ class WeightServer:
         self,
         optimizer: Optimizer,
         params: Sequence[Parameter],
-        part: ServerPart,
+        part: Part,
         num_workers: int,
         *,
         bulk: bool = False,
@@ -125,7 +73,6 @@ class WeightServer:
         self._optimizer, self._weights = _twin(optimizer, [params[index] for index in part.indices])
         self._values = [weight.detach() for weight in self._weights]
         self._changed = threading.Condition()
-        self._failure: Exception | None = None
         # of each worker that has pushed: gradients, settings, whether it asks to stop
         self._round: dict[int, tuple[Gradients, Settings, bool]] = {}
         self._resting: set[int] = set()
@@ -142,7 +89,7 @@ class WeightServer:
         return [self._optimizer.state.get(weight, {}) for weight in self._weights]
 
     def answer(self, worker: int, question: Tensor) -> Tensor:
-        """The weights, after the step of a push (`encode`) if ``question`` is longer than a byte.
+        """The weights, after the step of a push of a rank if ``question`` is longer than a byte.
         `REST` says that ``worker`` has ended its epoch, and comes back.
         """
         if torch.equal(question, REST):
@@ -177,18 +124,12 @@ class WeightServer:
         """
         with self._changed:
             delay = self.num_updates - self._pulled[worker]
-            try:
-                self._raise_failure()
-                if gradients is not None and self._bulk:
-                    self._round[worker] = gradients, settings or {}, asks_to_stop
-                    self._finish_round_or_wait()
-                elif gradients is not None:
-                    self.told_to_stop |= asks_to_stop
-                    self._step(self._compensated(worker, gradients), settings or {})
-            except Exception as error:
-                self._failure = self._failure or error
-                self._changed.notify_all()
-                raise
+            if gradients is not None and self._bulk:
+                self._round[worker] = gradients, settings or {}, asks_to_stop
+                self._finish_round_or_wait()
+            elif gradients is not None:
+                self.told_to_stop |= asks_to_stop
+                self._step(self._compensated(worker, gradients), settings or {})
             self._pulled[worker] = self.num_updates
             for targets in (pulled, *self._seen[worker : worker + 1]):
                 torch._foreach_copy_([*targets], self._values)
@@ -209,12 +150,10 @@ class WeightServer:
             if self._resting:
                 raise CollectiveError(
                     f"{ranks_text([*self._round])} took a step, while "
-                    f"{ranks_text([*self._resting])} had ended its epoch, or evaluates. With "
-                    "mode='bulk' all ranks take the same steps: give every rank the same number "
-                    "of batches, or use mode='async'."
+                    f"{ranks_text([*self._resting])} had ended its epoch, or evaluates. Give all "
+                    "ranks the same number of batches, or use mode='async'."
                 )
             self._changed.wait(CHECK_SECONDS)
-            self._raise_failure()
             self.check()
 
     def _step(self, gradients: Gradients, settings: Settings) -> None:
@@ -236,10 +175,6 @@ class WeightServer:
             None if g is None else g.addcmul(g * g, weight - seen, value=self._compensation)
             for g, weight, seen in zip(gradients, self._values, self._seen[worker], strict=True)
         ]
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
 
 def average(gradients: Gradients) -> Tensor | None:

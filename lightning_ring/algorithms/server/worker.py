@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal
@@ -13,14 +14,12 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_ring.algorithms.algorithm import Algorithm, log
 from lightning_ring.algorithms.meeting import meet_for_pause, meet_to_stop
+from lightning_ring.algorithms.parts import Part, parts_of
 from lightning_ring.algorithms.server.server import (
     PULL,
     REST,
     TOLD_BYTES,
-    ServerPart,
     WeightServer,
-    encode,
-    parts_of,
     settings_of,
 )
 from lightning_ring.algorithms.sharded.state import ShardedState
@@ -130,8 +129,7 @@ class ParameterServer(Algorithm):
         if self.servers is not None and self.servers > comm.world_size:
             raise ConfigurationError(
                 f"ParameterServer got servers={self.servers}, and the job has {comm.world_size} "
-                "rank(s), of which some or all are servers too. Use fewer servers, or None for "
-                "all ranks."
+                "rank(s), which are the servers too. Use fewer servers, or None for all ranks."
             )
         self._module, self._comm = module, unrecorded(comm)
         self.set_optimizers(optimizers)
@@ -140,9 +138,8 @@ class ParameterServer(Algorithm):
         if len(optimizers) > 1 or isinstance(next(iter(optimizers), None), LBFGS | SparseAdam):
             found = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
             raise ConfigurationError(
-                f"ParameterServer got the optimizer(s) {found}, and its servers take a step of one "
-                "optimizer with each dense gradient that comes. Use one for all parameters, other "
-                "than LBFGS and SparseAdam, or strategy 'ring'."
+                f"ParameterServer got the optimizer(s) {found}, and its servers step one optimizer "
+                "with dense gradients. Use one, not LBFGS or SparseAdam, or strategy 'ring'."
             )
         chosen = optimizers[0] if optimizers else None
         if chosen is not self._optimizer:
@@ -166,8 +163,8 @@ class ParameterServer(Algorithm):
         elif [*map(id, params)] != [*map(id, self._params)]:
             raise ConfigurationError(
                 "parameters were frozen, unfrozen or added after the first batch, and the servers "
-                "hold those that were trained in it. Save a checkpoint and begin another training "
-                "with it, or use strategy 'ring'."
+                "hold those of it. Begin another training from a checkpoint, or use strategy "
+                "'ring'."
             )
 
     def _begin(self, optimizer: Optimizer, params: list[Parameter]) -> None:
@@ -182,7 +179,7 @@ class ParameterServer(Algorithm):
         self._server = WeightServer(
             optimizer,
             params,
-            self._parts.get(comm.rank, ServerPart()),
+            self._parts.get(comm.rank, Part()),
             comm.world_size,
             bulk=self.mode == "bulk",
             compensation=self.delay_compensation,
@@ -237,10 +234,8 @@ class ParameterServer(Algorithm):
         self.num_steps += 1
         settings = settings_of(optimizer)
         for rank, part in self._parts.items():
-            memory = self._questions[rank]
-            self._questions[rank] = encode(
-                memory, part, self._params, settings, self._asked_to_stop
-            )
+            memory, tells = self._questions[rank], (settings, self._asked_to_stop)
+            self._questions[rank] = _push(memory, part, self._params, *tells)
         told, delay = self._ask(self._questions, f"push and pull of step {self.num_steps}")
         self._told_to_stop |= bool(told)
         self._delays.append(delay)
@@ -379,3 +374,19 @@ class ParameterServer(Algorithm):
             f" to {self.servers or self._comm.world_size} server(s), which step {when}. "
             "Evaluations, checkpoints and the end of the training see the servers' weights"
         )
+
+
+@torch.no_grad()
+def _push(memory: Tensor, part: Part, params: Sequence[Parameter], *told: Any) -> Tensor:
+    """The gradients of a ``part`` and what else is ``told`` to its server, in ``memory`` if that
+    is as long.
+    """
+    gradients = [params[index].grad for index in part.indices]
+    text = pickle.dumps(([gradient is not None for gradient in gradients], *told))
+    if memory.numel() != part.nbytes + len(text):
+        memory = torch.zeros(part.nbytes + len(text), dtype=torch.uint8)
+    for view, gradient in zip(part.views(memory, params), gradients, strict=True):
+        if gradient is not None:
+            view.copy_(gradient.to_dense())
+    memory[part.nbytes :] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return memory
