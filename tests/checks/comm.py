@@ -18,7 +18,6 @@ from mpi4py import MPI
 from torch import Tensor
 
 from lightning_ring.comm.backends.gloo import GlooCommunicator, open_torch_communicator
-from lightning_ring.comm.backends.nccl import NCCLCommunicator, StreamWork
 from lightning_ring.comm.backends.shared_memory.communicator import open_shared_memory
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.waiting import WaitPolicy
@@ -182,47 +181,6 @@ def check_many_in_flight() -> None:
             total = comm.world_size * index + comm.world_size * (comm.world_size - 1) / 2
             assert torch.equal(tensors[index], torch.full_like(tensors[index], total))
             assert works[index].done()
-
-
-class NCCLOverGloo(NCCLCommunicator):
-    """The NCCL backend's padding, shards and divisions on a Gloo group, where no GPU is."""
-
-    def _serves(self, tensor: Tensor) -> bool:
-        return True
-
-
-def check_the_nccl_backend_apart_from_nccl() -> None:
-    with opened("gloo") as host:
-        comm = NCCLOverGloo(dist.group.WORLD, host)
-        for dtype, op in allowed():
-            # Gloo averages in newer torch only
-            average = op is ReduceOp.AVG and dtype.is_floating_point
-            if dtype is torch.int16 or average or (dtype.is_complex and op is ReduceOp.PRODUCT):
-                continue
-            for numel in (0, 1, 7, 1200):
-                inputs = values(numel, dtype, comm.world_size)
-                expected = plain(inputs, op)
-                whole, halves = inputs[comm.rank].clone(), inputs[comm.rank].clone()
-                comm.all_reduce_(whole, op=op).wait()
-                torch.testing.assert_close(whole, expected, **tolerance(dtype))
-                comm.reduce_scatter_(halves, op=op).wait()
-                own = shard(halves, comm.world_size, comm.rank)
-                torch.testing.assert_close(
-                    own, shard(expected, comm.world_size, comm.rank), **tolerance(dtype)
-                )
-                comm.all_gather_(halves).wait()
-                torch.testing.assert_close(halves, expected, **tolerance(dtype))
-        mine = torch.full((2, 3), float(comm.rank))
-        assert [float(row[1, 2]) for row in comm.all_gather(mine)] == list(range(comm.world_size))
-        # also where a rank is alone: on one GPU that is what can be measured of NCCL
-        assert isinstance(comm.all_reduce_(mine.clone()), StreamWork)
-        work = comm.broadcast_(mine, src=comm.world_size - 1)
-        work.wait()
-        assert work.done()
-        assert torch.equal(mine, torch.full((2, 3), comm.world_size - 1.0))
-        assert comm.all_gather_object(comm.rank) == list(range(comm.world_size))
-        with pytest.raises(ConfigurationError, match="NCCL cannot reduce"):
-            comm.all_reduce_(torch.zeros(3, dtype=torch.int16))
 
 
 def check_gather_exchange_and_broadcast() -> None:

@@ -4,6 +4,7 @@ and with one ring.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from lightning_ring.errors import CollectiveError, ConfigurationError
 from lightning_ring.job.members import has_rdma
 from lightning_ring.job.topology import is_hierarchical
 from tests.battery import check_names
-from tests.checks.reductions import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
+from tests.checks.reductions import allowed, plain, tolerance, values
 from tests.thread_ranks import ThreadTransport, ThreadWorld, run_ranks
 
 # nodes, by the ranks on each: in blocks, round-robin, in no order; two and three nodes; two and
@@ -76,17 +77,10 @@ def run_nested(
     return run_ranks(sum(map(len, nodes)), rank)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("nodes", NODES, ids=str)
-def test_every_dtype_and_op_equals_a_plain_reduction(nodes):
+def test_every_op_equals_a_plain_reduction(nodes):
     world_size = sum(map(len, nodes))
-    every = nodes is NODES[1]
-    cases = [
-        (dtype, op, n)
-        for dtype, op in allowed()
-        if every or dtype in SOME
-        for n in (LENGTHS, [5003])[every]
-    ]
+    cases = [(dtype, op, n) for dtype, op in allowed() if dtype in SOME for n in LENGTHS]
 
     def rank(comm):
         outputs = [values(numel, dtype, world_size)[comm.rank] for dtype, op, numel in cases]
@@ -110,27 +104,26 @@ def test_the_halves_leave_the_shards_that_the_communicator_names(nodes):
     world_size = sum(map(len, nodes))
 
     def rank(comm):
-        for dtype in FLOATS + INTEGERS + COMPLEX if nodes is NODES[1] else SOME:
-            for op in (ReduceOp.SUM, ReduceOp.AVG):
-                for numel in LENGTHS if dtype in SOME else [5003]:
-                    inputs = values(numel, dtype, world_size)
-                    expected = plain(inputs, op)
-                    flat = inputs[comm.rank]
-                    comm.reduce_scatter_(flat, op=op).wait()
-                    own = shard(flat, world_size, comm.shard_index).clone()
-                    mine = shard(expected, world_size, comm.shard_index)
-                    torch.testing.assert_close(own, mine, **tolerance(dtype))
-                    flat.fill_(0)  # nothing else of it may be needed
-                    shard(flat, world_size, comm.shard_index).copy_(own)
-                    comm.all_gather_(flat).wait()
-                    torch.testing.assert_close(flat, expected, **tolerance(dtype))
+        cases = itertools.product(SOME, (ReduceOp.SUM, ReduceOp.AVG), LENGTHS)
+        for dtype, op, numel in cases:
+            inputs = values(numel, dtype, world_size)
+            expected = plain(inputs, op)
+            flat = inputs[comm.rank]
+            comm.reduce_scatter_(flat, op=op).wait()
+            own = shard(flat, world_size, comm.shard_index).clone()
+            mine = shard(expected, world_size, comm.shard_index)
+            torch.testing.assert_close(own, mine, **tolerance(dtype))
+            flat.fill_(0)  # nothing else of it may be needed
+            shard(flat, world_size, comm.shard_index).copy_(own)
+            comm.all_gather_(flat).wait()
+            torch.testing.assert_close(flat, expected, **tolerance(dtype))
         return comm.shard_index
 
     assert sorted(run_nested(nodes, rank)) == list(range(world_size))
 
 
 @pytest.mark.parametrize("nodes", NODES[1:4], ids=str)
-def test_whatever_else_a_communicator_does(nodes):
+def test_broadcast(nodes):
     world_size = sum(map(len, nodes))
 
     def rank(comm):
@@ -139,18 +132,6 @@ def test_whatever_else_a_communicator_does(nodes):
                 tensor = torch.full((numel,), float(comm.rank))
                 comm.broadcast_(tensor, src=src).wait()
                 assert torch.equal(tensor, torch.full((numel,), float(src)))
-        gathered = comm.all_gather(torch.full((5000,), comm.rank))
-        assert [int(row[-1]) for row in gathered] == list(range(world_size))
-        sent = [torch.full((comm.rank + peer,), comm.rank) for peer in range(world_size)]
-        received = [torch.empty(comm.rank + peer, dtype=torch.int64) for peer in range(world_size)]
-        comm.all_to_all(sent, received).wait()
-        assert [value.tolist() for value in received] == [
-            [peer] * (comm.rank + peer) for peer in range(world_size)
-        ]
-        assert comm.all_gather_object(comm.rank) == list(range(world_size))
-        assert comm.broadcast_object(comm.rank, src=1) == 1
-        assert comm.empty(7, torch.float32, torch.device("cpu")).shape == (7,)
-        comm.barrier()
         with pytest.raises(ConfigurationError):
             comm.all_reduce_(torch.zeros(100_000, dtype=torch.bool))
         with pytest.raises(ConfigurationError, match="ranks go from 0"):
