@@ -21,6 +21,7 @@ from lightning_ring.comm import communicator
 from lightning_ring.comm.backends import nccl
 from lightning_ring.comm.backends.nccl import NCCLCommunicator
 from lightning_ring.gradients import bucket, memory, sharded_gradient
+from lightning_ring.gradients.compression import blocks
 
 T = TypeVar("T")
 aten = torch.ops.aten
@@ -192,6 +193,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FakeGPUCo
     for module in (sharded_gradient, parameters):
         monkeypatch.setattr(module, "unreadable_like", lambda like, _: torch.empty_like(like))
     monkeypatch.setattr(sharded_gradient.ShardedGradient, "__new__", _sharded_gradient)
+    monkeypatch.setattr(blocks, "triton_kernels", lambda values: None)
     monkeypatch.setattr(communicator, "HostCopy", lambda tensor, wait_until: _Copy(tensor))
     monkeypatch.setattr(nccl, "dist", _Distributed(ReduceOp=nccl.dist.ReduceOp))
     host: Any = SimpleNamespace(rank=0, world_size=2)

@@ -14,6 +14,8 @@ from benchmarks.turns import ROOT
 
 GPU_TESTS = (
     "tests/comm/backends/test_gloo.py",
+    "tests/gradients/test_kernels.py",
+    "tests/gradients/test_orthonormal.py",
     "tests/optim/test_triton.py",
 )
 # These need simplejpeg too, and are left out without it.

@@ -1,4 +1,6 @@
-"""How many operations a step launches."""
+"""How often a step makes the host wait for a device, and how many operations it launches; the
+device is a fake.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded, norms
 from lightning_ring.gradients.compression import DGC, Int8, OneBit, PowerSGD, TernGrad, TopK
+from tests.fake_device import on_fake_device
 from tests.thread_ranks import run_ranks
 
 NUM_LAYERS = 40
@@ -52,6 +55,51 @@ def net_of(num_layers=4):
     torch.manual_seed(0)
     layers = [layer for _ in range(num_layers) for layer in (nn.Linear(8, 8), nn.Tanh())]
     return nn.Sequential(*layers)
+
+
+def train(comm, algorithm, now, *, num_steps=5, freeze_at=None):
+    """``now`` is the step that the device is in, as far as the host may know."""
+    net = net_of()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    algorithm.attach(net, [optimizer], comm)
+    for step in range(num_steps):
+        now[comm.rank] = step
+        if step == freeze_at:
+            net[0].requires_grad_(False)
+        algorithm.begin_batch()
+        with algorithm.forward():
+            loss = net(torch.ones(2, 8) * (comm.rank + 1)).square().mean()
+        optimizer.zero_grad()
+        with algorithm.backward():
+            loss.backward()
+        optimizer.step()
+        algorithm.wait_parameters()
+        algorithm.agreed_to_stop()
+    weights = torch.cat([param.detach().flatten() for param in net.parameters()])
+    algorithm.detach()
+    return weights
+
+
+@pytest.mark.parametrize("freeze_at", [None, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_host_waits_for_no_value_of_the_step_it_has_just_sent(monkeypatch, way, freeze_at):
+    expected = run_ranks(1, lambda comm: train(comm, WAYS[way](), {}, freeze_at=freeze_at))
+    now = {}
+
+    def mark():
+        step = now[0]
+        return lambda: step < now[0]
+
+    on_fake_device(monkeypatch, mark)
+
+    def rank(comm):
+        def refuse(reached):
+            raise AssertionError("the host waits for the device")
+
+        comm.wait_until = refuse
+        return train(comm, WAYS[way](), now, freeze_at=freeze_at)
+
+    assert torch.equal(run_ranks(1, rank)[0], expected[0])
 
 
 def test_clipping_takes_as_many_operations_for_many_parameters_as_for_few():

@@ -53,6 +53,7 @@ COMPRESSORS: dict[str, Callable[[], Compressor | str | None]] = {
     "dgc, clipping": lambda: DGC(0.1, clip_norm=1.0, warmup_steps=0, min_numel=0),
     "powersgd": lambda: PowerSGD(rank=1, start_iter=0),
 }
+CAN_SHARD = ("none", "fp16", "bf16", "int8")
 
 
 def ring(compression: str = "none") -> Averaging:
@@ -136,12 +137,20 @@ def _index(values: Tensor) -> object:
     "wait",
     [
         lambda values: torch.tensor([1.0], device=values.device),
+        lambda values: torch.ones(3).to(values.device),
+        lambda values: torch.ones(3).to(values.device, non_blocking=True),
         lambda values: values.copy_(torch.ones(4)),
         lambda values: torch._foreach_copy_([values], [torch.ones(4)]),
         lambda values: values.cpu(),
         lambda values: values.sum().item(),
+        lambda values: bool(values.isfinite().all()),
+        lambda values: values.tolist(),
         lambda values: values.nonzero(),
         lambda values: values[values > 0],
+        lambda values: values[[0, 1]],
+        lambda values: values.__setitem__(torch.zeros(1, dtype=torch.int64, device="cuda"), 0.0),
+        lambda values: torch.where(values > 0, values, torch.tensor(0.0)),
+        lambda values: torch.unique(values),
         _index,
     ],
 )
@@ -150,3 +159,9 @@ def test_waits_are_found(monkeypatch, wait):
         values = torch.ones(4, device="cuda")
         with NoHostWaits(), pytest.raises(HostWaits):
             wait(values)
+
+
+def test_pinned_memory_is_sent_without_a_wait(monkeypatch):
+    with fake_gpu(monkeypatch), NoHostWaits():
+        torch.ones(3).pin_memory().to("cuda", non_blocking=True)
+        torch.ones(3, device="cuda").to("cpu", non_blocking=True)

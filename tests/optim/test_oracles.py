@@ -1,5 +1,10 @@
-"""Float64 against a transcription of the papers in NumPy: 50 steps."""
+"""Float64 against implementations that others wrote (optax) and a transcription of the papers
+(NumPy): 50 steps.
+"""
 
+import functools
+
+import numpy as np
 import pytest
 import torch
 
@@ -63,3 +68,58 @@ def test_equals_the_papers_in_numpy(setting, way):
         optimizer.step()
     for param, weight in zip(params, weights, strict=True):
         assert relative_difference(param, torch.as_tensor(weight)) < 1e-12
+
+
+@every_way
+@pytest.mark.parametrize("weight_decay", [0.0, 0.05])
+def test_lamb_equals_optax(way, weight_decay):
+    expected = trained_by_optax("lamb", 0.01, b1=0.9, b2=0.999, eps=1e-6, weight_decay=weight_decay)
+    check_against_optax(
+        expected, lambda params: LAMB(params, lr=0.01, weight_decay=weight_decay, **way)
+    )
+
+
+@every_way
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_lars_without_weight_decay_equals_optax(way, nesterov):
+    settings = {
+        "weight_decay": 0.0,
+        "momentum": 0.9,
+        "nesterov": nesterov,
+        "trust_coefficient": 0.001,
+        "eps": 1e-4,
+    }
+    expected = trained_by_optax("lars", 0.5, **settings)
+    check_against_optax(
+        expected, lambda params: LARS(params, lr=0.5, nesterov=nesterov, eps=1e-4, **way)
+    )
+
+
+@functools.cache
+def trained_by_optax(name, lr, **settings):
+    """The weights after all steps, computed once for all ways."""
+    import jax  # deferred: each worker collects this file, and one needs it
+    import optax
+
+    params, transform = random_params(), getattr(optax, name)(lr, **settings)
+    with jax.enable_x64():
+        weights = [jax.numpy.asarray(p.detach().numpy().copy()) for p in params]
+        state = transform.init(weights)
+        update = jax.jit(transform.update)
+        for step in range(NUM_STEPS):
+            set_random_grads(params, step)
+            updates, state = update(
+                [jax.numpy.asarray(p.grad.numpy()) for p in params], state, weights
+            )
+            weights = optax.apply_updates(weights, updates)
+        return [torch.from_numpy(np.array(weight)) for weight in weights]
+
+
+def check_against_optax(expected, make):
+    params = random_params()
+    optimizer = make(params)
+    for step in range(NUM_STEPS):
+        set_random_grads(params, step)
+        optimizer.step()
+    for param, weight in zip(params, expected, strict=True):
+        assert relative_difference(param, weight) < 1e-12

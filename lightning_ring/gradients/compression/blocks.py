@@ -4,8 +4,11 @@ and sends the rounded average back.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -27,11 +30,13 @@ class BlockCode:
         encode_blocks: Writes 1-D float32 values, of which the last block may be shorter, to numbers
             (int8, with room for whole blocks) and scales.
         decode_blocks: Takes numbers, scales, and values to replace.
+        kernels: The code's name in the module `kernels`; empty if it has none.
     """
 
     width: int
     encode_blocks: Callable[[Tensor, Tensor, Tensor], None]
     decode_blocks: Callable[[Tensor, Tensor, Tensor], None]
+    kernels: str = ""
 
     def num_bytes(self, numel: int) -> int:
         """Length of the message of ``numel`` values: a multiple of 4."""
@@ -41,16 +46,33 @@ class BlockCode:
         """Write each shard of 1-D ``values`` to a row of 2-D uint8 ``messages``, which may be
         longer.
         """
-        for own, numbers, scales in self._shards(values, messages):
-            self.encode_blocks(own, numbers, scales)
+        numbers, scales = self._cut(messages)
+        length = shard_length(values.numel(), len(messages))
+        if self.kernels and (kernels := triton_kernels(values)):
+            kernels.encode(self.kernels, values, numbers, scales, length)
+            return
+        shards = zip(values.split(length), numbers, scales, strict=False)
+        for own, own_numbers, own_scales in shards:
+            self.encode_blocks(own, own_numbers, own_scales)
 
     def decode(self, messages: Tensor, values: Tensor) -> None:
         """Replace each shard of ``values`` by the one that was encoded in its row."""
-        for own, numbers, scales in self._shards(values, messages):
-            self.decode_blocks(numbers, scales, own)
+        numbers, scales = self._cut(messages)
+        length = shard_length(values.numel(), len(messages))
+        if self.kernels and (kernels := triton_kernels(values)):
+            kernels.decode(self.kernels, values, numbers, scales, length)
+            return
+        shards = zip(values.split(length), numbers, scales, strict=False)
+        for own, own_numbers, own_scales in shards:
+            self.decode_blocks(own_numbers, own_scales, own)
 
     def average(self, messages: Tensor, values: Tensor) -> None:
         """Replace ``values`` by the average of all rows, each of which holds as many values."""
+        if self.kernels and (kernels := triton_kernels(values)):
+            numbers, scales = self._cut(messages)
+            length = shard_length(values.numel(), 1)
+            kernels.decode(self.kernels, values, numbers, scales, length, len(messages))
+            return
         self.decode(messages[:1], values)
         other = torch.empty_like(values)
         for index in range(1, len(messages)):
@@ -58,12 +80,9 @@ class BlockCode:
             values += other
         values.div_(len(messages))
 
-    def _shards(self, values: Tensor, messages: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Each shard, with its numbers and scales."""
+    def _cut(self, messages: Tensor) -> tuple[Tensor, Tensor]:
         end = messages.shape[1] // (self.width + 4) * self.width
-        numbers, scales = messages[:, :end].view(torch.int8), messages[:, end:].view(torch.float32)
-        shards = values.split(shard_length(values.numel(), len(messages)))
-        return zip(shards, numbers, scales, strict=False)
+        return messages[:, :end].view(torch.int8), messages[:, end:].view(torch.float32)
 
 
 def shard_length(numel: int, num_shards: int) -> int:
@@ -93,6 +112,20 @@ def rows_of(values: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield start // BLOCK, values[start : min(start + size, whole)].view(-1, BLOCK)
     if whole < values.numel():
         yield whole // BLOCK, values[whole:].view(1, -1)
+
+
+def triton_kernels(values: Tensor) -> ModuleType | None:
+    """The module `kernels`, for values on a GPU; `None` elsewhere, or without Triton."""
+    return _imported_kernels() if values.is_cuda else None
+
+
+@functools.cache
+def _imported_kernels() -> ModuleType | None:
+    try:
+        import triton  # noqa: F401  # torch for GPUs may come without it
+    except ImportError:
+        return None
+    return importlib.import_module("lightning_ring.gradients.compression.kernels")
 
 
 def average_in_two_legs(

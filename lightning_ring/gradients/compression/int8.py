@@ -86,7 +86,7 @@ def decode_int8(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
         rows.mul_(scales[first : first + len(rows)].unsqueeze(1))
 
 
-INT8 = BlockCode(BLOCK, encode_int8, decode_int8)
+INT8 = BlockCode(BLOCK, encode_int8, decode_int8, "int8")
 
 
 # the magnitudes of a block, as shares of its largest: 0, 1/64, 1/32, ... 1

@@ -158,4 +158,4 @@ def decode_signs(bits: Tensor, scales: Tensor, values: Tensor) -> None:
             rows.copy_(whole[:, : rows.shape[1]])
 
 
-SIGNS = BlockCode(BLOCK // 8, encode_signs, decode_signs)
+SIGNS = BlockCode(BLOCK // 8, encode_signs, decode_signs, "signs")

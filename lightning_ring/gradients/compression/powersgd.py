@@ -10,6 +10,7 @@ as they lie in memory.
 from __future__ import annotations
 
 import logging
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from lightning_ring.gradients.compression.compressor import Compressor, Gradient
 from lightning_ring.gradients.compression.error_feedback import ErrorFeedback, replace_if
 
 log = logging.getLogger(__name__)
+
+_GRAM_SCHMIDT_RANK = 4  # beyond it `torch.linalg.qr`, a call a matrix on GPUs, is worth its time
 
 
 @dataclass(slots=True)
@@ -47,13 +50,15 @@ class Plan:
     as it is.
 
     ``first`` holds all P and then the rest, ``second`` all Q. Matrices of one shape lie side by
-    side: ``ps`` and ``qs`` are views of their factors as batches, for one QR decomposition.
+    side: ``ps`` and ``qs`` are views of their factors as batches, and ``noise`` is for
+    `orthonormal`.
     """
 
     names: list[str]
     matrices: list[Matrix]
     ps: list[Tensor]
     qs: list[Tensor]
+    noise: Tensor
     rest: list[Tensor]
     sent: list[Tensor]  # the rest's places in the first message
     first: Tensor
@@ -62,6 +67,41 @@ class Plan:
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
+
+
+def orthonormal(factors: Tensor, noise: Tensor) -> Tensor:
+    """Columns that span the same space, for each n × r matrix of a batch; where that has fewer
+    dimensions, such as for zeros, some of the rest too.
+
+    Up to rank 4 by Gram-Schmidt, whose few operations serve the whole batch, in float64: float32
+    products may be rounded to TensorFloat-32. Each column is projected twice, which makes it
+    orthogonal to rounding. In between ``noise``, n · r random numbers or more, of the size of a
+    rounding gives a direction to columns that have lost theirs.
+
+    Source: Giraud, Langou, Rozložník and van den Eshof, "Rounding error analysis of the classical
+    Gram-Schmidt orthogonalization process" (2005).
+    """
+    _, n, r = factors.shape
+    if r > _GRAM_SCHMIDT_RANK:
+        return torch.linalg.qr(factors).Q
+    columns = factors / _sizes(factors.double())
+    share = torch.finfo(factors.dtype).eps / math.sqrt(n)
+    directions = noise[: n * r].view(n, r, 1)
+    for index in range(r):
+        column, before = columns[:, :, index : index + 1], columns[:, :, :index]
+        if index:
+            column -= before @ (before.mT @ column)
+        column.add_(directions[:, index], alpha=share)
+        if index:
+            column -= before @ (before.mT @ column)
+        column /= _sizes(column)
+    return columns.to(factors.dtype)
+
+
+def _sizes(columns: Tensor) -> Tensor:
+    """Norms of columns, and no zeros."""
+    sizes = torch.linalg.vector_norm(columns, dim=1, keepdim=True)
+    return sizes.clamp_min_(torch.finfo(sizes.dtype).tiny)
 
 
 def batches(parts: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
@@ -164,11 +204,16 @@ class LowRank(Compressor):
         self._plans = {
             other: plan for other, plan in self._plans.items() if replaced.isdisjoint(plan.names)
         }
+        most = max((part.numel() for part in (*ps, *qs)), default=0)
+        generator = torch.Generator().manual_seed(self.seed)
+        # uniform: the first ones are the same in every bucket
+        noise = (2 * torch.rand(most, generator=generator, dtype=flat.dtype) - 1).to(flat)
         self._plans[flat] = Plan(
             list(layout.names),
             matrices,
             batches(ps, first),
             batches(qs, second),
+            noise,
             rest,
             sent,
             first,
@@ -202,7 +247,7 @@ class LowRank(Compressor):
             if lost is not None:
                 lost.zero_()
             return comm.all_reduce_(flat, op=ReduceOp.AVG, name=name)
-        qs = [q for batch in plan.qs for q in torch.linalg.qr(batch).Q]
+        qs = [q for batch in plan.qs for q in orthonormal(batch, plan.noise)]
         for matrix, q in zip(plan.matrices, qs, strict=True):
             torch.mm(matrix.gradient, q, out=matrix.p)
         if plan.rest:
@@ -280,7 +325,7 @@ def _send_second(plan: Plan, comm: Communicator, name: str) -> None:
     if plan.rest:
         torch._foreach_copy_(plan.rest, plan.sent)
     for batch in plan.ps:
-        batch.copy_(torch.linalg.qr(batch).Q)
+        batch.copy_(orthonormal(batch, plan.noise))
     for matrix in plan.matrices:
         torch.mm(matrix.gradient.t(), matrix.p, out=matrix.q)
     comm.all_reduce_(plan.second, op=ReduceOp.AVG, name=f"{name}, second factors").wait()

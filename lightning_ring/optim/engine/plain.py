@@ -10,7 +10,8 @@ from lightning_ring.optim.engine.rule import Rule, StepNumbers
 
 
 class PlainRunner:
-    """Runs a `Rule` over the parameters of a `ParameterBatch`, tensors of any layout.
+    """Runs a `Rule` over the parameters of a `ParameterBatch`, tensors of any layout;
+    `torch.compile` can trace it.
 
     The other runners override these methods.
     """

@@ -13,7 +13,9 @@ from lightning_ring.host.accelerator import is_gpu, send
 
 def captured(device: torch.device) -> bool:
     """Whether a CUDA graph records what ``device`` is told now."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 class SentTables:

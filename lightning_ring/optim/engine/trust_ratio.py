@@ -5,13 +5,14 @@ weights.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from lightning_ring.optim.engine.collected import CollectedParameters
 from lightning_ring.optim.engine.parameter_list import (
     LOW_PRECISION,
     ParameterBatch,
@@ -34,6 +35,16 @@ from lightning_ring.optim.engine.runners import (
 from lightning_ring.optim.engine.update import NormAllReduce, Run, update
 
 GROUP_KEYS = frozenset({"params", "param_names", "initial_lr", "name"})
+
+Step = TypeVar("Step", bound=Callable[..., Any])
+
+# torch.compile of torch 2.11 gives LAMB's step other numbers, that of 2.14 the same. Before it the
+# step runs as it is.
+COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
+
+
+def _compiled_if_right(step: Step) -> Step:
+    return step if COMPILES else torch.compiler.disable(step)
 
 
 class TrustRatioOptimizer(Optimizer, Rule):
@@ -71,7 +82,10 @@ class TrustRatioOptimizer(Optimizer, Rule):
     """
 
     _parameter_list: ParameterList | None
+    _collected: CollectedParameters | None
     _runners: dict[tuple[str, str], PlainRunner]
+    translates: ClassVar[str]
+    """Whose groups `translated_group` knows, and whose it does not, for the error."""
 
     def __init__(
         self,
@@ -105,6 +119,15 @@ class TrustRatioOptimizer(Optimizer, Rule):
         """Raise `ValueError` for an argument that only a schedule may set, and that a state dict
         may therefore hold.
         """
+
+    def translated_group(self, group: dict[str, Any], own: dict[str, Any]) -> dict[str, Any] | None:
+        """A saved ``group`` of another library's optimizer in the words of this one, whose group is
+        ``own``.
+
+        It may hold ``step``, where that is saved for a whole group. `None` where the optimizer is
+        not known. Raises `ValueError` where it computes something else.
+        """
+        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         known = GROUP_KEYS | set(self.defaults)
@@ -164,7 +187,7 @@ class TrustRatioOptimizer(Optimizer, Rule):
 
     # -- the step
 
-    @torch.compiler.disable
+    @_compiled_if_right
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient.
@@ -179,18 +202,28 @@ class TrustRatioOptimizer(Optimizer, Rule):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        listed, runs, hyperparameters = self._prepare(torch.compiler.is_compiling())
+        if runs or self.norm_all_reduce is not None:
+            taken = update(
+                type(self), hyperparameters, listed, runs, self.options, self.norm_all_reduce
+            )
+            self.skipped_steps += not taken
+        return loss
+
+    # lists and dicts only; what follows is traced with the tensors as plain inputs
+    @torch.compiler.disable
+    def _prepare(self, compiling: bool) -> tuple[ParameterList, list[Run], list[dict[str, Any]]]:
         listed = self._current_list()
         runs: list[Run] = []
-        for part in self._collect(listed):
-            key = way_to_run(self.options, part.kind), part.kind.device.type
+        for part in self._batches(listed):
+            key = (
+                "plain" if compiling else way_to_run(self.options, part.kind),
+                part.kind.device.type,
+            )
             if key not in self._runners:
                 self._runners[key] = make_runner(*key, rule=type(self))
             runs.append((self._runners[key], part))
-        if runs or self.norm_all_reduce is not None:
-            groups = [self.hyperparameters(group) for group in self.param_groups]
-            taken = update(type(self), groups, listed, runs, self.options, self.norm_all_reduce)
-            self.skipped_steps += not taken
-        return loss
+        return listed, runs, [self.hyperparameters(group) for group in self.param_groups]
 
     def _current_list(self) -> ParameterList:
         if self._parameter_list is None or not self._parameter_list.fits(self.param_groups):
@@ -198,6 +231,18 @@ class TrustRatioOptimizer(Optimizer, Rule):
                 self.param_groups, self.counts_steps, self.options.capturable
             )
         return self._parameter_list
+
+    def _batches(self, listed: ParameterList) -> list[ParameterBatch]:
+        parts = (
+            self._collected.at_next_step(listed, self.state)
+            if self._collected is not None
+            else None
+        )
+        if parts is None:
+            parts = self._collect(listed)
+            is_flat = all(part.kind.flat for part in parts)
+            self._collected = CollectedParameters(listed, parts, self.state) if is_flat else None
+        return parts
 
     def _collect(self, listed: ParameterList) -> list[ParameterBatch]:
         """The parameters that have a gradient, grouped so that one launch can update each group."""
@@ -275,18 +320,25 @@ class TrustRatioOptimizer(Optimizer, Rule):
     # -- saving and loading
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of this class.
+        """Go on from a state dict of this class, or of another library's optimizer that computes
+        the same.
 
         Raises:
-            ValueError: An argument in it is out of range, or it is of another optimizer; nothing
-                was loaded.
+            ValueError: An argument in it is out of range, or it is of an optimizer that computes
+                something else; nothing was loaded.
         """
+        load_precisely(self, self._accepted(state_dict), super().load_state_dict)
+
+    def _accepted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """``state_dict``, in the words of this class."""
         saved = state_dict["param_groups"]
-        same_number = len(saved) == len(self.param_groups)  # else torch says so
-        for index, group in enumerate(saved if same_number else ()):
+        if len(saved) != len(self.param_groups):
+            return state_dict  # torch says so
+        state, groups = dict(state_dict["state"]), []
+        for index, (group, own) in enumerate(zip(saved, self.param_groups, strict=True)):
             try:
-                # which this class has saved in every release
-                require("adapt" in group, f"{sorted(group)}, which are not of this class")
+                if "adapt" not in group:  # which this class has saved in every release
+                    group = self._translated(group, own, state)
                 self._check(self.defaults | group)
             except ValueError as error:
                 raise ValueError(
@@ -294,7 +346,25 @@ class TrustRatioOptimizer(Optimizer, Rule):
                     f"holds {error}. Start without that state, or go on with the optimizer that "
                     "saved it."
                 ) from None
-        load_precisely(self, state_dict, super().load_state_dict)
+            groups.append(group)
+        return {**state_dict, "state": state, "param_groups": groups}
+
+    def _translated(
+        self, group: dict[str, Any], own: dict[str, Any], state: dict[Any, Any]
+    ) -> dict[str, Any]:
+        """``group`` in the words of this class; in ``state`` each parameter gets the step count
+        of the group.
+        """
+        translated = self.translated_group(group, own)
+        if translated is None:
+            raise ValueError(
+                f"{sorted(group)}, which are neither of this class nor of {self.translates}"
+            )
+        step = translated.pop("step", None)
+        for key in group["params"]:
+            if step is not None and state.get(key):
+                state[key] = state[key] | {"step": torch.tensor(float(step))}
+        return translated
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {
@@ -312,5 +382,5 @@ class TrustRatioOptimizer(Optimizer, Rule):
             self._check(group)
 
     def _forget_caches(self) -> None:
-        self._parameter_list = None
+        self._parameter_list = self._collected = None
         self._runners = {}

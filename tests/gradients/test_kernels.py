@@ -1,0 +1,268 @@
+"""The Triton kernels of 8-bit blocks and of signs: interpreted, compiled, and on a GPU where
+there is one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ring.gradients.compression import Compressor, Int8, OneBit, blocks
+from lightning_ring.gradients.compression.between_nodes import messages
+from lightning_ring.gradients.compression.int8 import INT8
+from lightning_ring.gradients.compression.one_bit import SIGNS
+from tests.checks.compression.formulas import OneTensor
+from tests.processes import run
+from tests.thread_ranks import ThreadCommunicator, run_ranks
+
+CODES = {"int8": INT8, "signs": SIGNS}
+KERNELS = [f"{way}_{code}_kernel" for code in CODES for way in ("encode", "decode")]
+every_code = pytest.mark.parametrize("code", list(CODES))
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
+with_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+
+@with_triton
+@pytest.mark.ranks
+@every_code
+def test_interpreted_kernels_equal_float64(code: str) -> None:
+    command = [sys.executable, "-m", "tests.gradients.kernel_checks", code, "cpu"]
+    done = run(command, TRITON_INTERPRET="1")
+    assert done.stdout.strip().endswith("equal"), done.stdout[-3000:]
+
+
+@pytest.mark.ranks
+@pytest.mark.gpu
+@with_triton
+@on_a_gpu
+@every_code
+def test_kernels_on_a_gpu_equal_float64(code: str) -> None:
+    checks: Any = importlib.import_module("tests.gradients.kernel_checks")
+    checks.check(code, "cuda")
+
+
+@pytest.mark.gpu
+@with_triton
+@on_a_gpu
+@every_code
+def test_codes_take_the_kernels_on_a_gpu(code: str) -> None:
+    """Three ranks' shards of a bucket of any length, there and back."""
+    values = torch.randn(100_003, generator=torch.Generator().manual_seed(0))
+    found = []
+    assert blocks.triton_kernels(values.cuda()) is not None
+    for place in (values.cuda(), values):
+        length = blocks.shard_length(values.numel(), 3)
+        sent = messages(3, CODES[code].num_bytes(length), place)
+        CODES[code].encode(place, sent)
+        out = torch.empty_like(place)
+        CODES[code].decode(sent, out)
+        own = place.new_empty(length)
+        CODES[code].average(sent[:2], own)
+        found.append((out.cpu(), own.cpu()))
+    for one, other in zip(*found, strict=True):
+        far = (one - other).abs() > 1e-5
+        assert far.float().mean() < 1e-3
+
+
+@pytest.mark.gpu
+@with_triton
+@on_a_gpu
+@every_code
+def test_values_beyond_two_to_the_31_on_a_gpu(code: str) -> None:
+    numel = 2**31 + 3 * blocks.BLOCK + 5
+    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
+        pytest.skip("less than 16 GiB of GPU memory are free")
+    values = torch.ones(numel, device="cuda")
+    values[-blocks.BLOCK :] = -2.0
+    sent = messages(1, CODES[code].num_bytes(numel), values)
+    CODES[code].encode(values, sent)
+    values.zero_()
+    CODES[code].decode(sent, values)
+    assert values[: 2**20].allclose(values.new_ones(()))
+    assert values[2**31 - 2**20 : -2 * blocks.BLOCK].allclose(values.new_ones(()))
+    assert values[-5:].allclose(values.new_full((), -2.0))
+    del values, sent
+    torch.cuda.empty_cache()  # for the tests beside this one
+
+
+@pytest.mark.parametrize("make", [Int8, OneBit], ids=["int8", "onebit"])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+@pytest.mark.parametrize("numel", [1, 255, 5003, 20_000])
+def test_rows_and_shards_begin_at_multiples_of_128_bytes(
+    make: Any, world_size: int, numel: int
+) -> None:
+    def rank(comm: ThreadCommunicator) -> list[int]:
+        starts = []
+        to_all, gather = comm.all_to_all, comm.all_gather_
+
+        def noted(inputs: Any, outputs: Any, *, name: str = "") -> Any:
+            starts.extend(row.storage_offset() for row in (*inputs, *outputs))
+            return to_all(inputs, outputs, name=name)
+
+        def noted_too(flat: Any, *, name: str = "") -> Any:
+            starts.append(flat.nbytes // comm.world_size)
+            return gather(flat, name=name)
+
+        comm.all_to_all, comm.all_gather_ = noted, noted_too  # type: ignore[method-assign]
+        average(make(min_numel=0), comm, numel)
+        return starts
+
+    for starts in run_ranks(world_size, rank):
+        assert len(starts) == 2 * world_size + 1
+        assert not any(start % 128 for start in starts)
+    flat = torch.empty(numel)
+    shards = [blocks.aligned_shard(flat, world_size, index) for index in range(world_size)]
+    assert torch.cat(shards).numel() == numel
+    assert not any(own.storage_offset() * 4 % 128 for own in shards if own.numel())
+
+
+def average(compressor: Compressor, comm: ThreadCommunicator, numel: int) -> None:
+    flat = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
+    compressor.prepare(flat, OneTensor(flat, (numel,)))
+    compressor.all_reduce(flat, comm, name="bucket").wait()
+
+
+@pytest.mark.parametrize("make", [Int8, OneBit], ids=["int8", "onebit"])
+def test_more_ranks_take_no_more_launches(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(world_size: int) -> int:
+        calls: list[Any] = []
+        counted = SimpleNamespace(
+            encode=lambda *given: calls.append(given), decode=lambda *given: calls.append(given)
+        )
+        monkeypatch.setattr(blocks, "triton_kernels", lambda values: counted)
+        run_ranks(world_size, lambda comm: average(make(min_numel=0), comm, 5003))
+        return len(calls) // world_size
+
+    assert count(2) == count(5) == (4 if make is Int8 else 6)
+
+
+class Launch:
+    """A kernel's arguments, noted in place of a launch."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        def note(*arguments: Any, **constants: int) -> None:
+            self.given = dict(zip(self.kernel.arg_names, arguments, strict=False)) | constants
+
+        return note
+
+    def compiled(self, capability: int, **others: Any) -> Any:
+        """For a GPU, as Triton specializes these arguments: by alignment and width.
+
+        ``others`` take the place of arguments.
+        """
+        compiler = importlib.import_module("triton.compiler")
+        target = importlib.import_module("triton.backends.compiler").GPUTarget
+        signature, constants, attributes = {}, {}, {}
+        for param in self.kernel.params:
+            value = (self.given | others)[param.name]
+            if param.is_constexpr:
+                signature[param.name], constants[param.name] = "constexpr", value
+                continue
+            signature[param.name] = type_of(value)
+            place = value.data_ptr() if isinstance(value, torch.Tensor) else value
+            if not param.do_not_specialize and place % 16 == 0:
+                attributes[(param.num,)] = [["tt.divisibility", 16]]
+        source = compiler.ASTSource(self.kernel, signature, constants, attributes)
+        return compiler.compile(source, target=target("cuda", capability, 32)).asm
+
+
+def type_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return {torch.float32: "*fp32", torch.int8: "*i8"}[value.dtype]
+    return "i32" if value < 2**31 else "i64"
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Launch]:
+    """What an average of a bucket of 20,003 gradients over three ranks launches, by the kernels'
+    names.
+    """
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if tuple(map(int, version("triton").split(".")[:2])) < (3, 3):
+        pytest.skip("this Triton takes other arguments")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernels: Any = importlib.import_module("lightning_ring.gradients.compression.kernels")
+    noted = {name: Launch(getattr(kernels, name)) for name in KERNELS}
+    for name, launch in noted.items():
+        monkeypatch.setattr(kernels, name, launch)
+    monkeypatch.setattr(blocks, "triton_kernels", lambda values: kernels)
+    values = torch.randn(20_003)
+    for code in CODES.values():
+        sent = messages(3, code.num_bytes(blocks.shard_length(20_003, 3)), values)
+        code.encode(values, sent)
+        code.decode(sent, values)
+    return noted
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_compiled_kernels_move_16_bytes_and_fill_the_gpu(
+    launches: dict[str, Launch], kernel: str, capability: int, tmp_path: Path
+) -> None:
+    """To machine code, which needs no GPU: the interpreter takes what the compiler refuses."""
+    launch = launches[kernel]
+    several = {"NUM_MESSAGES": 3} if kernel.startswith("decode") else {}
+    for others in ({}, several):
+        asm = launch.compiled(capability, **others)
+        way = "ld" if kernel.startswith("encode") else "st"
+        assert re.search(rf"{way}\.global\S*\.v4\.(b|f)32", asm["ptx"]), "values"
+        if "int8" in kernel:
+            way = "st" if kernel.startswith("encode") else "ld"
+            assert re.search(rf"{way}\.global\S*\.v4\.b32", asm["ptx"]), "numbers"
+        assert not re.search(r"(ld|st)\.global\S*\.b8", asm["ptx"])
+        registers, stack = resources(asm["cubin"], tmp_path)
+        assert registers * 128 * 4 <= 65536, "fewer than 4 CTAs an SM"
+        assert stack == 0, "registers spill"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_count_values_in_64_bits(launches: dict[str, Launch], kernel: str) -> None:
+    """And one value is compiled as many are."""
+    launch = launches[kernel]
+    assert [each.name for each in launch.kernel.params if each.do_not_specialize] == ["numel"]
+    for numel in (1, 20_003, 2**31 + 5):
+        ttir = launch.compiled(90, numel=numel)["ttir"]
+        places = re.findall(r"tt\.addptr .*?, tensor<([^>]*)>\s", ttir)
+        assert places
+        assert all(place.endswith("xi64") for place in places), places
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_values_at_any_multiple_of_4_bytes_compile(
+    launches: dict[str, Launch], kernel: str
+) -> None:
+    """A node's part of a bucket begins anywhere."""
+    ptx = launches[kernel].compiled(90, values=torch.empty(9)[1:])["ptx"]
+    assert not re.search(r"ld\.global\S*\.v4\.f32", ptx)
+
+
+def resources(cubin: bytes, folder: Path) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack and local memory, as `cuobjdump` knows them."""
+    triton: Any = importlib.import_module("triton")
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        pytest.skip("this Triton comes without cuobjdump")
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    told = subprocess.run(
+        [tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True
+    ).stdout
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", told))
+    return int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])

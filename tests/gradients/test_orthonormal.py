@@ -1,0 +1,146 @@
+"""The orthonormal columns of PowerSGD's factors: Gram-Schmidt against a QR decomposition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_ring.gradients.compression.compressor import Compressor
+from lightning_ring.gradients.compression.powersgd import LowRank, orthonormal
+from tests.checks.compression.formulas import OneTensor
+from tests.thread_ranks import ThreadCommunicator, run_ranks
+
+
+def some_factors(rank: int, rows: int = 100, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(3, rows, rank, generator=generator, dtype=dtype)
+
+
+def noise_for(factors: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(99)
+    return 2 * torch.rand(factors[0].numel() + 5, generator=generator, dtype=factors.dtype) - 1
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("scale", [1e-33, 1.0, 1e30])
+@pytest.mark.parametrize("rows", [6, 4608])
+def test_columns_span_the_space_of_qr(rank: int, scale: float, rows: int) -> None:
+    factors = some_factors(rank, rows) * torch.logspace(0, -3, rank)
+    found = orthonormal(factors * scale, noise_for(factors)).double()
+    wanted = torch.linalg.qr(factors.double()).Q
+    assert_orthonormal(found)
+    cosines = torch.linalg.svdvals(found.mT @ wanted)
+    torch.testing.assert_close(cosines, torch.ones_like(cosines), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [7, 5000])
+@pytest.mark.parametrize(
+    "kind", ["zeros", "one zero", "equal", "opposite", "dependent", "one spike"]
+)
+def test_columns_without_a_direction_get_one(
+    rank: int, dtype: torch.dtype, rows: int, kind: str
+) -> None:
+    """QR gives them some, too: a factor of zeros would stay zero for ever."""
+    factors = some_factors(rank, rows, dtype)
+    if kind == "zeros":
+        factors.zero_()
+    elif kind == "one zero":
+        factors[:, :, rank - 2] = 0
+    elif kind in ("equal", "opposite"):
+        factors[:, :, 1] = factors[:, :, 0] * (1 if kind == "equal" else -3)
+    elif kind == "dependent":
+        factors[:, :, -1] = factors[:, :, :-1].sum(2)
+    else:
+        factors.zero_()[:, 3] = 1
+    assert_orthonormal(orthonormal(factors, noise_for(factors)).double())
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_what_is_not_finite_is_seen_in_the_average(bad: float) -> None:
+    factors = some_factors(2)
+    factors[1, 5, 0] = bad
+    found = orthonormal(factors, noise_for(factors))
+    assert not found[1].isfinite().all()
+    assert found[0].isfinite().all()
+
+
+def test_products_are_not_rounded_to_tensorfloat_32() -> None:
+    """As float32 ones are under `torch.set_float32_matmul_precision`."""
+    factors = some_factors(4)
+    with Calls() as calls:
+        orthonormal(factors, noise_for(factors))
+    assert calls.products == {torch.float64}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_the_host_does_not_wait_for_a_gpu(precision: str) -> None:
+    factors = some_factors(4, 4608)
+    factors[:, :, 1] = factors[:, :, 0]
+    factors[:, :, 3] = factors[:, :, :3].sum(2)
+    noise, factors = noise_for(factors).cuda(), factors.cuda()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        orthonormal(factors, noise)  # libraries start
+        torch.cuda.set_sync_debug_mode("error")
+        found = orthonormal(factors, noise)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.set_float32_matmul_precision(before)
+    assert_orthonormal(found.double().cpu())
+
+
+def assert_orthonormal(found: Tensor) -> None:
+    products = found.mT @ found
+    torch.testing.assert_close(
+        products, torch.eye(found.shape[2]).expand_as(products).to(products), rtol=0, atol=1e-5
+    )
+
+
+class Calls(TorchDispatchMode):
+    """Notes operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.products: set[torch.dtype] = set()  # dtypes of matrix products
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(func.overloadpacket.__name__)
+        if self.names[-1] in ("bmm", "mm", "baddbmm"):
+            self.products.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 5])
+def test_matrices_of_one_shape_are_one_batch(rank: int) -> None:
+    def count(num_matrices: int) -> tuple[int, int]:
+        def of_rank(comm: ThreadCommunicator) -> list[str]:
+            compressor: Compressor = LowRank(rank, start_iter=0)
+            flat = torch.randn(num_matrices * 2400)
+            layout = OneTensor(flat, (2400,) * num_matrices)
+            shaped = [
+                view.view(*((40, 60) if i % 2 else (60, 40))) for i, view in enumerate(layout.views)
+            ]
+            named = type(
+                "Layout", (), {"names": [str(i) for i in range(num_matrices)], "views": shaped}
+            )()
+            compressor.prepare(flat, named)
+            compressor.begin_backward()
+            with Calls() as calls:
+                compressor.all_reduce(flat, comm, name="bucket").wait()
+            return calls.names
+
+        names = run_ranks(1, of_rank)[0]
+        return names.count("linalg_qr"), names.count("linalg_vector_norm")
+
+    few, many = count(2), count(12)
+    assert few == many
+    assert (few[0] > 0) == (rank > 4)
+    assert (few[1] > 0) == (rank <= 4)
