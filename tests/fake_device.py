@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_ring.comm import communicator, host_copy
 from lightning_ring.gradients import delivery
-from lightning_ring.gradients.compression import cast, error_feedback
+from lightning_ring.gradients.compression import error_feedback
 
 
 class FakeEvent:
@@ -31,7 +31,7 @@ def on_fake_device(monkeypatch: pytest.MonkeyPatch, mark: Callable[[], Callable[
     """Have all tensors lie on a device. ``mark`` is called for each copy, and returns whether it
     has arrived.
     """
-    for module in (communicator, host_copy, delivery, error_feedback, cast):
+    for module in (communicator, host_copy, delivery, error_feedback):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
     monkeypatch.setattr(
         host_copy, "start_copy", lambda tensor: (_copied(tensor), FakeEvent(mark()))

@@ -77,28 +77,24 @@ class Averaging(Algorithm):
         warn: Callable[[str], None] = log.warning,
         inform: Callable[[str], None] = log.info,
     ) -> None:
-        self._module, self._comm, self._optimizers = module, comm, optimizers
+        self._module, self._comm = module, comm
         # a new one, without the residual of an earlier training
         chosen = self._compression
         self._compressor = (
             COMPRESSORS[chosen].build() if isinstance(chosen, str) else copy.deepcopy(chosen)
         )
-        self._warn, self._told = warn, ""
-        self._check_optimizers(optimizers)
-        default = default_cap_mb(
-            next((p.device.type for p in module.parameters()), "cpu"), comm.world_size
-        )
+        self.set_optimizers(optimizers)
+        device = next((param.device.type for param in module.parameters()), "cpu")
+        default = default_cap_mb(device, comm.world_size)
         cap, auto = self._bucket_cap_mb or default, None
         if cap == "auto":
-            halves, compressor = self._shards, self._compressor
+            cap = default
             auto = AutoBuckets(
                 unrecorded(comm),
                 inform,
-                default_cap_mb=default,
-                halves=halves,
-                compressor=compressor,
+                halves=self._shards,
+                compressor=self._compressor,
             )
-            cap = default
         self._cap_mb = cap
         self.reducer = Reducer(
             comm,
@@ -113,16 +109,9 @@ class Averaging(Algorithm):
         self.reducer.stop_requested = self._asked_to_stop
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        self._check_optimizers(optimizers)
+        if self._compressor is not None:
+            self._compressor.check_optimizers(optimizers)
         self._optimizers = optimizers
-
-    def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        told = (
-            self._compressor.check_optimizers(optimizers) if self._compressor is not None else None
-        )
-        if told and told != self._told:
-            self._told = told
-            self._warn(told)
 
     def detach(self, *, wait: bool = True) -> None:
         if self.reducer is not None:
@@ -162,12 +151,7 @@ class Averaging(Algorithm):
         ranks.
         """
         reducer = self._training
-        params = [
-            p
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        ]
+        params = [param for optimizer in self._optimizers for param in _params_of(optimizer)]
         if all(reducer.is_tracked(param) or not param.requires_grad for param in params):
             return []
         new = reducer.track(self._module.named_parameters())
@@ -208,12 +192,10 @@ class Averaging(Algorithm):
             if not has_closure:
                 self.check_gradients(optimizer)
         elif not has_closure:  # of another module, or of parameters that this one got later
-            self._check_tracked(
-                [param for group in optimizer.param_groups for param in group["params"]]
-            )
+            self._check_tracked(_params_of(optimizer))
 
     def check_gradients(self, optimizer: Optimizer) -> None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = _params_of(optimizer)
         self._training.check_reduced(params)
         self._check_tracked(params)
 
@@ -222,11 +204,8 @@ class Averaging(Algorithm):
 
         The backward of a plain loop cannot look for new parameters first.
         """
-        late = {
-            p
-            for p in params
-            if p.grad is not None and p.requires_grad and not self._training.is_tracked(p)
-        }
+        trained = (param for param in params if param.grad is not None and param.requires_grad)
+        late = {param for param in trained if not self._training.is_tracked(param)}
         for name, param in self._module.named_parameters() if late else ():
             if param in late:
                 raise RingError(
@@ -242,12 +221,7 @@ class Averaging(Algorithm):
             self._training.num_steps += 1
 
     def steps_tracked_parameters(self, optimizer: Optimizer) -> bool:
-        reducer = self._training
-        return any(
-            reducer.is_tracked(param)
-            for group in optimizer.param_groups
-            for param in group["params"]
-        )
+        return any(map(self._training.is_tracked, _params_of(optimizer)))
 
     @property
     def _training(self) -> Reducer:
@@ -272,18 +246,11 @@ class Averaging(Algorithm):
         buckets = state.get("buckets", {})
         if self.reducer is not None and buckets and buckets["cap"] == self._bucket_cap_mb:
             self.reducer.restore(buckets["names"])
-        of_compressor = state["state"] if state.get("compressor") == compressor.name else {}
-        if "errors" in of_compressor and not isinstance(compressor, ErrorFeedback):
-            problem = compressor.load_state_dict(
-                of_compressor["compressor"], self._comm.rank, self._comm.world_size
-            )
-            return (
-                f"the checkpoint is of {compressor.name} with error feedback, which this job has "
-                f"not: what the steps before left out of the gradients is lost. {problem or ''}"
-            ).rstrip()
-        return (
-            compressor.load_state_dict(of_compressor, self._comm.rank, self._comm.world_size) or ""
-        )
+        saved = state["state"] if state.get("compressor") == compressor.name else {}
+        if "errors" in saved and not isinstance(compressor, ErrorFeedback):
+            saved = {}
+        rank, world_size = self._comm.rank, self._comm.world_size
+        return compressor.load_state_dict(saved, rank, world_size) or ""
 
     def ask_to_stop(self, asked: bool = True) -> None:
         self._asked_to_stop = asked
@@ -301,6 +268,10 @@ class Averaging(Algorithm):
         return (
             f"{compressed} in {len(self._training.buckets)} bucket(s) of up to {self._cap_mb:g} MiB"
         )
+
+
+def _params_of(optimizer: Optimizer) -> list[Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def check_wire(

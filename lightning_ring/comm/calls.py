@@ -30,6 +30,11 @@ def describe(kind: str, *details: object, name: str = "") -> str:
     return kind + (f' "{name}"' if name else "") + (f" ({shown})" if shown else "")
 
 
+def of_tensor(kind: str, tensor: Tensor, name: str, *details: object) -> str:
+    """`describe` a collective of ``tensor``."""
+    return describe(kind, *details, tensor.dtype, f"{tensor.numel()} elements", name=name)
+
+
 def header(description: str) -> Tensor:
     """``description`` as `HEADER_BYTES` of uint8: a digest of all of it, then as much of it as
     fits, for the error.

@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import median
 from typing import Literal
 
@@ -28,9 +29,6 @@ LEAST_PIECE_BYTES = 4 * 2**20
 TCP_ALPHA_SECONDS = 200e-6  # a message between two hosts, with what the sender's interpreter adds
 _NODE_BANDWIDTH = 7e9  # bytes per second of two ranks that share memory, buckets larger than caches
 _PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # around the ring
-# in standard deviations: 95 % as efficient as plain least squares where noise is Gaussian
-_HUBER = 1.345
-_ROUNDS = 20
 
 
 def default_cap_mb(device_type: str, world_size: int) -> float:
@@ -104,13 +102,12 @@ def fit(
     *,
     collective: Collective = "all_reduce",
 ) -> CostModel:
-    """The model that comes closest to measured times, in relative terms, so that short messages
-    count as long ones do.
+    """The model of measured times: the line of Theil (1950) and Sen (1968) through the median time
+    of each size, under α ≥ 0 and 1/B ≥ 0.
 
-    Repeated sizes are replaced by the median of their times. The line through those is fitted by
-    iteratively reweighted least squares with Huber's weights on relative residuals (Huber 1964),
-    under α ≥ 0 and 1/B ≥ 0. ``collective`` took ``seconds`` on messages of ``sizes_bytes``, as
-    `CostModel` counts them, over 2 or more ranks.
+    Its slope is the median over all pairs of sizes, so that neither noise nor a few late messages
+    count. ``collective`` took ``seconds`` on messages of ``sizes_bytes``, as `CostModel` counts
+    them, over 2 or more ranks.
 
     Raises:
         ConfigurationError: Fewer than two different sizes, one rank, or a time or size that cannot
@@ -122,7 +119,9 @@ def fit(
             f"cannot fit α and β to {len(points)} different size(s) on {world_size} rank(s); "
             "measure at least two sizes on at least two ranks."
         )
-    intercept, slope = _robust_line(points)
+    slopes = ((t2 - t1) / (s2 - s1) for (s1, t1), (s2, t2) in combinations(points, 2))
+    slope = max(median(slopes), 0.0)
+    intercept = max(median(time - slope * size for size, time in points), 0.0)
     steps = _PASSES[collective] * (world_size - 1)
     return CostModel(intercept / steps, steps / (world_size * slope) if slope > 0 else math.inf)
 
@@ -137,41 +136,3 @@ def _medians(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> list[tup
             )
         times[float(size)].append(time)
     return [(size, median(values)) for size, values in sorted(times.items())]
-
-
-def _robust_line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Intercept and slope, neither negative."""
-    huber = [1.0] * len(points)
-    line = (0.0, 0.0)
-    for _ in range(_ROUNDS):
-        line = _weighted_line(
-            points, [weight / time**2 for weight, (_, time) in zip(huber, points, strict=True)]
-        )
-        residuals = [abs((line[0] + line[1] * size) / time - 1) for size, time in points]
-        spread = 1.4826 * median(residuals)  # the standard deviation, were the noise Gaussian
-        if spread < 1e-9:
-            break
-        huber = [min(1.0, _HUBER * spread / max(residual, 1e-12)) for residual in residuals]
-    return line
-
-
-def _weighted_line(points: list[tuple[float, float]], weights: list[float]) -> tuple[float, float]:
-    total = math.fsum(weights)
-    mean_size = math.fsum(w * size for w, (size, _) in zip(weights, points, strict=True)) / total
-    mean_time = math.fsum(w * time for w, (_, time) in zip(weights, points, strict=True)) / total
-    covariance = math.fsum(
-        w * (size - mean_size) * (time - mean_time)
-        for w, (size, time) in zip(weights, points, strict=True)
-    )
-    variance = math.fsum(
-        w * (size - mean_size) ** 2 for w, (size, _) in zip(weights, points, strict=True)
-    )
-    slope = covariance / variance
-    if slope <= 0:
-        return mean_time, 0.0
-    intercept = mean_time - slope * mean_size
-    if intercept >= 0:
-        return intercept, slope
-    products = math.fsum(w * size * time for w, (size, time) in zip(weights, points, strict=True))
-    squares = math.fsum(w * size**2 for w, (size, _) in zip(weights, points, strict=True))
-    return 0.0, products / squares

@@ -31,13 +31,12 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm import ring
-from lightning_ring.comm.calls import check_rank, contiguous_flat, describe
-from lightning_ring.comm.channel import Channel
+from lightning_ring.comm.calls import check_rank, contiguous_flat, describe, of_tensor
 from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work, shard
 from lightning_ring.comm.cost import LEAST_PIECE_BYTES, num_nested_pieces
-from lightning_ring.comm.padded_rows import PaddedRows
-from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator
+from lightning_ring.comm.ring import PaddedRows
+from lightning_ring.comm.ring_communicator import DIRECT_BYTES, Channel, RingCommunicator
 from lightning_ring.comm.transport import Transport
 from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy, nothing
 
@@ -162,7 +161,7 @@ class HierarchicalCommunicator(RingCommunicator):
             return super().all_reduce_(tensor, op=op, name=name)
         flat = contiguous_flat(tensor, "all_reduce_")
         ring.check_reducible(flat, op)
-        what = describe("all_reduce", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
+        what = of_tensor("all_reduce", flat, name, op.value)
         nested = _nested_op(op, flat.dtype)
 
         def stages(piece: Tensor) -> _PieceStages:
@@ -181,9 +180,7 @@ class HierarchicalCommunicator(RingCommunicator):
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         flat = contiguous_flat(flat, "reduce_scatter_")
         ring.check_reducible(flat, op)
-        what = describe(
-            "reduce_scatter", op.value, flat.dtype, f"{flat.numel()} elements", name=name
-        )
+        what = of_tensor("reduce_scatter", flat, name, op.value)
         nested = _nested_op(op, flat.dtype)
         rows = PaddedRows(flat, self.world_size)
 
@@ -204,7 +201,7 @@ class HierarchicalCommunicator(RingCommunicator):
 
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
         flat = contiguous_flat(flat, "all_gather_")
-        what = describe("all_gather", flat.dtype, f"{flat.numel()} elements", name=name)
+        what = of_tensor("all_gather", flat, name)
         rows = PaddedRows(flat, self.world_size)
 
         def pieces() -> list[_PieceStages]:
@@ -232,7 +229,7 @@ class HierarchicalCommunicator(RingCommunicator):
         self, flat: Tensor, average: Callable[[Tensor, Communicator], Work], *, name: str = ""
     ) -> Work:
         flat = contiguous_flat(flat, "average_by")
-        what = describe("average_by", flat.dtype, f"{flat.numel()} elements", name=name)
+        what = of_tensor("average_by", flat, name)
         part = shard(flat, self._intra_first.world_size, self._intra_first.rank)
 
         def across() -> Work:
@@ -253,9 +250,7 @@ class HierarchicalCommunicator(RingCommunicator):
             return super().broadcast_(tensor, src=src, name=name)
         flat = contiguous_flat(tensor, "broadcast_")
         check_rank(src, self.world_size, "src")
-        what = describe(
-            "broadcast", f"from rank {src}", flat.dtype, f"{flat.numel()} elements", name=name
-        )
+        what = of_tensor("broadcast", flat, name, f"from rank {src}")
         local_rank = next(index for index, ranks in enumerate(self._peers) if src in ranks)
         position = self._peers[local_rank].index(src)
 

@@ -26,7 +26,6 @@ Use = Callable[[int, int, Tensor], object]
 _TAG = 16  # another than those of collectives, and of Gloo's interrupts
 _GOODBYE = -1  # in the place of a number of questions
 _MOST_QUESTIONS = 16  # that a rank asks another one at once
-_ERROR_BYTES = 512  # that go before each answer: zeros, or what went wrong
 _AHEAD = 2  # messages whose receives have begun while one is used
 _PIECE_BYTES = 64 * 2**20  # no message is longer than transports like
 _IDLE_SECONDS = 1e7  # a peer may ask nothing for as long as it likes
@@ -46,10 +45,9 @@ class Requests:
     its questions, one after another, with ``answer(peer, question)``. The question's memory may
     change with the next question, and that of the answer with the next but one, or with the next
     `ask`. Lengths travel before all questions, so that both ranks begin to receive before they need
-    a message, and none waits until a thread of the other rank gets a core. What ``answer`` raises
-    is a `CollectiveError` where the question was asked. An error of the transport, or of a
-    collective with the same ``policy``, ends all questions, and breaks the other communicators of
-    the ``policy``.
+    a message, and none waits until a thread of the other rank gets a core. What ``answer`` or the
+    transport raises, or a collective with the same ``policy``, ends all questions of this rank, and
+    breaks the other communicators of the ``policy``.
     """
 
     def __init__(
@@ -105,19 +103,17 @@ class Requests:
             lengths = {
                 peer: [question.numel() for question in each] for peer, each in questions.items()
             }
-        answers: dict[int, tuple[str, Tensor]] = {}
+        answers: dict[int, Tensor] = {}
 
-        def take(peer: int, index: int, told: Tensor, answer: Tensor) -> None:
-            if answers.get(peer, ("",))[0]:
-                return
-            answers[peer] = _text(told), answer
-            if use is not None and not answers[peer][0]:
+        def take(peer: int, index: int, answer: Tensor) -> None:
+            answers[peer] = answer
+            if use is not None:
                 use(peer, index, answer)
 
         def run() -> None:
             others = {peer: self._asked_by_us(peer) for peer in questions if peer != self._rank}
             arriving = {
-                peer: self._receives(transport, peer, lengths[peer], are_answers=True)
+                peer: self._receives(transport, peer, lengths[peer])
                 for peer, transport in others.items()
             }
             sends = {
@@ -125,14 +121,11 @@ class Requests:
                 for peer, transport in others.items()
             }
             for index, question in enumerate(questions.get(self._rank, ())):
-                take(
-                    self._rank,
-                    index,
-                    *self._answered(self._rank, question, lengths[self._rank][index]),
-                )
+                answer = self._answered(self._rank, question, lengths[self._rank][index])
+                take(self._rank, index, answer)
             for peer, transport in others.items():
-                for index, (told, answer) in enumerate(arriving[peer]):
-                    take(peer, index, told, answer)
+                for index, answer in enumerate(arriving[peer]):
+                    take(peer, index, answer)
                 transport.wait(sends[peer])
 
         return Answers(self._asking.submit(name, run), answers)
@@ -201,31 +194,21 @@ class Requests:
                     return
                 before: list[Request] = []
                 questions = self._receives(transport, peer, lengths[:number])
-                for (_, question), length in zip(
-                    questions, lengths[_MOST_QUESTIONS:], strict=False
-                ):
-                    sends = self._send(transport, peer, self._answered(peer, question, length))
+                for question, length in zip(questions, lengths[_MOST_QUESTIONS:], strict=False):
+                    sends = self._send(transport, peer, [self._answered(peer, question, length)])
                     transport.wait(before)
                     before = sends
                 arrival = transport.irecv(head, peer, _TAG)
                 transport.wait(before)
         except Exception as error:
             if not self._stopped:  # else the peer would wait for an answer that nobody gives
-                self._policy.fail(transport_error(f"answers for rank {peer}", error))
+                named = transport_error(f"answers for rank {peer}", error)
+                self._policy.fail(error if isinstance(error, RingError) else named)
 
-    def _answered(self, peer: int, question: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        told = torch.zeros(_ERROR_BYTES, dtype=torch.uint8)
-        try:
-            answer = self._answer(peer, question)
-            assert answer.numel() == length, f"{answer.numel()} bytes where {length} were asked for"
-            return told, answer
-        except Exception as error:
-            text = (
-                str(error) if isinstance(error, RingError) else f"{type(error).__name__}: {error}"
-            )
-            encoded = (text.encode() or b"unknown")[:_ERROR_BYTES]
-            told[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-            return told, torch.zeros(length, dtype=torch.uint8)
+    def _answered(self, peer: int, question: Tensor, length: int) -> Tensor:
+        answer = self._answer(peer, question)
+        assert answer.numel() == length, f"{answer.numel()} bytes where {length} were asked for"
+        return answer
 
     def _while_waiting(self, peers: Sequence[int]) -> float:
         if self._asking.is_run_by(threading.current_thread()):
@@ -258,26 +241,23 @@ class Requests:
         ]
 
     def _receives(
-        self, transport: Transport, peer: int, lengths: Sequence[int], *, are_answers: bool = False
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """What went wrong, of answers, and the message, as they arrive. The memory stays while the
-        next one is used.
+        self, transport: Transport, peer: int, lengths: Sequence[int]
+    ) -> Iterator[Tensor]:
+        """The messages as they arrive. The memory of each stays while the next one is used.
 
         The first receives have begun when this returns.
         """
 
-        def begin(index: int, length: int) -> tuple[Tensor, Tensor, list[Request]]:
-            told = torch.zeros(_ERROR_BYTES if are_answers else 0, dtype=torch.uint8)
+        def begin(index: int, length: int) -> tuple[Tensor, list[Request]]:
             message = self._memory(transport, peer, index % (_AHEAD + 1), length)
-            pieces = [*_pieces(told), *_pieces(message)]
-            return told, message, [transport.irecv(piece, peer, _TAG) for piece in pieces]
+            return message, [transport.irecv(piece, peer, _TAG) for piece in _pieces(message)]
 
-        def arrived() -> Iterator[tuple[Tensor, Tensor]]:
+        def arrived() -> Iterator[Tensor]:
             while begun:
-                told, message, receives = begun.popleft()
+                message, receives = begun.popleft()
                 if receives:
                     transport.wait(receives)
-                yield told, message
+                yield message
                 begun.extend(islice(later, 1))
 
         later = (begin(index, length) for index, length in enumerate(lengths))
@@ -294,7 +274,7 @@ class Requests:
 class Answers:
     """The answers to one `Requests.ask`, under way."""
 
-    def __init__(self, work: ThreadWork, answers: Mapping[int, tuple[str, Tensor]]) -> None:
+    def __init__(self, work: ThreadWork, answers: dict[int, Tensor]) -> None:
         self._work = work
         self._answers = answers
 
@@ -304,16 +284,10 @@ class Answers:
 
     def wait(self) -> dict[int, Tensor]:
         """By peer the answer to its last question, in memory that the next question to that peer
-        overwrites.
-
-        Raises:
-            CollectiveError: A peer could not answer; or as `Work.wait`.
+        overwrites. Raises as `Work.wait`.
         """
         self._work.wait()
-        for peer, (error, _) in self._answers.items():
-            if error:
-                raise CollectiveError(f"rank {peer} answers: {error}")
-        return {peer: answer for peer, (_, answer) in self._answers.items()}
+        return self._answers
 
 
 def _head(number: int = 0, lengths: Sequence[int] = (), of_answers: Sequence[int] = ()) -> Tensor:
@@ -325,14 +299,6 @@ def _head(number: int = 0, lengths: Sequence[int] = (), of_answers: Sequence[int
     for start, values in ((1, lengths), (1 + _MOST_QUESTIONS, of_answers)):
         head[start : start + len(values)] = torch.tensor(values, dtype=torch.int64)
     return head
-
-
-def _text(told: Tensor) -> str:
-    return (
-        bytes(told.tolist()).rstrip(b"\0").decode(errors="replace")
-        if told.numel() and told[0]
-        else ""
-    )
 
 
 def _pieces(message: Tensor) -> list[Tensor]:

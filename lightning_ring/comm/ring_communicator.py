@@ -6,11 +6,12 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ring.comm import exchange, ring, wide_sum
+from lightning_ring.comm import exchange, ring
 from lightning_ring.comm.calls import (
     HEADER_BYTES,
     check_agreement,
@@ -20,18 +21,84 @@ from lightning_ring.comm.calls import (
     contiguous_flat,
     describe,
     header,
+    of_tensor,
     sizes_and_dtypes,
 )
-from lightning_ring.comm.channel import Channel, ChannelSelector
+from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work, as_bytes
+from lightning_ring.comm.exchange import DIRECT_BYTES
 from lightning_ring.comm.requests import Answer, Requests
-from lightning_ring.comm.transport import Request, Transport
+from lightning_ring.comm.transport import PointToPoint, Request, Transport
 from lightning_ring.comm.waiting import WaitPolicy, nothing
 from lightning_ring.errors import CollectiveError
 
-DIRECT_BYTES = 16 * 1024  # per rank; up to this an all-reduce is one message to everybody
 _HEADER_TAG = 1
 _CHANNEL_TAGS = (0, 2, 3)
+
+
+# A choice takes this into account of what went before: a channel that once carried a large tensor
+# is long free again.
+_REMEMBERED_BYTES = 16 * 1024 * 1024
+
+
+class Channel:
+    """A thread, and a `PointToPoint` whose messages have a tag of their own, over a transport that
+    channels share.
+
+    ``landing`` is memory of `ring.scratch_bytes`.
+    """
+
+    def __init__(self, transport: PointToPoint, tag: int, policy: WaitPolicy) -> None:
+        self.thread = CollectiveThread(policy)
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self._transport = transport
+        self._tag = tag
+        self._landing = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def landing(self) -> Tensor:
+        if not self._landing.numel():  # kept: fresh memory costs a page fault for every 4 KiB
+            self._landing = torch.empty(ring.scratch_bytes(), dtype=torch.uint8)
+        return self._landing
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Request:
+        return self._transport.isend(tensor, dst, self._tag)
+
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Request:
+        return self._transport.irecv(tensor, src, self._tag)
+
+    def wait(self, requests: Sequence[Any]) -> None:
+        self._transport.wait(requests)
+
+
+class ChannelSelector:
+    """Chooses the channel of each collective by the bytes that each was given, a number that all
+    ranks know alike.
+    """
+
+    def __init__(self, channels: Sequence[Channel]) -> None:
+        self._channels = list(channels)
+        # bytes that this channel was given more than the one with the fewest
+        self._ahead = [0] * len(channels)
+
+    def next(self, num_bytes: int) -> Channel:
+        chosen = self._ahead.index(min(self._ahead))
+        self._ahead[chosen] += num_bytes
+        fewest = min(self._ahead)
+        self._ahead = [min(ahead - fewest, _REMEMBERED_BYTES) for ahead in self._ahead]
+        return self._channels[chosen]
+
+    @property
+    def first(self) -> Channel:
+        return self._channels[0]
+
+    def of_this_thread(self) -> Channel:
+        """The channel whose thread calls; the first, if it is another thread."""
+        current = threading.current_thread()
+        return next(
+            (channel for channel in self._channels if channel.thread.is_run_by(current)), self.first
+        )
 
 
 class RingCommunicator(Communicator):
@@ -75,34 +142,27 @@ class RingCommunicator(Communicator):
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         flat = contiguous_flat(tensor, "all_reduce_")
         ring.check_reducible(flat, op)
-        what = describe("all_reduce", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
-        if flat.nbytes * (self.world_size - 1) <= DIRECT_BYTES:
-            return self._start(
-                what, lambda channel: exchange.all_reduce_directly_(flat, channel, op)
-            )
-        way = wide_sum.all_reduce_ if wide_sum.wants_wide_sum(flat.dtype, op) else ring.all_reduce_
-        return self._start(
-            what, lambda channel: way(flat, channel, op, scratch=channel.landing), flat.nbytes
-        )
+        what = of_tensor("all_reduce", flat, name, op.value)
+
+        def run(channel: Channel) -> None:
+            exchange.all_reduce_(flat, channel, op, channel.landing)
+
+        direct = flat.nbytes * (self.world_size - 1) <= DIRECT_BYTES
+        return self._start(what, run, 0 if direct else flat.nbytes)
 
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         flat = contiguous_flat(flat, "reduce_scatter_")
         ring.check_reducible(flat, op)
-        what = describe(
-            "reduce_scatter", op.value, flat.dtype, f"{flat.numel()} elements", name=name
-        )
-        way = (
-            wide_sum.reduce_scatter_
-            if wide_sum.wants_wide_sum(flat.dtype, op)
-            else ring.reduce_scatter_
-        )
-        return self._start(
-            what, lambda channel: way(flat, channel, op, scratch=channel.landing), flat.nbytes
-        )
+        what = of_tensor("reduce_scatter", flat, name, op.value)
+
+        def run(channel: Channel) -> None:
+            exchange.reduce_scatter_(flat, channel, op, channel.landing)
+
+        return self._start(what, run, flat.nbytes)
 
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
         flat = contiguous_flat(flat, "all_gather_")
-        what = describe("all_gather", flat.dtype, f"{flat.numel()} elements", name=name)
+        what = of_tensor("all_gather", flat, name)
         if flat.nbytes <= DIRECT_BYTES:
             return self._start(what, lambda channel: exchange.all_gather_directly_(flat, channel))
         return self._start(what, lambda channel: ring.all_gather_(flat, channel), flat.nbytes)
@@ -127,9 +187,7 @@ class RingCommunicator(Communicator):
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
         flat = contiguous_flat(tensor, "broadcast_")
         check_rank(src, self.world_size, "src")
-        what = describe(
-            "broadcast", f"from rank {src}", flat.dtype, f"{flat.numel()} elements", name=name
-        )
+        what = of_tensor("broadcast", flat, name, f"from rank {src}")
         return self._start(
             what, lambda channel: exchange.broadcast_(flat, channel, src), flat.nbytes
         )

@@ -15,14 +15,13 @@ import torch
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.cost import DEFAULT_CAP_MB, Collective, CostModel, fit
+from lightning_ring.comm.cost import Collective, CostModel, fit
 from lightning_ring.comm.timing import Mark, now, seconds_between, time_collective
 from lightning_ring.gradients.bucket import (
     Bucket,
     Named,
     by_kind,
     cut_buckets,
-    ends_by_size,
     make_buckets,
     plan_buckets,
 )
@@ -177,8 +176,6 @@ class BucketChoice:
     # of the buckets of each kind of parameter (dtype and device, in the order of first ones)
     ends: list[list[int]]
     cost: CostModel
-    seconds_exposed: float  # predicted, from the last gradient until the last bucket has arrived
-    seconds_exposed_fixed: float  # the same with buckets of ``default_cap_mb``
 
 
 class AutoBuckets:
@@ -189,7 +186,6 @@ class AutoBuckets:
 
     Args:
         say: Called with a description of the choice.
-        default_cap_mb: Bucket size in MiB until then, and the one that the choice is compared with.
         halves: A reduce-scatter travels during backward, which is timed and priced then; the
             all-gather of parameters under the next forward is taken for its mirror image, and costs
             as much.
@@ -201,13 +197,11 @@ class AutoBuckets:
         comm: Communicator,
         say: Callable[[str], None],
         *,
-        default_cap_mb: float = DEFAULT_CAP_MB,
         halves: bool = False,
         compressor: Compressor | None = None,
     ) -> None:
         self._comm = comm
         self._say = say
-        self._default_cap_mb = default_cap_mb
         self._collective: Collective = "reduce_scatter" if halves else "all_reduce"
         self._compressor = compressor
         self._began: Mark = 0.0
@@ -249,16 +243,12 @@ class AutoBuckets:
         cost = self._probe(dtype, device)
         position = {name: index for index, (name, _) in enumerate(params)}
         ordered = sorted(params, key=lambda pair: (ready.get(pair[0], last), position[pair[0]]))
-        ends, exposed, fixed = [], 0.0, 0.0
+        ends = []
         for members in by_kind(ordered):
             sizes = [self._wire_bytes(param) for _, param in members]
             times = [ready.get(name, last) for name, _ in members]
-            chosen = merge(sizes, times, self._seconds(cost))
-            ends.append(chosen)
-            exposed = max(exposed, last_arrival(chosen, sizes, times, self._seconds(cost)) - last)
-            usual = ends_by_size([param for _, param in members], self._default_cap_mb)
-            fixed = max(fixed, last_arrival(usual, sizes, times, self._seconds(cost)) - last)
-        return BucketChoice([name for name, _ in ordered], ends, cost, exposed, fixed)
+            ends.append(merge(sizes, times, self._seconds(cost)))
+        return BucketChoice([name for name, _ in ordered], ends, cost)
 
     def _probe(self, dtype: torch.dtype, device: torch.device) -> CostModel:
         """Time what travels during backward, in several sizes. On one rank nothing travels, and
@@ -286,12 +276,10 @@ class AutoBuckets:
 
     def _in_words(self, choice: BucketChoice, buckets: Sequence[Bucket]) -> str:
         sizes = ", ".join(f"{bucket.flat.nbytes / _MIB:.3g}" for bucket in buckets)
-        cost, fixed = choice.cost, 1e3 * choice.seconds_exposed_fixed
+        cost = choice.cost
         return (
             f'bucket_cap_mb="auto" chose {len(buckets)} bucket(s) of {sizes} MiB. A message costs '
-            f"{cost.alpha_seconds * 1e6:.0f} µs and moves {cost.bandwidth / 1e6:.0f} MB/s; "
-            f"predicted: the last gradients arrive {choice.seconds_exposed * 1e3:.1f} ms after "
-            f"backward, {fixed:.1f} ms with buckets of {self._default_cap_mb:g} MiB."
+            f"{cost.alpha_seconds * 1e6:.0f} µs and moves {cost.bandwidth / 1e6:.0f} MB/s."
         )
 
 
@@ -338,14 +326,3 @@ def merge(sizes: Sequence[float], ready: Sequence[float], seconds: Seconds) -> l
         deadline -= seconds(before[stop] - before[first])
         stop = first
     return ends[::-1]
-
-
-def last_arrival(
-    ends: Sequence[int], sizes: Sequence[float], ready: Sequence[float], seconds: Seconds
-) -> float:
-    """When the last of the buckets that end at ``ends`` (as `merge` returns them) has arrived."""
-    arrived, start = 0.0, 0
-    for stop in ends:
-        arrived = max(arrived, *ready[start:stop]) + seconds(sum(sizes[start:stop]))
-        start = stop
-    return arrived

@@ -10,7 +10,7 @@ a first sparse gradient later than that is sent dense, with one warning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -170,9 +170,9 @@ def average_gradients(
             )
             continue
         counts = [max(size, 0) for size, _, _ in rows]
-        param.grad = _SparseAverage(param, dims.pop(), comm, name, prefix)(
-            local[index], counts, active_ranks
-        )
+        indexed = param.shape[: dims.pop()]
+        what = f"{prefix}{{}} of the sparse gradient of {name}"
+        param.grad = _sparse_average(local[index], param, indexed, counts, comm, active_ranks, what)
     return any(rank[-1][2] for rank in by_rank)
 
 
@@ -193,78 +193,58 @@ def _dense_average(
     return flat
 
 
-class _SparseAverage:
-    """Averages one parameter's sparse gradients; the first ``dim`` dimensions are indexed.
+def _sparse_average(
+    grad: Tensor | None,
+    param: Parameter,
+    indexed: torch.Size,
+    counts: Sequence[int],
+    comm: Communicator,
+    active_ranks: int | None,
+    name: str,
+) -> Tensor:
+    """The average of the ranks' sparse gradients of ``param``, whose first dimensions ``indexed``
+    have ``counts`` of entries on each rank.
 
     Ranks gather the indices, which are row-major numbers. If all ranks' values together are smaller
     than the parameter, ranks gather them too. Else they all-reduce one dense tensor, and take its
     indexed entries.
     """
-
-    def __init__(
-        self, param: Parameter, dim: int, comm: Communicator, name: str, prefix: str
-    ) -> None:
-        self._param = param
-        self._comm = comm
-        self._name = name
-        self._prefix = prefix
-        self._indexed = param.shape[:dim]
-        self._num_entries = self._indexed.numel()
-        self._row = param.shape[dim:]
-        strides = [self._indexed[axis + 1 :].numel() for axis in range(dim)]
-        self._strides = send(torch.tensor(strides), param.device).unsqueeze(1)
-
-    def __call__(
-        self, grad: Tensor | None, counts: Sequence[int], active_ranks: int | None
-    ) -> Tensor:
-        """``counts``: each rank's number of entries."""
-        param, length = self._param, self._row.numel()
-        index = torch.empty(0, dtype=torch.int64, device=param.device)
-        values = param.new_empty(0, length)
-        if grad is not None:
-            index = (grad.indices() * self._strides).sum(0)
-            values = grad.values().reshape(-1, length).to(param.dtype)
-        indices = self._gather(index, counts, "indices")
-        unique, inverse = torch.unique(torch.cat(indices), return_inverse=True)
-        bytes_gathered = sum(counts) * (length * param.element_size() + index.element_size())
-        if bytes_gathered <= param.numel() * param.element_size():
-            gathered = self._gather(values, counts, "values")
-            total = self._sum(gathered, inverse.split(list(counts)), len(unique), active_ranks)
-        else:
-            flat = param.new_zeros(self._num_entries, length)
-            flat[index] = values
-            average_(flat, self._comm, active_ranks, f"{self._prefix}values of {self._name}").wait()
-            total = flat[unique]
-        unravelled = torch.stack(torch.unravel_index(unique, self._indexed))
-        return torch.sparse_coo_tensor(
-            unravelled,
-            total.reshape(-1, *self._row),
-            param.shape,
-            is_coalesced=True,
-            check_invariants=False,
-        )
-
-    def _sum(
-        self,
-        gathered: Iterable[Tensor],
-        positions: Iterable[Tensor],
-        num_entries: int,
-        active_ranks: int | None,
-    ) -> Tensor:
-        """Sum rank by rank, so that all ranks get the same bits. Divides first, as
-        DistributedDataParallel does.
-        """
-        divisor = active_ranks or self._comm.world_size
-        wide = torch.promote_types(self._param.dtype, torch.float32)
-        total = self._param.new_zeros(num_entries, self._row.numel(), dtype=wide)
-        for values, position in zip(gathered, positions, strict=True):
+    row = param.shape[len(indexed) :]
+    length = row.numel()
+    index = torch.empty(0, dtype=torch.int64, device=param.device)
+    values = param.new_empty(0, length)
+    if grad is not None:
+        strides = [indexed[axis + 1 :].numel() for axis in range(len(indexed))]
+        index = (grad.indices() * send(torch.tensor(strides), param.device).unsqueeze(1)).sum(0)
+        values = grad.values().reshape(-1, length).to(param.dtype)
+    indices = torch.cat(_gather(index, counts, comm, name.format("indices")))
+    unique, inverse = torch.unique(indices, return_inverse=True)
+    bytes_gathered = sum(counts) * (length * param.element_size() + index.element_size())
+    if bytes_gathered <= param.nbytes:
+        gathered = _gather(values, counts, comm, name.format("values"))
+        # rank by rank, so that all get the same bits; divided first, as DistributedDataParallel
+        wide = torch.promote_types(param.dtype, torch.float32)
+        total = param.new_zeros(len(unique), length, dtype=wide)
+        for theirs, position in zip(gathered, inverse.split(list(counts)), strict=True):
             # no index twice: a rank's entries are coalesced
-            total.index_add_(0, position, values.to(wide) / divisor)
-        return total.to(self._param.dtype)
+            total.index_add_(0, position, theirs.to(wide) / (active_ranks or comm.world_size))
+        total = total.to(param.dtype)
+    else:
+        flat = param.new_zeros(indexed.numel(), length)
+        flat[index] = values
+        average_(flat, comm, active_ranks, name.format("values")).wait()
+        total = flat[unique]
+    return torch.sparse_coo_tensor(
+        torch.stack(torch.unravel_index(unique, indexed)),
+        total.reshape(-1, *row),
+        param.shape,
+        is_coalesced=True,
+        check_invariants=False,
+    )
 
-    def _gather(self, mine: Tensor, counts: Sequence[int], what: str) -> list[Tensor]:
-        """All ranks' tensors, which differ in the first dimension."""
-        outputs = [mine.new_empty(count, *mine.shape[1:]) for count in counts]
-        name = f"{self._prefix}{what} of the sparse gradient of {self._name}"
-        self._comm.all_to_all([mine.contiguous()] * len(counts), outputs, name=name).wait()
-        return outputs
+
+def _gather(mine: Tensor, counts: Sequence[int], comm: Communicator, name: str) -> list[Tensor]:
+    """All ranks' tensors, which differ in the first dimension."""
+    outputs = [mine.new_empty(count, *mine.shape[1:]) for count in counts]
+    comm.all_to_all([mine.contiguous()] * len(counts), outputs, name=name).wait()
+    return outputs

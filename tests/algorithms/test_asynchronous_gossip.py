@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from lightning_ring import ElasticStrategy, RingStrategy
-from lightning_ring.algorithms.local import AsynchronousGossip, asynchronous_gossip
+from lightning_ring.algorithms.local import AsynchronousGossip, gossip
 from lightning_ring.errors import ConfigurationError
 from tests.algorithms.test_local import OPTIMIZERS, loss
 from tests.algorithms.test_local import network as new_network
@@ -40,7 +40,7 @@ def test_steps_in_an_order_of_their_own_are_those_of_the_formula(
 ) -> None:
     """The ranks take turns, so that it is known which averages come before which step."""
     parts = world_size - 1
-    monkeypatch.setattr(asynchronous_gossip, "num_gossip_parts", lambda num_bytes: parts)
+    monkeypatch.setattr(gossip, "num_gossip_parts", lambda num_bytes: parts)
     order = turns(world_size, 13)
     averages: list[tuple[int, int]] = []  # in their order
 
@@ -133,35 +133,6 @@ def test_a_slow_rank_holds_nobody_up_and_averages_leave_no_trace(overlap: int | 
         distances = [torch.dist(averaged, shown).square().item() for averaged, shown, _ in found]
         for *_, distance in found:  # 0 where the last average came behind all steps
             assert distance == pytest.approx(math.sqrt(sum(distances) / 2), rel=1e-3, abs=1e-6)
-
-
-def test_averages_that_have_come_before_a_parameter_is_thawed_stay() -> None:
-    def rank(comm: Any) -> tuple[Tensor, Tensor]:
-        net, algorithm = copy.deepcopy(START), AsynchronousGossip()
-        first = next(net.parameters()).requires_grad_(False)
-        steps = OPTIMIZERS["sgd"](net)
-        algorithm.attach(net, [steps], comm)
-        moved = torch.zeros_like(vector(net))
-        for step in range(2 - comm.rank):
-            algorithm.begin_batch()
-            before = vector(net)
-            loss(net, comm.rank, step).backward()
-            steps.step()
-            moved += vector(net) - before
-            algorithm.after_step(steps)
-            steps.zero_grad()
-        algorithm._finish_exchange()
-        # the odd rank has two averages, which come into its parameters with its next step
-        comm.barrier()
-        first.requires_grad_(True)
-        algorithm.begin_batch()
-        algorithm.show_averages()
-        shown = vector(net)
-        algorithm.detach()
-        return moved, shown
-
-    (moved, shown), (moved_too, _) = run_ranks(2, rank)
-    torch.testing.assert_close(shown, vector(START) + (moved + moved_too) / 2, rtol=1e-5, atol=1e-6)
 
 
 class Late(AsynchronousGossip):

@@ -122,13 +122,6 @@ def test_a_step_with_a_closure_computes_the_batch_for_the_ranks_own_parameters()
             )
 
 
-def test_the_exponential_graph_spreads_a_value_to_all_of_a_power_of_two() -> None:
-    product = torch.eye(8, dtype=torch.float64)
-    for w in weights("exponential", 8, 3):
-        product = w @ product
-    torch.testing.assert_close(product, torch.full((8, 8), 1 / 8, dtype=torch.float64))
-
-
 def test_averages_are_shown_between_steps_and_leave_no_trace() -> None:
     start = network()
 
@@ -160,25 +153,6 @@ def test_averages_are_shown_between_steps_and_leave_no_trace() -> None:
         expected = (own - own.mean(0)).double().square().sum(1).mean().sqrt().item()
         assert metrics == {"consensus_distance": pytest.approx(expected, rel=1e-4)}
         assert expected > 0
-
-
-def test_a_request_to_stop_is_agreed_on_at_one_step() -> None:
-    def rank(comm: Any) -> list[bool]:
-        net, algorithm = network(), Gossip("pairs")
-        steps = OPTIMIZERS["sgd"](net)
-        algorithm.attach(net, [steps], comm)
-        found = []
-        for step in range(5):
-            if step == 2 and comm.rank == 1:
-                algorithm.ask_to_stop()
-            one_step(net, steps, algorithm, comm.rank)
-            found.append(algorithm.agreed_to_stop())
-        algorithm.detach()
-        return found
-
-    found = run_ranks(4, rank)
-    assert len({tuple(each) for each in found}) == 1
-    assert found[0][:3] == [False, False, True]
 
 
 def test_an_unknown_topology_is_refused() -> None:

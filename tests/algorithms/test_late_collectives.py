@@ -8,7 +8,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
@@ -59,18 +58,16 @@ def train(
     *,
     sparse: bool = False,
     accumulates: bool = False,
-    compiles: bool = False,
 ) -> Tensor:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     algorithm.attach(net, [optimizer], comm)
-    called = torch.compile(net, backend="aot_eager") if compiles else net
     for step in range(4):
         words = torch.arange(3) * (2 + comm.rank) + step
         algorithm.begin_batch()
         optimizer.zero_grad()
         for last in (False, True) if accumulates else (True,):
             with algorithm.forward():
-                loss = called(words, comm.rank)
+                loss = net(words, comm.rank)
             with nullcontext() if last else algorithm.backwards.no_sync(), algorithm.backward():
                 loss.backward()
         if not sparse:
@@ -132,32 +129,10 @@ def test_accumulated(monkeypatch, algorithm):
     check(monkeypatch, lambda: algorithm(bucket_cap_mb=CAP), accumulates=True)
 
 
-@pytest.mark.parametrize("algorithm", [Averaging, Sharded])
-def test_compiled(monkeypatch, algorithm):
-    with FakeTensorMode():  # torch 2.11 keeps a pointer into the first thread that compiles
-        pass
-    check(monkeypatch, lambda: algorithm(bucket_cap_mb=CAP), compiles=True)
-
-
-def early_read(comm: Communicator) -> None:
-    tensor = torch.ones(8)
-    work = comm.all_reduce_(tensor)
-    total = tensor.sum()
-    work.wait()
-    assert total == 16, "read before it was there"
-
-
 def early_write(comm: Communicator) -> None:
     tensor = torch.ones(8)
     work = comm.all_reduce_(tensor)
     tensor.zero_()
-    work.wait()
-
-
-def written_input(comm: Communicator) -> None:
-    inputs, outputs = [torch.ones(3) for _ in range(2)], [torch.empty(3) for _ in range(2)]
-    work = comm.all_to_all(inputs, outputs)
-    inputs[1].zero_()
     work.wait()
 
 
@@ -174,9 +149,7 @@ def freed_input(comm: Communicator) -> None:
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (early_read, "read before"),
         (early_write, "written while"),
-        (written_input, "written while"),
         (freed_input, "freed before"),
     ],
 )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from lightning_ring.algorithms.local import AsynchronousGossip, DiLoCo, Gossip, LocalSGD
-from tests.algorithms.local_training import OPTIMIZERS, loss, network, one_step
+from tests.algorithms.local_training import OPTIMIZERS, network, one_step
 from tests.thread_ranks import run_ranks
 
 
@@ -141,63 +141,6 @@ def test_weights_that_code_changes_beside_an_evaluation_are_kept(
         assert [text for text in said if "1 parameters were changed" in text]
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([nn.Linear(5, 2), nn.Linear(5, 2)])
-        self.used: int | None = None
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return sum(
-            part(inputs) for index, part in enumerate(self.parts) if self.used in (None, index)
-        )
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_states_of_different_parameters_are_not_averaged_with_each_other(optimizer: str) -> None:
-    """Each rank uses a branch of its own in the first round, and both in the second."""
-
-    def rank(comm: Any) -> tuple[list[Tensor], list[Tensor], list[str]]:
-        torch.manual_seed(1)
-        net, algorithm, said = Branches(), LocalSGD(2, average_optimizer=True), []
-        with torch.no_grad():
-            for param in net.parameters():
-                param.fill_(0.1)
-        steps = OPTIMIZERS[optimizer](net)
-        algorithm.attach(net, [steps], comm, warn=said.append)
-        key = "momentum_buffer" if optimizer == "sgd" else "exp_avg"
-        net.used = comm.rank
-        for _ in range(2):
-            one_step(net, steps, algorithm, comm.rank)
-        first = [steps.state.get(part.weight, {}).get(key) for part in net.parts]
-        first = [None if state is None else state.clone() for state in first]
-        net.used = None
-        for _ in range(2):
-            one_step(net, steps, algorithm, comm.rank)
-        return first, [steps.state[part.weight][key].clone() for part in net.parts], said
-
-    (first, last, said), (others_first, others_last, _) = run_ranks(2, rank)
-    assert first[1] is None
-    assert others_first[0] is None
-    alone = Branches()
-    with torch.no_grad():
-        for param in alone.parameters():
-            param.fill_(0.1)
-    alone.used = 0
-    steps = OPTIMIZERS[optimizer](alone)
-    for step in range(2):
-        steps.zero_grad()
-        loss(alone, 0, step).backward()
-        steps.step()
-    expected = steps.state[alone.parts[0].weight][
-        "momentum_buffer" if optimizer == "sgd" else "exp_avg"
-    ]
-    torch.testing.assert_close(first[0], expected)
-    assert all(torch.equal(*pair) for pair in zip(last, others_last, strict=True))
-    assert len(said) == 1
-    assert "no state of parts." in said[0]
-
-
 def test_a_checkpoint_within_a_round_is_resumed_with_other_settings() -> None:
     """From the average, where ranks then agree at once; with other fragments all of them still
     travel.
@@ -233,7 +176,7 @@ def test_a_checkpoint_within_a_round_is_resumed_with_other_settings() -> None:
                     start,
                     one,
                     flat(other),
-                    dict(resumed._parts._of) if isinstance(resumed, DiLoCo) else {},
+                    dict(resumed._fragment_of) if isinstance(resumed, DiLoCo) else {},
                 )
             )
         return found

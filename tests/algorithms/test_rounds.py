@@ -1,10 +1,8 @@
-"""Rounds of `LocalSGD` whose length is measured, and those of whole nodes."""
+"""Rounds of `LocalSGD` in which whole nodes step alone."""
 
 from __future__ import annotations
 
 import copy
-import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +12,6 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 from lightning_ring.algorithms.local import DiLoCo, LocalSGD
-from lightning_ring.algorithms.local.pace import Pace
 from tests.algorithms.local_training import NUM_STEPS, OPTIMIZERS, loss, network, one_step, trained
 from tests.comm.test_hierarchical import run_nested
 from tests.thread_ranks import run_ranks
@@ -84,74 +81,3 @@ def test_without_nested_rings_each_rank_steps_by_itself() -> None:
         torch.equal(torch.stack(one), torch.stack(other))
         for one, other in zip(own, plain, strict=True)
     )
-
-
-def test_every_auto_is_one_number_from_the_slowest_step_and_the_shortest_wait() -> None:
-    def rank(comm: Any) -> tuple[int, str]:
-        pace = Pace()
-        pace._steps = [(0.0, 9.0), (1.0, 1.0 + 0.01 * (comm.rank + 1)), (2.0, 2.0)]
-        pace.averages = [3.0, 0.046 if comm.rank == 1 else 1.0]
-        return pace.choose(comm)
-
-    assert run_ranks(3, rank) == 3 * [
-        (math.ceil(0.046 / 0.003), "a step takes 30.0 ms, an average 46.0 ms")
-    ]
-
-
-def test_every_auto_measures_two_rounds_and_is_kept_by_checkpoints() -> None:
-    def rank(comm: Any) -> tuple[int, list[Tensor], list[str], dict[str, Any]]:
-        net, algorithm, said = network(), LocalSGD("auto", warmup_steps=1), []
-        optimizer = OPTIMIZERS["sgd"](net)
-        algorithm.attach(net, [optimizer], comm, inform=said.append)
-        found = []
-        for step in range(9):
-            if step == 4:
-                assert algorithm.state_dict()["rounds"] is None
-            one_step(net, optimizer, algorithm, comm.rank)
-        while len(found) < algorithm.every:
-            assert algorithm.steps_of_round == len(found)
-            one_step(net, optimizer, algorithm, comm.rank)
-            found.append(parameters_to_vector(net.parameters()).detach().clone())
-        state = comm.broadcast_object(algorithm.state_dict())
-        resumed = LocalSGD("auto", warmup_steps=1)
-        resumed.attach(net, [optimizer], comm)
-        assert resumed.load_state_dict(state) == ""
-        assert (resumed.every, resumed.steps_of_round, resumed._pace) == (algorithm.every, 0, None)
-        return algorithm.every, found, said, state
-
-    (every, first, said, _), (_, other, _, _) = run_ranks(2, rank)
-    assert [torch.equal(*pair) for pair in zip(first, other, strict=True)] == [False] * (
-        every - 1
-    ) + [True]
-    assert f"averages follow every {every} steps from now on" in said[-1]
-
-
-def test_every_auto_tells_steps_and_averages_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = 0.5  # of an average
-    chosen: list[Pace] = []
-    choose, average = Pace.choose, LocalSGD._average_parameters
-
-    def noted(pace: Pace, comm: Any) -> tuple[int, str]:
-        chosen.append(pace)
-        return choose(pace, comm)
-
-    def slow(algorithm: LocalSGD) -> None:
-        time.sleep(seconds)
-        average(algorithm)
-
-    monkeypatch.setattr(Pace, "choose", noted)
-    monkeypatch.setattr(LocalSGD, "_average_parameters", slow)
-
-    def rank(comm: Any) -> None:
-        net, algorithm = network(), LocalSGD("auto")
-        optimizer = OPTIMIZERS["sgd"](net)
-        algorithm.attach(net, [optimizer], comm)
-        for _ in range(8):
-            one_step(net, optimizer, algorithm, comm.rank)
-
-    run_ranks(2, rank)
-    assert len(chosen) == 2
-    for pace in chosen:
-        assert len(pace._steps) == 7
-        assert max(ended - began for began, ended in pace._steps) < seconds
-        assert min(pace.averages) >= seconds

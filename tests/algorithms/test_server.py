@@ -281,22 +281,20 @@ def test_a_state_of_which_servers_would_not_learn_is_an_error() -> None:
         run_ranks(2, rank)
 
 
-def test_an_error_of_the_servers_optimizer_is_told_to_every_rank() -> None:
+def test_an_error_of_the_servers_optimizer_ends_the_job() -> None:
     class Failing(SGD):
         def step(self, closure: Any = None) -> Any:
             if any(param.grad is not None for param in self.param_groups[0]["params"]):
                 raise ValueError("no such step")
 
-    def rank(comm: Any) -> str:
+    def rank(comm: Any) -> None:
         net, algorithm = network(), ParameterServer(1)
         steps = Failing(net.parameters(), 0.1)
         algorithm.attach(net, [steps], comm)
-        with pytest.raises(CollectiveError) as error:
-            one_step(net, steps, algorithm, comm.rank, 0)
-        algorithm.detach(wait=False)
-        return str(error.value)
+        one_step(net, steps, algorithm, comm.rank, 0)
 
-    assert run_ranks(2, rank) == 2 * ["rank 0 answers: ValueError: no such step"]
+    with pytest.raises(CollectiveError, match="ValueError: no such step"):
+        run_ranks(2, rank)
 
 
 @pytest.mark.parametrize(
@@ -330,14 +328,8 @@ def test_an_error_of_the_servers_optimizer_is_told_to_every_rank() -> None:
             lambda: attached(ParameterServer(), 2),
             "ParameterServer got the optimizer.s. SGD, SGD, and",
         ),
-        (
-            lambda: attached(ParameterServer(), kind=torch.optim.LBFGS),
-            "LBFGS, and its servers take",
-        ),
-        (
-            lambda: attached(ParameterServer(), kind=torch.optim.SparseAdam),
-            "other than LBFGS and SparseAdam",
-        ),
+        (lambda: attached(ParameterServer(), kind=torch.optim.LBFGS), "LBFGS, and its servers"),
+        (lambda: attached(ParameterServer(), kind=torch.optim.SparseAdam), "not LBFGS or Sparse"),
         (
             lambda: ParameterServer().clip_grad_norm_([], 1.0),
             "clipped by their norm, but ParameterServer.mode='bulk'",
@@ -359,9 +351,8 @@ def attached(algorithm: ParameterServer, num_optimizers: int = 1, kind: Any = SG
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("check", check_names(MODULE))
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_on_real_ranks(battery: Any, world_size: int, check: str) -> None:
-    battery(MODULE, world_size, check)
+def test_on_real_ranks(battery: Any, check: str) -> None:
+    battery(MODULE, 2, check)  # of which bulk mode has the bits of "ring"
 
 
 @pytest.mark.ranks

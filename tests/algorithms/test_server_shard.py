@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lightning_ring.algorithms.server.layout import layouts, write_
-from lightning_ring.algorithms.server.server import Push, WeightServer, average, settings_of
+from lightning_ring.algorithms.parts import parts_of
+from lightning_ring.algorithms.server.server import WeightServer, average, settings_of
 
 
 def server_of(num_workers: int, **how: Any) -> tuple[WeightServer, list[Tensor]]:
     """A server of one parameter, and where a worker's weights go."""
     weight = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64))
-    layout = layouts([weight], 1, cut=True)[0]
-    server = WeightServer(SGD([weight], 0.1), [weight], layout, num_workers, **how)
+    server = WeightServer(SGD([weight], 0.1), [weight], *parts_of([weight], 1), num_workers, **how)
     return server, [torch.zeros(6, dtype=torch.float64)]
 
 
@@ -37,7 +36,7 @@ def test_delay_compensation_is_equation_10_of_the_paper(compensation: float | No
     last = [0, 0, 0]
     for number, worker in enumerate(order):
         gradient = torch.randn(6, dtype=torch.float64, generator=generator)
-        delay = server.push(worker, Push([gradient.clone()], SETTINGS), pulled)
+        delay = server.push(worker, pulled, [gradient.clone()], SETTINGS)
         g = gradient.numpy()
         weights = weights - 0.1 * (g + (compensation or 0.0) * g * g * (weights - seen[worker]))
         seen[worker] = weights.copy()
@@ -56,43 +55,16 @@ def test_a_gradient_that_some_ranks_lack_counts_as_zero_there() -> None:
     assert average([None, None]) is None
 
 
-def test_parameters_are_cut_into_equal_parts_or_spread_whole() -> None:
-    params = [
-        torch.zeros(3, 5),
-        torch.zeros(7),
-        torch.zeros(0),
-        torch.zeros(2, 2, dtype=torch.float64),
-        torch.zeros(1),
-    ]
-    for num_servers in (1, 2, 3, 5, 40):
-        for cut in (True, False):
-            parts = layouts(params, num_servers, cut=cut)
-            covered = [
-                (piece.index, i)
-                for part in parts
-                for piece in part.pieces
-                for i in range(piece.start, piece.stop)
-            ]
-            assert sorted(covered) == [
-                (n, i) for n, param in enumerate(params) for i in range(param.numel())
-            ]
-            sizes = [
-                sum(
-                    (piece.stop - piece.start) * params[piece.index].itemsize
-                    for piece in part.pieces
-                )
-                for part in parts
-            ]
-            if cut:
-                assert max(sizes) - min(sizes) <= 16  # where two dtypes meet
-    last = torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
-    values = torch.arange(last.numel(), dtype=torch.float32)
-    write_(
-        [last],
-        [
-            (piece, piece.of(values))
-            for part in layouts([last], 3, cut=True)
-            for piece in part.pieces
-        ],
-    )
-    assert torch.equal(last.reshape(-1), values)
+def test_whole_parameters_are_spread_and_their_messages_have_room_for_each() -> None:
+    params = [torch.randn(size) for size in ((3, 5), (7,), (0,), (1,), (2, 3, 4, 4))]
+    params[2] = params[2].double()
+    params[4] = params[4].contiguous(memory_format=torch.channels_last)
+    for num_parts in (1, 2, 3, 40):
+        parts = parts_of(params, num_parts)
+        assert sorted(index for part in parts for index in part.indices) == [*range(5)]
+        assert max(part.nbytes for part in parts) <= max(384, 512 // num_parts)
+        for part in parts:
+            views = part.views(torch.zeros(part.nbytes, dtype=torch.uint8), params)
+            own = [params[index] for index in part.indices]
+            torch._foreach_copy_(views, own)
+            assert all(map(torch.equal, views, own))

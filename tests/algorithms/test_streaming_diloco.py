@@ -142,6 +142,10 @@ def rounded(values: np.ndarray, bits: int) -> np.ndarray:
     ("algorithm", "settings"),
     [
         (
+            DiLoCo(4, warmup_steps=2),
+            {"every": 4, "warmup": 2, "fragments": [[0, 1, 2, 3]], "overlap": 0, "share": 0},
+        ),
+        (
             DiLoCo(4, fragments=2),
             {"every": 4, "fragments": [[0], [1, 2, 3]], "overlap": 0, "share": 0},
         ),
@@ -150,13 +154,13 @@ def rounded(values: np.ndarray, bits: int) -> np.ndarray:
             {"every": 5, "fragments": [[0, 1, 2, 3]], "overlap": 2, "share": 0.5},
         ),
         (
-            DiLoCo(4, fragments=3, overlap=3, own_share=0.25, warmup_steps=2, outer_bits=4),
+            DiLoCo(4, fragments=3, overlap=3, warmup_steps=2, outer_bits=4),
             {
                 "every": 4,
                 "warmup": 2,
                 "fragments": [[0], [1], [2, 3]],
                 "overlap": 3,
-                "share": 0.25,
+                "share": 0.5,
                 "bits": 4,
             },
         ),
@@ -165,7 +169,7 @@ def rounded(values: np.ndarray, bits: int) -> np.ndarray:
             {"every": 3, "fragments": [[0, 1, 2, 3]], "overlap": 0, "share": 0, "bits": 8},
         ),
     ],
-    ids=["fragments", "overlap", "all of it in 4 bits", "8 bits"],
+    ids=["plain", "fragments", "overlap", "all of it in 4 bits", "8 bits"],
 )
 def test_equals_the_formula_of_streaming_diloco(
     world_size: int, algorithm: DiLoCo, settings: dict[str, Any]

@@ -110,7 +110,7 @@ def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(
     for number, make in enumerate(
         (
             lambda: LocalSGD(every=3),
-            lambda: LocalSGD(every=3, warmup_steps=2, average_optimizer=True),
+            lambda: LocalSGD(every=3, warmup_steps=2),
             lambda: DiLoCo(every=3, outer_lr=0.5),
             lambda: DiLoCo(every=3, fragments=2, overlap=2, outer_bits=4),
             lambda: Gossip("exponential", warmup_steps=1),

@@ -15,13 +15,6 @@ def by_world_size(check: Callable[..., Any]) -> Callable[..., Any]:
     return check
 
 
-def on_two_ranks(check: Callable[..., Any]) -> Callable[..., Any]:
-    """It takes many steps, whose sum does not depend on the number of ranks: it runs on two
-    alone.
-    """
-    return check
-
-
 def on_one_rank(check: Callable[..., Any]) -> Callable[..., Any]:
     """It needs a job of one rank."""
     return check

@@ -25,7 +25,7 @@ from lightning_ring.comm.backends.shared_memory.communicator import (
     SharedMemoryCommunicator,
     open_shared_memory,
 )
-from lightning_ring.comm.backends.shared_memory.rounds import SLOT_BYTES
+from lightning_ring.comm.backends.shared_memory.memory import SLOT_BYTES
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import CollectiveError

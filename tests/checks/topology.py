@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import logging
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import cache
@@ -19,9 +18,8 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import nn
 
-from lightning_ring.algorithms.local import LocalSGD
 from lightning_ring.comm.backends.gloo import GlooCommunicator
-from lightning_ring.comm.backends.shared_memory import segment as shared_segment
+from lightning_ring.comm.backends.shared_memory import memory as shared_memory
 from lightning_ring.comm.backends.shared_memory.communicator import SharedMemoryCommunicator
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
@@ -103,38 +101,6 @@ def check_ranks_of_a_node_have_a_communicator_that_no_other_node_waits_for() -> 
         assert comm.of_node() is None
 
 
-def check_local_steps_of_whole_nodes() -> None:
-    """Beside gradients of a node's ranks averaged by hand, and parameters of all after every
-    second step.
-    """
-    torch.manual_seed(1)
-    net = nn.Linear(200, 300)
-    other = copy.deepcopy(net)
-    batch = torch.randn(8, 200, generator=torch.Generator().manual_seed(WORLD.rank))
-    with opened(BLOCKS) as comm:
-        algorithm, optimizer = LocalSGD(2, in_nodes=True), torch.optim.SGD(net.parameters(), 0.1)
-        algorithm.attach(net, [optimizer], comm)
-        for step in range(5):
-            algorithm.begin_batch()
-            with algorithm.backward():
-                net(batch).square().mean().backward()
-            algorithm.before_step(optimizer, has_closure=False)
-            optimizer.step()
-            algorithm.after_step(optimizer)
-            optimizer.zero_grad()
-            other.zero_grad()
-            other(batch).square().mean().backward()
-            for param in other.parameters():
-                everyones = comm.all_gather(param.grad)
-                first = WORLD.rank // 2 * 2
-                param.data.sub_((everyones[first] + everyones[first + 1]) / 2, alpha=0.1)
-                if step % 2:
-                    param.data.copy_(torch.stack(comm.all_gather(param.data)).mean(0))
-        algorithm.detach()
-    for ours, expected in zip(net.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
-
-
 def check_jobs_one_after_the_other_over_two_nodes() -> None:
     open_gloo()
     dist.destroy_process_group()  # of the checks: a job opens its own
@@ -153,7 +119,7 @@ def check_jobs_one_after_the_other_over_two_nodes() -> None:
 
 
 def check_a_node_whose_second_segment_fails_has_all_nodes_use_messages() -> None:
-    make, made = shared_segment._make, []
+    make, made = shared_memory._make, []
 
     def make_one(num_bytes: int) -> Any:
         made.append(num_bytes)
@@ -164,7 +130,7 @@ def check_a_node_whose_second_segment_fails_has_all_nodes_use_messages() -> None
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_segment, "_make", make_one)
+        patch.setattr(shared_memory, "_make", make_one)
         with opened(ROUND_ROBIN) as comm:
             assert isinstance(comm, HierarchicalCommunicator)
             assert not isinstance(comm._intra_first, SharedMemoryCommunicator)
@@ -193,26 +159,6 @@ def check_what_cannot_be_nested_is_one_error_on_every_rank() -> None:
         ):
             pass
         assert len(set(WORLD.allgather(str(caught.value)))) == 1
-
-
-def check_staying_flat_is_said() -> None:
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning_ring")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    with opened(UNEVEN):
-        pass
-    logger.removeHandler(handler)
-    logger.setLevel(level)
-    said = [
-        record
-        for record in records
-        if "one flat ring over all ranks: the nodes hold diff" in record.getMessage()
-    ]
-    assert len(said) == (WORLD.rank == 0)
 
 
 def check_every_backend_nests() -> None:

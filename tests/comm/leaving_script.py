@@ -45,9 +45,11 @@ def run_rank(rank: int, way: str, store: Path) -> None:
 
 
 def main(folder: Path, num_pairs: int) -> None:
+    pairs = []  # all at the same time
     for pair in range(num_pairs):
         way = WAYS[pair % len(WAYS)]
-        children = []
+        children: list[int] = []
+        pairs.append((way, children))
         for rank in range(2):
             child = os.fork()
             if not child:
@@ -56,6 +58,7 @@ def main(folder: Path, num_pairs: int) -> None:
                 os.dup2(silence, 2)
                 run_rank(rank, way, folder / f"store.{pair}")
             children.append(child)
+    for way, children in pairs:
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         print(f"{way}: {codes[0]} {codes[1]}", flush=True)
 

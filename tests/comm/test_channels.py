@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ring.comm.channel import Channel, ChannelSelector
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
-from lightning_ring.comm.ring_communicator import RingCommunicator
+from lightning_ring.comm.ring_communicator import Channel, ChannelSelector, RingCommunicator
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import CollectiveError
 from tests.thread_ranks import ThreadTransport, ThreadWorld, run_ranks

@@ -4,6 +4,7 @@ and with one ring.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from lightning_ring.errors import CollectiveError, ConfigurationError
 from lightning_ring.job.communicators import is_hierarchical
 from lightning_ring.job.members import has_rdma
 from tests.battery import check_names
-from tests.checks.reductions import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
+from tests.checks.reductions import allowed, plain, tolerance, values
 from tests.thread_ranks import ThreadTransport, ThreadWorld, run_ranks
 
 # nodes, by the ranks on each: in blocks, round-robin, in no order; two and three nodes; two and
@@ -76,17 +77,10 @@ def run_nested(
     return run_ranks(sum(map(len, nodes)), rank)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("nodes", NODES, ids=str)
-def test_every_dtype_and_op_equals_a_plain_reduction(nodes):
+def test_every_op_equals_a_plain_reduction(nodes):
     world_size = sum(map(len, nodes))
-    every = nodes is NODES[1]
-    cases = [
-        (dtype, op, n)
-        for dtype, op in allowed()
-        if every or dtype in SOME
-        for n in (LENGTHS, [5003])[every]
-    ]
+    cases = [(dtype, op, n) for dtype, op in allowed() if dtype in SOME for n in LENGTHS]
 
     def rank(comm):
         outputs = [values(numel, dtype, world_size)[comm.rank] for dtype, op, numel in cases]
@@ -110,52 +104,26 @@ def test_the_halves_leave_the_shards_that_the_communicator_names(nodes):
     world_size = sum(map(len, nodes))
 
     def rank(comm):
-        for dtype in FLOATS + INTEGERS + COMPLEX if nodes is NODES[1] else SOME:
-            for op in (ReduceOp.SUM, ReduceOp.AVG):
-                for numel in LENGTHS if dtype in SOME else [5003]:
-                    inputs = values(numel, dtype, world_size)
-                    expected = plain(inputs, op)
-                    flat = inputs[comm.rank]
-                    comm.reduce_scatter_(flat, op=op).wait()
-                    own = shard(flat, world_size, comm.shard_index).clone()
-                    mine = shard(expected, world_size, comm.shard_index)
-                    torch.testing.assert_close(own, mine, **tolerance(dtype))
-                    flat.fill_(0)  # nothing else of it may be needed
-                    shard(flat, world_size, comm.shard_index).copy_(own)
-                    comm.all_gather_(flat).wait()
-                    torch.testing.assert_close(flat, expected, **tolerance(dtype))
+        cases = itertools.product(SOME, (ReduceOp.SUM, ReduceOp.AVG), LENGTHS)
+        for dtype, op, numel in cases:
+            inputs = values(numel, dtype, world_size)
+            expected = plain(inputs, op)
+            flat = inputs[comm.rank]
+            comm.reduce_scatter_(flat, op=op).wait()
+            own = shard(flat, world_size, comm.shard_index).clone()
+            mine = shard(expected, world_size, comm.shard_index)
+            torch.testing.assert_close(own, mine, **tolerance(dtype))
+            flat.fill_(0)  # nothing else of it may be needed
+            shard(flat, world_size, comm.shard_index).copy_(own)
+            comm.all_gather_(flat).wait()
+            torch.testing.assert_close(flat, expected, **tolerance(dtype))
         return comm.shard_index
 
     assert sorted(run_nested(nodes, rank)) == list(range(world_size))
 
 
-def test_node_first_and_one_ring_agree():
-    """Bit for bit where no sum is rounded, or none is taken; else the order of additions shows
-    in the last digits.
-    """
-    exact = [torch.randint(-1000, 1000, (5003,)).float() / 8 for _ in range(4)]
-    rounded = [torch.randn(5003) for _ in range(4)]
-
-    def rank(comm):
-        outputs = []
-        for inputs, op in (
-            (exact, ReduceOp.SUM),
-            (exact, ReduceOp.AVG),
-            (rounded, ReduceOp.MAX),
-            (rounded, ReduceOp.AVG),
-        ):
-            outputs.append(inputs[comm.rank].clone())
-            comm.all_reduce_(outputs[-1], op=op).wait()
-        return outputs
-
-    flat, nested = run_ranks(4, rank)[0], run_nested(NODES[0], rank)[0]
-    assert all(torch.equal(one, other) for one, other in zip(flat[:3], nested[:3], strict=True))
-    torch.testing.assert_close(flat[3], nested[3], rtol=1e-6, atol=1e-6)
-    assert not torch.equal(flat[3], nested[3])  # or the two are not two ways
-
-
 @pytest.mark.parametrize("nodes", NODES[1:4], ids=str)
-def test_whatever_else_a_communicator_does(nodes):
+def test_broadcast(nodes):
     world_size = sum(map(len, nodes))
 
     def rank(comm):
@@ -164,18 +132,6 @@ def test_whatever_else_a_communicator_does(nodes):
                 tensor = torch.full((numel,), float(comm.rank))
                 comm.broadcast_(tensor, src=src).wait()
                 assert torch.equal(tensor, torch.full((numel,), float(src)))
-        gathered = comm.all_gather(torch.full((5000,), comm.rank))
-        assert [int(row[-1]) for row in gathered] == list(range(world_size))
-        sent = [torch.full((comm.rank + peer,), comm.rank) for peer in range(world_size)]
-        received = [torch.empty(comm.rank + peer, dtype=torch.int64) for peer in range(world_size)]
-        comm.all_to_all(sent, received).wait()
-        assert [value.tolist() for value in received] == [
-            [peer] * (comm.rank + peer) for peer in range(world_size)
-        ]
-        assert comm.all_gather_object(comm.rank) == list(range(world_size))
-        assert comm.broadcast_object(comm.rank, src=1) == 1
-        assert comm.empty(7, torch.float32, torch.device("cpu")).shape == (7,)
-        comm.barrier()
         with pytest.raises(ConfigurationError):
             comm.all_reduce_(torch.zeros(100_000, dtype=torch.bool))
         with pytest.raises(ConfigurationError, match="ranks go from 0"):
@@ -223,25 +179,6 @@ def test_a_bucket_is_reduced_in_the_node_while_another_one_is_on_the_wire():
     run_nested(NODES[1], rank)
 
 
-def test_diverged_calls_are_the_same_error_on_every_rank():
-    def rank(comm):
-        texts = []
-        mine = (
-            comm.barrier
-            if comm.rank == 3
-            else comm.all_reduce_(torch.ones(9000), name="bucket 3").wait
-        )
-        for call in (mine, comm.barrier, lambda: comm.all_reduce_(torch.ones(9000)).wait()):
-            with pytest.raises(CollectiveError) as caught:
-                call()
-            texts.append(str(caught.value))
-        return texts
-
-    texts = {text for result in run_nested(NODES[1], rank) for text in result}
-    assert len(texts) == 1
-    assert 'ranks 0, 1, 2: all_reduce "bucket 3"' in texts.pop()
-
-
 def test_past_the_timeout_the_missing_rank_is_named_by_its_number_in_the_job():
     over = threading.Barrier(4)
 
@@ -268,18 +205,6 @@ def test_past_the_timeout_the_missing_rank_is_named_by_its_number_in_the_job():
     texts = run_nested(NODES[1], agreed_but_gone)
     assert "within 0.7 s: still waiting for rank 3." in texts[1]  # on its node
     assert "bucket 7" in texts[2]
-
-
-def test_after_an_error_closing_is_quick():
-    def rank(comm):
-        comm.all_reduce_(torch.ones(9000)).wait()
-        with pytest.raises(CollectiveError):
-            comm.all_reduce_(torch.ones(9000 + comm.rank)).wait()
-        began = time.monotonic()
-        comm.close()
-        return time.monotonic() - began
-
-    assert max(run_nested(NODES[0], rank)) < 30  # of 60
 
 
 def test_one_that_is_replaced_does_not_wait_for_what_a_peer_never_sent():

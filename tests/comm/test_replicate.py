@@ -136,25 +136,6 @@ def test_ranks_without_optimizer_state_get_it_and_step_alike(optimizer_class, kw
         assert str(optimizer.state_dict()) == str(results[0][1].state_dict())
 
 
-def test_optimizer_state_keeps_its_dtype():
-    def rank(comm):
-        weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-        if comm.rank == 0:
-            optimizer.state[weight] = {
-                "master": torch.full((3,), 1 / 3),
-                "history": [torch.ones(2), 5],
-                "note": "x",
-            }
-        broadcast_optimizer_state(optimizer, comm)
-        return optimizer.state[weight]
-
-    state = run_ranks(2, rank)[1]
-    assert torch.equal(state["master"], torch.full((3,), 1 / 3))
-    assert torch.equal(state["history"][0], torch.ones(2))
-    assert (state["history"][1], state["note"]) == (5, "x")
-
-
 def errors(build, error_class=ModelMismatchError, world_size=3):
     def rank(comm):
         with pytest.raises(error_class) as caught:
@@ -167,44 +148,48 @@ def errors(build, error_class=ModelMismatchError, world_size=3):
     return messages[0]
 
 
-def test_a_different_shape_names_the_parameter_and_the_ranks():
-    message = errors(lambda rank: nn.Linear(4 + (rank == 1), 2))
-    assert (
-        "parameter weight: ranks 0, 2: float32 (2, 4) on cpu; rank 1: float32 (2, 5) on cpu"
-        in message
-    )
+def in_order(rank):
+    names = ["a", "b"] if rank else ["b", "a"]
+    return nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
 
 
-def test_different_dtypes_and_frozen_parameters():
-    message = errors(lambda rank: nn.Linear(4, 2).to(torch.float64 if rank == 2 else torch.float32))
-    assert "rank 2: float64 (2, 4)" in message
-    message = errors(lambda rank: nn.Linear(4, 2).requires_grad_(rank != 0))
-    assert "rank 0: float32 (2, 4) on cpu, frozen" in message
-
-
-def test_another_number_of_parameters_and_of_buffers():
-    message = errors(lambda rank: nn.Linear(4, 2, bias=rank != 1))
-    assert "ranks 0, 2: 2 parameters and buffers; rank 1: 1 parameters and buffers" in message
-    assert "parameter bias: ranks 0, 2: float32 (2,) on cpu; rank 1: missing" in message
-    message = errors(lambda rank: nn.BatchNorm1d(2, track_running_stats=rank == 0))
-    assert "buffer running_mean: rank 0: float32 (2,) on cpu; ranks 1, 2: missing" in message
-
-
-def test_another_order():
-    def build(rank):
-        names = ["a", "b"] if rank else ["b", "a"]
-        return nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
-
-    assert (
-        "another order, from number 0: rank 0: parameter b.weight; ranks 1, 2: parameter a.weight"
-        in errors(build)
-    )
-
-
-def test_of_many_differences_the_first_are_shown():
-    message = errors(lambda rank: nn.Sequential(*(nn.Linear(2 + rank, 2) for _ in range(20))))
-    assert "parameter 0.weight" in message
-    assert "and 16 more" in message
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (
+            lambda rank: nn.Linear(4 + (rank == 1), 2),
+            ["parameter weight: ranks 0, 2: float32 (2, 4) on cpu; rank 1: float32 (2, 5) on cpu"],
+        ),
+        (
+            lambda rank: nn.Linear(4, 2).to(torch.float64 if rank == 2 else torch.float32),
+            ["rank 2: float64 (2, 4)"],
+        ),
+        (
+            lambda rank: nn.Linear(4, 2).requires_grad_(rank != 0),
+            ["rank 0: float32 (2, 4) on cpu, frozen"],
+        ),
+        (
+            lambda rank: nn.Linear(4, 2, bias=rank != 1),
+            [
+                "ranks 0, 2: 2 parameters and buffers; rank 1: 1 parameters and buffers",
+                "parameter bias: ranks 0, 2: float32 (2,) on cpu; rank 1: missing",
+            ],
+        ),
+        (
+            lambda rank: nn.BatchNorm1d(2, track_running_stats=rank == 0),
+            ["buffer running_mean: rank 0: float32 (2,) on cpu; ranks 1, 2: missing"],
+        ),
+        (in_order, ["order, from number 0: rank 0: parameter b.weight; ranks 1, 2: parameter a"]),
+        (
+            lambda rank: nn.Sequential(*(nn.Linear(2 + rank, 2) for _ in range(20))),
+            ["parameter 0.weight", "and 16 more"],
+        ),
+    ],
+)
+def test_a_difference_names_tensors_and_ranks(build, words):
+    message = errors(build)
+    for text in words:
+        assert text in message
 
 
 def test_parameters_without_values_are_refused():
@@ -238,16 +223,20 @@ class Settings(dict):
 
 def test_optimizer_state_of_other_types_arrives_with_its_tensors_and_types():
     def rank(comm):
-        param = torch.nn.Parameter(torch.zeros(2))
+        param = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
         optimizer = torch.optim.SGD([param], lr=0.1)
         if comm.rank == 0:
             optimizer.state[param] = {
                 "size": torch.Size([2, 3]),
-                "own": Settings(moment=torch.full((2,), 3.0)),
+                "own": Settings(moment=torch.full((2,), 1 / 3)),
                 "defaults": defaultdict(lambda: 1, count=2),
+                "history": [torch.ones(2), 5],
+                "note": "x",
             }
         broadcast_optimizer_state(optimizer, comm)
         state = optimizer.state[param]
-        return type(state["size"]), state["own"]["moment"].tolist(), state["defaults"]["count"]
+        assert torch.equal(state["own"]["moment"], torch.full((2,), 1 / 3))  # and its dtype
+        assert torch.equal(state["history"][0], torch.ones(2))
+        return type(state["size"]), state["defaults"]["count"], state["history"][1], state["note"]
 
-    assert run_ranks(2, rank) == [(torch.Size, [3.0, 3.0], 2)] * 2
+    assert run_ranks(2, rank) == [(torch.Size, 2, 5, "x")] * 2

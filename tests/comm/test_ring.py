@@ -99,24 +99,3 @@ def test_broadcast(world_size):
                 assert torch.equal(output, torch.arange(numel) + 10_000 * src)
 
     run_ranks(world_size, rank)
-
-
-def test_average_of_two_has_the_bits_of_halves_added():
-    """DistributedDataParallel divides first and sums then; for two ranks both orders round
-    alike.
-    """
-    inputs = values(4099, torch.float32, 2)
-    outputs = run_ranks(
-        2, lambda comm: all_reduce_(inputs[comm.rank].clone(), comm.transport, ReduceOp.AVG)
-    )
-    assert torch.equal(outputs[0], inputs[0] / 2 + inputs[1] / 2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("reduce", [all_reduce_, all_reduce_directly_])
-def test_average_of_large_16_bit_values_does_not_overflow(dtype, reduce):
-    largest = torch.finfo(dtype).max
-    outputs = run_ranks(
-        4, lambda comm: reduce(torch.full((9,), largest, dtype=dtype), comm.transport, ReduceOp.AVG)
-    )
-    assert torch.equal(outputs[0], torch.full((9,), largest, dtype=dtype))

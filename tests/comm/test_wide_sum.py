@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import ReduceOp, shard
-from lightning_ring.comm.exchange import all_reduce_directly_
+from lightning_ring.comm.exchange import all_reduce_directly_, wide_reduce_scatter_
 from lightning_ring.comm.ring import scratch_bytes
 from lightning_ring.comm.ring_communicator import RingCommunicator
-from lightning_ring.comm.wide_sum import all_reduce_, reduce_scatter_
 from tests.checks.reductions import HALVES, rounded_once
 from tests.thread_ranks import run_ranks
 
@@ -32,32 +31,14 @@ def test_the_shard_is_the_float32_sum_rounded_once(dtype, op, world_size, numel)
     def rank(comm):
         scratch = torch.empty(scratch_bytes(SMALL_PIECES), dtype=torch.uint8)
         kept = {"scratch": scratch, "piece_bytes": SMALL_PIECES}
-        pieces = reduce_scatter_(inputs[comm.rank].clone(), comm.transport, op, **kept)
-        return pieces, reduce_scatter_(inputs[comm.rank].clone(), comm.transport, op)
+        pieces = wide_reduce_scatter_(inputs[comm.rank].clone(), comm.transport, op, **kept)
+        return pieces, wide_reduce_scatter_(inputs[comm.rank].clone(), comm.transport, op)
 
     for index, outputs in enumerate(run_ranks(world_size, rank)):
         for output in outputs:
             assert torch.equal(
                 shard(output, world_size, index), shard(rounded_once(inputs, op), world_size, index)
             )
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-@pytest.mark.parametrize("numel", [9, 40_000])  # short ones go straight to everybody
-def test_a_communicator_sums_so_in_all_its_reductions(dtype, world_size, numel):
-    inputs = values(numel, dtype, world_size)
-
-    def rank(comm):
-        whole, half = inputs[comm.rank].clone(), inputs[comm.rank].clone()
-        comm.all_reduce_(whole, op=ReduceOp.AVG).wait()
-        comm.reduce_scatter_(half, op=ReduceOp.AVG).wait()
-        comm.all_gather_(half).wait()
-        return whole, half
-
-    for output in run_ranks(world_size, rank):
-        assert torch.equal(output[0], rounded_once(inputs, ReduceOp.AVG))
-        assert torch.equal(output[1], output[0])
 
 
 def every_value(dtype: torch.dtype) -> Tensor:
@@ -69,14 +50,6 @@ def same_bits(given: Tensor, expected: Tensor) -> Tensor:
     return (given.view(torch.int16) == expected.view(torch.int16)) | (
         given.isnan() & expected.isnan()
     )
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_of_two_values_one_addition_in_16_bits_is_the_float32_sum_rounded_once(dtype):
-    values, generator = every_value(dtype), torch.Generator().manual_seed(0)
-    for _ in range(4):
-        others = values[torch.randperm(2**16, generator=generator)]
-        assert same_bits(values + others, (values.float() + others.float()).to(dtype)).all()
 
 
 def test_of_two_bfloat16_the_sum_of_halves_is_the_float32_average_rounded_once():
@@ -103,22 +76,6 @@ def test_of_two_bfloat16_the_sum_of_halves_is_the_float32_average_rounded_once()
 def average_of_two(flat: Tensor, comm: RingCommunicator) -> Tensor:
     comm.all_reduce_(flat, op=ReduceOp.AVG).wait()
     return flat
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("numel", [0, 1, 7, 5003])
-def test_two_ranks_exchange_all_they_have(dtype, numel):
-    inputs = values(numel, dtype, 2)
-
-    def rank(comm):
-        scratch = torch.empty(scratch_bytes(SMALL_PIECES), dtype=torch.uint8)
-        flat = inputs[comm.rank].clone()
-        return all_reduce_(
-            flat, comm.transport, ReduceOp.AVG, scratch=scratch, piece_bytes=SMALL_PIECES
-        )
-
-    for output in run_ranks(2, rank):
-        assert torch.equal(output, rounded_once(inputs, ReduceOp.AVG))
 
 
 def test_a_ring_in_16_bits_would_lose_what_this_keeps():

@@ -26,27 +26,12 @@ from tests.thread_ranks import ThreadCommunicator, run_ranks
 SHARDS = partial(Reducer, shards=True)
 
 MODULE = "tests.checks.compression"
-FORMULAS = f"{MODULE}.formulas"
-ON_TWO_RANKS = check_names(MODULE, "on_two_ranks")
-ELSEWHERE = tuple(check for check in check_names(MODULE) if check not in ON_TWO_RANKS)
 
 
 @pytest.mark.parametrize("check", check_names(MODULE))
-def test_compression(battery: Battery, check: str) -> None:
-    battery(MODULE, 2, check, RING_CHECK_BACKEND="gloo")
-
-
-@pytest.mark.parametrize("check", ELSEWHERE)
-@pytest.mark.parametrize(("world_size", "backend"), [(1, "gloo"), (3, "mpi")])
-def test_on_other_numbers_of_ranks(
-    battery: Battery, world_size: int, backend: str, check: str
-) -> None:
-    battery(MODULE, world_size, check, only=ELSEWHERE, RING_CHECK_BACKEND=backend)
-
-
-@pytest.mark.parametrize("check", check_names(FORMULAS))
-def test_formulas_on_four_ranks(battery: Battery, check: str) -> None:
-    battery(FORMULAS, 4, check, RING_CHECK_BACKEND="gloo")
+@pytest.mark.parametrize(("world_size", "backend"), [(2, "gloo"), (3, "mpi")])
+def test_compression(battery: Battery, world_size: int, backend: str, check: str) -> None:
+    battery(MODULE, world_size, check, RING_CHECK_BACKEND=backend)
 
 
 def test_the_registry_and_the_compressors_agree() -> None:

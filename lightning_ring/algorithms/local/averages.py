@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work
 from lightning_ring.gradients.compression import Compressor
@@ -35,42 +33,14 @@ def start_averages(
     """
     works: list[Work] = []
     for index, message in enumerate(_messages(tensors)):
-        flat, called = (
-            torch.cat([tensor.reshape(-1) for tensor in message]),
-            f"{name}, message {index}",
-        )
+        flat = torch.cat([tensor.reshape(-1) for tensor in message])
+        called = f"{name}, message {index}"
         if compressor is not None and compressor.accepts(flat.dtype):
             work = compressor.all_reduce(flat, comm, name=called)
         else:
             work = comm.all_reduce_(flat, op=ReduceOp.AVG, name=called)
         works.append(ChainedWork(work, partial(_take_apart, flat, message)))
     return works
-
-
-def optimizer_states(optimizers: Iterable[Optimizer]) -> list[tuple[Tensor, list[Tensor]]]:
-    """Each parameter, and its state of one value for each element: none before its first
-    gradient.
-    """
-    params = [
-        (optimizer, param)
-        for optimizer in optimizers
-        for g in optimizer.param_groups
-        for param in g["params"]
-    ]
-    states = [(param, optimizer.state.get(param, {})) for optimizer, param in params]
-    return [
-        (param, [state[key] for key in sorted(state) if _is_like(state[key], param)])
-        for param, state in states
-    ]
-
-
-def optimizer_tensors(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """`optimizer_states` of all parameters."""
-    return [tensor for _, state in optimizer_states(optimizers) for tensor in state]
-
-
-def _is_like(value: Any, param: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
 
 
 def _take_apart(flat: Tensor, message: list[Tensor]) -> None:

@@ -9,6 +9,7 @@ algorithm 2 (fragments, overlap, few bits).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ring.algorithms.local.averages import start_averages
-from lightning_ring.algorithms.local.fragments import Fragments
 from lightning_ring.algorithms.local.local_sgd import LocalSGD
 from lightning_ring.comm.communicator import Communicator, Work, advance
 from lightning_ring.errors import ConfigurationError, check_arguments
@@ -57,9 +57,8 @@ class DiLoCo(LocalSGD):
         fragments: Streaming DiLoCo: the parameters in so many parts of about equal size, each with
             a round of its own. Part p = 1, 2, ... of P ends its rounds p · every / P steps after
             the others begin, so that the most that is on the wire at once is a P-th.
-        overlap: Steps for which Δ travels while the ranks go on; θ and w change after them.
-        own_share: What a rank keeps of its own progress when θ arrives. `None`: 0.5 with
-            ``overlap``, 0 without.
+        overlap: Steps for which Δ travels while the ranks go on; θ and w change after them, and
+            ``own_share`` is 0.5, else 0.
         outer_bits: Bits of a value of Δ on the wire: 32 (the parameters' dtype), 8 (as compression
             ``"int8"``) or 4 (`FourBit`). Ranks still sum in float32. Only float32 parameters are
             compressed.
@@ -77,7 +76,6 @@ class DiLoCo(LocalSGD):
         *,
         fragments: int = 1,
         overlap: int = 0,
-        own_share: float | None = None,
         outer_bits: int = 32,
         **others: Any,
     ) -> None:
@@ -102,22 +100,22 @@ class DiLoCo(LocalSGD):
         )
         check_arguments(
             "DiLoCo",
-            (own_share is None or 0 <= own_share < 1) and outer_bits in _COMPRESSORS,
-            f"a share from 0 to below 1 or None, and {', '.join(map(str, _COMPRESSORS))} bits",
-            own_share=own_share,
+            outer_bits in _COMPRESSORS,
+            f"{', '.join(map(str, _COMPRESSORS))} bits",
             outer_bits=outer_bits,
         )
         self.outer_lr = outer_lr
         self.outer_momentum = outer_momentum
         self.fragments = fragments
         self.overlap = overlap
-        self.own_share = own_share if own_share is not None else 0.5 if overlap else 0.0
+        self.own_share = 0.5 if overlap else 0.0
         self.outer_bits = outer_bits
         compressor = _COMPRESSORS[outer_bits]
         self._compressor = compressor() if compressor is not None else None
         self._anchors: dict[Parameter, Tensor] = {}  # θ
         self._velocity: dict[Parameter, Tensor] = {}  # v
-        self._parts = Fragments(fragments)
+        # of each parameter; consecutive ones are together
+        self._fragment_of: dict[Parameter, int] = {}
         self._under_way: dict[int, _OuterGradient] = {}  # by fragment
 
     def attach(
@@ -149,13 +147,10 @@ class DiLoCo(LocalSGD):
         """From 1 to `every` where fragments end their rounds at different steps: ranks are never
         the same again.
         """
-        if self.fragments == 1 and not self.overlap and not self.own_share:
+        if self.fragments == 1 and not self.overlap:
             return super().steps_of_round
-        return (
-            (self.num_steps - self.warmup_steps - 1) % self.every + 1
-            if self.num_steps > self.warmup_steps
-            else 0
-        )
+        local = self.num_steps - self.warmup_steps
+        return (local - 1) % self.every + 1 if local > 0 else 0
 
     def _after_local_step(self) -> None:
         step = self.num_steps - self.warmup_steps
@@ -184,7 +179,8 @@ class DiLoCo(LocalSGD):
     def _send(self, index: int) -> None:
         # not one that was frozen for the whole round: its momentum would move it
         trained = set(self._parameters())
-        params = [param for param in self._parts[index] if param in trained]
+        members = (param for param, own in self._fragment_of.items() if own == index)
+        params = [param for param in members if param in trained]
         if not params:
             return
         change = torch._foreach_sub([self._anchors[param] for param in params], list(params))
@@ -215,7 +211,7 @@ class DiLoCo(LocalSGD):
                 self._apart.pop(param, None)
 
     def _begin_first_round(self) -> None:
-        self._anchors, self._velocity, self._parts = {}, {}, Fragments(self.fragments)
+        self._anchors, self._velocity, self._fragment_of = {}, {}, {}
         self._follow_module()
 
     def _follow_module(self) -> None:
@@ -224,7 +220,15 @@ class DiLoCo(LocalSGD):
             if param not in self._anchors:
                 self._anchors[param] = param.detach().clone()
                 self._velocity[param] = torch.zeros_like(param)
-        self._parts.add(self._parameters())
+        new = [param for param in self._parameters() if param not in self._fragment_of]
+        if self._fragment_of:  # nothing that is in a fragment moves
+            for param in new:
+                sizes = [0] * self.fragments
+                for other, own in self._fragment_of.items():
+                    sizes[own] += other.numel()
+                self._fragment_of[param] = sizes.index(min(sizes))
+        else:
+            self._fragment_of = _in_fragments(new, self.fragments)
 
     # -- checkpoints
 
@@ -234,7 +238,7 @@ class DiLoCo(LocalSGD):
             key: {names[param]: tensor.clone() for param, tensor in tensors.items()}
             for key, tensors in (("anchors", self._anchors), ("velocity", self._velocity))
         }
-        outer["fragments"] = self._parts.by_name(names)
+        outer["fragments"] = {names[param]: own for param, own in self._fragment_of.items()}
         outer["schedule"] = self._schedule
         outer["under_way"] = {}
         for index, gradient in self._under_way.items():
@@ -260,7 +264,7 @@ class DiLoCo(LocalSGD):
             )
         # else another round begins
         if "under_way" in state and self.num_steps == state["num_steps"]:
-            self._parts.load(state["fragments"], params)
+            self._fragment_of = {params[name]: own for name, own in state["fragments"].items()}
             for index, changes in state["under_way"].items():
                 those = [params[name] for name in changes]
                 change = [
@@ -280,3 +284,18 @@ class DiLoCo(LocalSGD):
             f"an outer step{parts} (lr {self.outer_lr:g}, momentum {self.outer_momentum:g}, "
             f"{self.outer_bits} bits) follows{later}"
         )
+
+
+def _in_fragments(params: Sequence[Parameter], count: int) -> dict[Parameter, int]:
+    """The number of each parameter's fragment, of ``count`` of about equal size."""
+    found: dict[Parameter, int] = {}
+    total, before, index = sum(param.numel() for param in params), 0, 0
+    for place, param in enumerate(params):
+        is_full = (before + param.numel() / 2) * count >= (index + 1) * total
+        # one for each fragment that is still empty
+        are_few = len(params) - place < count - index
+        if place and index < count - 1 and (is_full or are_few):
+            index += 1
+        found[param] = index
+        before += param.numel()
+    return found

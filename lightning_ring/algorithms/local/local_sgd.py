@@ -9,7 +9,6 @@ SGD: averages of gradients first).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -17,16 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from lightning_ring.algorithms.algorithm import Algorithm, log
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.delegating import Delegating
-from lightning_ring.algorithms.local.averages import average_, optimizer_states
-from lightning_ring.algorithms.local.pace import FIRST_EVERY, MEASURED_ROUNDS, Pace
-from lightning_ring.algorithms.local.rank_states import collect, load_rank_state, rank_state
-from lightning_ring.comm.communicator import Communicator, ReduceOp, as_integers
+from lightning_ring.algorithms.local.averages import average_
+from lightning_ring.comm.communicator import Communicator, as_integers
 from lightning_ring.comm.recording import unrecorded
-from lightning_ring.comm.timing import now, seconds_between
 from lightning_ring.errors import ConfigurationError, check_arguments
 from lightning_ring.gradients.compression import Compressor
 
@@ -46,13 +43,10 @@ class LocalSGD(Delegating):
     influence on the training: `begin_batch` brings each rank's own values back.
 
     Args:
-        every: Steps of the optimizer between two averages. ``"auto"`` measures two rounds of 4
-            steps, and then takes as few that averages last a tenth of the time of the steps: the
-            same number on all ranks.
+        every: Steps of the optimizer between two averages of the parameters. The optimizer's state
+            stays with its rank.
         warmup_steps: Steps at the begin whose gradients are averaged. Post-local SGD takes those
             before the learning rate first drops.
-        average_optimizer: Average the optimizer's state (momentum) with the parameters; else each
-            rank keeps its own.
         in_nodes: Where nodes hold several ranks (nested rings, ``topology``), average the gradients
             of a node's ranks at every step: nodes step alone, not ranks.
         bucket_cap_mb, compression: Of gradients, as of `Averaging`. Only those of the warm-up are
@@ -66,10 +60,9 @@ class LocalSGD(Delegating):
 
     def __init__(
         self,
-        every: int | Literal["auto"] = 8,
+        every: int = 8,
         *,
         warmup_steps: int = 0,
-        average_optimizer: bool = False,
         in_nodes: bool = False,
         bucket_cap_mb: float | Literal["auto"] | None = None,
         compression: str | Compressor | None = None,
@@ -77,11 +70,8 @@ class LocalSGD(Delegating):
         name = type(self).__name__
         check_arguments(
             name,
-            (every == "auto" or (type(every) is int and every >= 1))
-            and type(warmup_steps) is int
-            and warmup_steps >= 0,
-            "1 or more steps between two averages, or 'auto', and 0 or more steps before the "
-            "first round",
+            type(every) is int and every >= 1 and type(warmup_steps) is int and warmup_steps >= 0,
+            "1 or more steps between two averages, and 0 or more steps before the first round",
             every=every,
             warmup_steps=warmup_steps,
         )
@@ -91,19 +81,16 @@ class LocalSGD(Delegating):
                 "whole, and gradients only during a warm-up. Leave compression out, or use "
                 "strategy 'ring'."
             )
-        self.every = FIRST_EVERY if isinstance(every, str) else every
+        self.every = every
         self.in_nodes = in_nodes
-        self._pace = Pace() if every == "auto" else None
-        self._rounds_from = warmup_steps  # the step before the first round of `every` steps
         self.warmup_steps = warmup_steps
-        self.average_optimizer = average_optimizer
         self.num_steps = 0
         self._settings = {"bucket_cap_mb": bucket_cap_mb, "compression": compression}
         self._gradients: Algorithm = Algorithm()
         # this rank's parameters, while the averages are in their place
         self._own: dict[Parameter, Tensor] = {}
         self._shown: list[Tensor] = []  # then, the averages
-        self._told_of_changes = self._told_of_states = False
+        self._told_of_changes = False
         # stepped since the ranks last agreed on them; they may be frozen by now
         self._apart: dict[Parameter, None] = {}
         self._asked_to_stop = self._agreed_to_stop = False
@@ -176,8 +163,6 @@ class LocalSGD(Delegating):
         self.num_steps += 1
         if self.num_steps > self.warmup_steps:
             self._note_stepped()
-            if self._pace is not None:
-                self._pace.step_ended(self._device)
             self._after_local_step()
         elif self.num_steps == self.warmup_steps:
             self._agreed_to_stop |= self._gradients.agreed_to_stop()
@@ -190,7 +175,7 @@ class LocalSGD(Delegating):
     @property
     def steps_of_round(self) -> int:
         """Steps since the ranks last held the same parameters."""
-        return max(0, self.num_steps - self._rounds_from) % self.every
+        return max(0, self.num_steps - self.warmup_steps) % self.every
 
     def show_averages(self) -> None:
         comm = self._communicator
@@ -232,50 +217,11 @@ class LocalSGD(Delegating):
             self._end_round()
 
     def _end_round(self) -> None:
-        comm, name = self._communicator, f"step {self.num_steps}"
         stop = torch.tensor([float(self._asked_to_stop)])
-        average_([stop], unrecorded(comm), f"{name}: requests to stop")
+        name = f"step {self.num_steps}: requests to stop"
+        average_([stop], unrecorded(self._communicator), name)
         self._agreed_to_stop |= bool(stop > 0)
-        began = now(self._device)
         self._average_parameters()
-        if self.average_optimizer:
-            self._average_optimizers(f"{name}: optimizer state")
-        if self._pace is not None:
-            self._choose_every(self._pace, seconds_between(began, now(self._device), comm))
-
-    def _average_optimizers(self, name: str) -> None:
-        """Where all ranks have the same kinds of state: an optimizer has none before a
-        parameter's first gradient.
-        """
-        comm, states = self._communicator, optimizer_states(self._optimizers)
-        counts = torch.tensor([len(state) for _, state in states])
-        most = torch.cat([counts, -counts])
-        unrecorded(comm).all_reduce_(most, op=ReduceOp.MAX, name=f"{name}, kinds").wait()
-        on_all = (most[: len(states)] == -most[len(states) :]).tolist()
-        if not all(on_all) and not self._told_of_states:
-            self._told_of_states = True
-            names: dict[Tensor, str] = {
-                param: name for name, param in self._module.named_parameters()
-            }
-            first = states[on_all.index(False)][0]
-            self._warn(
-                "average_optimizer=True: the optimizer has no state of "
-                f"{names.get(first, 'a parameter')} on some ranks, where it has had no gradient so "
-                "far. Each rank keeps its own state of such a parameter until all have one."
-            )
-        shared = itertools.compress((state for _, state in states), on_all)
-        average_([tensor for state in shared for tensor in state], comm, name)
-
-    def _choose_every(self, pace: Pace, seconds: float) -> None:
-        pace.averages.append(seconds)
-        pace.last = now(self._device)
-        if len(pace.averages) == MEASURED_ROUNDS:
-            self.every, why = pace.choose(unrecorded(self._communicator))
-            self._rounds_from, self._pace = self.num_steps, None
-            self._inform(
-                f"{type(self).__name__}(every='auto'): {why}; averages follow every {self.every} "
-                "steps from now on"
-            )
 
     def _begin_first_round(self) -> None:
         """The parameters are those of the first round's begin, the same on all ranks."""
@@ -305,10 +251,6 @@ class LocalSGD(Delegating):
         )
 
     @property
-    def _device(self) -> torch.device:
-        return next((param.device for param in self._module.parameters()), torch.device("cpu"))
-
-    @property
     def _communicator(self) -> Communicator:
         assert self._comm is not None, "attach() comes first"
         return self._comm
@@ -317,22 +259,31 @@ class LocalSGD(Delegating):
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the round, and every rank's own parameters and optimizer state."""
-        comm, ranks = unrecorded(self._communicator), []
+        ranks = []
         if self._may_differ:
             names = {param: name for name, param in self._module.named_parameters()}
-            own = {
-                names[param]: self._own.get(param, param)
-                for param in self._parameters()
-                if self.steps_of_round
-            }
-            ranks = collect(rank_state(own, self._optimizers), comm)
-        rounds = (self.every, self._rounds_from) if self._pace is None else None
-        return {
-            "num_steps": self.num_steps,
-            "rounds": rounds,
-            "ranks": ranks,
-            "gradients": super().state_dict(),
-        }
+            params = self._parameters() if self.steps_of_round else ()
+            own = {names[param]: self._own.get(param, param) for param in params}
+            optimizers = [optimizer.state_dict() for optimizer in self._optimizers]
+            ranks = self._collect({"parameters": own, "optimizers": optimizers})
+        return {"num_steps": self.num_steps, "ranks": ranks, "gradients": super().state_dict()}
+
+    def _collect(self, state: Any) -> list[Any]:
+        """Every rank's ``state``, by rank, on rank 0; elsewhere empty. Collective.
+
+        One rank's at a time: the others hold no more than one besides their own.
+        """
+        comm, states = unrecorded(self._communicator), []
+
+        def copied(value: Any) -> Any:
+            return comm.read(value.detach()).clone() if isinstance(value, Tensor) else value
+
+        mine = tree_map(copied, state)
+        for rank in range(comm.world_size):
+            each = comm.broadcast_object(mine, src=rank, name="state of a rank")
+            if comm.rank == 0:
+                states.append(each)
+        return states
 
     @property
     def _may_differ(self) -> bool:
@@ -347,8 +298,6 @@ class LocalSGD(Delegating):
                 "first round begin here."
             )
         self.num_steps = state["num_steps"]
-        if self._pace is not None and state.get("rounds"):  # they were chosen before
-            (self.every, self._rounds_from), self._pace = state["rounds"], None
         if self.num_steps >= self.warmup_steps:
             self._average_in_nodes()
         problem = super().load_state_dict(state["gradients"]) if state["gradients"] else ""
@@ -371,14 +320,16 @@ class LocalSGD(Delegating):
                 "gradients there: every rank goes on from the average of their parameters, with "
                 "rank 0's optimizer state."
             )
-        if not self.steps_of_round:  # then the ranks agree, and have loaded the average
-            problem = problem or _OTHER_ROUNDS if ranks[comm.rank]["parameters"] else problem
-            ranks[comm.rank]["parameters"] = {}
-        load_rank_state(ranks[comm.rank], self._module, self._optimizers)
         saved = ranks[comm.rank]["parameters"]
-        self._apart = {
-            param: None for name, param in self._module.named_parameters() if name in saved
-        }
+        if saved and not self.steps_of_round:  # the ranks agree, and have loaded the average
+            saved, problem = {}, problem or _OTHER_ROUNDS
+        params = dict(self._module.named_parameters())
+        self._apart = {param: None for name, param in params.items() if name in saved}
+        with torch.no_grad():
+            for name, value in saved.items():
+                params[name].copy_(value)
+        for optimizer, own in zip(self._optimizers, ranks[comm.rank]["optimizers"], strict=False):
+            optimizer.load_state_dict(own)
         return problem
 
     # -- requests to stop, progress

@@ -11,31 +11,23 @@ import copy
 import pickle
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.server.layout import ServerLayout, ServerPiece
+from lightning_ring.algorithms.parts import Part
 from lightning_ring.comm.waiting import CHECK_SECONDS, ranks_text
 from lightning_ring.errors import CollectiveError
 
 TOLD_BYTES = 16  # after the weights of an answer: whether to stop, and the delay
+PULL, REST = torch.zeros(1, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)  # questions
 
+Gradients = Sequence[Tensor | None]  # one for each weight of a server
 Settings = dict[tuple[int, str], Any]  # by group and key: learning rates and the like
-
-
-class Push(NamedTuple):
-    """What a worker sends: a gradient for each piece (1-D; `None` for none), and how its optimizer
-    is set.
-    """
-
-    gradients: Sequence[Tensor | None]
-    settings: Settings
-    asks_to_stop: bool = False
 
 
 def settings_of(optimizer: Optimizer) -> Settings:
@@ -48,28 +40,11 @@ def settings_of(optimizer: Optimizer) -> Settings:
     }
 
 
-@torch.no_grad()
-def encode(memory: Tensor, layout: ServerLayout, params: Sequence[Parameter], *told: Any) -> Tensor:
-    """A `Push` of the gradients of ``params``, in ``memory`` if that is as long; ``told`` are its
-    other fields.
-    """
-    gradients = [params[piece.index].grad for piece in layout.pieces]
-    text = pickle.dumps(([gradient is not None for gradient in gradients], *told))
-    if memory.numel() != layout.nbytes + len(text):
-        memory = torch.zeros(layout.nbytes + len(text), dtype=torch.uint8)
-    views = layout.views(memory, params)
-    for piece, view, gradient in zip(layout.pieces, views, gradients, strict=True):
-        if gradient is not None:
-            view.copy_(piece.of(gradient.to_dense()))
-    memory[layout.nbytes :] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return memory
-
-
 class WeightServer:
-    """The pieces of one server, and a twin of the user's ``optimizer`` that steps them on the CPU.
+    """The weights of one server, and a twin of the user's ``optimizer`` that steps them on the CPU.
 
     Args:
-        params: All parameters, of which ``layout`` has this server's pieces.
+        params: All parameters, of which this server has a ``part``.
         num_workers: Each has a number from 0.
         bulk: Step with the average when all workers have pushed, else with each push at once.
         compensation: λ of `ParameterServer`.
@@ -84,7 +59,7 @@ class WeightServer:
         self,
         optimizer: Optimizer,
         params: Sequence[Parameter],
-        layout: ServerLayout,
+        part: Part,
         num_workers: int,
         *,
         bulk: bool = False,
@@ -92,128 +67,117 @@ class WeightServer:
     ) -> None:
         self.num_updates = 0
         self.told_to_stop = False  # some worker has asked for it
-        self._params, self._layout, self._num_workers = params, layout, num_workers
+        self._params, self._part, self._num_workers = params, part, num_workers
         self._bulk, self._compensation = bulk, compensation
-        self._given = settings_of(optimizer)
-        self._managed: set[tuple[int, str]] = set()  # what the user has changed since
-        self._optimizer, weights = _twin(optimizer, params, layout)
-        self._weights = [weights[params[piece.index]] for piece in layout.pieces]
+        self._settings = settings_of(optimizer)  # of the last push
+        self._optimizer, self._weights = _twin(optimizer, [params[index] for index in part.indices])
+        self._values = [weight.detach() for weight in self._weights]
         self._changed = threading.Condition()
-        self._failure: Exception | None = None
-        self._round: dict[int, Push] = {}
+        # of each worker that has pushed: gradients, settings, whether it asks to stop
+        self._round: dict[int, tuple[Gradients, Settings, bool]] = {}
         self._resting: set[int] = set()
         self._pulled = [0] * num_workers  # `num_updates` when each last saw the weights
         # by worker, the weights that it saw then
         self._seen: list[list[Tensor]] = []
         if compensation is not None:
-            self._seen = [[each.clone() for each in self._flat()] for _ in range(num_workers)]
-        length = layout.nbytes + TOLD_BYTES
+            self._seen = [[each.clone() for each in self._values] for _ in range(num_workers)]
+        length = part.nbytes + TOLD_BYTES
         self._answers = [torch.zeros(length, dtype=torch.uint8) for _ in range(num_workers)]
 
     def state(self) -> list[dict[str, Any]]:
-        """The optimizer's state of each piece."""
+        """The optimizer's state of each weight."""
         return [self._optimizer.state.get(weight, {}) for weight in self._weights]
 
     def answer(self, worker: int, question: Tensor) -> Tensor:
-        """The weights, after the step of a `Push` if ``question`` is longer than a byte. An empty
-        one says that ``worker`` has ended its epoch, and has an empty answer.
+        """The weights, after the step of a push of a rank if ``question`` is longer than a byte.
+        `REST` says that ``worker`` has ended its epoch, and comes back.
         """
-        if not question.numel():
+        if torch.equal(question, REST):
             with self._changed:
                 self._resting.add(worker)
                 if len(self._resting) == self._num_workers:
                     self._resting.clear()
             return question
-        answer, layout = self._answers[worker], self._layout
-        push = None
+        answer, part, gradients, told = self._answers[worker], self._part, None, []
         if question.numel() > 1:
-            given, *told = pickle.loads(bytes(question[layout.nbytes :].tolist()))
-            views = zip(layout.views(question, self._params), given, strict=True)
-            push = Push([view if has else None for view, has in views], *told)
-        delay = self.push(worker, push, layout.views(answer, self._params))
+            given, *told = pickle.loads(bytes(question[part.nbytes :].tolist()))
+            views = zip(part.views(question, self._params), given, strict=True)
+            gradients = [view if has else None for view, has in views]
+        delay = self.push(worker, part.views(answer, self._params), gradients, *told)
         numbers = torch.tensor([int(self.told_to_stop), delay])
         answer[-TOLD_BYTES:].view(torch.int64).copy_(numbers)
         return answer
 
-    def push(self, worker: int, push: Push | None, pulled: Sequence[Tensor]) -> int:
-        """Step, and copy the weights from which ``worker`` goes on into ``pulled``.
+    def push(
+        self,
+        worker: int,
+        pulled: Sequence[Tensor],
+        gradients: Gradients | None = None,
+        settings: Settings | None = None,
+        asks_to_stop: bool = False,
+    ) -> int:
+        """Step with ``gradients``, if there are any, and copy the weights from which ``worker``
+        goes on into ``pulled``. Its optimizer has ``settings``.
 
         Returns how many updates by others came between the weights that the worker has seen and its
         own.
         """
         with self._changed:
             delay = self.num_updates - self._pulled[worker]
-            try:
-                self._raise_failure()
-                if push is not None and self._bulk:
-                    self._finish_round_or_wait(worker, push)
-                elif push is not None:
-                    self.told_to_stop |= push.asks_to_stop
-                    self._step(self._compensated(worker, push.gradients), push.settings)
-            except Exception as error:
-                self._failure = self._failure or error
-                self._changed.notify_all()
-                raise
+            if gradients is not None and self._bulk:
+                self._round[worker] = gradients, settings or {}, asks_to_stop
+                self._finish_round_or_wait()
+            elif gradients is not None:
+                self.told_to_stop |= asks_to_stop
+                self._step(self._compensated(worker, gradients), settings or {})
             self._pulled[worker] = self.num_updates
             for targets in (pulled, *self._seen[worker : worker + 1]):
-                torch._foreach_copy_([*targets], self._flat())
+                torch._foreach_copy_([*targets], self._values)
             return delay
 
     # -- holding the lock
 
-    def _flat(self) -> list[Tensor]:
-        return [weight.detach().view(-1) for weight in self._weights]
-
-    def _finish_round_or_wait(self, worker: int, push: Push) -> None:
-        self._round[worker], number = push, self.num_updates
+    def _finish_round_or_wait(self) -> None:
+        number = self.num_updates
         if len(self._round) == self._num_workers:
-            pushes = [self._round[worker] for worker in range(self._num_workers)]
+            in_order = [self._round[worker] for worker in range(self._num_workers)]
+            gradients, settings, asks = zip(*in_order, strict=True)
             self._round = {}
-            self.told_to_stop = any(push.asks_to_stop for push in pushes)
-            by_piece = zip(*(push.gradients for push in pushes), strict=True)
-            self._step([average(gradients) for gradients in by_piece], pushes[0].settings)
+            self.told_to_stop = any(asks)
+            self._step([average(column) for column in zip(*gradients, strict=True)], settings[0])
             self._changed.notify_all()
         while self.num_updates == number:
             if self._resting:
                 raise CollectiveError(
                     f"{ranks_text([*self._round])} took a step, while "
-                    f"{ranks_text([*self._resting])} had ended its epoch, or evaluates. With "
-                    "mode='bulk' all ranks take the same steps: give every rank the same number "
-                    "of batches, or use mode='async'."
+                    f"{ranks_text([*self._resting])} had ended its epoch, or evaluates. Give all "
+                    "ranks the same number of batches, or use mode='async'."
                 )
             self._changed.wait(CHECK_SECONDS)
-            self._raise_failure()
             self.check()
 
-    def _step(self, gradients: Sequence[Tensor | None], settings: Settings) -> None:
-        # what an optimizer changes in its groups itself stays
-        changed = (place for place, value in settings.items() if value != self._given.get(place))
-        self._managed.update(changed)
-        for number, key in self._managed:
-            self._optimizer.param_groups[number][key] = settings[number, key]
+    def _step(self, gradients: Gradients, settings: Settings) -> None:
+        for (number, key), value in settings.items():
+            if value != self._settings.get((number, key)):  # else it may be the optimizer's own
+                self._optimizer.param_groups[number][key] = value
+        self._settings = settings
         for weight, gradient in zip(self._weights, gradients, strict=True):
-            weight.grad = None if gradient is None else gradient.view(weight.shape)
+            weight.grad = gradient
         self._optimizer.step()
         self.num_updates += 1
 
     @torch.no_grad()
-    def _compensated(
-        self, worker: int, gradients: Sequence[Tensor | None]
-    ) -> Sequence[Tensor | None]:
+    def _compensated(self, worker: int, gradients: Gradients) -> Gradients:
         """g + λ g ⊙ g ⊙ (w - the weights for which g was computed)."""
         if self._compensation is None:
             return gradients
         return [
             None if g is None else g.addcmul(g * g, weight - seen, value=self._compensation)
-            for g, weight, seen in zip(gradients, self._flat(), self._seen[worker], strict=True)
+            for g, weight, seen in zip(gradients, self._values, self._seen[worker], strict=True)
         ]
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
-
-def average(gradients: Sequence[Tensor | None]) -> Tensor | None:
+def average(gradients: Gradients) -> Tensor | None:
     """Summed in the order of the workers, 16 bits as float32; `None` if no worker has one."""
     given = [gradient for gradient in gradients if gradient is not None]
     if not given:
@@ -225,19 +189,13 @@ def average(gradients: Sequence[Tensor | None]) -> Tensor | None:
     return (total / len(gradients)).to(dtype)
 
 
-def _twin(
-    optimizer: Optimizer, params: Sequence[Parameter], layout: ServerLayout
-) -> tuple[Optimizer, dict[Parameter, Parameter]]:
-    """An optimizer of the same class, settings and state over the pieces of ``layout``, and these
-    by parameter.
-    """
-    weights: dict[Parameter, Parameter] = {}
+def _twin(optimizer: Optimizer, params: Sequence[Parameter]) -> tuple[Optimizer, list[Parameter]]:
+    """An optimizer of the same class, settings and state over copies of ``params``, and these."""
+    weights = {param: Parameter(_on_host(param)) for param in params}
     state: dict[Any, dict[str, Any]] = defaultdict(dict)
-    for piece in layout.pieces:
-        param = params[piece.index]
-        weight = weights[param] = Parameter(_part(piece, param, param))
+    for param, weight in weights.items():
         for key, value in optimizer.state.get(param, {}).items():
-            state[weight][key] = _part(piece, value, param)
+            state[weight][key] = _on_host(value)
     groups = []
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
@@ -249,34 +207,11 @@ def _twin(
     }
     made: Optimizer = object.__new__(type(optimizer))
     made.__setstate__(kept | {"state": state, "param_groups": groups})
-    return made, weights
+    return made, [*weights.values()]
 
 
-def _part(piece: ServerPiece, value: Any, param: Tensor) -> Any:
-    """A copy of the part of ``value`` on the CPU; of all of it, if it has not one number for each
-    element.
-    """
+def _on_host(value: Any) -> Any:
+    """A copy."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    if value.shape == param.shape and piece.stop - piece.start < param.numel():
-        value = piece.of(value)
     return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def whole_state(
-    params: Sequence[Parameter], servers: Iterable[tuple[ServerLayout, Sequence[dict[str, Any]]]]
-) -> dict[Any, dict[str, Any]]:
-    """The optimizer's state by parameter, from the states of all servers' pieces."""
-    whole: dict[Any, dict[str, Any]] = {}
-    for layout, states in servers:
-        for piece, state in zip(layout.pieces, states, strict=True):
-            param, length = params[piece.index], piece.stop - piece.start
-            for key, value in state.items():
-                mine = whole.setdefault(param, {})
-                if length == param.numel() or getattr(value, "shape", None) != (length,):
-                    mine[key] = value
-                    continue
-                if key not in mine:
-                    mine[key] = torch.empty(param.shape, dtype=value.dtype)
-                piece.of(mine[key]).copy_(value)
-    return whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal
@@ -13,19 +14,19 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_ring.algorithms.algorithm import Algorithm, log
 from lightning_ring.algorithms.meeting import meet_for_pause, meet_to_stop
-from lightning_ring.algorithms.server.layout import ServerLayout, layouts, write_
+from lightning_ring.algorithms.parts import Part, parts_of
 from lightning_ring.algorithms.server.server import (
+    PULL,
+    REST,
     TOLD_BYTES,
     WeightServer,
-    encode,
     settings_of,
-    whole_state,
 )
-from lightning_ring.algorithms.sharded.elementwise import check_can_be_sharded
 from lightning_ring.algorithms.sharded.state import ShardedState
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.replicate import check_same_description
+from lightning_ring.comm.requests import Requests
 from lightning_ring.errors import ConfigurationError, RingError, check_arguments
 from lightning_ring.gradients.backward import around_closure
 
@@ -35,8 +36,9 @@ _STATE = (
     "training.optimizer_state_dict(optimizer) on all ranks: rank 0 gets it."
 )
 _HOW_TO_LOAD = (
-    "Load a checkpoint before the first batch by trainer.fit(ckpt_path=...), fabric.load, or, "
-    "after the parameters, training.load_optimizer_state_dict."
+    "the parameter servers would not learn of it. Load a checkpoint before the first batch by "
+    "trainer.fit(ckpt_path=...), fabric.load, or, after the parameters, "
+    "training.load_optimizer_state_dict."
 )
 
 
@@ -53,14 +55,14 @@ class ParameterServer(Algorithm):
         g + λ · g ⊙ g ⊙ (w - w_r)      where w_r are the weights that the rank had pulled
 
     A server is a thread of its rank, which also trains. Its optimizer is a twin of the user's, of
-    which it holds a part of the state; learning rates are those of the rank that pushes. Parameters
-    are cut into equally long parts; under an optimizer that looks at whole tensors (LARS, Muon,
-    ...), whole parameters are spread. The same parameters are trained from the first batch to the
-    end.
+    which it holds a part of the state; learning rates are those of the rank that pushes. Whole
+    parameters are spread over the servers. The same ones are trained from the first batch to the
+    end. The user's optimizer steps nothing meanwhile, but stays the same object, so that schedulers
+    keep working: in its step no parameter has a gradient, except inside a closure.
 
     Args:
         servers: How many ranks are servers; `None`: all, which then send and receive as many bytes
-            each as in a ring.
+            each as in a ring. An optimizer that looks at several parameters together needs 1.
         mode: As above.
         delay_compensation: λ, for ``"async"``; the paper takes 0.04 with learning rates from 0.5
             down.
@@ -98,9 +100,7 @@ class ParameterServer(Algorithm):
             mode=mode,
             delay_compensation=delay_compensation,
         )
-        self.servers = servers
-        self.mode = mode
-        self.delay_compensation = delay_compensation
+        self.servers, self.mode, self.delay_compensation = servers, mode, delay_compensation
         self.steps_together = mode == "bulk"
         if mode == "bulk":
             self.refuses_clipping = (
@@ -110,11 +110,11 @@ class ParameterServer(Algorithm):
             )
         self.num_steps = 0
         self._optimizer: Optimizer | None = None
-        self._worker: _Worker | None = None
+        self._requests: Requests | None = None  # to the servers, from the first batch on
         self._asked_to_stop = self._told_to_stop = False
         self._shown_at = 0  # `num_steps` when all ranks last held the servers' weights
         self._delays: list[int] = []
-        self._comm: Communicator | None = None
+        self._hidden: dict[Parameter, Tensor] = {}  # gradients, in a step
 
     # -- begin and end
 
@@ -129,19 +129,17 @@ class ParameterServer(Algorithm):
         if self.servers is not None and self.servers > comm.world_size:
             raise ConfigurationError(
                 f"ParameterServer got servers={self.servers}, and the job has {comm.world_size} "
-                "rank(s), of which some or all are servers too. Use fewer servers, or None for "
-                "all ranks."
+                "rank(s), which are the servers too. Use fewer servers, or None for all ranks."
             )
-        self._module, self._comm = module, comm
+        self._module, self._comm = module, unrecorded(comm)
         self.set_optimizers(optimizers)
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         if len(optimizers) > 1 or isinstance(next(iter(optimizers), None), LBFGS | SparseAdam):
             found = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
             raise ConfigurationError(
-                f"ParameterServer got the optimizer(s) {found}, and its servers take a step of one "
-                "optimizer with each dense gradient that comes. Use one for all parameters, other "
-                "than LBFGS and SparseAdam, or strategy 'ring'."
+                f"ParameterServer got the optimizer(s) {found}, and its servers step one optimizer "
+                "with dense gradients. Use one, not LBFGS or SparseAdam, or strategy 'ring'."
             )
         chosen = optimizers[0] if optimizers else None
         if chosen is not self._optimizer:
@@ -160,25 +158,62 @@ class ParameterServer(Algorithm):
             return
         groups = self._optimizer.param_groups
         params = [param for group in groups for param in group["params"] if param.requires_grad]
-        if self._worker is None:
-            comm = unrecorded(self._communicator)
-            number = self.servers or comm.world_size
-            servers = [index * comm.world_size // number for index in range(number)]
-            how = {"bulk": self.mode == "bulk", "compensation": self.delay_compensation}
-            self._worker = _Worker(self._optimizer, params, servers, comm, **how)
-            self._shown_at = self.num_steps
-        elif [*map(id, params)] != [*map(id, self._worker.params)]:
+        if self._requests is None:
+            self._begin(self._optimizer, params)
+        elif [*map(id, params)] != [*map(id, self._params)]:
             raise ConfigurationError(
                 "parameters were frozen, unfrozen or added after the first batch, and the servers "
-                "hold those that were trained in it. Save a checkpoint and begin another training "
-                "with it, or use strategy 'ring'."
+                "hold those of it. Begin another training from a checkpoint, or use strategy "
+                "'ring'."
             )
+
+    def _begin(self, optimizer: Optimizer, params: list[Parameter]) -> None:
+        comm = self._comm
+        shapes = [(tuple(param.shape), param.dtype) for param in params]
+        check_same_description({"trained parameters": str(shapes)}, comm)
+        number = self.servers or comm.world_size
+        ranks = [index * comm.world_size // number for index in range(number)]
+        self._params = params
+        self._parts = dict(zip(ranks, parts_of(params, number), strict=False))  # by server
+        self._questions = dict.fromkeys(self._parts, torch.empty(0, dtype=torch.uint8))
+        self._server = WeightServer(
+            optimizer,
+            params,
+            self._parts.get(comm.rank, Part()),
+            comm.world_size,
+            bulk=self.mode == "bulk",
+            compensation=self.delay_compensation,
+        )
+        held = set(map(id, params))
+        self._unheld = {key: value for key, value in optimizer.state.items() if id(key) not in held}
+        self._versions = [param._version for param in params]  # with the servers' weights
+        self._shown_at = self.num_steps
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_own_step),
+            optimizer.register_step_post_hook(self._show),
+        ]
+        self._show()
+        self._requests = comm.open_requests(self._server.answer)
+        self._server.check = self._requests.check
+        self._requests.start()
 
     def _end(self, *, wait: bool = True, keep_state: bool = True) -> None:
         """Collective with ``wait``: the optimizer has its state again."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close(wait=wait, keep_state=wait and keep_state)
+        optimizer, requests, state = self._optimizer, self._requests, None
+        if requests is None or optimizer is None:
+            return
+        try:
+            if wait and keep_state:
+                state = self.optimizer_state_dict(optimizer, is_rank_zero=True)
+        finally:
+            self._requests = None
+            requests.close(wait=wait)
+            for hook in self._hooks:
+                hook.remove()
+            self._show()
+            optimizer.state = defaultdict(dict)
+        if state is not None:
+            optimizer.load_state_dict(state)  # which puts tensors to their parameters
 
     # -- a step
 
@@ -194,25 +229,47 @@ class ParameterServer(Algorithm):
             )
 
     def after_step(self, optimizer: Optimizer) -> None:
-        if self._worker is None or optimizer is not self._optimizer:
+        if self._requests is None or optimizer is not self._optimizer:
             return
         self.num_steps += 1
-        told, delay = self._worker.exchange(self._asked_to_stop, self.num_steps)
+        settings = settings_of(optimizer)
+        for rank, part in self._parts.items():
+            memory, tells = self._questions[rank], (settings, self._asked_to_stop)
+            self._questions[rank] = _push(memory, part, self._params, *tells)
+        told, delay = self._ask(self._questions, f"push and pull of step {self.num_steps}")
         self._told_to_stop |= bool(told)
         self._delays.append(delay)
 
     def show_averages(self) -> None:
         """Have all ranks go on from the servers' weights."""
-        if not self.steps_together and self._worker is None:
+        if not self.steps_together and self._requests is None:
             self.begin_batch()  # a rank that has had no batch may be a server
-        if self._worker is None:
+        if self._requests is None:
             return
-        if self.steps_together:
-            self._worker.rest()
-        stepped = meet_for_pause(self._communicator, after_steps=self._shown_at != self.num_steps)
+        if self.steps_together:  # the servers learn that this rank has ended its epoch
+            self._requests.ask(dict.fromkeys(self._parts, (REST,)), "pause").wait()
+        stepped = meet_for_pause(self._comm, after_steps=self._shown_at != self.num_steps)
         if stepped and not self.steps_together:
-            self._worker.pull()
+            self._ask(dict.fromkeys(self._parts, PULL), "pull")
+            self._comm.barrier(name="servers")  # until then nobody pushes
         self._shown_at = self.num_steps
+
+    @torch.no_grad()
+    def _ask(self, questions: dict[int, Tensor], name: str) -> list[int]:
+        """Replace parameters by the answers. Returns whether to stop, and the delay."""
+        assert self._requests is not None
+        answers = self._requests.ask(
+            {rank: (question,) for rank, question in questions.items()},
+            name,
+            lengths={rank: (part.nbytes + TOLD_BYTES,) for rank, part in self._parts.items()},
+        ).wait()
+        for rank, part in self._parts.items():
+            own: list[Tensor] = [self._params[index] for index in part.indices]
+            torch._foreach_copy_(own, part.views(answers[rank], self._params))
+        self._versions = [param._version for param in self._params]
+        first = answers[next(iter(self._parts))]
+        told: list[int] = first[-TOLD_BYTES:].view(torch.int64).tolist()
+        return told
 
     def clip_grad_norm_(
         self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0
@@ -221,18 +278,60 @@ class ParameterServer(Algorithm):
             raise ConfigurationError(f"gradients were about to be clipped by their norm, but {why}")
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
-    @property
-    def _communicator(self) -> Communicator:
-        assert self._comm is not None, "attach() comes first"
-        return self._comm
+    # -- in a step of the user's optimizer
+
+    def _before_own_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not isinstance(optimizer.state, ShardedState) and optimizer.state:
+            raise RingError(
+                "the optimizer's state was replaced, by load_state_dict or other code of the "
+                f"script: {_HOW_TO_LOAD}"
+            )
+        self._show()  # after a step that raised
+        return around_closure(args, kwargs, enter=self._show, leave=self._hide)
+
+    def _hide(self) -> None:
+        assert self._optimizer is not None
+        if [param._version for param in self._params] != self._versions:
+            raise RingError(
+                "parameters were changed since the last step, by load_state_dict or other code of "
+                f"the script: {_HOW_TO_LOAD} Change parameters by the optimizer alone; or use "
+                "strategy 'ring'."
+            )
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._hidden[param], param.grad = param.grad, None
+        self._optimizer.state = defaultdict(dict)
+
+    def _show(self, *_: Any) -> None:
+        assert self._optimizer is not None
+        for param, gradient in self._hidden.items():
+            param.grad = gradient
+        self._hidden = {}
+        self._optimizer.state = ShardedState(self._optimizer, _STATE)  # type: ignore[assignment]
 
     # -- checkpoints
 
     def optimizer_state_dict(self, optimizer: Any, *, is_rank_zero: bool) -> dict[str, Any]:
-        if self._worker is not None and optimizer is self._optimizer:
-            return self._worker.state_dict(keep=is_rank_zero)
-        state: dict[str, Any] = optimizer.state_dict() if is_rank_zero else {}
-        return state
+        if self._requests is None or self._optimizer is None or optimizer is not self._optimizer:
+            plain: dict[str, Any] = optimizer.state_dict() if is_rank_zero else {}
+            return plain
+        state: defaultdict[Any, Any] = defaultdict(dict, self._unheld)
+        for rank, part in self._parts.items():
+            mine = self._server.state() if rank == self._comm.rank else []
+            theirs = self._comm.broadcast_object(mine, src=rank, name="state of a server")
+            for index, of_parameter in zip(part.indices, theirs, strict=True):
+                if of_parameter:
+                    state[self._params[index]] = of_parameter
+        if not is_rank_zero:
+            return {}
+        self._optimizer.state = state
+        try:
+            return self._optimizer.state_dict()
+        finally:
+            self._show()
 
     def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
         self._end(keep_state=False)
@@ -253,12 +352,12 @@ class ParameterServer(Algorithm):
         self._asked_to_stop = asked
 
     def agreed_to_stop(self) -> bool:
-        if not self._told_to_stop or self._worker is None:
+        if not self._told_to_stop or self._requests is None:
             return False
         if not self.steps_together:
-            if not meet_to_stop(self._communicator):
+            if not meet_to_stop(self._comm):
                 return False
-            self._worker.server.told_to_stop = False  # nobody asks it meanwhile
+            self._server.told_to_stop = False  # nobody asks it meanwhile
         self._told_to_stop = False
         return True
 
@@ -272,169 +371,22 @@ class ParameterServer(Algorithm):
     def description(self) -> str:
         when = "once all ranks have sent theirs" if self.mode == "bulk" else "with each as it comes"
         return (
-            f" to {self.servers or self._communicator.world_size} server(s), which step {when}. "
+            f" to {self.servers or self._comm.world_size} server(s), which step {when}. "
             "Evaluations, checkpoints and the end of the training see the servers' weights"
         )
 
 
-class _Worker:
-    """This rank beside the servers: pushes and pulls, and the user's optimizer, which steps nothing
-    meanwhile.
-
-    The optimizer stays the same object, so that schedulers keep working. In its step no parameter
-    has a gradient; everywhere else gradients are there, also inside a closure. Building one is
-    collective.
-
-    Args:
-        params: What the servers hold, from the values and the state on their ranks.
-        servers: Their ranks.
-        how: Arguments of `WeightServer`.
-
-    Raises:
-        ModelMismatchError: Ranks train different parameters.
+@torch.no_grad()
+def _push(memory: Tensor, part: Part, params: Sequence[Parameter], *told: Any) -> Tensor:
+    """The gradients of a ``part`` and what else is ``told`` to its server, in ``memory`` if that
+    is as long.
     """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        params: list[Parameter],
-        servers: Sequence[int],
-        comm: Communicator,
-        **how: Any,
-    ) -> None:
-        shapes = [(tuple(param.shape), param.dtype) for param in params]
-        check_same_description({"trained parameters": str(shapes)}, comm)
-        self.params, self._optimizer, self._comm = params, optimizer, comm
-        parts = layouts(params, len(servers), cut=_is_elementwise(optimizer))
-        # there may be fewer whole parameters than servers
-        self._layouts = {
-            rank: part for rank, part in zip(servers, parts, strict=True) if part.pieces
-        }
-        mine = self._layouts.get(comm.rank, ServerLayout((), 0))
-        self.server = WeightServer(optimizer, params, mine, comm.world_size, **how)
-        held = set(map(id, params))
-        self._unheld = {key: value for key, value in optimizer.state.items() if id(key) not in held}
-        self._hidden: dict[Parameter, Tensor] = {}  # gradients, in a step
-        self._questions = dict.fromkeys(self._layouts, torch.empty(0, dtype=torch.uint8))
-        self._requests = comm.open_requests(self.server.answer)
-        self.server.check = self._requests.check
-        self._requests.start()
-        self._note_parameters()
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._show),
-        ]
-        self._show()
-
-    def exchange(self, asks_to_stop: bool, step: int) -> list[int]:
-        """Push this rank's gradients, and pull. Returns whether to stop, and the delay."""
-        settings = settings_of(self._optimizer)
-        for rank, layout in self._layouts.items():
-            self._questions[rank] = encode(
-                self._questions[rank], layout, self.params, settings, asks_to_stop
-            )
-        return self._ask(self._questions, f"push and pull of step {step}")
-
-    def pull(self) -> None:
-        """Replace parameters by the servers' weights, the same on all ranks. Collective."""
-        question = torch.zeros(1, dtype=torch.uint8)
-        self._ask(dict.fromkeys(self._layouts, question), "pull")
-        self._comm.barrier(name="servers")  # until then nobody pushes
-
-    def rest(self) -> None:
-        """Tell the servers that this worker has ended its epoch."""
-        question = torch.empty(0, dtype=torch.uint8)
-        self._requests.ask(dict.fromkeys(self._layouts, (question,)), "pause").wait()
-
-    def _ask(self, questions: dict[int, Tensor], name: str) -> list[int]:
-        answers = self._requests.ask(
-            {rank: (question,) for rank, question in questions.items()},
-            name,
-            lengths={rank: (part.nbytes + TOLD_BYTES,) for rank, part in self._layouts.items()},
-        ).wait()
-        for rank, layout in self._layouts.items():
-            views = layout.views(answers[rank], self.params)
-            write_(self.params, zip(layout.pieces, views, strict=True))
-        self._note_parameters()
-        first = answers[next(iter(self._layouts))]
-        told: list[int] = first[-TOLD_BYTES:].view(torch.int64).tolist()
-        return told
-
-    def state_dict(self, *, keep: bool) -> dict[str, Any]:
-        """The optimizer's ordinary state dict, with the state on the CPU; empty without ``keep``.
-        Collective.
-        """
-        states = []
-        for rank, layout in self._layouts.items():
-            mine = self.server.state() if rank == self._comm.rank else None
-            theirs = self._comm.broadcast_object(mine, src=rank, name="state of a server")
-            if keep and theirs is not None:
-                states.append((layout, theirs))
-        if not keep:
-            return {}
-        self._optimizer.state = defaultdict(dict, self._unheld | whole_state(self.params, states))
-        try:
-            return self._optimizer.state_dict()
-        finally:
-            self._show()
-
-    def close(self, *, wait: bool, keep_state: bool) -> None:
-        """Give the optimizer its state back with ``keep_state``, which is collective."""
-        try:
-            state = self.state_dict(keep=True) if keep_state else None
-        finally:
-            self._requests.close(wait=wait)
-            for hook in self._hooks:
-                hook.remove()
-            self._show()
-            self._optimizer.state = defaultdict(dict)
-        if state is not None:
-            self._optimizer.load_state_dict(state)  # which puts tensors to their parameters
-
-    def _note_parameters(self) -> None:
-        """The parameters hold the servers' weights."""
-        self._versions = [param._version for param in self.params]
-
-    # -- in a step of the user's optimizer
-
-    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not isinstance(self._optimizer.state, ShardedState) and self._optimizer.state:
-            raise RingError(
-                "the optimizer's state was replaced, by load_state_dict or other code of the "
-                "script, while it is with the parameter servers, which would not learn of it. "
-                f"{_HOW_TO_LOAD}"
-            )
-        self._show()  # after a step that raised
-        return around_closure(args, kwargs, enter=self._show, leave=self._hide)
-
-    def _hide(self) -> None:
-        if [param._version for param in self.params] != self._versions:
-            raise RingError(
-                "parameters were changed since the last step, by load_state_dict or other code of "
-                "the script: the parameter servers hold the weights, and would not learn of it. "
-                f"{_HOW_TO_LOAD} Change parameters by the optimizer alone; or use strategy 'ring'."
-            )
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._hidden[param], param.grad = param.grad, None
-        self._optimizer.state = defaultdict(dict)
-
-    def _show(self, *_: Any) -> None:
-        for param, gradient in self._hidden.items():
-            param.grad = gradient
-        self._hidden = {}
-        self._optimizer.state = ShardedState(self._optimizer, _STATE)  # type: ignore[assignment]
-
-
-def _is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether the step of an element depends on no other one, so that a parameter may lie on
-    several servers.
-    """
-    if hasattr(optimizer, "norm_all_reduce"):  # LARS, LAMB: norms of whole parameters
-        return False
-    try:
-        check_can_be_sharded(optimizer)
-    except ConfigurationError:
-        return False
-    return True
+    gradients = [params[index].grad for index in part.indices]
+    text = pickle.dumps(([gradient is not None for gradient in gradients], *told))
+    if memory.numel() != part.nbytes + len(text):
+        memory = torch.zeros(part.nbytes + len(text), dtype=torch.uint8)
+    for view, gradient in zip(part.views(memory, params), gradients, strict=True):
+        if gradient is not None:
+            view.copy_(gradient.to_dense())
+    memory[part.nbytes :] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return memory

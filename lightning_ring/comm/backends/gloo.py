@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ring.comm.backends.nccl import NCCLCommunicator
-from lightning_ring.comm.calls import contiguous_flat, describe
-from lightning_ring.comm.channel import Channel
+from lightning_ring.comm.calls import contiguous_flat, of_tensor
 from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work
 from lightning_ring.comm.ring import check_reducible
-from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator
+from lightning_ring.comm.ring_communicator import DIRECT_BYTES, Channel, RingCommunicator
 from lightning_ring.comm.waiting import DEFAULT_TIMEOUT, WaitPolicy, poll_until
 from lightning_ring.errors import ConfigurationError
 
@@ -155,7 +154,7 @@ class GlooCommunicator(RingCommunicator):
             return super().all_reduce_(tensor, op=op, name=name)
         flat = contiguous_flat(tensor, "all_reduce_")
         check_reducible(flat, op)
-        what = describe("all_reduce", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
+        what = of_tensor("all_reduce", flat, name, op.value)
 
         started = _StartedWork()
 

@@ -7,17 +7,11 @@ to 65,504.
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-
 import torch
 from torch import Tensor
 
-from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work, shard
-from lightning_ring.comm.host_copy import HostCopy, on_host
+from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
 from lightning_ring.gradients.compression.compressor import Compressor
-
-log = logging.getLogger(__name__)
 
 
 class Cast(Compressor):
@@ -79,55 +73,9 @@ class FP16(Cast):
     that float16 can hold.
 
     A larger one becomes inf on every rank, as a gradient in float16 would: a loss scaler sees it,
-    skips the step on all ranks and scales less. One smaller than 6e-8 becomes 0. What overflowed is
-    reported once.
+    skips the step on all ranks and scales less. Without one use bfloat16. A value smaller than 6e-8
+    becomes 0.
     """
 
     name = "fp16"
     buffer_dtype = torch.float16
-
-    def __init__(self) -> None:
-        self._sums: deque[tuple[str, HostCopy]] = deque()
-        self._reported = False
-
-    def all_reduce(
-        self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = ""
-    ) -> Work:
-        work = super().all_reduce(flat, comm, name=name)
-        if comm.rank > 0:  # one rank reports
-            return work
-        return ChainedWork(work, lambda: self._inspect(flat, comm, name))
-
-    def reduce_scatter(self, flat: Tensor, comm: Communicator, *, name: str = "") -> Work:
-        work = super().reduce_scatter(flat, comm, name=name)
-        own = shard(flat, comm.world_size, comm.shard_index)
-        # no other rank sees this shard
-        return ChainedWork(work, lambda: self._inspect(own, comm, name))
-
-    def begin_backward(self) -> None:
-        """Report what overflowed on a GPU, as far as the host knows by now: it waits for
-        nothing.
-        """
-        while self._sums and self._sums[0][1].ready():
-            name, total = self._sums.popleft()
-            if not self._reported and not total.value().isfinite():
-                self._report(name)
-
-    def _inspect(self, average: Tensor, comm: Communicator, name: str) -> None:
-        if self._reported:
-            return
-        if not on_host(average):
-            total = average.sum(dtype=torch.float32)  # not finite if any element is not
-            self._sums.append((name, comm.copy_to_host(total)))
-        # a sum in float16 may itself overflow
-        elif not average.sum().isfinite() and not average.isfinite().all():
-            self._report(name)
-
-    def _report(self, name: str) -> None:
-        self._reported = True
-        log.warning(
-            "lightning_ring: the averaged gradient in %s holds inf or nan after it travelled as "
-            "float16, whose largest value is 65504. A loss scaler skips such a step; without one "
-            'the parameters are lost: use compression="bf16", which has the range of float32.',
-            name,
-        )

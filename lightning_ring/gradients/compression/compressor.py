@@ -71,12 +71,8 @@ class Compressor(ABC):
         """Whether the messages of this backward lose anything."""
         return True
 
-    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> str | None:
-        """Raise `ConfigurationError` for optimizers that this compressor does not work with.
-
-        Returns what the user should know about the others.
-        """
-        return None
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:  # noqa: B027
+        """Raise `ConfigurationError` for optimizers that this compressor does not work with."""
 
     def prepare(self, flat: Tensor, layout: GradientLayout) -> None:  # noqa: B027
         """The tensor ``flat`` will be sent, again and again. It replaces those that held the

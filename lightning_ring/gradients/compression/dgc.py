@@ -84,32 +84,15 @@ class DGC(ErrorFeedback):
         self.num_backwards = 0
         self._velocity = NamedBuffers()
 
-    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> str | None:
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        found = next(
-            (
-                key
-                for group in groups
-                for key in ("momentum", "betas")
-                if any(_numbers(group.get(key)))
-            ),
-            None,
-        )
+        found = {key for group in groups for key in ("momentum", "betas") if _is_set(group, key)}
         if self.momentum and found:
             raise ConfigurationError(
-                f"compression 'dgc' has momentum={self.momentum}, and an optimizer has {found}: "
-                "gradients would get momentum twice. Use torch.optim.SGD with momentum=0, or "
-                "lightning_ring.gradients.compression.DGC(momentum=0)."
+                f"compression 'dgc' has momentum={self.momentum}, and an optimizer has "
+                f"{min(found)}: gradients would get momentum twice. Use torch.optim.SGD with "
+                "momentum=0, or lightning_ring.gradients.compression.DGC(momentum=0)."
             )
-        decay = next((group["weight_decay"] for group in groups if group.get("weight_decay")), 0)
-        if not self.momentum or not decay:
-            return None
-        share = 1 - self.momentum
-        return (
-            f"compression 'dgc' has momentum={self.momentum}, and an optimizer adds its "
-            f"weight_decay={decay:g} to gradients behind that momentum: it acts {share:.3g} times "
-            f"as strongly as in an SGD with momentum. weight_decay={decay / share:.3g} acts alike."
-        )
 
     def velocity(self, name: str) -> Tensor:
         """This rank's u of the parameter ``name``, with its shape."""
@@ -188,5 +171,6 @@ class DGC(ErrorFeedback):
             velocity.index_fill_(0, places, 0.0)
 
 
-def _numbers(value: Any) -> tuple[float, ...]:
-    return tuple(value)[:1] if isinstance(value, (tuple, list)) else (value or 0,)
+def _is_set(group: dict[str, Any], key: str) -> bool:
+    value = group.get(key, 0)
+    return bool(value[0] if isinstance(value, (tuple, list)) else value)

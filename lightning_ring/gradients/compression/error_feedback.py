@@ -85,27 +85,21 @@ class ErrorFeedback(Compressor):
         }
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:
-        if not state:
+        if "errors" not in state:
             return (
-                f"the checkpoint holds no state of {self.name}, which starts anew, with residuals "
-                "of zero."
+                f"the checkpoint holds no state of {self.name} with error feedback, which starts "
+                "anew, with residuals of zero."
             )
-        errors = state.get("errors")
-        inner = state if errors is None else state["compressor"]
-        problem = self.compressor.load_state_dict(inner, rank, world_size)
-        if errors is None:
-            lost = (
-                f"the checkpoint is of {self.name} without error feedback: residuals begin at zero."
-            )
-        elif len(errors) != world_size:
-            lost = (
-                f"the checkpoint holds the {self.name} residuals of {len(errors)} ranks, and this "
-                f"job has {world_size} ranks. They start again at zero: what the steps before the "
-                "checkpoint left out of the gradients is lost."
-            )
-        else:
+        problem = self.compressor.load_state_dict(state["compressor"], rank, world_size)
+        errors = state["errors"]
+        if len(errors) == world_size:
             self._residuals.load(errors[rank])
             return problem
+        lost = (
+            f"the checkpoint holds the {self.name} residuals of {len(errors)} ranks, and this "
+            f"job has {world_size} ranks. They start again at zero: what the steps before the "
+            "checkpoint left out of the gradients is lost."
+        )
         return f"{lost} {problem or ''}".rstrip()
 
 

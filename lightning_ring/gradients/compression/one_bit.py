@@ -28,7 +28,6 @@ from lightning_ring.gradients.compression.blocks import (
 )
 from lightning_ring.gradients.compression.compressor import GradientLayout, bounds_of
 from lightning_ring.gradients.compression.error_feedback import ErrorFeedback, NamedBuffers
-from lightning_ring.gradients.compression.registry import one_bit_bytes
 
 # times 8 bytes that are 0 or 1: their bits in the highest byte, the first one lowest
 _GATHER = 0x0102040810204080
@@ -54,7 +53,7 @@ class Signs(BetweenNodes):
         self._gaps: dict[Tensor, list[tuple[int, int]]] = {}
 
     def wire_bytes(self, numel: int, world_size: int) -> float | None:
-        return one_bit_bytes(numel, world_size)
+        return numel * (1 / 8 + 4 / BLOCK)
 
     def prepare(self, flat: Tensor, layout: GradientLayout) -> None:
         self._server.prepare(flat, layout)

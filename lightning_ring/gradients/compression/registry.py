@@ -1,8 +1,7 @@
-"""Compressors by name, and the bytes that they send. It imports no torch."""
+"""Compressors by name. It imports no torch."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -23,33 +22,6 @@ class RegisteredCompressor:
         module = import_module(f"lightning_ring.gradients.compression.{self.module}")
         compressor: Compressor = getattr(module, self.class_name)(**arguments)
         return compressor
-
-
-def int8_bytes(numel: int, world_size: int) -> float:
-    """A byte an element, and a float32 scale for each block of 256."""
-    return numel * (1 + 4 / 256)
-
-
-def one_bit_bytes(numel: int, world_size: int) -> float:
-    """A bit an element, and a float32 scale for each block of 256."""
-    return numel * (1 / 8 + 4 / 256)
-
-
-def sparse_bytes(ratio: float, numel: int, world_size: int) -> float:
-    """A value and a place of 4 bytes each for a share of the elements, which every rank gathers
-    from all.
-    """
-    return min(8 * math.ceil(ratio * numel) * world_size / 2, 4 * numel)
-
-
-def ternary_bytes(numel: int, world_size: int) -> float:
-    """Ternary digits on the way to the sum, digits of base 2N + 1 on the way back."""
-    return numel * (1 / digits_a_byte(3) + 1 / digits_a_byte(2 * world_size + 1)) / 2
-
-
-def digits_a_byte(base: int) -> int:
-    """How many digits of ``base``, which is 256 at most, fit into a byte."""
-    return next((count for count in (8, 5, 4, 3, 2) if base**count <= 256), 1)
 
 
 COMPRESSORS: Mapping[str, RegisteredCompressor] = {

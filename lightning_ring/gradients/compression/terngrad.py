@@ -24,7 +24,6 @@ from lightning_ring.gradients.compression.between_nodes import (
     messages,
 )
 from lightning_ring.gradients.compression.compressor import GradientLayout, bounds_of
-from lightning_ring.gradients.compression.registry import digits_a_byte, ternary_bytes
 from lightning_ring.host.random_state import own_memory
 
 _SMALLEST = 1e-15  # a layer whose largest gradient is smaller is not clipped
@@ -65,7 +64,8 @@ class TernGrad(BetweenNodes):
         self._loaded: Tensor | None = None
 
     def wire_bytes(self, numel: int, world_size: int) -> float | None:
-        return ternary_bytes(numel, world_size)
+        # ternary digits on the way to the sum, digits of base 2N + 1 on the way back
+        return numel * (1 / digits_a_byte(3) + 1 / digits_a_byte(2 * world_size + 1)) / 2
 
     def prepare(self, flat: Tensor, layout: GradientLayout) -> None:
         self._layers[flat] = bounds_of(flat, layout)
@@ -172,6 +172,11 @@ class TernGrad(BetweenNodes):
 
 def _scale(values: Tensor, layers: list[tuple[int, int]], scalers: Tensor) -> None:
     torch._foreach_mul_([values[start:end] for start, end in layers], list(scalers))
+
+
+def digits_a_byte(base: int) -> int:
+    """How many digits of ``base``, which is 256 at most, fit into a byte."""
+    return next((count for count in (8, 5, 4, 3, 2) if base**count <= 256), 1)
 
 
 def num_bytes(numel: int, base: int) -> int:

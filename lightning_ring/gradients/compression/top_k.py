@@ -18,7 +18,6 @@ from lightning_ring.comm.host_copy import on_host
 from lightning_ring.errors import check_arguments
 from lightning_ring.gradients.compression.between_nodes import MIN_NUMEL, BetweenNodes, Part
 from lightning_ring.gradients.compression.error_feedback import ErrorFeedback
-from lightning_ring.gradients.compression.registry import sparse_bytes
 
 _SAMPLES = 1 << 16  # values from which a threshold is guessed
 _SLACK = 1.3  # of the number that a guessed threshold is to leave
@@ -42,7 +41,8 @@ class Largest(BetweenNodes):
         self.sent: dict[Tensor, Tensor | None] = {}
 
     def wire_bytes(self, numel: int, world_size: int) -> float | None:
-        return sparse_bytes(self.ratio, numel, world_size)
+        # a value and a place of 4 bytes each, which every rank gathers from all
+        return min(4 * math.ceil(self.ratio * numel) * world_size, 4 * numel)
 
     def forget_tensors(self) -> None:
         self.sent.clear()

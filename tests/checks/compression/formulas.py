@@ -90,18 +90,6 @@ def assert_equals(
         assert wrong.mean() < 0.002, (compressor.name, step, wrong.sum())
 
 
-def check_int8_is_zero_plus_plus() -> None:
-    assert_equals(Int8(min_numel=0), references.int8(), communicator())
-
-
-def check_onebit_is_that_of_1_bit_adam() -> None:
-    assert_equals(OneBit(min_numel=0), references.onebit(), communicator())
-
-
-def check_topk_is_sgd_with_memory() -> None:
-    assert_equals(TopK(0.05, min_numel=0), references.topk(0.05), communicator())
-
-
 def check_dgc_is_algorithm_4() -> None:
     compressor = DGC(0.002, momentum=0.9, clip_norm=40.0, warmup_steps=4, min_numel=0)
     ratios = [0.25, 0.0625, 0.015625, 0.004, 0.002, 0.002, 0.002]

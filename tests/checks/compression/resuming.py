@@ -35,11 +35,6 @@ def check_every_compressor_goes_on_with_the_same_bits_on_every_rank() -> None:
         goes_on(way, through_a_file, before_the_first_gradient=False)
 
 
-def check_ternary_gradients_go_on_from_the_state_that_each_rank_has() -> None:
-    """The states of all ranks are views of one memory there."""
-    goes_on("terngrad", lambda state: state, before_the_first_gradient=True)
-
-
 def goes_on(
     way: str,
     travels: Callable[[dict[str, Any]], dict[str, Any]],
@@ -68,19 +63,6 @@ def goes_on(
                 before_the_first_gradient,
             )
         assert_same_bits(*found)
-
-
-def check_a_state_that_was_loaded_can_be_saved_before_the_first_gradient() -> None:
-    comm = communicator()
-    for way in WAYS:
-        first, loaded = WAYS[way](), WAYS[way]()
-        reducer, params, _ = make(first)
-        for step in range(2):
-            send(reducer, params, gradients(comm.rank, step))
-        state = through_a_broadcast(first.state_dict(comm))
-        make(loaded)
-        loaded.load_state_dict(state, comm.rank, comm.world_size)
-        assert_equal(through_a_broadcast(loaded.state_dict(comm)), state, way)
 
 
 def check_gradients_that_arrive_in_another_order_than_registrations_go_on_with_the_same_bits() -> (
@@ -117,9 +99,3 @@ def averages_of(algorithm: Averaging, net: nn.Sequential, step: int) -> list[Ten
     with algorithm.backward():
         net[0](net[2](net[1](x))).square().sum().backward()
     return [param.grad.clone() for param in net.parameters() if param.grad is not None]
-
-
-def assert_equal(found: Any, expected: Any, where: str) -> None:
-    torch.testing.assert_close(
-        found, expected, rtol=0, atol=0, msg=lambda message: f"{where}: {message}"
-    )

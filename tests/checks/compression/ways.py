@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -160,16 +158,3 @@ def assert_same_bits(*tensors: Tensor | None) -> None:
         assert torch.equal(other.nan_to_num(nan=7.0), flat.nan_to_num(nan=7.0)), (
             "ranks hold different bits"
         )
-
-
-@contextmanager
-def captured_log() -> Iterator[list[logging.LogRecord]]:
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning_ring")
-    logger.addHandler(handler)
-    try:
-        yield records
-    finally:
-        logger.removeHandler(handler)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ring.gradients.compression import BF16, PowerSGD
 from tests.checks.gradients.nets import (
     assert_same,
     batches,
@@ -94,29 +93,6 @@ def check_a_kept_gradient_that_is_not_zeroed_stays_the_parameters_own() -> None:
             reference_mean(reference, lambda x, _: reference(x + micro), xs)  # noqa: B023
         assert_same(net, reference)
         assert all(param.grad is grad for param, grad in zip(net.parameters(), kept, strict=True))
-
-
-def check_kept_gradients_travel_compressed() -> None:
-    for compressor in (BF16, lambda: PowerSGD(start_iter=1, min_compression=1)):
-        results = []
-        for keeps in (False, True):
-            net, _, reducer, _, _ = make()
-            net.float()
-            reducer.remove()
-            reducer = type(reducer)(
-                reducer._comm, net.named_parameters(), bucket_cap_mb=0.0003, compressor=compressor()
-            )
-            kept: list[Any] = []
-            for step in range(5):
-                with fresh_gradients(net), reducer.backward():
-                    net(mine(batches(step)).float()).backward()
-                if keeps:
-                    kept += [param.grad for param in net.parameters()]
-                results.append(torch.cat([param.grad.reshape(-1) for param in net.parameters()]))
-            reducer.remove()
-            assert all(bucket.copies == keeps for bucket in reducer.buckets)
-        for one, other in zip(results[:5], results[5:], strict=True):
-            assert torch.equal(one, other)
 
 
 def check_a_weak_reference_ends_with_its_gradient() -> None:

@@ -9,7 +9,6 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from lightning_ring.gradients.bucket import plan_buckets
 from lightning_ring.gradients.layout import AutoBuckets
 from lightning_ring.gradients.reducer import Reducer
 from tests.checks.gradients.nets import (
@@ -72,32 +71,6 @@ def check_frozen_and_thawed_parameters() -> None:
         reference_mean(reference, lambda x, _: reference(x), xs)
         assert_same(net, reference)
         assert len(comm.sent) == 3, comm.sent  # three layers train; the frozen ones stay at home
-
-
-def check_two_optimizers_of_a_gan() -> None:
-    torch.manual_seed(0)
-    generator, critic = Net(), Net()
-    references = copy.deepcopy((generator, critic))
-    both = nn.ModuleList([generator, critic])
-    reducer = Reducer(communicator(), both.named_parameters(), bucket_cap_mb=0.0006)
-
-    def losses(pair: tuple[Net, Net], x: Tensor) -> tuple[Tensor, Tensor]:
-        fake = pair[0]._segment(x, 0, 1, 2)
-        return pair[1](fake.detach()) - pair[1](x), -pair[1](fake)
-
-    for step in range(2):
-        xs = batches(step)
-        for which in (
-            0,
-            1,
-            # the critic's gradients must survive the generator's backward, which reaches the critic
-            # too
-        ):
-            with reducer.backward():
-                losses((generator, critic), mine(xs))[which].backward()
-            reference_mean(references[0], lambda x, _: losses(references, x)[which], xs)  # noqa: B023
-        assert_same(generator, references[0])
-        assert_same(critic, references[1])
 
 
 def check_shared_parameters() -> None:
@@ -168,21 +141,11 @@ def check_order_of_use_replaces_order_of_registration() -> None:
     assert reducer.buckets[0].names[0].startswith("layers.0"), reducer.buckets[0].names
 
 
-def check_buckets_are_filled_in_order_and_bounded() -> None:
-    params = [
-        (f"p{i}", nn.Parameter(torch.zeros(size)))
-        for i, size in enumerate([10, 200_000, 200_000, 5_000_000, 7])
-    ]
-    params.insert(2, ("half", nn.Parameter(torch.zeros(9, dtype=torch.float16))))
-    buckets = plan_buckets(params, bucket_cap_mb=2.0)
-    assert [bucket.names for bucket in buckets] == [["p0", "p1"], ["half"], ["p2"], ["p3"], ["p4"]]
-
-
 def check_automatic_buckets_are_the_same_on_all_ranks_and_change_no_number() -> None:
     comm = communicator()
     said: list[str] = []
     results = []
-    for auto in (None, AutoBuckets(comm, said.append, default_cap_mb=0.0006)):
+    for auto in (None, AutoBuckets(comm, said.append)):
         torch.manual_seed(0)
         net = Net()
         net.register_parameter("other", nn.Parameter(torch.ones(3)))  # a dtype of its own

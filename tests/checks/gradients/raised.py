@@ -119,17 +119,6 @@ def check_backward_after_one_that_raised_asks_for_zero_grad() -> None:
         net(mine(batches())).backward()
 
 
-def check_gradient_that_is_nan_by_itself_is_none_of_a_backward_that_raised() -> None:
-    net, _, reducer, _, _ = make()
-    _plant(net, "hook", 0)
-    with reducer.plain_backwards(reduced=True):
-        with _planted():
-            net(mine(batches())).backward()
-        net.zero_grad()
-        (net(mine(batches())) * torch.nan).backward()
-        reducer.check_reduced(net.parameters())
-
-
 def check_what_compressors_kept_of_a_backward_that_raised_is_forgotten() -> None:
     comm = communicator()
     for build in (

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from lightning_ring.errors import CollectiveError
 from tests.comm.backends import fake_nccl
 from tests.comm.backends.fake_nccl import over_fake_nccl
 from tests.thread_ranks import run_ranks
@@ -77,16 +76,3 @@ def test_a_collective_is_after_all_callers_and_who_waits_is_after_it(monkeypatch
     assert group is same
     assert group.log[-1] == "late"
     assert {other for _, other in group.log[:-1]} == set(callers)
-
-
-def test_ranks_that_call_different_collectives_get_an_error(monkeypatch, gpu):
-    open_nccl = over_fake_nccl(monkeypatch)
-
-    def rank(comm):
-        FakeStream.current.stream = FakeStream()
-        ours, tensor = open_nccl(comm), torch.ones(4)
-        work = ours.all_reduce_(tensor) if comm.rank else ours.all_gather_(tensor)
-        with pytest.raises(CollectiveError, match="ranks call"):
-            work.wait()
-
-    run_ranks(2, rank)

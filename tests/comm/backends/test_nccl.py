@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
@@ -12,10 +13,46 @@ import torch
 from lightning_ring.comm.backends import gloo, nccl
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.waiting import WaitPolicy
-from lightning_ring.errors import CollectiveError, PeerFailedError
+from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError
 from lightning_ring.job.stalls import own_status
+from tests.checks.reductions import allowed, plain, tolerance, values
 from tests.comm.backends.fake_nccl import FakeGroup, over_fake_nccl
 from tests.thread_ranks import run_ranks
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_dtype_and_op_equals_a_plain_reduction(monkeypatch, world_size):
+    open_nccl = over_fake_nccl(monkeypatch)
+    refused = [
+        (dtype, op)
+        for dtype, op in allowed()
+        if dtype is torch.int16 or (dtype.is_complex and op is ReduceOp.PRODUCT)
+    ]
+    served = [case for case in allowed() if case not in refused]
+
+    def rank(comm):
+        ours = open_nccl(comm)
+        for (dtype, op), numel in itertools.product(served, (0, 1, 7, 1200)):
+            inputs = values(numel, dtype, world_size)
+            expected = plain(inputs, op)
+            whole, halves = inputs[comm.rank].clone(), inputs[comm.rank].clone()
+            ours.all_reduce_(whole, op=op).wait()
+            torch.testing.assert_close(whole, expected, **tolerance(dtype))
+            ours.reduce_scatter_(halves, op=op).wait()
+            own, right = (shard(flat, world_size, comm.rank) for flat in (halves, expected))
+            torch.testing.assert_close(own, right, **tolerance(dtype))
+            ours.all_gather_(halves).wait()
+            torch.testing.assert_close(halves, expected, **tolerance(dtype))
+        mine = torch.full((2, 3), float(comm.rank))
+        assert [float(row[1, 2]) for row in ours.all_gather(mine)] == list(range(world_size))
+        ours.broadcast_(mine, src=world_size - 1).wait()
+        assert torch.equal(mine, torch.full((2, 3), world_size - 1.0))
+        assert ours.all_gather_object(comm.rank) == list(range(world_size))
+        for dtype, op in refused:
+            with pytest.raises(ConfigurationError, match="NCCL cannot reduce"):
+                ours.all_reduce_(torch.zeros(3, dtype=dtype), op=op)
+
+    run_ranks(world_size, rank)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -146,30 +183,34 @@ def test_buckets_lie_in_memory_that_nccl_has_registered_where_there_is_such(monk
     assert run_ranks(1, rank) == [(8, True)]
 
 
-@pytest.mark.parametrize(
-    ("backend", "group"), [("nccl", "ProcessGroupNCCL"), ("xccl", "ProcessGroupXCCL")]
-)
-def test_groups_of_nvidia_amd_and_intel_have_streams_of_high_priority(monkeypatch, backend, group):
-    asked = []
-
-    class Options:
-        def __init__(self, is_high_priority_stream):
-            self.is_high_priority_stream = is_high_priority_stream
-
+def torch_groups(monkeypatch, backend, group, new_group, bound=None):
+    """Have `open_torch_communicator` call ``new_group`` for Gloo, then for the GPU number 3."""
     fakes = {
         "is_initialized": lambda: True,
         "is_backend_available": lambda name: True,
-        "new_group": lambda ranks=None, **arguments: asked.append(arguments),
-        group: SimpleNamespace(Options=Options),
+        "new_group": new_group,
+        "group": SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound)),
+        group: SimpleNamespace(Options=SimpleNamespace),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(gloo.dist, name, fake, raising=False)
     gpu = SimpleNamespace(is_available=lambda: True, current_device=lambda: 3)
     monkeypatch.setitem(gloo._GPU_NAMES, backend, ("any", "cuda", gpu))
-    monkeypatch.setattr(gloo, "GlooCommunicator", lambda group, policy: "the host's")
+    host = SimpleNamespace(rank=0, world_size=1, abandon=lambda: None)
+    monkeypatch.setattr(gloo, "GlooCommunicator", lambda group, policy: host)
+
+
+@pytest.mark.parametrize(
+    ("backend", "group"), [("nccl", "ProcessGroupNCCL"), ("xccl", "ProcessGroupXCCL")]
+)
+def test_groups_of_nvidia_amd_and_intel_have_streams_of_high_priority(monkeypatch, backend, group):
+    asked = []
+    torch_groups(
+        monkeypatch, backend, group, lambda ranks=None, **arguments: asked.append(arguments)
+    )
     monkeypatch.setattr(gloo, "NCCLCommunicator", lambda group, host, policy, checked: host)
     policy = WaitPolicy(timedelta(seconds=60))
-    assert gloo.open_torch_communicator(backend, policy) == "the host's"
+    gloo.open_torch_communicator(backend, policy)
     of_gloo, of_gpus = asked
     assert (of_gloo["backend"], of_gpus["backend"]) == ("gloo", backend)
     assert of_gpus["pg_options"].is_high_priority_stream
@@ -189,23 +230,7 @@ def test_buckets_are_allocated_before_the_first_collective(monkeypatch, bound, a
         groups[-1].registered = torch.zeros(8)
         return groups[-1]
 
-    class Options:
-        def __init__(self, is_high_priority_stream):
-            pass
-
-    fakes = {
-        "is_initialized": lambda: True,
-        "is_backend_available": lambda name: True,
-        "new_group": new_group,
-        "group": SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound)),
-        "ProcessGroupNCCL": SimpleNamespace(Options=Options),
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(gloo.dist, name, fake, raising=False)
-    gpu = SimpleNamespace(is_available=lambda: True, current_device=lambda: 3)
-    monkeypatch.setitem(gloo._GPU_NAMES, "nccl", ("CUDA", "cuda", gpu))
-    host = SimpleNamespace(rank=0, world_size=1, abandon=lambda: None)
-    monkeypatch.setattr(gloo, "GlooCommunicator", lambda group, policy: host)
+    torch_groups(monkeypatch, "nccl", "ProcessGroupNCCL", new_group, bound)
     comm = gloo.open_torch_communicator("nccl", device=asked)
     bucket = comm.empty(8, torch.float32, expected)
     assert bucket is groups[-1].registered

@@ -7,7 +7,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from lightning_ring.comm.backends.shared_memory.regions import Regions
+from lightning_ring.comm.backends.shared_memory.memory import Regions
 
 NUM_BYTES = 1 << 20
 

@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from lightning_ring.comm.backends.shared_memory.regions import Regions
-from lightning_ring.comm.backends.shared_memory.rounds import SLOT_BYTES, Rounds
+from lightning_ring.comm.backends.shared_memory.memory import SLOT_BYTES, Regions, Rounds
 from lightning_ring.comm.collective_queue import Steps
 from lightning_ring.comm.communicator import ReduceOp, shard
+from lightning_ring.comm.exchange import sum_into_, wants_wide_sum
 from lightning_ring.comm.ring import COMBINE, finish_
-from lightning_ring.comm.wide_sum import sum_into_, wants_wide_sum
 
 PIECE_BYTES = 256 * 1024  # summed and written to all ranks before it leaves the cache
 # a shard up to this is one piece: of two ranks' it fits second-level caches of 1 MiB

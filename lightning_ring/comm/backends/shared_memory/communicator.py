@@ -17,9 +17,14 @@ from torch import Tensor
 from lightning_ring.comm.backends.gloo import open_gloo_transport
 from lightning_ring.comm.backends.shared_memory import collectives as shared
 from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
-from lightning_ring.comm.backends.shared_memory.regions import Regions
-from lightning_ring.comm.backends.shared_memory.rounds import SEGMENT_BYTES, Rounds
-from lightning_ring.comm.backends.shared_memory.segment import Bootstrap, NoSharedMemory, share
+from lightning_ring.comm.backends.shared_memory.memory import (
+    SEGMENT_BYTES,
+    Bootstrap,
+    NoSharedMemory,
+    Regions,
+    Rounds,
+    share,
+)
 from lightning_ring.comm.calls import (
     HEADER_BYTES,
     check_agreement,
@@ -33,10 +38,10 @@ from lightning_ring.comm.calls import (
 )
 from lightning_ring.comm.collective_queue import SPIN_SECONDS, CollectiveQueue, Steps
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work, as_bytes
+from lightning_ring.comm.exchange import sums_halves
 from lightning_ring.comm.requests import Answer, Requests
 from lightning_ring.comm.ring import check_reducible
 from lightning_ring.comm.waiting import WaitPolicy
-from lightning_ring.comm.wide_sum import sums_halves
 from lightning_ring.errors import CollectiveError
 from lightning_ring.host.cores import bound_cores
 

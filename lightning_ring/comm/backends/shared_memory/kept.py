@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_ring.comm.backends.shared_memory.segment import Bootstrap, share_named
+from lightning_ring.comm.backends.shared_memory.memory import Bootstrap, share_named
 
 _GRAIN = 64 * 1024  # a bucket is a few elements longer or shorter with another number of ranks
 
@@ -51,7 +51,7 @@ class KeptMemory:
             block.wanted = block.lent
 
     def share(self, bootstrap: Bootstrap, num_bytes: int) -> list[mmap.mmap | memoryview]:
-        """As `segment.share`: memory that is not lent on any rank if there is some, else new
+        """As `memory.share`: memory that is not lent on any rank if there is some, else new
         memory. Collective.
         """
         free = {name: block.num_bytes for name, block in self._blocks.items() if not block.lent}

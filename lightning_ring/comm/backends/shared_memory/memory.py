@@ -1,0 +1,310 @@
+"""Memory that the ranks of a node share: its segments, rounds through them, and tensors in it.
+
+Each rank makes a file without a name (memfd_create), so that nothing can stay behind in /dev/shm;
+the others open it as ``/proc/PID/fd/N`` and map it. It ends with the last process or tensor that
+uses it, however that process ends, and the size of /dev/shm does not limit it.
+
+In a round each rank writes, announces it, and reads the others. A round ends where the next one
+begins, so two places to write to are enough: what a rank wrote for round k stands until it writes
+for round k+2, which it does after all arrived at k+1, which they do after reading what was written
+for k.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import secrets
+import weakref
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_ring.comm.calls import by_rank
+from lightning_ring.comm.communicator import shard_bounds
+
+_PREFIX = "lightning_ring"
+
+
+class Bootstrap(Protocol):
+    """What ranks need to meet: every `Communicator` over just them will do, and
+    `StoreBootstrap`.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def all_gather_object(self, obj: Any) -> list[Any]: ...
+
+
+class NoSharedMemory(Exception):
+    """Some rank could not make or map the memory. The text is the same on every rank."""
+
+
+def share(bootstrap: Bootstrap, num_bytes: int) -> list[mmap.mmap]:
+    """Every rank's new memory of ``num_bytes``, by rank, mapped and its pages reserved.
+    Collective.
+    """
+    return share_named(bootstrap, num_bytes)[1]
+
+
+def share_named(bootstrap: Bootstrap, num_bytes: int) -> tuple[str, list[mmap.mmap]]:
+    """As `share`, with a name of the memory that is the same on every rank, and that no other
+    memory has.
+    """
+    file, offer = _make(num_bytes)
+    try:
+        offers = bootstrap.all_gather_object(offer)
+        _raise_if_any([offer.get("error", "") for offer in offers])
+        maps, error = list[mmap.mmap](), ""
+        try:
+            maps = [_map(offer["path"], offer["name"], num_bytes) for offer in offers]
+        except (OSError, ValueError) as problem:
+            error = f"opening another rank's memory failed: {problem}"
+        # until here the others need this process's descriptor
+        _raise_if_any(bootstrap.all_gather_object(error))
+        return offers[0]["name"], maps
+    finally:
+        if file is not None:
+            os.close(file)
+
+
+def _make(num_bytes: int) -> tuple[int | None, dict[str, Any]]:
+    """A new file, and where other processes find it or why there is none."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        # elsewhere a flag may overtake the data written before it, and Python has no fence to keep
+        # it from that
+        return None, {"error": f"it is used on x86-64 only, and this is {platform.machine()}"}
+    if not hasattr(os, "memfd_create"):
+        return None, {"error": "this system has no memfd_create (Linux has)"}
+    name = f"{_PREFIX}-{secrets.token_hex(8)}"
+    file = None
+    try:
+        file = os.memfd_create(name, os.MFD_CLOEXEC)
+        # an error now, where a missing page later would be a SIGBUS
+        os.posix_fallocate(file, 0, num_bytes)
+    except OSError as error:
+        if file is not None:
+            os.close(file)
+        return None, {"error": f"reserving {num_bytes / 2**20:.3g} MiB failed: {error}"}
+    return file, {"path": f"/proc/{os.getpid()}/fd/{file}", "name": name}
+
+
+def _map(path: str, name: str, num_bytes: int) -> mmap.mmap:
+    target = os.readlink(path)
+    if name not in target:  # in another PID namespace the number is another process's
+        raise ValueError(
+            f"{path} is {target} here, not {name}; the ranks live in containers with "
+            "separate processes"
+        )
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    finally:
+        os.close(file)
+
+
+def _raise_if_any(errors: list[str]) -> None:
+    if any(errors):
+        raise NoSharedMemory(by_rank([error or "no error" for error in errors]))
+
+
+# -- rounds
+
+SLOT_BYTES = 512 * 1024
+BOARD_BYTES = 4096
+SEGMENT_BYTES = BOARD_BYTES + 2 * SLOT_BYTES
+
+# A board's words of 8 bytes, in one cache line: the round its rank arrived at; nothing; then for
+# even and for odd rounds a digest of the collective; then for both where in shared memory the
+# rank's tensor is.
+_WORDS = 8
+_MAX_VIEWS = 1024  # that are kept: cutting them takes longer than a short collective
+
+
+class Rounds:
+    """One rank's side. ``maps`` are the segments of all ranks, of `SEGMENT_BYTES` each, zero at the
+    start.
+
+    Words are written and read by single aligned instructions. On x86-64 other processors see a
+    rank's writes in the order of the program, so that whoever sees its arrival sees what it wrote
+    before.
+    """
+
+    def __init__(self, rank: int, maps: Sequence[mmap.mmap]) -> None:
+        self.rank = rank
+        self.world_size = len(maps)
+        self.number = 0
+        self._digest = self._location = 0
+        boards = [memoryview(segment)[: 8 * _WORDS].cast("q") for segment in maps]
+        self._mine = boards[rank]
+        self._boards = boards
+        self._others = [board for peer, board in enumerate(boards) if peer != rank]
+        self.slots = [
+            [
+                torch.frombuffer(segment, dtype=torch.uint8, offset=start, count=SLOT_BYTES)
+                for segment in maps
+            ]
+            for start in (BOARD_BYTES, BOARD_BYTES + SLOT_BYTES)
+        ]
+        """``slots[parity of the round][rank]``"""
+        self._views: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
+
+    def next_slots(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
+        """The first ``numel`` elements of everybody's slot for the next round."""
+        parity = (self.number + 1) & 1
+        views = self._views.get((dtype, numel, parity))
+        if views is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            views = [slot[: numel * dtype.itemsize].view(dtype) for slot in self.slots[parity]]
+            self._views[dtype, numel, parity] = views
+        return views
+
+    def announce(self, digest: int, location: int) -> None:
+        """What the others find on the board from the next round on (`agree`, `same_location`)."""
+        self._digest, self._location = digest, location
+
+    def arrive(self) -> int:
+        """Say that this rank has written all it wants to in the next round; returns the round's
+        number.
+        """
+        number = self.number + 1
+        words = self._mine
+        words[2 + (number & 1)] = self._digest
+        words[4 + (number & 1)] = self._location
+        words[0] = number
+        self.number = number
+        return number
+
+    def reached(self, number: int) -> bool:
+        for board in self._others:  # noqa: SIM110  (`all` with a generator takes twice as long)
+            if board[0] < number:
+                return False
+        return True
+
+    def missing(self, number: int) -> list[int]:
+        return [rank for rank, board in enumerate(self._boards) if board[0] < number]
+
+    def agree(self) -> bool:
+        """Whether everybody gave the same digest for the round that was just reached."""
+        return self._all_wrote(2 + (self.number & 1))
+
+    def same_location(self) -> bool:
+        """Whether everybody gave the same location for the round that was just reached."""
+        return self._all_wrote(4 + (self.number & 1))
+
+    def _all_wrote(self, word: int) -> bool:
+        mine = self._mine[word]
+        for board in self._others:  # noqa: SIM110
+            if board[word] != mine:
+                return False
+        return True
+
+
+# -- tensors
+
+_OFFSET_BITS = 40
+
+
+class Region(NamedTuple):
+    """One allocation."""
+
+    number: int  # the same on every rank
+    start: int  # where it begins and ends in this process
+    stop: int
+    memory: list[Tensor]  # all ranks' memory of it as bytes (own: empty)
+    # of others' memory (own: empty), with their bounds
+    views: dict[Any, tuple[int, int, list[Tensor]]]
+
+
+class Regions:
+    """The allocations of one rank. All ranks add theirs in the same order."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        # in ascending order; replaced, as `_forget` may run in any thread
+        self._starts: tuple[int, ...] = ()
+        self._by_start: dict[int, Region] = {}
+        self._by_number: dict[int, Region] = {}
+        self._num_added = 0
+
+    def add(self, maps: Sequence[mmap.mmap | memoryview], dtype: torch.dtype) -> Tensor:
+        """All of this rank's map as a tensor; the region is forgotten, and its memory unmapped,
+        with the last view.
+        """
+        self._num_added += 1
+        own = maps[self._rank]
+        tensor = torch.frombuffer(own, dtype=dtype)
+        # a view of its own memory would keep it for ever
+        nothing = torch.empty(0, dtype=torch.uint8)
+        memory = [
+            nothing if theirs is own else torch.frombuffer(theirs, dtype=torch.uint8)
+            for theirs in maps
+        ]
+        start = tensor.data_ptr()
+        region = Region(self._num_added, start, start + tensor.nbytes, memory, {})
+        self._by_start[start] = self._by_number[region.number] = region
+        self._starts = tuple(sorted(self._by_start))
+        weakref.finalize(own, self._forget, start, region.number).atexit = False
+        return tensor
+
+    def _forget(self, start: int, number: int) -> None:
+        self._by_number.pop(number, None)
+        region = self._by_start.get(start)
+        # the address may have been given out anew
+        if region is not None and region.number == number:
+            del self._by_start[start]
+            self._starts = tuple(sorted(self._by_start))
+
+    def location(self, flat: Tensor) -> int:
+        """Region and offset of ``flat`` in one number: the same for counterparts on all ranks, 0
+        outside of regions.
+        """
+        address = flat.data_ptr()
+        starts = self._starts
+        index = bisect_right(starts, address)
+        region = self._by_start.get(starts[index - 1]) if index else None
+        if region is None or address >= region.stop:
+            return 0
+        if flat.is_conj() or flat.is_neg():  # its bytes are not its values
+            return 0
+        return (region.number << _OFFSET_BITS) + address - region.start
+
+    def all_ranks(self, flat: Tensor, location: int, index: int | None = None) -> list[Tensor]:
+        """By rank, the counterparts of 1-D ``flat``, which lies at ``location``; or their
+        ``index``-th shards.
+        """
+        region = self._by_number[location >> _OFFSET_BITS]
+        key = location, flat.numel(), flat.dtype, index
+        cut = region.views.get(key)
+        if cut is None:
+            if len(region.views) >= _MAX_VIEWS:
+                region.views.clear()
+            cut = region.views[key] = _cut(
+                region.memory, flat, location & ((1 << _OFFSET_BITS) - 1), index
+            )
+        start, stop, views = cut
+        everyones = views.copy()
+        everyones[self._rank] = flat[start:stop]
+        return everyones
+
+
+def _cut(
+    memory: Sequence[Tensor], flat: Tensor, offset: int, index: int | None
+) -> tuple[int, int, list[Tensor]]:
+    """The bounds of shard ``index`` of ``flat``, or of all of it, and that part of all
+    ``memory``.
+    """
+    start, stop = (
+        (0, flat.numel()) if index is None else shard_bounds(flat.numel(), len(memory), index)
+    )
+    first, last = (offset + bound * flat.itemsize for bound in (start, stop))
+    return start, stop, [bytes_[first:last].view(flat.dtype) for bytes_ in memory]
