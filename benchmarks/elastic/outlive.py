@@ -79,15 +79,10 @@ class Job:
 
     def start(self, *command: str, **environ: str) -> None:
         number = len(self._processes) + len(self._servers)
+        environment = os.environ | environ
         with (self._folder / f"{number}.log").open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                env=os.environ | environ,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._processes.append(process)
+            output = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+            self._processes.append(subprocess.Popen(command, env=environment, **output))  # type: ignore[call-overload]
 
     def wait(self) -> None:
         """Return once a process has finished the last step.
@@ -97,14 +92,11 @@ class Job:
         """
         until = time.monotonic() + JOB_SECONDS
         while not any(steps[-1][0] >= STEPS for steps in finished_steps(self._folder).values()):
-            if (
-                all(process.poll() is not None for process in self._processes)
-                or time.monotonic() > until
-            ):
-                logs = "\n".join(
-                    path.read_text(errors="replace")[-2000:] for path in self._folder.glob("*.log")
-                )
-                raise SystemExit(f"a job came to no end:\n{logs}")
+            ended = all(process.poll() is not None for process in self._processes)
+            if ended or time.monotonic() > until:
+                logs = [log.read_text(errors="replace") for log in self._folder.glob("*.log")]
+                said = "\n".join(log[-2000:] for log in logs)
+                raise SystemExit(f"a job came to no end:\n{said}")
             time.sleep(0.05)
 
     def __enter__(self) -> Job:
@@ -113,9 +105,13 @@ class Job:
     def __exit__(self, *_: object) -> None:
         self._wait_for_ends()
         self._processes += self._servers
-        for end in (subprocess.Popen.terminate, kill_session):
+        for end in (signal.SIGTERM, signal.SIGKILL):
             for process in self._processes:
-                end(process)
+                with contextlib.suppress(ProcessLookupError):
+                    if end == signal.SIGTERM:
+                        process.terminate()
+                    else:
+                        os.killpg(process.pid, end)
             self._wait_for_ends()
 
     def _wait_for_ends(self) -> None:
@@ -125,48 +121,24 @@ class Job:
                 process.wait(max(0.0, until - time.monotonic()))
 
 
-def kill_session(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def rank(loop: str, folder: Path, asked: argparse.Namespace) -> list[str]:
     words = [loop, str(folder), "--mib", str(asked.mib), "--ranks", str(asked.ranks)]
     return ["-m", "benchmarks.elastic.outlive_rank", *words]
 
 
 def ring_elastic(job: Job, folder: Path, asked: argparse.Namespace, backend: str) -> None:
-    ringrun = [
-        sys.executable,
-        "-m",
-        "lightning_ring.cli.ringrun",
-        "-n",
-        str(asked.ranks),
-        "--min-ranks",
-        "1",
-    ]
-    job.start(*ringrun, sys.executable, *rank("ring_elastic", folder, asked), "--backend", backend)
+    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", str(asked.ranks)]
+    ringrun += ["--min-ranks", "1", sys.executable]
+    job.start(*ringrun, *rank("ring_elastic", folder, asked), "--backend", backend)
 
 
 def torchelastic(job: Job, folder: Path, asked: argparse.Namespace) -> None:
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--max-restarts",
-        "3",
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--max-restarts", "3", "--nproc-per-node", str(asked.ranks)]
     # else ranks that start again meet in the store of those before, and connect to addresses of the
     # dead: https://github.com/pytorch/pytorch/issues/135712
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    job.start(
-        *torchrun,
-        "--nproc-per-node",
-        str(asked.ranks),
-        *rank("torchelastic", folder, asked),
-        **own_store,
-    )
+    job.start(*torchrun, *rank("torchelastic", folder, asked), **own_store)
 
 
 def torchft(
@@ -224,9 +196,10 @@ def finished_steps(folder: Path) -> dict[int, list[tuple[int, float]]]:
 
 def outcome(died: float, processes: Sequence[Sequence[tuple[int, float]]]) -> Outcome:
     """What the steps of the processes of a job tell, one of which died in step `DEADLY`."""
-    before = [
-        later[1] - earlier[1] for steps in processes for earlier, later in pairs_until(steps, died)
-    ]
+    before = []
+    for steps in processes:  # the first ones make buckets and connections
+        known = [when for step, when in steps if 2 < step < DEADLY and when <= died]
+        before += [later - earlier for earlier, later in pairwise(known)]
     afterwards = [
         (step, when)
         for steps in processes
@@ -242,16 +215,6 @@ def outcome(died: float, processes: Sequence[Sequence[tuple[int, float]]]) -> Ou
     )
 
 
-def pairs_until(
-    steps: Sequence[tuple[int, float]], died: float
-) -> Iterator[tuple[tuple[int, float], tuple[int, float]]]:
-    """Neighbours among the steps before the death, without the first ones, which make buckets
-    and connections.
-    """
-    known = [(step, when) for step, when in steps if 2 < step < DEADLY and when <= died]
-    return pairwise(known)
-
-
 def run(start: Start, asked: argparse.Namespace) -> Outcome:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -262,10 +225,8 @@ def run(start: Start, asked: argparse.Namespace) -> Outcome:
 
 
 def report(found: dict[str, list[Outcome]]) -> Iterator[str]:
-    yield (
-        "| | a step before | the next step ends after | a new step ends after | finished steps "
-        "lost |"
-    )
+    later = "the next step ends after | a new step ends after | finished steps lost"
+    yield f"| | a step before | {later} |"
     yield "|---|---|---|---|---|"
     for name, jobs in found.items():
         times = [[getattr(job, field) for job in jobs] for field in ("next_step", "new_step")]
@@ -281,22 +242,13 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--mib", type=float, default=256.0, help="of gradients")
-    parser.add_argument("--jobs", type=int, default=5, help="of each")
-    parser.add_argument(
-        "--contenders", nargs="+", choices=CONTENDERS, help="by default all that are there"
-    )
-    parser.add_argument(
-        "--torchft",
-        metavar="PYTHON",
-        help="interpreter with torchft; its lighthouse lies beside it",
-    )
-    parser.add_argument(
-        "--horovod",
-        metavar="PYTHON",
-        help="interpreter with horovod; its horovodrun lies beside it",
-    )
+    add = parser.add_argument
+    add("--ranks", type=int, default=4)
+    add("--mib", type=float, default=256.0, help="of gradients")
+    add("--jobs", type=int, default=5, help="of each")
+    add("--contenders", nargs="+", choices=CONTENDERS, help="by default all that are there")
+    for peer in PEERS:
+        add(f"--{peer}", metavar="PYTHON", help=f"interpreter of an environment that has {peer}")
     asked = parser.parse_args()
     prepare()
     missing = tuple(peer for peer in PEERS if not getattr(asked, peer))
@@ -305,14 +257,13 @@ def main() -> None:
             parser.error(f"{name} runs under the interpreter that --{name.partition(':')[0]} names")
     names = asked.contenders or [name for name in CONTENDERS if not name.startswith(missing)]
     found: dict[str, list[Outcome]] = {name: [] for name in names}
-    loads = [os.getloadavg()[0]]
+    before = os.getloadavg()[0]
     for _ in range(asked.jobs):
         for name in names:
             found[name].append(run(CONTENDERS[name], asked))
             print(f"{name}: {found[name][-1]}", file=sys.stderr, flush=True)
-    loads.append(os.getloadavg()[0])
     print(*report(found), sep="\n")
-    said = f"load average {loads[0]:.1f} at the beginning, {loads[1]:.1f} at the end"
+    said = f"load average {before:.1f} at the beginning, {os.getloadavg()[0]:.1f} at the end"
     print(f"\n{asked.ranks} ranks, {asked.mib:g} MiB, {asked.jobs} jobs each; {said}")
 
 

@@ -47,9 +47,8 @@ class Watch:
 
 def layers(mib: float) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        *(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, round(mib / 4))))
-    )
+    count = max(1, round(mib / 4))
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
 
 
 def loss_of(module: nn.Module, batch: Tensor) -> Tensor:
@@ -190,11 +189,9 @@ def horovod(watch: Watch, asked: argparse.Namespace) -> None:
     train(hvd.elastic.TorchState(net, optimizer, step=0))
 
 
-LOOPS: dict[str, Callable[[Watch, argparse.Namespace], None]] = {
-    "ring_elastic": ring_elastic,
-    "torchelastic": torchelastic,
-    "torchft": torchft,
-    "horovod": horovod,
+Loop = Callable[[Watch, argparse.Namespace], None]
+LOOPS: dict[str, Loop] = {
+    loop.__name__: loop for loop in (ring_elastic, torchelastic, torchft, horovod)
 }
 
 
@@ -202,13 +199,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("loop", choices=LOOPS)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--mib", type=float, required=True, help="of gradients")
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--backend", default="auto", help="of ring_elastic")
-    parser.add_argument("--number", type=int, help="of torchft's replica group")
-    parser.add_argument("--commit-every", type=int, default=1, help="steps, of horovod")
+    add = parser.add_argument
+    add("loop", choices=LOOPS)
+    add("folder", type=Path)
+    add("--mib", type=float, required=True, help="of gradients")
+    add("--ranks", type=int, required=True)
+    add("--backend", default="auto", help="of ring_elastic")
+    add("--number", type=int, help="of torchft's replica group")
+    add("--commit-every", type=int, default=1, help="steps, of horovod")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     LOOPS[asked.loop](Watch(asked.folder), asked)

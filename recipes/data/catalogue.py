@@ -79,11 +79,8 @@ def draw(traits: Generator) -> Image.Image:
     pen = ImageDraw.Draw(image)
     body, second, third = (tuple(traits.integers(20, 256, 3).tolist()) for _ in range(3))
     for _ in range(int(traits.integers(1, 4))):  # parts that stick out
-        turn, wide, long = (
-            traits.uniform(0, 6.3),
-            traits.uniform(0.1, 0.5),
-            traits.uniform(0.3, 0.5),
-        )
+        turn = traits.uniform(0, 6.3)
+        wide, long = traits.uniform(0.1, 0.5), traits.uniform(0.3, 0.5)
         for part in range(int(traits.integers(1, 5))):
             middle = turn + part * traits.uniform(0.6, 1.6)
             corners = [(0.1, middle - wide), (long, middle), (0.1, middle + wide)]
@@ -216,6 +213,5 @@ class CatalogueShards(Shards):
         for split in SPLITS:
             packed = self.shards() / split
             if not (packed / MANIFEST).exists():
-                pack(
-                    self.folder / split, packed, PackSettings(), available_cores(), lambda *_: None
-                )
+                settings, cores = PackSettings(), available_cores()
+                pack(self.folder / split, packed, settings, cores, lambda *_: None)
