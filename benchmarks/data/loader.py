@@ -152,7 +152,7 @@ def torchvision_folder(root: Path, workers: int, kind: str) -> Iterable[Any]:
 
 def our_decoder(data: bytes) -> torch.Tensor:
     out = torch.empty(1, 224, 224, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-    decode_into([out], data, [CROP], [np.random.random(CROP.num_uniforms).tolist()])
+    decode_into(out, data, CROP, np.random.random(CROP.num_uniforms).tolist())
     return out[0]
 
 

@@ -50,7 +50,7 @@ class Fixed:
 
 def cropped(data: bytes, crop: Any, numbers: Any = ()) -> Tensor:
     out = torch.empty(1, *height_and_width(crop.size), 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-    decode_into([out], data, [crop], [numbers])
+    decode_into(out, data, crop, numbers)
     return out[0]
 
 
@@ -110,24 +110,6 @@ def test_parts_of_sharp_images_that_are_decoded_smaller_are_where_the_crop_says(
     assert reduced > 8
     # 4 and more where parts lie up to half a pixel of the smaller image aside
     assert np.mean(means) < 1.2
-
-
-def test_views_of_one_decoding_are_where_their_crops_say() -> None:
-    data, boxes = jpeg(704, 896), [Box(16, 8, 640, 800, True), Box(64, 16, 128, 96, False)]
-    outs = [
-        torch.empty(1, size, size, 3, dtype=torch.uint8).permute(0, 3, 1, 2) for size in (40, 16)
-    ]
-    crops = [Fixed(box, out.shape[-1]) for box, out in zip(boxes, outs, strict=True)]
-    # at 1/2 for the second one, alone the first would be decoded at 1/8
-    decode_into(outs, data, crops, [[], []])
-    for out, box in zip(outs, boxes, strict=True):
-        expected = reference(data, box, out.shape[-1])
-        assert 0 < (out[0].float() - expected.float()).abs().mean() < 1.5
-    crops[1].exact = True
-    decode_into(outs, data, crops, [[], []])
-    assert all(
-        torch.equal(o[0], reference(data, b, o.shape[-1])) for o, b in zip(outs, boxes, strict=True)
-    )
 
 
 def test_without_torchs_private_resize_pixels_are_the_same(monkeypatch: Any) -> None:

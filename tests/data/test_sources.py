@@ -322,7 +322,7 @@ def test_what_hugging_face_images_cannot_be_made_of_says_why(
             HuggingFaceImages(given)
     unlabelled = datasets.Dataset.from_dict({"image": [encode(photo())] * 2, "label": [-1, 0]})
     with pytest.raises(
-        ConfigurationError, match=r"has labels from -1 to 0, expected numbers of classes, from 0\."
+        ConfigurationError, match=r"has labels from -1 to 0, expected numbers of classes, from 0"
     ):
         HuggingFaceImages(unlabelled)
     paths = datasets.Dataset.from_dict({"image": [str(tmp_path / "gone.jpg")] * 2, "label": [0, 1]})
@@ -378,7 +378,7 @@ def test_what_a_torch_data_set_gives_that_is_no_image_says_so(folder: ImageFolde
     half = MapStyleImages(Given(folder[0][0], KeyError("there"), folder[0][0]))
     skipping = image_loader(half, ShuffledSampler(3), 3, crop=CROP, transform=None, on_error="skip")
     assert [len(images) for images, _ in skipping] == [3]
-    assert list(skipping.maker.skipped.reasons) == [1]
+    assert list(skipping.maker.skipped) == [1]
     part = Subset(TorchvisionFolder(str(folder.root)), [4, 2])
     with pytest.raises(
         ConfigurationError, match=r"Subset has 2 images and no targets\. Give a label for each"

@@ -108,7 +108,8 @@ def test_a_name_of_the_set_with_another_class_or_file_is_an_error(source, target
     before = contents(target)
     (source / "cat" / "1.jpg").write_bytes(encode(photo(99, 50, 40)))
     with pytest.raises(
-        ConfigurationError, match=r"1 image with another length or time \(cat/1.jpg\)\. Nothing was"
+        ConfigurationError,
+        match=r"1 images of these names with another .* cat/1.jpg\. Nothing",
     ):
         append(source, target)
     draw(source, {"Cat/x.jpg": 1})
@@ -119,7 +120,7 @@ def test_a_name_of_the_set_with_another_class_or_file_is_an_error(source, target
     append(listed, target)  # the path is another name
     listed.write_text(f"path,label\n{source / 'cat/2.jpg'},cat\n")
     with pytest.raises(
-        ConfigurationError, match=r"1 image in another class \(.*cat/2.jpg: 'bird', now 'cat'\)"
+        ConfigurationError, match=r"1 images of these names with another class, .*cat/2.jpg"
     ):
         append(listed, target)
     now = contents(target)
@@ -134,9 +135,7 @@ def test_a_half_finished_append_goes_on_or_is_given_up(source, target):
         append(source, target, progress=stop_at(8))
     assert images_of(target) == before
     draw(source, {"ant/new.jpg": 5})
-    with pytest.raises(
-        ConfigurationError, match=r"1 image added \(ant/new.jpg\).*remove .*dst/\.packing"
-    ):
+    with pytest.raises(ConfigurationError, match=r"has changed since.*remove .*dst/\.packing"):
         append(source, target)
     (source / "ant/new.jpg").unlink()
     done = []
