@@ -63,6 +63,7 @@ def fit(folder: Path, fails_at: int | None = None) -> Path:
     )
     batches = DataLoader(TensorDataset(torch.randn(12, 2)), batch_size=4)
     trainer.fit(Model(fails_at), batches, batches)
+    logger.experiment.add_image("batch", torch.zeros(3, 8, 8), 5)
     return Path(logger.log_dir)
 
 
@@ -142,7 +143,7 @@ def test_a_trained_run_has_every_section_and_asks_for_nothing_else(trained: Path
     ):
         assert shown in text
     assert "fails_at" in text, "hparams.yaml"
-    assert "ring/buckets of a step, lightning_logs/version_0, step 5" in text
+    assert "batch, lightning_logs/version_0, step 5" in text
 
 
 def test_an_error_that_ends_a_run_is_shown_and_escaped(tmp_path: Path) -> None:
