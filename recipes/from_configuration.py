@@ -53,9 +53,7 @@ class FromConfiguration(L.LightningModule):
         }
 
     def keep_configuration(self, config: DictConfig) -> None:
-        """Save the parts ``model``, ``optimizer`` and ``schedule`` of ``config``, which made
-        this module.
-        """
+        """Save ``model``, ``optimizer`` and ``schedule`` of the ``config`` that made this."""
         parts: dict[str, Any] = {
             name: OmegaConf.to_container(config[name], resolve=True)
             for name in ("model", "optimizer", "schedule")

@@ -44,9 +44,7 @@ def gallery_of(folder: Path) -> Mixture:
 
 @torch.inference_mode()
 def embeddings(model: nn.Module, images: Any, crop: CenterCrop) -> Tensor:
-    """``[len(images), embedding_size]``, in the order of ``images``, as the run's evaluation
-    embeds them.
-    """
+    """``[len(images), embedding_size]``, in order, as the run's evaluation embeds them."""
     in_order = ShuffledSampler(len(images), shuffle=False, rank=0, world_size=1)
     batches = image_loader(images, in_order, 64, crop=crop, transform=DeviceTransform())
     return torch.cat([model(batch) for batch, _ in batches])

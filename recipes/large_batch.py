@@ -42,9 +42,7 @@ Node = dict[str, Any]  # of configs/large_batch.yaml
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What sets one run apart. ``part`` is evaluated on: ``val`` to choose ``base_lr``, ``test``
-    to report.
-    """
+    """A run; ``part`` is evaluated on: ``val`` to choose ``base_lr``, ``test`` to report."""
 
     method: Node
     batch_size: int
@@ -57,17 +55,13 @@ class Run:
         return scaled(self.base_lr, self.batch_size, settings["base_batch_size"])
 
     def key(self, settings: Node) -> str:
-        """Equal for runs that would do the same, whatever they are called: batch 32 needs no
-        scaling, for instance.
-        """
+        """Equal for runs that would do the same, whatever they are called."""
         method = [self.method["optimizer"], self.method["warmup_epochs"], self.lr(settings)]
         return key_of(settings, method, self.batch_size, self.seed, self.part)
 
 
 def execute(run: Run, settings: Node) -> Result:
-    """Train and evaluate, on one thread, so that as many runs as cores go on at once. Returns a
-    line of the record.
-    """
+    """Train and evaluate, on one thread; returns a line of the record."""
     torch.set_num_threads(1)
     start = time.perf_counter()
     parts = data(settings["copies"])
@@ -90,9 +84,7 @@ def execute(run: Run, settings: Node) -> Result:
 
 
 def fit(network: nn.Module, train: Images, run: Run, settings: Node) -> tuple[int, float]:
-    """Number of steps of the whole run, and the last epoch's mean loss; stops after an epoch
-    without finite loss.
-    """
+    """Steps of the run, and the last epoch's mean loss; stops where that is not finite."""
     epochs, warmup = settings["epochs"], run.method["warmup_epochs"]
     steps_per_epoch = len(train.labels) // run.batch_size
     groups = exclude_bias_and_norm(network, settings["weight_decay"])

@@ -1,6 +1,4 @@
-"""The networks: small ones for images of a few pixels, and torchvision's, as large batches need
-them.
-"""
+"""The networks: small ones for images of a few pixels, and torchvision's."""
 
 from __future__ import annotations
 

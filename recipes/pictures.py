@@ -123,9 +123,7 @@ def shown(images: Tensor) -> Tensor:
 
 
 def confusion(predicted: Tensor, labels: Tensor, names: Sequence[str], title: str = "") -> Figure:
-    """A row a class, a column what it was taken for: shares of the row, as numbers for up to 20
-    classes.
-    """
+    """A row a class, a column what it was taken for: shares, as numbers for up to 20 classes."""
     num = len(names)
     shares = confusion_matrix(predicted, labels, "multiclass", num_classes=num, normalize="true")
     every = -(-num // MOST_NAMES)

@@ -1,6 +1,4 @@
-"""A study's memory: one JSON line per finished run, so that an interrupted study goes on where it
-stopped.
-"""
+"""A study's memory, a JSON line a finished run: an interrupted one goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ def key_of(*parts: object) -> str:
 
 
 def read(file: Path) -> dict[str, Result]:
-    """Finished runs by key. A last line that was cut short by an interruption is removed from
-    the file.
-    """
+    """Finished runs by key; a last line that was cut short is removed from the file."""
     if not file.exists():
         return {}
     content = file.read_bytes()

@@ -105,9 +105,7 @@ def rank_zero_folder(folder: str) -> str:
 
 
 def new_folder(folder: str) -> str:
-    """Make ``folder``, or where it exists ``folder_2``, ``folder_3`` and so on: runs can start
-    in the same second.
-    """
+    """Make ``folder``, or ``folder_2`` and so on: runs can start in the same second."""
     for number in itertools.count(1):
         path = Path(folder if number == 1 else f"{folder}_{number}")
         try:

@@ -62,9 +62,7 @@ def judged_by(rows: list[Row]) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown: the overrides in which the runs differ, the metric that sorts them, and the
-    time.
-    """
+    """Markdown: the overrides that differ, the metric that sorts them, and the time."""
     metric = judged_by(rows)
     every = [row["overrides"].split() for row in rows]
     lines = [["overrides", metric, "time"], ["---", "---:", "---:"]]

@@ -19,7 +19,6 @@ import lightning as L
 import pytest
 import torch
 
-from benchmarks import hosts
 from benchmarks.comm.compression import code_speeds
 from benchmarks.elastic.outlive import Job, Outcome, horovod, outcome
 from benchmarks.elastic.outlive_rank import DEADLY
@@ -184,22 +183,6 @@ def test_horovod_s_ranks_are_on_hosts_of_their_own_which_are_all_this_one(
 
 
 @pytest.mark.ranks
-def test_a_contender_without_its_interpreter_is_an_error() -> None:
-    result = run(
-        [
-            sys.executable,
-            "-m",
-            "benchmarks.elastic.outlive",
-            "--contenders",
-            "ring_elastic",
-            "horovod:5s",
-        ]
-    )
-    assert result.returncode == 2
-    assert "horovod:5s runs under the interpreter that --horovod names" in result.stdout
-
-
-@pytest.mark.ranks
 def test_a_rank_is_killed_and_the_next_step_is_timed() -> None:
     words = ["--contenders", "ring_elastic:gloo", "--ranks", "2", "--mib", "4", "--jobs", "1"]
     result = run([sys.executable, "-m", "benchmarks.elastic.outlive", *words])
@@ -334,15 +317,6 @@ def _train_without_trainer(
         trainer_ways.forced(**strategy)
     L.seed_everything(3, verbose=False)
     return trainer_ways._flat(trainer_ways.Net())
-
-
-@pytest.mark.ranks
-def test_rows_with_hosts_say_what_is_missing() -> None:
-    if hosts.why_not() is None:
-        pytest.skip("there can be hosts")
-    result = run([sys.executable, "-m", "benchmarks.step", "two_hosts"])
-    assert result.returncode == 77
-    assert "no hosts: " in result.stdout
 
 
 def test_turns_are_compared_by_their_means() -> None:

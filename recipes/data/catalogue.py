@@ -12,10 +12,9 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +182,9 @@ def make_catalogue(folder: Path, catalogue: Catalogue) -> None:
     try:
         for split, thing in {(split, thing) for split, thing, _ in todo}:
             (unfinished / split / f"thing_{thing:03d}").mkdir(parents=True)
-        with ProcessPoolExecutor(available_cores(), mp_context=get_context("spawn")) as pool:
-            list(pool.map(partial(take, unfinished, catalogue), todo, chunksize=64))
+        Image.init()  # once, here: threads that load Pillow's plugins disturb each other
+        with ThreadPoolExecutor(available_cores()) as pool:
+            list(pool.map(partial(take, unfinished, catalogue), todo))
         (unfinished / RECORD).write_text(json.dumps(wanted))
         try:
             unfinished.rename(folder)

@@ -59,9 +59,7 @@ class Images(NamedTuple):
 
 
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image turned by up to 20 degrees, scaled by up to 15 %, shifted by up to a pixel,
-    with noise of 0.1.
-    """
+    """Each turned by up to 20°, scaled by 15 %, shifted by up to a pixel, with noise of 0.1."""
 
     def uniform(limit: float) -> Tensor:
         return (torch.rand(len(images), generator=generator) * 2 - 1) * limit

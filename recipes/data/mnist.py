@@ -1,6 +1,4 @@
-"""MNIST: 70,000 handwritten digits of 28x28 pixels, read and where needed downloaded by
-torchvision.
-"""
+"""MNIST: 70,000 handwritten digits of 28x28 pixels, read or downloaded by torchvision."""
 
 from __future__ import annotations
 

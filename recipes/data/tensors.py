@@ -16,9 +16,7 @@ from recipes.batch_size import even_batch_size, per_rank_batch_size
 
 
 def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices of the rest and of a random ``fraction`` of every class, both sorted. Depends on
-    the arguments only.
-    """
+    """Sorted indices of the rest and of a random ``fraction`` of every class."""
     generator = torch.Generator().manual_seed(seed)
     picked = []
     for label in labels.unique():
@@ -32,9 +30,7 @@ def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor
 
 
 class BatchedTensors(TensorDataset):
-    """Gives a whole batch at once, for ``collate_fn=whole_batch``; sample by sample it would take
-    100 times as long.
-    """
+    """Gives a whole batch at once, for ``collate_fn=whole_batch``: 100 times as fast."""
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, ...]]:
         chosen = torch.as_tensor(indices)

@@ -1,6 +1,4 @@
-"""A classification head whose classes are spread over the ranks: partial FC, for 100,000 classes
-and more.
-"""
+"""A classification head whose classes are spread over the ranks: partial FC."""
 
 from __future__ import annotations
 
@@ -18,6 +16,7 @@ from lightning_ring.algorithms.sharded.elementwise import check_can_be_sharded
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard_bounds
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.optim import LAMB, LARS
+from lightning_ring.retrieval.neighbours import gather_rows, row_counts
 
 Margin = Literal["none", "cosface", "arcface"]
 BLOCK = 1024  # classes whose first weights come from one generator, and rows that travel at a time
@@ -187,15 +186,12 @@ class ShardedHead(nn.Module):
         """
         if self.comm is None:
             return self._best(embeddings)[1]
-        own_size = torch.tensor([len(embeddings)], device=embeddings.device)
-        longest = max(map(int, self.comm.all_gather(own_size, name="sizes")))
-        padded = F.pad(_wide(embeddings), (0, 0, 0, longest - len(embeddings)))
-        rows = torch.cat(self.comm.all_gather(padded, name="embeddings"))
-        score, label = self._best(rows)
+        counts = row_counts(embeddings, self.comm.all_gather)
+        score, label = self._best(gather_rows(_wide(embeddings), self.comm.all_gather))
         scores = torch.stack(self.comm.all_gather(score, name="scores"))
         labels = torch.stack(self.comm.all_gather(label, name="classes"))
         best = labels.gather(0, scores.argmax(0, keepdim=True)).squeeze(0)
-        start = self.comm.rank * longest
+        start = sum(counts[: self.comm.rank])
         return best[start : start + len(embeddings)]
 
     def _best(self, rows: Tensor) -> tuple[Tensor, Tensor]:

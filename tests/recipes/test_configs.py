@@ -111,11 +111,10 @@ def test_goyals_schedule_warms_up_from_the_unscaled_rate_and_steps_by_epochs(com
 
 
 @pytest.mark.parametrize("schedule", options("schedule"))
-@pytest.mark.parametrize(
-    "experiment", [name for name in options("experiment") if name.startswith("imagenet")]
-)
-def test_every_schedule_fits_the_experiments_in_epochs(experiment, schedule, composed):
-    config = composed(f"experiment={experiment}", f"schedule={schedule}", "trainer.max_epochs=90")
+def test_every_schedule_can_be_given_in_epochs(schedule, composed):
+    config = composed(
+        "experiment=imagenet_resnet50", f"schedule={schedule}", "trainer.max_epochs=90"
+    )
     factor = instantiate(config.schedule)(total=900)
     warmup = config.schedule.warmup_epochs
     assert factor(0) < 1
@@ -203,24 +202,6 @@ def test_every_loss_and_its_miner_make_an_embedding_better(loss, composed):
         losses[-1].backward()
         optimizer.step()
     assert losses[-1] < 0.8 * losses[0]
-
-
-@pytest.mark.ranks  # takes seconds
-def test_own_packed_images_take_the_catalogues_place(composed, catalogue):
-    own = [option for option in TINY_CATALOGUE if "drawing" not in option]
-    _, data = recipes.train.model_and_data(
-        composed("experiment=scan_to_identify", *TINY_CATALOGUE, catalogue)
-    )
-    data.prepare_data()
-    config = composed(
-        "experiment=scan_to_identify",
-        "data=shards",
-        *own,
-        f"{catalogue}/shards",
-        "data.indices=true",
-    )
-    metrics = recipes.train.train(config)
-    assert {"test/R@1", "test_unseen/R@1"} <= set(metrics)
 
 
 @pytest.mark.ranks  # takes seconds
@@ -319,29 +300,8 @@ def test_debug_experiment_takes_two_steps_and_its_checkpoint_resumes(composed, t
     assert metrics["test/images"] == 359
     assert f"test accuracy {metrics['test/accuracy']:.4f} on 359 images" in capsys.readouterr().out
     assert torch.load(last, weights_only=False)["global_step"] == 2
+    images = EventAccumulator(str(tmp_path)).Reload().Tags()["images"]
+    assert {"train/batch", "val/confusion", "test/confusion"} <= set(images)
 
     recipes.train.train(composed("experiment=debug", f"ckpt_path={last}", "trainer.max_epochs=2"))
     assert torch.load(last, weights_only=False)["global_step"] == 4
-
-
-@pytest.mark.ranks  # takes seconds
-def test_run_is_the_same_for_the_same_seed(composed):
-    losses = [
-        recipes.train.train(composed("experiment=debug", f"seed={seed}"))["test/loss"]
-        for seed in (1, 1, 2)
-    ]
-    assert losses[0] == losses[1] != losses[2]
-
-
-@pytest.mark.ranks  # takes seconds
-def test_the_last_checkpoint_is_the_last_also_where_it_is_not_the_best(composed, tmp_path):
-    # of epochs, the first has the least number
-    best = ("callbacks.checkpoint.monitor=epoch", "+callbacks.checkpoint.mode=min")
-    recipes.train.train(composed("experiment=debug", "trainer.max_epochs=3", *best))
-    steps = {
-        name: torch.load(tmp_path / "checkpoints" / f"{name}.ckpt", weights_only=False)[
-            "global_step"
-        ]
-        for name in ("best", "last")
-    }
-    assert steps == {"best": 2, "last": 6}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -148,7 +147,3 @@ def test_table_reads_as_expected():
         "| --- | --- | --- |\n"
         "| A | 91.00 ± 1.41 (0.1) | 80.00 ± 0.00 (0.25*) |\n"
     )
-
-
-def test_folder_is_the_same_for_every_start():
-    assert "${now:" not in Path(ROOT / "configs" / "large_batch.yaml").read_text()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -19,7 +17,7 @@ from lightning_ring.data import ShardDataset
 from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.packing.run import pack
 from lightning_ring.errors import ConfigurationError
-from recipes.data.shards import Shards, number_as
+from recipes.data.shards import Shards
 
 
 def photos(root: Path, classes: str) -> Path:
@@ -86,16 +84,6 @@ def test_a_training_goes_on_without_the_images_that_were_appended_since(tmp_path
         assert len(later.datasets["train"]) == images
 
 
-def test_numbering_takes_time_in_proportion_to_the_classes(tmp_path):
-    names = [f"{i:06d}" for i in range(100_000)]
-    labels = np.arange(len(names) - 1, dtype=np.int32)
-    dataset = SimpleNamespace(classes=names[1:], labels=labels, root="x")
-    start = time.perf_counter()
-    number_as(names, dataset, "x has")
-    assert time.perf_counter() - start < 20  # a search of the list for each name takes a minute
-    assert np.array_equal(dataset.labels, labels + 1)
-
-
 def test_packed_numbers_can_be_given(tmp_path):
     source = photos(tmp_path / "src", "bd")
     (tmp_path / "classes.txt").write_text("d\nc\nb\n")
@@ -134,6 +122,15 @@ class MeanRed(L.LightningModule):
 
     def configure_optimizers(self):
         return None
+
+
+def test_too_few_images_for_a_step_or_for_the_ranks(tmp_path, monkeypatch):
+    data = shards(tmp_path, "bcd", 3, batch_size=4, sampler="balanced")
+    with pytest.raises(ConfigurationError, match="more than the 3 images"):
+        data.train_dataloader()
+    monkeypatch.setattr(data, "world_size", lambda: 4)
+    with pytest.raises(ConfigurationError, match="cannot be evaluated on 4 ranks"):
+        data.val_dataloader()
 
 
 def test_a_trainer_tests_by_the_names_of_the_checkpoint(tmp_path):

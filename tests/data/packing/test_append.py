@@ -6,10 +6,8 @@ import pickle
 import shutil
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
-import torch
 
 from lightning_ring.cli.main import main
 from lightning_ring.data import CenterCrop, Mixture, ShardDataset, ShuffledSampler, image_loader
@@ -307,44 +305,3 @@ def test_ranks_that_opened_different_generations_are_told(source, target):
     assert "ranks read different images: rank 0 reads 'generation 0, " in told[0]
     assert "rank 1 reads 'generation 1, " in told[0]
     assert run_ranks(3, lambda comm: check(comm, sets[1:2] * 3)) == ["the same"] * 3
-
-
-class Remembers(L.LightningModule):
-    def __init__(self, photos: ShardDataset, folder: Any, stop: bool) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.photos, self.folder, self.stop = photos, folder, stop
-        self.seen: list[int] = []
-
-    def train_dataloader(self) -> Any:
-        return loader(self.photos)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.seen += batch[2].tolist()
-        if self.stop and batch_idx == 1:
-            self.trainer.save_checkpoint(self.folder / "mid.ckpt")
-            self.trainer.should_stop = True
-            self.trainer.fit_loop.epoch_loop.max_steps = 2
-        return self.layer(torch.ones(1)).sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_lightning_resumes_over_the_generation_that_it_trained_on(source, target, tmp_path):
-    def fit(photos: ShardDataset, stop: bool = False, ckpt_path: Any = None) -> list[int]:
-        model = Remembers(photos, tmp_path, stop)
-        quiet = dict.fromkeys(
-            ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False
-        )
-        trainer = L.Trainer(max_epochs=2, accelerator="cpu", devices=1, **quiet)
-        trainer.fit(model, ckpt_path=ckpt_path, weights_only=False)
-        return model.seen
-
-    old = ShardDataset(target)
-    whole = fit(old)
-    fit(old, stop=True)
-    append(draw(source, SECOND), target)
-    with pytest.raises(ConfigurationError, match="was saved over the images"):
-        fit(ShardDataset(target), ckpt_path=tmp_path / "mid.ckpt")
-    assert fit(ShardDataset(target, generation=0), ckpt_path=tmp_path / "mid.ckpt") == whole[8:]
