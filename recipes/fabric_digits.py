@@ -23,7 +23,6 @@ if not __package__:  # run as a script: make `recipes` importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import lightning_ring  # noqa: F401  registers "ring"
-from lightning_ring.monitor import LoopMonitor
 from lightning_ring.optim import exclude_bias_and_norm
 from lightning_ring.schedules import WarmupLR, warmup_cosine
 from recipes.batch_size import per_rank_batch_size
@@ -43,7 +42,6 @@ def main() -> None:
         accelerator="cpu",
         strategy=options.strategy,
         devices=options.devices,
-        callbacks=LoopMonitor(log_every_n_steps=10) if "ring" in options.strategy else None,
         loggers=CSVLogger(options.logs, name="fabric_digits"),
     )
     fabric.launch()

@@ -451,8 +451,6 @@ class StepWindow:
         self._told: list[CollectiveRecord] = []
         self._ended: tuple[StepRecord, list[CollectiveRecord]] | None = None
         self._steps = deque[RecordedStep](maxlen=200)
-        # the last step that was taken
-        self.latest: RecordedStep | None = None
         self._first = True
 
     def on_step(self, record: StepRecord) -> None:
@@ -472,7 +470,6 @@ class StepWindow:
             steps.append(self._steps.popleft())
         if not steps:
             return StepTimes.unknown()
-        self.latest = steps[-1]
         if self._first and len(steps) > 1:
             del steps[0]
         self._first = False

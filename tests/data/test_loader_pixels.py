@@ -15,7 +15,6 @@ from torch import Tensor
 from benchmarks.data.loader import draw
 from lightning_ring.data import CenterCrop, DeviceTransform, RandomResizedCrop
 from lightning_ring.data.decoding import decode_rgb
-from lightning_ring.data.loading import transforms as transforming
 from lightning_ring.data.loading.transforms import Box, Size, decode_into, height_and_width
 from lightning_ring.data.sampling.counters import Stream, uniforms
 from lightning_ring.errors import ConfigurationError
@@ -107,13 +106,6 @@ def test_parts_of_sharp_images_that_are_decoded_smaller_are_where_the_crop_says(
     assert reduced > 8
     # 4 and more where parts lie up to half a pixel of the smaller image aside
     assert np.mean(means) < 1.2
-
-
-def test_without_torchs_private_resize_pixels_are_the_same(monkeypatch: Any) -> None:
-    data, box = jpeg(256, 341), Fixed(Box(9, 17, 200, 224, True), 96)
-    expected = cropped(data, box)
-    monkeypatch.setattr(transforming, "_resize", None)
-    assert torch.equal(cropped(data, box), expected)
 
 
 def test_images_that_simplejpeg_cannot_read() -> None:

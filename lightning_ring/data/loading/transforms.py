@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -271,11 +271,6 @@ class DeviceTransform(nn.Module):
 _ALIGNMENT = 64  # bytes: no vector is longer
 
 
-# what `interpolate` calls, without the copy that would leave channels last; private, so torch may
-# drop it
-_resize: Any = getattr(torch._C._nn, "_upsample_bilinear2d_aa", None)
-
-
 class _Scratch(threading.local):
     """Memory that a thread decodes into, again and again: fresh pages cost more than a copy."""
 
@@ -318,10 +313,7 @@ def decode_into(
     if flip:
         pixels = pixels.flip(-1)
     size = height_and_width(crop.size)
-    if _resize is None:
-        out.copy_(interpolate(pixels, size, mode="bilinear", antialias=True))
-    else:
-        _resize(pixels, size, False, None, None, out=out)
+    out.copy_(interpolate(pixels, size, mode="bilinear", antialias=True))
 
 
 def _decode(

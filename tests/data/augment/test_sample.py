@@ -27,7 +27,7 @@ TRANSFORMS = {
     "many": v2.Compose(
         [
             v2.RandomOrder([v2.RandomPhotometricDistort(), v2.RandomInvert()]),
-            v2.RandomApply([v2.ElasticTransform()]),
+            v2.RandomApply([v2.RandomPerspective()]),
             v2.RandomRotation(20),
             v2.GaussianBlur(3),
             v2.RandomErasing(0.5),
