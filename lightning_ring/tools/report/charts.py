@@ -149,7 +149,7 @@ def _figure(figure: Figure, title: str, notes: str) -> Markup:
     text = re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", text, count=5)
     text = re.sub(r'id="(run-\d+)"', r'class="\1"', text.replace("xlink:href", "href"))
     # the same in every chart
-    text = re.sub(r' id="[A-Za-z0-9.]+_[\w.]*"| font-family: [^;]+;', "", text)
+    text = re.sub(r' id="[A-Za-z0-9.]+_[\w.]*"| font-family: [^;"]+;?', "", text)
     text = re.sub(r"#0100(\d)0\b", r"var(--c\1)", text.replace(_TEXT, "var(--soft)"))
     text = " ".join(text.split())
     head = Markup('<figure class="chart"><figcaption>{} <small>{}</small></figcaption>').format(

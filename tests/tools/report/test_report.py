@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ring.cli import main as dispatcher
 from lightning_ring.monitor import RingMonitor
 from lightning_ring.tools.report import page as report_page
+from lightning_ring.tools.report.charts import line_chart
 from lightning_ring.tools.report.page import choose_metric, settings, slowest_ranks, write_page
 from lightning_ring.tools.report.runs import read_runs
 from tests.monitor.browser import NAMES, executable, open_page
@@ -144,6 +145,11 @@ def test_a_trained_run_has_every_section_and_asks_for_nothing_else(trained: Path
         assert shown in text
     assert "fails_at" in text, "hparams.yaml"
     assert "batch, lightning_logs/version_0, step 5" in text
+
+
+def test_powers_of_ten_on_an_axis_are_whole() -> None:
+    points = [(0.0, 1760.0), (2.0, 56338.0), (5.0, 29049.0)]
+    assert Balanced(line_chart("loss", {0: points}, "step", log=True)).open == []
 
 
 def test_an_error_that_ends_a_run_is_shown_and_escaped(tmp_path: Path) -> None:
