@@ -5,20 +5,17 @@ environment and end, which `lightning-ring report` shows.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import platform
 import re
 import socket
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader
 
 from lightning_ring.host.accelerator import gpu_module, is_gpu
@@ -32,15 +29,10 @@ class Dashboard:
     cannot.
 
     Layout and hyper-parameters are written at once; hyper-parameters only where the run ``begins``.
-    Without TensorBoard: one warning, and nothing is written.
     """
 
     def __init__(self, trainer: Trainer, *, begins: bool = True) -> None:
-        loggers = trainer.loggers
-        self._loggers = [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
-        csv_instead = any(isinstance(logger, CSVLogger) for logger in loggers)
-        if not self._loggers and csv_instead and importlib.util.find_spec("tensorboard") is None:
-            _warn_of_missing_tensorboard()
+        self._loggers = [one for one in trainer.loggers if isinstance(one, TensorBoardLogger)]
         if begins:
             _log_hyperparameters(trainer)
         charts = layout(trainer)
@@ -183,15 +175,6 @@ def _log_hyperparameters(trainer: Trainer) -> None:
     params.pop("_class_path", None)
     for logger in trainer.loggers:
         logger.log_hyperparams(params | hyperparameters(trainer))
-
-
-@cache
-def _warn_of_missing_tensorboard() -> None:
-    rank_zero_warn(
-        "lightning_ring: tensorboard is not installed: scalars go to the other loggers, and its "
-        "pages are left out. `pip install 'lightning-ring[monitor]'` brings it; "
-        "RingStrategy(monitor=False) measures nothing."
-    )
 
 
 # -- texts
