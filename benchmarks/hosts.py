@@ -30,6 +30,7 @@ _NETWORK = "10.78.0"
 _ETC = Path("/etc/netns")
 # what the limiter lets through at once: enough for a full gigabit, too little to hide the limit
 _BURST = "256kb"
+_HANDED_ON = ("PATH", "PYTHONPATH", "OMP_NUM_THREADS")
 
 # What mpirun calls instead of ssh: agent [OPTIONS] HOST COMMAND...
 _AGENT = """#!/bin/sh
@@ -54,19 +55,8 @@ class Hosts:
 
     def on(self, host: str, *command: str) -> list[str]:
         """The line that runs ``command`` on ``host``."""
-        return [
-            "ip",
-            "netns",
-            "exec",
-            host,
-            "unshare",
-            "--uts",
-            "sh",
-            "-c",
-            'hostname "$0"; exec "$@"',
-            host,
-            *command,
-        ]
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', host]
+        return ["ip", "netns", "exec", host, *named, *command]
 
     def mpirun(self, num_ranks: int, *command: str, options: Sequence[str] = ()) -> list[str]:
         """The line that runs ``command`` in ``num_ranks`` ranks, round-robin over the hosts, from
@@ -77,33 +67,16 @@ class Hosts:
         """
         slots = -(-num_ranks // len(self.names))
         network = f"{_NETWORK}.0/24"
-        line = [
-            mpirun_path(),
-            "--allow-run-as-root",
-            "--bind-to",
-            "none",
-            "--map-by",
-            "node",
-            "-n",
-            str(num_ranks),
+        settings = [
+            f"--bind-to none --map-by node -n {num_ranks}",
+            f"--host {','.join(f'{name}:{slots}' for name in self.names)}",
+            f"--prtemca plm_ssh_agent {self.ssh} --prtemca prte_keep_fqdn_hostnames 1",
+            f"--prtemca oob_tcp_if_include {network} --mca btl_tcp_if_include {network}",
+            "--mca pml ob1 --mca btl tcp,sm,self --mca btl_tcp_links 2",
+            *(f"-x {name}" for name in _HANDED_ON if name in os.environ),
+            f"-x GLOO_SOCKET_IFNAME={INTERFACE}",
         ]
-        line += ["--host", ",".join(f"{name}:{slots}" for name in self.names)]
-        for name, value in {
-            "plm_ssh_agent": str(self.ssh),
-            "prte_keep_fqdn_hostnames": "1",
-            "oob_tcp_if_include": network,
-        }.items():
-            line += ["--prtemca", name, value]
-        for name, value in {
-            "pml": "ob1",
-            "btl": "tcp,sm,self",
-            "btl_tcp_if_include": network,
-            "btl_tcp_links": "2",
-        }.items():
-            line += ["--mca", name, value]
-        for name in ("PATH", "PYTHONPATH", "OMP_NUM_THREADS"):
-            line += ["-x", name] if name in os.environ else []
-        line += ["-x", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
+        line = [mpirun_path(), "--allow-run-as-root", *" ".join(settings).split()]
         return self.on(self.names[0], *line, *options, *command)
 
     def running(self, host: str) -> list[str]:
@@ -130,12 +103,11 @@ def why_not() -> str | None:
     if missing:
         return f"network namespaces need {', '.join(missing)} (Debian: iproute2, util-linux)"
     probe = f"ring{os.getpid()}probe"
-    added = subprocess.run(
-        ["ip", "netns", "add", probe], capture_output=True, text=True, timeout=20
-    )
-    if added.returncode:
-        return f"no network namespaces here: {added.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", probe], capture_output=True, timeout=20)
+    try:
+        _ip("netns", "add", probe)
+    except RuntimeError as error:
+        return f"no network namespaces here: {error}"
+    _ip("netns", "del", probe)
     return None
 
 
@@ -165,15 +137,9 @@ def open_hosts(count: int = 2, rate: str | None = "1gbit") -> Iterator[Hosts]:
             for number, name in enumerate(names):
                 # with its namespace it would go later, and its name be taken when this process
                 # opens hosts again
-                subprocess.run(
-                    ["ip", "link", "del", _cable(os.getpid(), number)],
-                    capture_output=True,
-                    timeout=20,
-                )
+                _try("ip", "link", "del", _cable(os.getpid(), number))
                 _remove(name)
-            subprocess.run(
-                ["ip", "link", "del", _switch(os.getpid())], capture_output=True, timeout=20
-            )
+            _try("ip", "link", "del", _switch(os.getpid()))
 
 
 def mpirun_path() -> str:
@@ -209,26 +175,19 @@ def _build(names: Sequence[str], rate: str | None) -> None:
 
 def _remove(name: str) -> None:
     """What still runs on a host ends with it."""
-    pids = subprocess.run(
-        ["ip", "netns", "pids", name], capture_output=True, text=True, timeout=20
-    ).stdout.split()
-    for pid in pids:
+    for pid in _try("ip", "netns", "pids", name).split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-    subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+    _try("ip", "netns", "del", name)
     shutil.rmtree(_ETC / name, ignore_errors=True)
 
 
 def _remove_what_killed_runs_left() -> None:
-    listed = subprocess.run(
-        ["ip", "netns", "list"], capture_output=True, text=True, timeout=20
-    ).stdout
+    listed = _try("ip", "netns", "list")
     for name, pid in re.findall(r"^(ring(\d+)h\d+)", listed, flags=re.MULTILINE):
         if not Path("/proc", pid).exists():
             _remove(name)
-            subprocess.run(
-                ["ip", "link", "del", _switch(int(pid))], capture_output=True, timeout=20
-            )
+            _try("ip", "link", "del", _switch(int(pid)))
 
 
 def _address(number: int) -> str:
@@ -254,13 +213,15 @@ def _call(*command: str) -> str:
     return done.stdout
 
 
+def _try(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hosts", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument(
-        "--rate", default="1gbit", help="of every host's link, each way, as tc writes it"
-    )
+    parser.add_argument("--rate", default="1gbit", help="of a host's link, each way, as tc says")
     parser.add_argument("-n", type=int, default=2, help="ranks, round-robin over the hosts")
     parser.add_argument("command", nargs="+", help="what each rank runs; write -- before it")
     asked = parser.parse_args()

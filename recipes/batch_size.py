@@ -36,3 +36,24 @@ def classes_per_batch(global_batch_size: int, world_size: int, images_per_class:
             f"are not a multiple of data.images_per_class={images_per_class}. Change one of them."
         )
     return rank_batch_size // images_per_class
+
+
+def even_batch_size(num_images: int, world_size: int, batch_size: int) -> int:
+    """Smallest size, at least ``batch_size``, that cuts every rank's share of an evaluation into
+    equally many batches.
+
+    Shares may differ by one image. A rank with one batch more would wait in a collective that the
+    others never call, such as DistributedDataParallel's broadcast of buffers.
+
+    Raises:
+        ConfigurationError: A rank would have no image.
+    """
+    if num_images < world_size:
+        raise ConfigurationError(
+            f"{num_images} images cannot be evaluated on {world_size} ranks: each needs at least "
+            "one. Use fewer ranks, or a larger validation and test set."
+        )
+    share, longer = divmod(num_images, world_size)
+    while longer and share % batch_size == 0:
+        batch_size += 1
+    return batch_size

@@ -6,13 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch.nn.functional as F
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric, SumMetric
 
-from lightning_ring.optim import exclude_bias_and_norm
-from lightning_ring.schedules import WarmupLR
 from recipes.from_configuration import FromConfiguration
 
 
@@ -22,11 +19,7 @@ class Classifier(FromConfiguration):
     Args:
         network: Module from images ``[batch, channels, height, width]`` to logits ``[batch,
             num_classes]``.
-        optimizer: Called with parameter groups, in which biases and normalization layers have no
-            weight decay.
-        schedule: Called with ``total``, the number of optimizer steps of the whole run; gives a
-            function from step to factor, as those in `lightning_ring.schedules`. None keeps the
-            learning rate constant.
+        optimizer, schedule: As in `FromConfiguration`.
         label_smoothing: Of the training loss (Szegedy et al. 2015, arXiv:1512.00567, section 7).
     """
 
@@ -37,10 +30,8 @@ class Classifier(FromConfiguration):
         schedule: Callable[..., Callable[[int], float]] | None = None,
         label_smoothing: float = 0.0,
     ) -> None:
-        super().__init__()
+        super().__init__(optimizer, schedule)
         self.network = network
-        self.optimizer = optimizer
-        self.schedule = schedule
         self.label_smoothing = label_smoothing
         self.val_loss, self.val_accuracy = MeanMetric(), MeanMetric()
         self.test_loss, self.test_accuracy = MeanMetric(), MeanMetric()
@@ -81,24 +72,7 @@ class Classifier(FromConfiguration):
         self.log(f"{stage}/loss", loss, on_step=False, on_epoch=True)
         self.log(f"{stage}/accuracy", correct, on_step=False, on_epoch=True, prog_bar=True)
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        weight_decay = self.optimizer.keywords.get("weight_decay", 0.0)
-        optimizer = self.optimizer(exclude_bias_and_norm(self.network, weight_decay))
-        if self.schedule is None:
-            return optimizer
-        scheduler = WarmupLR(
-            optimizer, self.schedule(total=int(self.trainer.estimated_stepping_batches))
-        )
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
-
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Share of the batch whose largest logit is the label's; 0-d, in [0, 1]. Of mixed labels the
-    larger part counts.
-    """
-    if labels.is_floating_point():  # batch x classes
-        labels = labels.argmax(dim=1)
+    """Share of the batch whose largest logit is the label's; 0-d, in [0, 1]."""
     return (logits.argmax(dim=1) == labels).float().mean()

@@ -1,4 +1,9 @@
-"""Tests a checkpoint: ``python recipes/eval.py ckpt_path=FOLDER/checkpoints/best.ckpt``."""
+"""python recipes/eval.py ckpt_path=FOLDER/checkpoints/best.ckpt [KEY.KEY=VALUE ...]
+
+Builds what the run in FOLDER trained, from the configuration that it saved, and prints the metrics
+of the checkpoint on the test images. Values can be changed, such as trainer.devices=4 or
+data.folder=OTHER; mpirun and torchrun start it too.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +19,6 @@ if not __package__:
 
 from recipes.train import describe, model_and_data, test
 
-USAGE = """\
-python recipes/eval.py ckpt_path=FOLDER/checkpoints/best.ckpt [KEY.KEY=VALUE ...]
-
-Builds what the run in FOLDER trained, from the configuration that it saved, and prints the metrics
-of the checkpoint on the test images. Values can be changed, such as trainer.devices=4 or
-data.folder=OTHER; mpirun and torchrun start it too.
-"""
-
 
 def saved_configuration(arguments: list[str]) -> DictConfig:
     """The configuration beside the checkpoint that ``arguments`` name, with their other values in
@@ -32,17 +29,13 @@ def saved_configuration(arguments: list[str]) -> DictConfig:
     """
     given = OmegaConf.from_dotlist(arguments)
     if not isinstance(given.get("ckpt_path"), str):
-        raise SystemExit(USAGE)
+        raise SystemExit(__doc__)
     checkpoint = Path(given.ckpt_path)
-    if checkpoint.is_dir():
-        inside = sorted(checkpoint.rglob("*.ckpt"))
-        names = " or ".join(f"ckpt_path={file}" for file in inside) or "it holds none"
-        raise SystemExit(f"{checkpoint} is a folder. Name a checkpoint in it: {names}")
     saved = checkpoint.absolute().parent.parent / ".hydra" / "config.yaml"
     for file in (checkpoint, saved):
         if not file.is_file():
             raise SystemExit(
-                f"{file} is not there. Expected a checkpoint where recipes/train.py left it: "
+                f"{file} is no file. Expected a checkpoint where recipes/train.py left it: "
                 "FOLDER/checkpoints/NAME.ckpt, with the configuration of the run in FOLDER/.hydra"
             )
     config = OmegaConf.load(saved)
@@ -50,18 +43,14 @@ def saved_configuration(arguments: list[str]) -> DictConfig:
     try:
         merged = OmegaConf.merge(config, given)
     except Exception as error:
-        raise SystemExit(
-            f"{' '.join(str(error).split())}. The values of that run are in {saved}"
-        ) from None
+        said = " ".join(str(error).split())
+        raise SystemExit(f"{said}. The values of that run are in {saved}") from None
     assert isinstance(merged, DictConfig)
     merged.trainer.default_root_dir = str(saved.parent.parent)
     return merged
 
 
 def main() -> None:
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(USAGE, end="")
-        return
     config = saved_configuration(sys.argv[1:])
     model, data = model_and_data(config)
     trainer = instantiate(

@@ -9,50 +9,48 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 if not __package__:  # run as a script: make `recipes` importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import lightning_ring  # noqa: F401  registers "ring"
+from lightning_ring.optim import exclude_bias_and_norm
+from lightning_ring.schedules import WarmupLR, warmup_cosine
+from recipes.batch_size import per_rank_batch_size
+from recipes.data.digits import Digits
+from recipes.data.tensors import whole_batch
+from recipes.models import SmallResNet
 
-def main(arguments: Sequence[str] | None = None) -> float:
-    """Train, and return the accuracy on the test images."""
-    options = _parser().parse_args(arguments)
-    import torch
-    from lightning.fabric import Fabric
-    from lightning.fabric.loggers import CSVLogger
-    from torch import Tensor
-    from torch.nn.functional import cross_entropy
-    from torch.utils.data import DataLoader
 
-    import lightning_ring  # noqa: F401  registers "ring"
-    from lightning_ring.monitor import LoopMonitor
-    from lightning_ring.optim import exclude_bias_and_norm
-    from lightning_ring.schedules import WarmupLR, warmup_cosine
-    from recipes.batch_size import per_rank_batch_size
-    from recipes.data.digits import Digits
-    from recipes.data.tensors import whole_batch
-    from recipes.models.resnet import SmallResNet
-
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", default="auto", help="ranks, where no launcher started them")
+    parser.add_argument("--strategy", default="ring", help="ring, ring_sharded, or ddp to compare")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--logs", default="logs", help="folder of the log and the checkpoint")
+    options = parser.parse_args()
     fabric = Fabric(
         accelerator="cpu",
         strategy=options.strategy,
-        devices=options.devices if options.devices is not None else "auto",
-        callbacks=LoopMonitor(log_every_n_steps=10)
-        if options.strategy.startswith("ring")
-        else None,
+        devices=options.devices,
         loggers=CSVLogger(options.logs, name="fabric_digits"),
     )
     fabric.launch()
-    fabric.seed_everything(options.seed, verbose=False)
+    fabric.seed_everything(1, verbose=False)
     data = Digits(batch_size=64)
     data.setup("fit")
-    batch_size = per_rank_batch_size(64, fabric.world_size)
-    images = DataLoader(
-        data.datasets["train"], batch_size, shuffle=True, drop_last=True, collate_fn=whole_batch
-    )
+    size = per_rank_batch_size(64, fabric.world_size)
+    train = data.datasets["train"]
+    images = DataLoader(train, size, shuffle=True, drop_last=True, collate_fn=whole_batch)
     loader = cast("DataLoader[Any]", fabric.setup_dataloaders(images))
 
     network = SmallResNet(in_channels=1, num_classes=10, widths=[16, 32, 64], blocks=1)
@@ -76,21 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> float:
     accuracy = int(cast(Tensor, fabric.all_reduce(right, reduce_op="sum"))) / len(labels)
     fabric.save(Path(options.logs) / "fabric_digits.ckpt", {"model": model, "optimizer": optimizer})
     fabric.print(f"test accuracy {accuracy:.4f} on {len(labels)} images")
-    return accuracy
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Train a small ResNet on scikit-learn's digits, in a loop of Fabric's."
-    )
-    parser.add_argument(
-        "--devices", type=int, help="number of ranks, where no launcher started them"
-    )
-    parser.add_argument("--strategy", default="ring", help="ring, ring_sharded, or ddp to compare")
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--logs", default="logs", help="folder of the log and the checkpoint")
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,15 +1,22 @@
-"""Checkpoints that hold the configuration of their model, and can be loaded without anything
-else.
+"""What all models of the recipes share: an optimizer with a schedule, and checkpoints that can be
+loaded without anything else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 from hydra.utils import instantiate
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from omegaconf import DictConfig, OmegaConf
+from torch.optim import Optimizer
+
+from lightning_ring.optim import exclude_bias_and_norm
+from lightning_ring.schedules import WarmupLR
 
 
 class FromConfiguration(L.LightningModule):
@@ -17,12 +24,36 @@ class FromConfiguration(L.LightningModule):
 
     ``load_from_checkpoint(FILE)`` makes it again, without further arguments; `recipes/identify.py`
     does so.
+
+    Args:
+        optimizer: Called with parameter groups, in which biases and normalization layers have no
+            weight decay.
+        schedule: Called with ``total``, the number of optimizer steps of the whole run; gives a
+            function from step to factor, as those in `lightning_ring.schedules`. None keeps the
+            learning rate constant.
     """
 
+    def __init__(
+        self, optimizer: partial[Optimizer], schedule: Callable[..., Callable[[int], float]] | None
+    ) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.schedule = schedule
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        weight_decay = self.optimizer.keywords.get("weight_decay", 0.0)
+        optimizer = self.optimizer(exclude_bias_and_norm(self, weight_decay))
+        if self.schedule is None:
+            return optimizer
+        factor = self.schedule(total=int(self.trainer.estimated_stepping_batches))
+        scheduler = WarmupLR(optimizer, factor)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
     def keep_configuration(self, config: DictConfig) -> None:
-        """Save the parts ``model``, ``optimizer`` and ``schedule`` of ``config``, which made
-        this module.
-        """
+        """Save ``model``, ``optimizer`` and ``schedule`` of the ``config`` that made this."""
         parts: dict[str, Any] = {
             name: OmegaConf.to_container(config[name], resolve=True)
             for name in ("model", "optimizer", "schedule")

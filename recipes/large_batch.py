@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -29,90 +27,50 @@ if not __package__:
 
 from lightning_ring.optim import exclude_bias_and_norm
 from lightning_ring.schedules import WarmupLR, linear_scaled_lr, sqrt_scaled_lr, warmup_poly
-from recipes.data.scans import Images, augmented_digits
-from recipes.models.cnn import small_cnn
-from recipes.record import Result, finish
+from recipes.data.digits import Images, augmented_digits
+from recipes.models import small_cnn
+from recipes.record import Result, finish, key_of, markdown
 
 SCALINGS: dict[str, Callable[[float, int, int], float]] = {
     "none": lambda base_lr, batch_size, base_batch_size: base_lr,
     "linear": linear_scaled_lr,
     "sqrt": sqrt_scaled_lr,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """A way to train, the same for every batch size.
-
-    ``optimizer`` is a Hydra node that makes a partial of parameters and lr; ``scaling`` says how
-    the learning rate grows with batch size / base batch size; ``warmup_epochs`` how long it takes
-    to get there.
-    """
-
-    label: str
-    optimizer: dict[str, Any]
-    scaling: str
-    warmup_epochs: float
-    base_lrs: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What all runs of a study share. ``copies`` are augmented images per scan."""
-
-    epochs: int
-    copies: int
-    base_batch_size: int
-    weight_decay: float
-    widths: tuple[int, ...]
+data = cache(augmented_digits)
+Node = dict[str, Any]  # of configs/large_batch.yaml
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What sets one run apart. ``part`` is evaluated on: ``val`` to choose ``base_lr``, ``test``
-    to report.
-    """
+    """A run; ``part`` is evaluated on: ``val`` to choose ``base_lr``, ``test`` to report."""
 
-    method: Method
+    method: Node
     batch_size: int
     base_lr: float
     seed: int
     part: str
 
-    def lr(self, settings: Settings) -> float:
-        return SCALINGS[self.method.scaling](
-            self.base_lr, self.batch_size, settings.base_batch_size
-        )
+    def lr(self, settings: Node) -> float:
+        scaled = SCALINGS[self.method["scaling"]]
+        return scaled(self.base_lr, self.batch_size, settings["base_batch_size"])
 
-    def key(self, settings: Settings) -> str:
-        """Equal for runs that would do the same, whatever they are called: batch 32 needs no
-        scaling, for instance.
-        """
-        method = [self.method.optimizer, self.method.warmup_epochs, self.lr(settings)]
-        text = json.dumps(
-            [asdict(settings), method, self.batch_size, self.seed, self.part], sort_keys=True
-        )
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+    def key(self, settings: Node) -> str:
+        """Equal for runs that would do the same, whatever they are called."""
+        method = [self.method["optimizer"], self.method["warmup_epochs"], self.lr(settings)]
+        return key_of(settings, method, self.batch_size, self.seed, self.part)
 
 
-@cache
-def data(copies: int) -> dict[str, Images]:
-    return augmented_digits(copies)
-
-
-def execute(run: Run, settings: Settings) -> dict[str, Any]:
-    """Train and evaluate, on one thread, so that as many runs as cores go on at once. Returns a
-    line of the record.
-    """
+def execute(run: Run, settings: Node) -> Result:
+    """Train and evaluate, on one thread; returns a line of the record."""
     torch.set_num_threads(1)
     start = time.perf_counter()
-    parts = data(settings.copies)
+    parts = data(settings["copies"])
     torch.manual_seed(run.seed)
-    network = small_cnn(1, 10, settings.widths).to(memory_format=torch.channels_last)
+    network = small_cnn(1, 10, settings["widths"]).to(memory_format=torch.channels_last)
     steps, loss = fit(network, parts["train"], run, settings)
     return {
         "key": run.key(settings),
-        "method": run.method.label,
+        "method": run.method["label"],
         "batch_size": run.batch_size,
         "base_lr": run.base_lr,
         "lr": run.lr(settings),
@@ -125,25 +83,21 @@ def execute(run: Run, settings: Settings) -> dict[str, Any]:
     }
 
 
-def fit(network: nn.Module, train: Images, run: Run, settings: Settings) -> tuple[int, float]:
-    """Number of steps of the whole run, and the last epoch's mean loss; stops after an epoch
-    without finite loss.
-    """
+def fit(network: nn.Module, train: Images, run: Run, settings: Node) -> tuple[int, float]:
+    """Steps of the run, and the last epoch's mean loss; stops where that is not finite."""
+    epochs, warmup = settings["epochs"], run.method["warmup_epochs"]
     steps_per_epoch = len(train.labels) // run.batch_size
-    groups = exclude_bias_and_norm(network, settings.weight_decay)
-    optimizer: Optimizer = instantiate(run.method.optimizer)(groups, lr=run.lr(settings))
-    factor = warmup_poly(settings.epochs, run.method.warmup_epochs, steps_per_epoch=steps_per_epoch)
-    schedule = WarmupLR(optimizer, factor)
+    groups = exclude_bias_and_norm(network, settings["weight_decay"])
+    optimizer: Optimizer = instantiate(run.method["optimizer"])(groups, lr=run.lr(settings))
+    schedule = WarmupLR(optimizer, warmup_poly(epochs, warmup, steps_per_epoch=steps_per_epoch))
     images = train.images.to(memory_format=torch.channels_last)
     generator = torch.Generator().manual_seed(run.seed)
     network.train()
     mean = math.nan
-    for _ in range(settings.epochs):
+    for _ in range(epochs):
         losses = torch.zeros(())
         order = torch.randperm(len(images), generator=generator)
-        for batch in order[: steps_per_epoch * run.batch_size].view(
-            steps_per_epoch, run.batch_size
-        ):
+        for batch in order.split(run.batch_size)[:steps_per_epoch]:
             loss = F.cross_entropy(network(images[batch]), train.labels[batch])
             loss.backward()
             optimizer.step()
@@ -153,132 +107,83 @@ def fit(network: nn.Module, train: Images, run: Run, settings: Settings) -> tupl
         mean = losses.item() / steps_per_epoch
         if not math.isfinite(mean):
             break
-    return steps_per_epoch * settings.epochs, mean
+    return steps_per_epoch * epochs, mean
 
 
 @torch.no_grad()
 def accuracy(network: nn.Module, part: Images) -> float:
     network.eval()
-    correct = sum(
-        int((network(images).argmax(1) == labels).sum())
-        for images, labels in zip(part.images.split(1000), part.labels.split(1000), strict=True)
-    )
-    return correct / len(part.labels)
+    batches = zip(part.images.split(1000), part.labels.split(1000), strict=True)
+    right = sum(int((network(images).argmax(1) == labels).sum()) for images, labels in batches)
+    return right / len(part.labels)
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One method at one batch size: its test accuracies over the seeds, at the learning rate
-    that was chosen.
+def study(config: Node, folder: Path) -> str:
+    """Choose each method's learning rate at each batch size on the validation images, train every
+    seed with it, test, write the report. Returns the table.
     """
+    settings = config["settings"]
 
-    method: str
-    batch_size: int
-    steps: int
-    lr: float
-    at_edge: bool
-    accuracies: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return statistics.mean(self.accuracies)
-
-    @property
-    def spread(self) -> float:
-        return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else 0.0
-
-
-def table(cells: Sequence[Cell]) -> str:
-    """Markdown: a row a method, a column a batch size; mean ± standard deviation in per cent,
-    and the learning rate.
-    """
-    columns = {cell.batch_size: cell.steps for cell in cells}
-    rows: dict[str, dict[int, str]] = {}
-    for cell in cells:
-        edge = "*" if cell.at_edge else ""
-        text = f"{100 * cell.mean:.2f} ± {100 * cell.spread:.2f} ({cell.lr:.3g}{edge})"
-        rows.setdefault(cell.method, {})[cell.batch_size] = text
-    header = ["method", *(f"batch {size}, {steps:,} steps" for size, steps in columns.items())]
-    lines = [header, ["---"] * len(header)]
-    lines += [[method, *(row[size] for size in columns)] for method, row in rows.items()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def study(config: dict[str, Any], folder: Path) -> list[Cell]:
-    """Choose each cell's learning rate on the validation images, train every seed with it, test,
-    write the report.
-    """
-    settings = Settings(**{name: freeze(value) for name, value in config["settings"].items()})
-    methods = [
-        Method(**{name: freeze(value) for name, value in node.items()})
-        for node in config["methods"].values()
-    ]
-    record = folder / "runs.jsonl"
-
-    def finished(groups: list[list[Run]]) -> dict[str, Result]:
+    def finished(groups: list[list[Run]]) -> list[list[Result]]:
         # small batches take longest
         runs = sorted((run for group in groups for run in group), key=lambda run: run.batch_size)
         by_key = {run.key(settings): run for run in runs}
-        return finish(by_key, partial(execute, settings=settings), line, record, config["workers"])
+        work = partial(execute, settings=settings)
+        results = finish(by_key, work, line, folder / "runs.jsonl", config["workers"])
+        return [[results[run.key(settings)] for run in group] for group in groups]
 
     tuning = [
-        [Run(method, size, lr, config["tuning_seed"], "val") for lr in method.base_lrs]
-        for method in methods
+        [Run(method, size, lr, config["tuning_seed"], "val") for lr in method["base_lrs"]]
+        for method in config["methods"].values()
         for size in config["batch_sizes"]
     ]
-    results = finished(tuning)
-    chosen = [best(runs, settings, results) for runs in tuning]
+    chosen = [best(*pair) for pair in zip(tuning, finished(tuning), strict=True)]
     tests = [[replace(run, seed=seed, part="test") for seed in config["seeds"]] for run in chosen]
-    results = finished(tests)
-    cells = [summary(runs, settings, results) for runs in tests]
-    (folder / "large_batch.md").write_text(table(cells))
-    return cells
+    found = table(chosen, finished(tests))
+    (folder / "large_batch.md").write_text(found)
+    return found
 
 
 def line(result: Result) -> str:
-    return (
-        f"{result['part']}: {result['method']}, batch {result['batch_size']}, lr "
-        f"{result['lr']:.4g}, seed {result['seed']}: accuracy {result['accuracy']:.4f} "
-        f"({result['steps']} steps, {result['seconds']} s)"
-    )
+    about = [result[name] for name in ("part", "method", "batch_size", "lr", "seed")]
+    said = "{}: {}, batch {}, lr {:.4g}, seed {}".format(*about)
+    took = f"{result['steps']} steps, {result['seconds']} s"
+    return f"{said}: accuracy {result['accuracy']:.4f} ({took})"
 
 
-def freeze(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def best(runs: Iterable[Run], settings: Settings, results: dict[str, Result]) -> Run:
+def best(runs: Iterable[Run], results: Iterable[Result]) -> Run:
     """The run of highest validation accuracy; of equals, the one of lower training loss."""
 
-    def merit(run: Run) -> tuple[float, float]:
-        result = results[run.key(settings)]
-        return result["accuracy"], -(
-            result["train_loss"] if result["train_loss"] is not None else float("inf")
-        )
+    def merit(pair: tuple[Run, Result]) -> tuple[float, float]:
+        loss = pair[1]["train_loss"]
+        return pair[1]["accuracy"], -math.inf if loss is None else -loss
 
-    return max(runs, key=merit)
+    return max(zip(runs, results, strict=True), key=merit)[0]
 
 
-def summary(runs: list[Run], settings: Settings, results: dict[str, Result]) -> Cell:
-    first, done = runs[0], [results[run.key(settings)] for run in runs]
-    lrs = first.method.base_lrs
-    return Cell(
-        method=first.method.label,
-        batch_size=first.batch_size,
-        steps=done[0]["steps"],
-        lr=first.lr(settings),
-        at_edge=first.base_lr in (min(lrs), max(lrs)),
-        accuracies=tuple(result["accuracy"] for result in done),
-    )
+def table(chosen: Sequence[Run], tests: Sequence[Sequence[Result]]) -> str:
+    """Markdown: a row a method, a column a batch size; over the seeds mean ± standard deviation in
+    per cent, and the learning rate.
+    """
+    columns: dict[str, None] = {}
+    rows: dict[str, list[str]] = {}
+    for run, results in zip(chosen, tests, strict=True):
+        columns[f"batch {run.batch_size}, {results[0]['steps']:,} steps"] = None
+        per_cent = [100 * result["accuracy"] for result in results]
+        spread = statistics.stdev(per_cent) if len(per_cent) > 1 else 0.0
+        rates = sorted(run.method["base_lrs"])
+        edge = "*" if run.base_lr in (rates[0], rates[-1]) else ""
+        cell = f"{statistics.mean(per_cent):.2f} ± {spread:.2f} ({results[0]['lr']:.3g}{edge})"
+        rows.setdefault(run.method["label"], []).append(cell)
+    return markdown(["method", *columns], [[method, *row] for method, row in rows.items()])
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="large_batch")
 def main(config: DictConfig) -> None:
     folder = Path(HydraConfig.get().runtime.output_dir)
-    container = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(container, dict)
-    cells = study({str(name): value for name, value in container.items()}, folder)
-    print(f"\n{table(cells)}\n{folder}/large_batch.md; every run is a line of runs.jsonl")
+    container: Any = OmegaConf.to_container(config, resolve=True)
+    found = study(container, folder)
+    print(f"\n{found}\n{folder}/large_batch.md; every run is a line of runs.jsonl")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from matplotlib.figure import Figure  # no pyplot: it would look for a display
 from torch import Tensor
+from torchmetrics.functional import confusion_matrix
+from torchmetrics.utilities.plot import plot_confusion_matrix
 from torchvision.utils import make_grid
 
 from lightning_ring.retrieval import nearest
@@ -70,10 +72,9 @@ class Pictures(Callback):
         self._draw(trainer, pl_module, "test")
 
     def _keep(self, trainer: L.Trainer, module: Any, batch: Any, loader: int) -> None:
-        if loader > 1:  # images to be found
-            return
         kept = self.seen.setdefault(loader, [])
-        if _writer(trainer) is None or sum(len(part[1]) for part in kept) >= self.most:
+        full = sum(len(part[1]) for part in kept) >= self.most
+        if loader > 1 or full or _writer(trainer) is None:  # a third loader's are to be found
             return
         images, labels = batch[:2]
         with torch.no_grad():
@@ -81,36 +82,35 @@ class Pictures(Callback):
         kept.append((shown(images), labels.cpu(), outputs.float().cpu()))
 
     def _draw(self, trainer: L.Trainer, module: Any, stage: str) -> None:
-        writer, step, epoch = _writer(trainer), trainer.global_step, trainer.current_epoch
+        writer, epoch = _writer(trainer), trainer.current_epoch
         # a figure takes 0.4 s
-        counts = stage == "test" or epoch == 0 or (epoch + 1) % self.every == 0
+        draws_classes = stage == "test" or epoch == 0 or (epoch + 1) % self.every == 0
         for loader, parts in self.seen.items():
             if writer is None or not parts:
                 continue
             images, labels, outputs = (torch.cat(column) for column in zip(*parts, strict=True))
             name = stage if loader == 0 else f"{stage}_unseen"
-            if not hasattr(module, "embedder"):
-                if counts:
-                    self._classified(trainer, name, labels, outputs)
-                continue
-            if counts and loader == 0 and module.classification_weight:
-                with torch.no_grad():
-                    logits = module.logits(outputs.to(module.device)).float().cpu()
+            logits: Tensor | None = outputs
+            if hasattr(module, "embedder"):
+                picture = strips(images, labels, F.normalize(outputs), self.strips)
+                writer.add_image(f"{name}/nearest", picture, trainer.global_step)
+                logits = None
+                if module.classification_weight and loader == 0:
+                    with torch.no_grad():
+                        logits = module.logits(outputs.to(module.device)).float().cpu()
+            if draws_classes and logits is not None:
                 self._classified(trainer, name, labels, logits)
-            embeddings = F.normalize(outputs)
-            picture = strips(images, labels, embeddings, self.strips)
-            writer.add_image(f"{name}/nearest", picture, step)
         self.seen.clear()
 
     def _classified(self, trainer: L.Trainer, name: str, labels: Tensor, logits: Tensor) -> None:
-        writer, step, predicted = _writer(trainer), trainer.global_step, logits.argmax(1)
+        step, predicted = trainer.global_step, logits.argmax(1)
         names = getattr(trainer.datamodule, "class_names", None)  # type: ignore[attr-defined]
         classes = names or [str(label) for label in range(logits.shape[1])]
-        right = (predicted == labels).sum()
-        title = f"{name}, step {step}: {right} of {len(labels)} images right"
-        if trainer.world_size > 1:
-            title += ", on rank 0"
-        writer.add_figure(f"{name}/confusion", confusion(predicted, labels, classes, title), step)
+        right = int((predicted == labels).sum())
+        where = ", on rank 0" if trainer.world_size > 1 else ""
+        title = f"{name}, step {step}: {right} of {len(labels)} images right{where}"
+        picture = confusion(predicted, labels, classes, title)
+        _writer(trainer).add_figure(f"{name}/confusion", picture, step)
 
 
 def shown(images: Tensor) -> Tensor:
@@ -123,28 +123,14 @@ def shown(images: Tensor) -> Tensor:
 
 
 def confusion(predicted: Tensor, labels: Tensor, names: Sequence[str], title: str = "") -> Figure:
-    """A row a class, a column what it was taken for; colour: share of the row. Up to 20 classes
-    have counts.
-    """
-    num_classes = len(names)
-    counts = torch.bincount(labels * num_classes + predicted, minlength=num_classes**2).view(
-        num_classes, num_classes
-    )
-    share = counts / counts.sum(1, keepdim=True).clamp_min(1)
+    """A row a class, a column what it was taken for: shares, as numbers for up to 20 classes."""
+    num = len(names)
+    shares = confusion_matrix(predicted, labels, "multiclass", num_classes=num, normalize="true")
+    every = -(-num // MOST_NAMES)
+    named = [name if number % every == 0 else "" for number, name in enumerate(names)]
     figure = Figure(figsize=(7, 6.5), dpi=100, layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel="predicted class", ylabel="class")
-    image = axes.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(image, label="share of the images of a class", shrink=0.8)
-    shown = range(0, num_classes, -(-num_classes // MOST_NAMES))
-    upright = max(map(len, names)) <= 3
-    axes.set_xticks(
-        shown, [names[label] for label in shown], rotation=0 if upright else 90, fontsize=8
-    )
-    axes.set_yticks(shown, [names[label] for label in shown], fontsize=8)
-    for row, column in counts.nonzero().tolist() if num_classes <= MOST_COUNTED else ():
-        colour = "white" if share[row, column] > 0.5 else "black"
-        number = str(int(counts[row, column]))
-        axes.text(column, row, number, ha="center", va="center", color=colour, fontsize=9)
+    axes = figure.add_subplot(title=title)
+    plot_confusion_matrix(shares, axes, add_text=num <= MOST_COUNTED, labels=named, cmap="Blues")
     return figure
 
 

@@ -8,20 +8,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.optim import exclude_bias_and_norm
+from lightning_ring.retrieval import NothingToFindError, retrieval_metrics
 from lightning_ring.retrieval.metrics import Items
-from lightning_ring.schedules import WarmupLR
 from recipes.from_configuration import FromConfiguration
-from recipes.recognition.judging import Ranks, judged
 from recipes.recognition.sharded_head import KEY, ShardedHead
-from recipes.recognition.strategy import check_strategy
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """Images ``[batch, 3, height, width]``, classes ``[batch]``, and each image's position in its data
@@ -42,7 +41,7 @@ class Recogniser(FromConfiguration):
         embedder: Module from images to embeddings ``[batch, embedding_size]``.
         embedding_size: Length of an embedding.
         num_classes: Classes trained on.
-        optimizer, schedule: As in `recipes.classifier.Classifier`.
+        optimizer, schedule: As in `FromConfiguration`.
         metric_loss: Module from embeddings and labels to their mean loss, such as `MetricLoss` or
             `ShardedHead`.
         classification_weight, metric_weight: What each loss counts; 0 leaves it out.
@@ -65,13 +64,11 @@ class Recogniser(FromConfiguration):
         label_smoothing: float = 0.1,
         gather_embeddings: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(optimizer, schedule)
         if metric_loss is None:
             metric_weight = 0.0
-        if (
-            min(classification_weight, metric_weight) < 0
-            or classification_weight + metric_weight == 0
-        ):
+        weights = classification_weight, metric_weight
+        if min(weights) < 0 or max(weights) == 0:
             raise ValueError(
                 f"classification_weight={classification_weight} and metric_weight={metric_weight} "
                 f"(of {type(metric_loss).__name__}): neither may be negative, and one must be "
@@ -81,8 +78,6 @@ class Recogniser(FromConfiguration):
         self.neck = nn.BatchNorm1d(embedding_size, affine=False)
         self.head = nn.Linear(embedding_size, num_classes) if classification_weight else None
         self.metric_loss = metric_loss if metric_weight else None
-        self.optimizer = optimizer
-        self.schedule = schedule
         self.num_classes = num_classes
         self.classification_weight = classification_weight
         self.metric_weight = metric_weight
@@ -99,17 +94,12 @@ class Recogniser(FromConfiguration):
         return self.head(self.neck(embeddings))
 
     def setup(self, stage: str) -> None:
-        check_strategy(
-            self.trainer,
-            gathers=self.gather_embeddings,
-            sharded=self.sharded_head is not None,
-            remembers=getattr(self.metric_loss, "memory", 0) > 0,
-            stage=stage,
-        )
+        strategy, several = self.trainer.strategy, self.trainer.world_size > 1
+        if (reason := refused(self, self.trainer, stage)) is not None:
+            raise ConfigurationError(reason)
         if self.sharded_head is not None:
-            several = self.trainer.world_size > 1
-            comm = self.trainer.strategy.communicator if several else None  # type: ignore[attr-defined]
-            self.sharded_head.join(comm, self.trainer.strategy.root_device)
+            comm = strategy.communicator if several else None  # type: ignore[attr-defined]
+            self.sharded_head.join(comm, strategy.root_device)
 
     @property
     def sharded_head(self) -> ShardedHead | None:
@@ -162,13 +152,8 @@ class Recogniser(FromConfiguration):
             checkpoint[KEY] = self.sharded_head.state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.sharded_head is None:
-            return
-        if KEY not in checkpoint:
-            raise ConfigurationError(
-                "the checkpoint holds no sharded head: it was trained with another loss."
-            )
-        self.sharded_head.load(checkpoint[KEY])
+        if self.sharded_head is not None:
+            self.sharded_head.load(checkpoint[KEY])
 
     # -- evaluation
 
@@ -176,47 +161,44 @@ class Recogniser(FromConfiguration):
         # an evaluation that was cut short, or is made again after a death, has left some
         self.seen.clear()
 
-    def on_test_epoch_start(self) -> None:
-        self.seen.clear()
-
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.remember(batch, dataloader_idx)
-
-    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.remember(batch, dataloader_idx)
-
-    def remember(self, batch: Batch, dataloader_idx: int) -> None:
         images, labels, indices = batch
         self.seen.setdefault(dataloader_idx, []).append((self.embedder(images), labels, indices))
 
     def on_validation_epoch_end(self) -> None:
         self.report("val")
 
+    on_test_epoch_start, test_step = on_validation_epoch_start, validation_step
+
     def on_test_epoch_end(self) -> None:
         self.report("test")
 
     def report(self, stage: str) -> None:
-        """Log what the evaluation's embeddings retrieve (`judged`).
+        """Log what the evaluation's embeddings retrieve.
 
         The first loader holds classes that were trained on: there the classification head is judged
-        too, over all of them and over the third with the fewest training images. The second one
-        holds classes never seen, a third one images that are found, but ask nothing.
+        too. The second one holds classes never seen, a third one images that are found, but ask
+        nothing.
+
+        ``STAGE/R@1`` and the like are of a loader's images among themselves; with two loaders or
+        more, ``STAGE_in_all/R@1`` is of those among the images of all loaders.
         """
         columns = {
-            loader: [torch.cat(c) for c in zip(*parts, strict=True)]
-            for loader, parts in self.seen.items()
+            loader: [torch.cat(column) for column in zip(*parts, strict=True)]
+            for loader, parts in sorted(self.seen.items())
         }
         self.seen.clear()
         if self.classification_weight or self.sharded_head is not None:
             self.report_accuracy(stage, *columns[SEEN][:2])
         items = {loader: self.distinct(column, loader) for loader, column in columns.items()}
-        further = items.pop(FURTHER, None)
-        sets = {
-            stage if loader == SEEN else f"{stage}_unseen": part
-            for loader, part in sorted(items.items())
-        }
-        for name, value in self.judge(sets, further).items():
-            self.log(name, value, sync_dist=True, prog_bar=name == f"{stage}/R@1")
+        everything: Items = tuple(map(torch.cat, zip(*items.values(), strict=True)))  # type: ignore[assignment]
+        for loader, asking in items.items():
+            if loader == FURTHER:
+                continue
+            name = stage if loader == SEEN else f"{stage}_unseen"
+            self.report_retrieval(name, asking, None)
+            if UNSEEN in items:
+                self.report_retrieval(f"{name}_in_all", asking, everything)
 
     def distinct(self, columns: list[Tensor], loader: int) -> Items:
         """Labels and indices stand for one class and one image in all loaders together."""
@@ -224,54 +206,81 @@ class Recogniser(FromConfiguration):
         apart = self.num_classes if loader == UNSEEN else 0
         return embeddings, labels + apart, indices + (loader << 48)
 
-    def judge(self, sets: dict[str, Items], further: Items | None) -> dict[str, float]:
-        ranks = Ranks(
-            self.trainer.global_rank,
-            self.trainer.world_size,
-            lambda tensor: list(self.all_gather(tensor)),
-        )
-        return judged(sets, further, ranks, warn=not self.trainer.sanity_checking)
+    def report_retrieval(self, name: str, items: Items, gallery: Items | None) -> None:
+        """Log ``NAME/R@1`` and the like; nothing, with a warning, where nothing has a match, as in
+        a few batches.
+        """
+        try:
+            metrics = retrieval_metrics(
+                *items,
+                gallery=gallery,
+                rank=self.trainer.global_rank,
+                world_size=self.trainer.world_size,
+                all_gather=lambda tensor: list(self.all_gather(tensor)),
+            )
+        except NothingToFindError as error:
+            if not self.trainer.sanity_checking:
+                rank_zero_warn(
+                    f"{name}/R@1, MAP@R and the like are left out of this evaluation ({error}). "
+                    "Give it two images of some class: more batches, or another split."
+                )
+            return
+        for metric, value in metrics.as_dict().items():
+            self.log(f"{name}/{metric}", value, sync_dist=True, prog_bar=metric == "R@1")
 
-    def report_accuracy(self, name: str, embeddings: Tensor, labels: Tensor) -> None:
-        sharded = self.sharded_head
-        predicted = (
-            sharded.predict(embeddings)
-            if sharded is not None
-            else self.logits(embeddings).argmax(1)
-        )
+    def report_accuracy(self, stage: str, embeddings: Tensor, labels: Tensor) -> None:
+        if self.sharded_head is not None:
+            predicted = self.sharded_head.predict(embeddings)
+        else:
+            predicted = self.logits(embeddings).argmax(1)
         right = (predicted == labels).double()
-        rare = torch.isin(labels, self.rare_classes().to(labels))
-        sums = torch.stack(
-            [right.sum(), right.new_tensor(len(right)), right[rare].sum(), rare.sum().double()]
-        )
+        sums = torch.stack([right.sum(), right.new_tensor(len(right))])
         total = self.trainer.strategy.reduce(sums, reduce_op="sum")
         assert isinstance(total, Tensor)
-        self.log(f"{name}/accuracy", total[0] / total[1], sync_dist=True)
-        if total[3] > 0:
-            self.log(f"{name}/accuracy_rare", total[2] / total[3], sync_dist=True)
-
-    def rare_classes(self) -> Tensor:
-        """The third of the classes with the fewest training images; none where the data module
-        counts none.
-        """
-        counts = getattr(getattr(self.trainer, "datamodule", None), "class_counts", None)
-        return (
-            torch.as_tensor(counts).argsort(stable=True)[: len(counts) // 3]
-            if counts is not None
-            else torch.empty(0)
-        )
+        self.log(f"{stage}/accuracy", total[0] / total[1], sync_dist=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        weight_decay = self.optimizer.keywords.get("weight_decay", 0.0)
-        optimizer = self.optimizer(exclude_bias_and_norm(self, weight_decay))
         if self.sharded_head is not None:
             self.sharded_head.set_optimizer(self.optimizer)
-        if self.schedule is None:
-            return optimizer
-        scheduler = WarmupLR(
-            optimizer, self.schedule(total=int(self.trainer.estimated_stepping_batches))
+        return super().configure_optimizers()
+
+
+def refused(model: Recogniser, trainer: L.Trainer, stage: str) -> str | None:
+    """Why this would silently train something else than one process on the whole batch, and what
+    to do instead.
+    """
+    fits, sharded = stage == "fit", model.sharded_head is not None
+    if fits and sharded and trainer.gradient_clip_val:
+        return (
+            f"trainer.gradient_clip_val={trainer.gradient_clip_val} would clip the embedder's "
+            "gradients alone, and not those of the sharded head. Leave it out."
         )
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+    if fits and sharded and getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return (
+            f"trainer.precision={trainer.precision} scales the loss, and the sharded head's step "
+            "would not undo it. Use bf16-mixed or 32-true."
+        )
+    if trainer.world_size == 1:
+        return None
+    if fits and getattr(model.metric_loss, "memory", 0) > 0 and not model.gather_embeddings:
+        return (
+            "a memory of earlier batches is a buffer, of which all ranks get rank 0's: the other "
+            "ranks' images would be forgotten. Set model.gather_embeddings=true, or loss.memory=0."
+        )
+    options = getattr(trainer.strategy, "options", None)
+    if sharded and (options is None or getattr(trainer.strategy, "communicator", None) is None):
+        return (
+            "the sharded head exchanges logits through lightning_ring, but the strategy is "
+            f"{type(trainer.strategy).__name__}. Use strategy=ring or strategy=ring_sharded."
+        )
+    if options is None or not (sharded or model.gather_embeddings):
+        return None
+    elastic = getattr(trainer.strategy, "strategy_name", "") == "ring_elastic"
+    if elastic or options.uneven == "join" or (fits and options.new_algorithm().steps_alone):
+        what = "the sharded head" if sharded else "gather_embeddings=true"
+        return (
+            f"{what} needs batches and gradients of all ranks at each step. Elastic jobs, "
+            "uneven=join and algorithms whose ranks step alone do not have them. Use strategy=ring "
+            "strategy.uneven=error, or strategy=ring_sharded."
+        )
+    return None

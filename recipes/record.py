@@ -1,11 +1,10 @@
-"""A study's memory: one JSON line per finished run, so that an interrupted study goes on where it
-stopped.
-"""
+"""A study's memory, a JSON line a finished run: an interrupted one goes on where it stopped."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,23 +14,21 @@ T = TypeVar("T")
 Result = dict[str, Any]
 
 
+def key_of(*parts: object) -> str:
+    """A run's key in the record: the same for the same parts, which JSON can hold."""
+    text = json.dumps(parts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def read(file: Path) -> dict[str, Result]:
-    """Finished runs by key. A last line that was cut short by an interruption is removed from
-    the file.
-    """
+    """Finished runs by key; a last line that was cut short is removed from the file."""
     if not file.exists():
         return {}
-    results, whole = {}, 0
     content = file.read_bytes()
-    for line in content.splitlines(keepends=True):
-        if not line.endswith(b"\n"):
-            break
-        result = json.loads(line)
-        results[result["key"]] = result
-        whole += len(line)
-    if whole < len(content):
-        file.write_bytes(content[:whole])
-    return results
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        file.write_bytes(whole)
+    return {result["key"]: result for result in map(json.loads, whole.splitlines())}
 
 
 def finish(
@@ -72,3 +69,8 @@ def each(runs: Iterable[T], execute: Callable[[T], Result], workers: int) -> Ite
                 yield future.result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"

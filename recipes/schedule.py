@@ -21,13 +21,11 @@ def of_run(
 
     Args:
         total: Optimizer steps of the whole run.
-        schedule: One of `lightning_ring.schedules`.
+        schedule: One of `lightning_ring.schedules`; ``settings`` are further arguments of it.
         epochs: Of the whole run.
         warmup: Optimizer steps.
-        warmup_epochs: Length of the warm-up in epochs, if not `None`: it then counts instead of
-            ``warmup``.
+        warmup_epochs: Length of the warm-up in epochs, if not `None`, instead of ``warmup``.
         milestone_epochs: For `warmup_multistep`.
-        settings: Further arguments of ``schedule``.
     """
     steps_per_epoch = total / epochs
     if warmup_epochs is not None:

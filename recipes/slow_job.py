@@ -20,40 +20,27 @@ BATCH_SIZE = 8  # of a rank
 
 
 def draw(folder: Path, num_images: int, scale: float) -> None:
-    """Two classes of equal size: what a shop sends, 400 x 300, and what a telephone takes, 12
-    megapixels.
-    """
+    """Two classes of equal size: what a shop sends, and what a telephone takes, 12 megapixels."""
     from PIL import Image
 
-    for name, width, height in (
-        ("1-shop", 400, 300),
-        ("2-telephone", int(WIDTH * scale), int(HEIGHT * scale)),
-    ):
+    sizes = {"1-shop": (400, 300), "2-telephone": (int(WIDTH * scale), int(HEIGHT * scale))}
+    for name, size in sizes.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number in range(num_images // 2):
-            gray = Image.effect_noise((40, 30), 60).resize(
-                (width, height), Image.Resampling.BICUBIC
-            )
+            gray = Image.effect_noise((40, 30), 60).resize(size, Image.Resampling.BICUBIC)
             image = Image.merge("RGB", [gray.rotate(180 * turn) for turn in range(2)] + [gray])
             image.save(folder / name / f"{number:04d}.jpg", quality=90)
     print(f"{folder}: {num_images} photographs")
 
 
 def folder_loader(folder: Path, rank: int, world_size: int) -> Any:
-    """What a training script often has: each rank reads its own part of the sorted folder, to
-    keep files in memory.
-    """
+    """As scripts often do it: each rank reads its own part of the sorted folder."""
     from torch.utils.data import DataLoader, Subset
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
 
-    transform = transforms.Compose(
-        [
-            transforms.RandomResizedCrop(PIXELS),
-            transforms.RandomHorizontalFlip(),
-            transforms.ToTensor(),
-        ]
-    )
+    crop, flip = transforms.RandomResizedCrop(PIXELS), transforms.RandomHorizontalFlip()
+    transform = transforms.Compose([crop, flip, transforms.ToTensor()])
     photos = ImageFolder(str(folder), transform)
     part = len(photos) // world_size
     mine = Subset(photos, range(rank * part, (rank + 1) * part))
@@ -62,23 +49,16 @@ def folder_loader(folder: Path, rank: int, world_size: int) -> Any:
 
 def packed_loader(folder: Path, rank: int, world_size: int) -> Any:
     """Every rank reads everywhere, in an order shuffled over all images; threads decode."""
-    from lightning_ring.data import (
-        DeviceTransform,
-        RandomResizedCrop,
-        ShardDataset,
-        ShuffledSampler,
-        image_loader,
-    )
+    from lightning_ring import data
 
-    photos = ShardDataset(folder)
-    sampler = ShuffledSampler(len(photos), rank=rank, world_size=world_size)
-    crop = RandomResizedCrop(PIXELS)
-    return image_loader(
+    photos = data.ShardDataset(folder)
+    sampler = data.ShuffledSampler(len(photos), rank=rank, world_size=world_size)
+    return data.image_loader(
         photos,
         sampler,
         BATCH_SIZE,
-        crop=crop,
-        transform=DeviceTransform(),
+        crop=data.RandomResizedCrop(PIXELS),
+        transform=data.DeviceTransform(),
         ranks_per_node=world_size,
     )
 
@@ -113,6 +93,7 @@ def train(options: argparse.Namespace) -> None:
             return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
     L.seed_everything(0, verbose=False)
+    gap = [GapMeter(steps=6, rounds=2, only=True)] if options.gap else []
     L.Trainer(
         accelerator="cpu",
         devices=options.ranks,
@@ -123,10 +104,7 @@ def train(options: argparse.Namespace) -> None:
         logger=TensorBoardLogger(options.logs, name="packed" if options.packed else "folder"),
         enable_checkpointing=False,
         enable_model_summary=False,
-        callbacks=[
-            TQDMProgressBar(),
-            *([GapMeter(steps=6, rounds=2, only=True)] if options.gap else []),
-        ],
+        callbacks=[TQDMProgressBar(), *gap],
     ).fit(Classifier())
 
 
@@ -134,27 +112,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("draw", "train"))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--num-images", type=int, default=128, help="to draw (default: 128)")
-    parser.add_argument(
-        "--scale", type=float, default=1.0, help="of the large photographs' sides (default: 1)"
-    )
-    parser.add_argument(
-        "--packed", action="store_true", help="the folder is what lightning-ring pack wrote"
-    )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--log-every", type=int, default=4, help="steps (default: 4)")
-    parser.add_argument(
-        "--logs", default="logs/slow_job", help="for TensorBoard (default: logs/slow_job)"
-    )
-    parser.add_argument("--timeline", help="trace.json: also record what every rank did when")
-    parser.add_argument(
-        "--gap",
-        action="store_true",
-        help="measure the gap between synthetic and real data, and end",
-    )
+    add = parser.add_argument
+    add("what", choices=("draw", "train"))
+    add("folder", type=Path)
+    add("--num-images", type=int, default=128, help="to draw (default: 128)")
+    add("--scale", type=float, default=1.0, help="of the large photographs' sides (default: 1)")
+    add("--packed", action="store_true", help="the folder is what lightning-ring pack wrote")
+    add("--ranks", type=int, default=2)
+    add("--epochs", type=int, default=5)
+    add("--log-every", type=int, default=4, help="steps (default: 4)")
+    add("--logs", default="logs/slow_job", help="for TensorBoard (default: %(default)s)")
+    add("--timeline", help="trace.json: also record what every rank did when")
+    add("--gap", action="store_true", help="only measure the gap between synthetic and real data")
     return parser.parse_args(arguments)
 
 

@@ -1,46 +1,49 @@
-"""The first second of a run: mistakes that can be seen without torch, and the start of the
-ranks.
+"""The first second of a run, before torch is imported: mistakes that can be seen, the folder of the
+run, and the start of the ranks.
 """
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import os
+import re
+import shutil
+import tempfile
 from pathlib import Path
-from typing import Any
 
-from hydra import compose
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from lightning_ring.errors import ConfigurationError
+from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.job.launchers import launcher_variables
 from lightning_ring.launch.script import JobFinished, script_job
 from recipes.batch_size import classes_per_batch, per_rank_batch_size
-from recipes.launcher import launcher_size
 
-_NAMES_OF_CHECKPOINTS = ("best", "last", "hpc", "registry")  # Lightning finds these itself
-_DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # of CUDA, ROCm, and CUDA in WSL
+MOST_CHARACTERS = 120  # of the overrides; a file system allows 255 bytes for a name
+
+
+def place() -> tuple[int, int] | None:
+    """Rank and world size that a launcher has told this process; `None` where there is none."""
+    try:
+        found = launcher_variables(os.environ)
+    except RankDiscoveryError:  # a rank of DDP, or a contradiction that RingStrategy explains
+        size = os.environ.get("WORLD_SIZE", "")
+        return (int(os.environ.get("RANK", 0)), int(size)) if size.isdigit() else None
+    return None if found is None else (found.rank, found.world_size)
 
 
 def check(config: DictConfig) -> None:
-    """Refuse what can be seen to be wrong before anything that takes seconds.
+    """Refuse a batch that does not divide by the ranks before anything that takes seconds, if the
+    ranks can be counted without torch.
 
     Raises:
-        ConfigurationError: A GPU that this machine does not have, a checkpoint that is not there, a
-            batch that does not divide by the ranks, or text in place of a number.
+        ConfigurationError: With the nearest batches that do.
     """
-    _check_numbers(config)
-    if config.trainer.accelerator in ("gpu", "cuda") and not any(
-        any(Path("/dev").glob(name)) for name in _DEVICE_FILES
-    ):
-        raise ConfigurationError(
-            f"{config.name} trains on a GPU (trainer.accelerator={config.trainer.accelerator}), "
-            "and this machine has none. On CPUs: trainer=cpu trainer.devices=2, and a "
-            "data.batch_size that fits them."
-        )
-    _check_checkpoint(config.ckpt_path)
-    ranks = _world_size(config)
-    if ranks is not None and "batch_size" in config.data:
+    told, devices = place(), config.trainer.devices
+    if told is None and (type(devices) is not int or devices < 1):
+        return
+    ranks = told[1] if told is not None else devices * config.trainer.num_nodes
+    if "batch_size" in config.data:
         per_rank_batch_size(config.data.batch_size, ranks)
         if config.data.get("sampler") == "pxk":
             classes_per_batch(config.data.batch_size, ranks, config.data.images_per_class)
@@ -63,61 +66,53 @@ def start_ranks(config: DictConfig) -> None:
         and type(devices) is int
         and devices > 1
         and config.trainer.num_nodes == 1
-        and launcher_size() is None
-        and "RING_LAUNCHER_PID" not in os.environ
+        and is_typed()
     ):
         with script_job(devices, use_mpi=strategy.backend in ("auto", "mpi")) as job:
             raise JobFinished(job.run())
 
 
-def _check_numbers(config: DictConfig) -> None:
-    """What was a number in the files must not be text on the command line, but for
-    ``devices=auto``.
+def is_typed() -> bool:
+    """Whether this is the process that a person started, and no rank of anything."""
+    return place() is None and "RING_LAUNCHER_PID" not in os.environ
+
+
+# -- the folder of a run
+
+
+def label(overrides: str) -> str:
+    """``_`` and the overrides as part of a file name; nothing where there are none.
+
+    Characters that a shell, a file system or Hydra treats specially become ``-``, also ``=`` and
+    ``,``: the path of a checkpoint can be given back as it is.
     """
-    if not GlobalHydra.instance().is_initialized():  # composed by another program
-        return
-    hydra = HydraConfig.get()
-    given = [override.partition("=") for override in hydra.overrides.task]
-    changed = [
-        key
-        for key, _, _ in given
-        if key not in hydra.runtime.choices and key != "trainer.devices" and key[0] != "+"
-    ]
-    if not changed:
-        return
-    groups = ["".join(parts) for parts in given if parts[0] in hydra.runtime.choices]
-    default = compose(hydra.job.config_name, overrides=groups)
-    for key in changed:
-        before, now = _value(default, key), _value(config, key)
-        if type(before) in (int, float) and isinstance(now, str):
-            raise ConfigurationError(
-                f"{key}={now}: expected a number, such as {before}, its default."
-            )
+    name = re.sub(r"[^\w.+@-]+", "-", overrides, flags=re.ASCII)[:MOST_CHARACTERS]
+    return f"_{name}" if name else ""
 
 
-def _value(config: DictConfig, key: str) -> Any:
-    return OmegaConf.select(config, key, throw_on_missing=False)
+def rank_zero_folder(folder: str) -> str:
+    """``folder`` on rank 0, as `new_folder` makes it; elsewhere a temporary one.
+
+    Every rank that mpirun, srun or torchrun starts resolves ``${now:}`` for itself, and Hydra makes
+    that folder before ranks can talk. Only rank 0's is used: it alone logs, and Lightning hands its
+    checkpoint folder to the others.
+    """
+    if (place() or (0, 1))[0] == 0:
+        return new_folder(folder)
+    temporary = tempfile.mkdtemp(prefix="lightning-ring-")
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return temporary
 
 
-def _check_checkpoint(name: str | None) -> None:
-    if name is None or name in _NAMES_OF_CHECKPOINTS or "://" in name or Path(name).exists():
-        return
-    folder = next(folder for folder in Path(name).absolute().parents if folder.is_dir())
-    # not below: a disk may be large
-    near = sorted((*folder.glob("*.ckpt"), *folder.glob("checkpoints/*.ckpt")))[:3]
-    hint = (
-        f" There are: {', '.join(map(str, near))}."
-        if near
-        else " Runs keep theirs in FOLDER/checkpoints/."
-    )
-    raise ConfigurationError(
-        f"ckpt_path={name} does not exist; the nearest folder that does is {folder}.{hint}"
-    )
-
-
-def _world_size(config: DictConfig) -> int | None:
-    """The ranks that will train; ``None`` where only torch can count the devices."""
-    if (size := launcher_size()) is not None:
-        return size
-    devices = config.trainer.devices
-    return devices * config.trainer.num_nodes if type(devices) is int and devices > 0 else None
+def new_folder(folder: str) -> str:
+    """Make ``folder``, or ``folder_2`` and so on: runs can start in the same second."""
+    for number in itertools.count(1):
+        path = Path(folder if number == 1 else f"{folder}_{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:
+            pass  # Hydra makes it again, and its error is reported
+        return str(path)
+    raise AssertionError

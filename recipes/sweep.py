@@ -1,23 +1,20 @@
-"""A sweep's table: a row for each run, the best first, printed and written as CSV."""
+"""A sweep's table: a row for each run, the best first."""
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ring.launch.script import JobFinished
-from recipes.launcher import launcher_rank, launcher_size
+from recipes.start import place
 
 RESULT = "result.json"
-TABLE = "sweep.csv"
 JUDGED_BY = ("test/R@1", "test/accuracy")
 """The first that the runs have sorts the table; more is better."""
 _STOPPED = (130, 143)  # Ctrl-C and SIGTERM to the process that started the ranks
@@ -36,24 +33,10 @@ class SweepTable(Callback):
         """In a folder that is used again an old result would hide a failure."""
         (Path(config.hydra.runtime.output_dir) / RESULT).unlink(missing_ok=True)
 
-    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """After each run, for sweeps that are stopped."""
-        if config.hydra.mode == RunMode.MULTIRUN:
-            write_table(Path(config.hydra.sweep.dir))
-
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        if launcher_rank() == 0:
+        if (place() or (0, 1))[0] == 0:
             folder = Path(config.hydra.sweep.dir)
-            print(f"\n{table(write_table(folder))}\n\n{folder / TABLE}", flush=True)
-
-
-def write_table(folder: Path) -> list[Row]:
-    rows = read_rows(folder)
-    with (folder / TABLE).open("w", newline="") as file:
-        writer = csv.DictWriter(file, dict.fromkeys(name for row in rows for name in row))
-        writer.writeheader()
-        writer.writerows(rows)
-    return rows
+            print(f"\n{table(read_rows(folder))}\n\n{folder}", flush=True)
 
 
 def read_rows(folder: Path) -> list[Row]:
@@ -63,11 +46,8 @@ def read_rows(folder: Path) -> list[Row]:
     rows = []
     for file in sorted(folder.glob("*/.hydra/overrides.yaml")):
         run = file.parent.parent
-        row: Row = {
-            "overrides": " ".join(OmegaConf.load(file)),
-            "status": "failed",
-            "folder": run.name,
-        }
+        row: Row = {"overrides": " ".join(OmegaConf.load(file)), "status": "failed"}
+        row["folder"] = run.name
         if (run / RESULT).exists():
             result = json.loads((run / RESULT).read_text())
             metrics = result.pop("metrics")
@@ -82,19 +62,15 @@ def judged_by(rows: list[Row]) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown: the overrides in which the runs differ, the metric that sorts them, and the
-    time.
-    """
+    """Markdown: the overrides that differ, the metric that sorts them, and the time."""
     metric = judged_by(rows)
     every = [row["overrides"].split() for row in rows]
     lines = [["overrides", metric, "time"], ["---", "---:", "---:"]]
     for row, overrides in zip(rows, every, strict=True):
         own = " ".join(word for word in overrides if not all(word in other for other in every))
-        lines.append([
-            own or row["overrides"],
-            f"{row[metric]:.4f}" if metric in row else row["status"],
-            f"{row['seconds']:.1f} s" if "seconds" in row else "",
-        ])  # fmt: skip
+        value = f"{row[metric]:.4f}" if metric in row else row["status"]
+        time = f"{row['seconds']:.1f} s" if "seconds" in row else ""
+        lines.append([own or row["overrides"], value, time])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
 
@@ -105,7 +81,7 @@ def goes_on_after(error: BaseException) -> bool:
     Not among ranks that a launcher started, each of which runs the sweep: the others would wait for
     this one.
     """
-    if HydraConfig.get().mode != RunMode.MULTIRUN or launcher_size() is not None:
+    if HydraConfig.get().mode != RunMode.MULTIRUN or place() is not None:
         return False
     if isinstance(error, SystemExit):
         return isinstance(error, JobFinished) and error.code not in _STOPPED

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -23,25 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from recipes.launcher import launcher_rank, launcher_size
-from recipes.run_folder import label, new_folder, quoted_path
-from recipes.start import check, start_ranks
+from recipes.start import check, is_typed, label, rank_zero_folder, start_ranks
 from recipes.sweep import RESULT, goes_on_after
-
-
-def rank_zero_folder(folder: str) -> str:
-    """``folder`` on rank 0, as `new_folder` makes it; elsewhere a temporary one.
-
-    Every rank that mpirun, srun or torchrun starts resolves ``${now:}`` for itself, and Hydra makes
-    that folder before ranks can talk. Only rank 0's is used: it alone logs, and Lightning hands its
-    checkpoint folder to the others.
-    """
-    if launcher_rank() == 0:
-        return new_folder(folder)
-    temporary = tempfile.mkdtemp(prefix="lightning-ring-")
-    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
-    return temporary
-
 
 OmegaConf.register_new_resolver("rank_zero_folder", rank_zero_folder, use_cache=True, replace=True)
 OmegaConf.register_new_resolver("label", label, replace=True)
@@ -61,20 +41,17 @@ def train(config: DictConfig) -> dict[str, float]:
     L.seed_everything(config.seed, workers=True, verbose=False)
     model, data = model_and_data(config)
     callbacks = [instantiate(callback) for callback in config.callbacks.values() if callback]
+    before: list[int] = []  # epochs and steps of the run that this one goes on from
+
+    # A callback, because the process that only starts the ranks must not open a log.
+    def on_train_start(trainer: Any, _: Any) -> None:
+        before.extend((trainer.current_epoch, trainer.global_step))
+        for logger in trainer.loggers:
+            logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+
+    callbacks.append(LambdaCallback(on_train_start=on_train_start))
     logger = instantiate(config.logger) or False
     strategy = instantiate(config.strategy)
-    # A callback, because the process that only starts the ranks must not open a log.
-    callbacks.append(
-        LambdaCallback(on_fit_start=lambda trainer, _: log_configuration(trainer, config))
-    )
-    before: list[int] = []  # epochs and steps of the run that this one goes on from
-    callbacks.append(
-        LambdaCallback(
-            on_train_start=lambda trainer, _: before.extend(
-                (trainer.current_epoch, trainer.global_step)
-            )
-        )
-    )
     trainer = instantiate(config.trainer, strategy=strategy, logger=logger, callbacks=callbacks)
     replace_bars(trainer)  # RingStrategy does it too; here for all strategies
 
@@ -94,18 +71,11 @@ def train(config: DictConfig) -> dict[str, float]:
         result = {"ranks": trainer.world_size, "epochs": epochs, "steps": steps, "seconds": seconds}
         (folder / RESULT).write_text(json.dumps(result | {"metrics": metrics}))
         print(f"logs and checkpoints: {folder}")
-        print(
-            f"trained {counted(epochs, 'epoch')} on {counted(trainer.world_size, 'rank')} in "
-            f"{seconds:.0f} s"
-        )
+        where = f"{trainer.world_size} rank(s) in {seconds:.0f} s"
+        print(f"trained {epochs} epoch(s) on {where}")
         if metrics:
             print(describe(metrics), flush=True)
     return metrics
-
-
-def log_configuration(trainer: Any, config: DictConfig) -> None:
-    for logger in trainer.loggers:
-        logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
 
 
 def log_result(trainer: Any, config: DictConfig, metrics: dict[str, float]) -> None:
@@ -143,28 +113,12 @@ def test(trainer: Any, model: Any, data: Any, ckpt_path: str | None) -> dict[str
     return {name: float(value) for loader in tested for name, value in loader.items()}
 
 
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def describe(metrics: dict[str, float]) -> str:
-    """The metrics of a test, ``{"test/accuracy": 0.98, ...}``, in a line for each loader."""
+    """The metrics of a test, ``{"test/accuracy": 0.98, ...}``, in words."""
     if "test/images" in metrics:
-        return (
-            f"test accuracy {metrics['test/accuracy']:.4f} on {metrics['test/images']:.0f} images"
-        )
-    lines: dict[str, list[str]] = {}
-    for name, value in metrics.items():
-        loader, _, metric = name.partition("/")
-        lines.setdefault(loader, []).append(f"{metric} {value:.4f}")
-    return "\n".join(
-        f"{_in_words(loader)}: {', '.join(values)}" for loader, values in lines.items()
-    )
-
-
-def _in_words(loader: str) -> str:
-    """``"test_unseen_in_all"`` as "test, unseen, among all"."""
-    return loader.replace("_in_all", ", among all").replace("_", ", ")
+        accuracy, images = metrics["test/accuracy"], metrics["test/images"]
+        return f"test accuracy {accuracy:.4f} on {images:.0f} images"
+    return "\n".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 def main() -> None:
@@ -175,7 +129,6 @@ def main() -> None:
     ranks. Hydra by itself would print them and exit.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    sys.argv[1:] = map(quoted_path, sys.argv[1:])
     folder_made, failed = False, 0
 
     @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
@@ -220,11 +173,7 @@ def concise(error: Exception, folder_made: bool) -> BaseException:
             f"The log folder cannot be written: {error}. Give one that can be, as in "
             "hydra.run.dir=FOLDER"
         )
-    if (
-        isinstance(error, RingError)
-        and launcher_size() is None
-        and "RING_LAUNCHER_PID" not in os.environ
-    ):
+    if isinstance(error, RingError) and is_typed():
         return SystemExit(str(error))
     return error.with_traceback(None) if isinstance(error, RingError) else error
 

@@ -1,20 +1,19 @@
 """What compressors cost: encoding and decoding on one core.
 
     OMP_NUM_THREADS=1 python -m benchmarks.comm.compression
-    python -m benchmarks.comm.compression --codes cuda
 
 Speeds are gradients (4 bytes each) a second, the best of several rounds, on a tensor of --mb MB:
 ``encode`` is all that a rank does before it sends, with what it keeps for error feedback; ``whole``
-also what it does to the average that has arrived. ``--codes cuda`` tells how fast a GPU codes a GiB
-of gradients, beside a copy of 2 GiB.
+also what it does to the average that has arrived. `benchmarks.gpu` tells by `code_speeds` how fast
+a GPU codes a GiB of gradients.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from benchmarks.step.optim import copy_bandwidth
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work
 from lightning_ring.gradients.compression import DGC, Compressor, Int8, OneBit, TernGrad, TopK
 from lightning_ring.gradients.compression.between_nodes import messages
@@ -128,12 +126,9 @@ def speeds(num_bytes: int, rounds: int) -> None:
     keep_freed_memory()  # as `RingStrategy` does by default
     print(f"{'gradients, GB/s a core':24}{'encode':>9}{'whole':>9}")
     for name, make in WAYS.items():
-        encoding, whole = map(
-            min, zip(*times_to_encode(make(), num_bytes // 4, rounds), strict=True)
-        )
-        print(
-            f"{name:24}{num_bytes / encoding / 1e9:9.2f}{num_bytes / whole / 1e9:9.2f}", flush=True
-        )
+        times = zip(*times_to_encode(make(), num_bytes // 4, rounds), strict=True)
+        encoding, whole = (num_bytes / min(each) / 1e9 for each in times)
+        print(f"{name:24}{encoding:9.2f}{whole:9.2f}", flush=True)
 
 
 def code_speeds(
@@ -180,12 +175,7 @@ def median_seconds(call: Callable[[], None], device: str, rounds: int = 20) -> f
     for _ in range(3):
         call()
     if device == "cpu":
-        times = []
-        for _ in range(rounds):
-            began = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - began)
-        return statistics.median(times)
+        return statistics.median(timeit.repeat(call, number=1, repeat=rounds))
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
     torch.cuda.synchronize()
     torch.cuda._sleep(50_000_000)  # 25 ms and more, in which the host comes to lead
@@ -201,18 +191,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--mb", type=float, default=16.0, help="size of the gradients, in units of 10^6 bytes"
-    )
+    parser.add_argument("--mb", type=float, default=16.0, help="of gradients, in 10^6 bytes")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--codes", choices=("cuda", "cpu"), help="the codes alone, on this device")
     asked = parser.parse_args()
-    if asked.codes:
-        on_gpu = asked.codes == "cuda"
-        copied = copy_bandwidth("cuda", 2**31) if on_gpu else None
-        for told in code_speeds(asked.codes, 2**30 if on_gpu else 2**20, copied):
-            print(json.dumps(told), flush=True)
-        return
     speeds(int(asked.mb * 1e6), asked.rounds)
 
 

@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +31,21 @@ NUMEL = 10
 WARM_UP = 3
 
 
-def named_steps(hvd: Any, turns: Turns, _: argparse.Namespace) -> dict[str, Any]:
-    """All-reduce `NUM_NAMES` named tensors in place at every step."""
+def names(hvd: Any, asked: argparse.Namespace) -> Callable[[], None]:
+    """A step all-reduces `NUM_NAMES` named tensors in place."""
     import torch
 
-    tensors = [torch.ones(NUMEL) for _ in range(NUM_NAMES)]
-    names = [f"layer{number}.weight" for number in range(NUM_NAMES)]
-    processor = []
-    while turns.wait():
-        began = time.process_time()
-        handles = [
-            hvd.allreduce_async_(tensor, name=name)
-            for tensor, name in zip(tensors, names, strict=True)
-        ]
+    named = {f"layer{number}.weight": torch.ones(NUMEL) for number in range(NUM_NAMES)}
+
+    def step() -> None:
+        handles = [hvd.allreduce_async_(tensor, name=name) for name, tensor in named.items()]
         for handle in handles:
             hvd.synchronize(handle)
-        processor.append((time.process_time() - began) * 1e3)
-    return of_processor(processor)
+
+    return step
 
 
-def training_steps(hvd: Any, turns: Turns, asked: argparse.Namespace) -> dict[str, Any]:
+def training(hvd: Any, asked: argparse.Namespace) -> Callable[[], None]:
     """Horovod's synthetic benchmark: the same random batch at every step."""
     import torch
     import torch.nn.functional as F
@@ -63,22 +59,16 @@ def training_steps(hvd: Any, turns: Turns, asked: argparse.Namespace) -> dict[st
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     data = torch.randn(asked.batch, 3, asked.pixels, asked.pixels)
     target = torch.randint(1000, (asked.batch,))
-    processor = []
-    while turns.wait():
-        began = time.process_time()
+
+    def step() -> None:
         optimizer.zero_grad()
         F.cross_entropy(model(data), target).backward()
         optimizer.step()
-        processor.append((time.process_time() - began) * 1e3)
-    return of_processor(processor)
+
+    return step
 
 
-def of_processor(times: list[float]) -> dict[str, Any]:
-    kept = times[2 * WARM_UP :]
-    return {"processor time, ms": (min(kept), statistics.median(kept))}
-
-
-BENCHMARKS = {"names": named_steps, "training": training_steps}
+BENCHMARKS = {"names": names, "training": training}
 
 
 def rank(asked: argparse.Namespace) -> None:
@@ -89,29 +79,27 @@ def rank(asked: argparse.Namespace) -> None:
     hvd = importlib.import_module(asked.rank)
     hvd.init()
     turns = Turns(asked.rank)
-    turns.leave(BENCHMARKS[asked.benchmark](hvd, turns, asked))
+    step = BENCHMARKS[asked.benchmark](hvd, asked)
+    processor = []
+    while turns.wait():
+        began = time.process_time()
+        step()
+        processor.append((time.process_time() - began) * 1e3)
+    kept = processor[2 * WARM_UP :]
+    turns.leave({"least": min(kept), "median": statistics.median(kept)})
     hvd.shutdown()
 
 
 def commands(asked: argparse.Namespace) -> dict[str, list[str]]:
     """What starts each job, by its name."""
-    words = [
-        *("-m", "benchmarks.comm.horovod_ring", asked.benchmark, "--model", asked.model),
-        *("--batch", str(asked.batch), "--pixels", str(asked.pixels), "--rank"),
-    ]
-    ours = [
-        sys.executable,
-        "-m",
-        "lightning_ring.cli.ringrun",
-        "--no-mpi",
-        "-n",
-        str(asked.ranks),
-        sys.executable,
-    ]
-    found = {"lightning_ring.horovod": [*ours, *words, "lightning_ring.horovod"]}
+    words = ["-m", "benchmarks.comm.horovod_ring", asked.benchmark, "--model", asked.model]
+    words += ["--batch", str(asked.batch), "--pixels", str(asked.pixels), "--rank"]
+    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi"]
+    ringrun += ["-n", str(asked.ranks), sys.executable]
+    found = {"lightning_ring.horovod": [*ringrun, *words, "lightning_ring.horovod"]}
     if asked.horovod:
-        runner = str(Path(asked.horovod).with_name("horovodrun"))
-        theirs = [asked.horovod, runner, "--gloo", "-np", str(asked.ranks), asked.horovod]
+        horovodrun = str(Path(asked.horovod).with_name("horovodrun"))
+        theirs = [asked.horovod, horovodrun, "--gloo", "-np", str(asked.ranks), asked.horovod]
         found["horovod.torch"] = [*theirs, *words, "horovod.torch"]
     return found
 
@@ -121,7 +109,7 @@ def measure(asked: argparse.Namespace) -> None:
     started = commands(asked)
     jobs = list(started)
     seconds: dict[str, list[float]] = {job: [] for job in jobs}
-    loads = [os.getloadavg()[0]]
+    before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder, Conductor(Path(folder)) as conductor:
         conductor.start(list(started.values()), jobs, asked.ranks)
         for number in range(asked.rounds + WARM_UP):
@@ -129,43 +117,36 @@ def measure(asked: argparse.Namespace) -> None:
                 times = conductor.turn(job, asked.steps)
                 if number >= WARM_UP:
                     seconds[job].append(min(times))
-        loads.append(os.getloadavg()[0])
+        after = os.getloadavg()[0]
         facts = conductor.finish()
     print(f"{asked.ranks} ranks, {asked.rounds} turns of {asked.steps} steps")
-    print(f"load average {loads[0]:.1f} to {loads[1]:.1f}")
+    print(f"load average {before:.1f} to {after:.1f}")
     for job, times in seconds.items():
-        print(
-            f"{job:24} fastest step {min(times) * 1e3:9.3f} ms, median turn "
-            f"{statistics.median(times) * 1e3:9.3f} ms"
-        )
-        for part, (least, median) in facts[job][0].items():
-            print(f"    {part:18} least {least:8.1f}, median {median:8.1f}")
+        fastest, middle = min(times) * 1e3, statistics.median(times) * 1e3
+        print(f"{job:24} fastest step {fastest:9.3f} ms, median turn {middle:9.3f} ms")
+        least, median = facts[job][0].values()
+        print(f"    processor time, ms: least {least:8.1f}, median {median:8.1f}")
     if len(jobs) == 2:
         ratios = [ours / theirs for ours, theirs in zip(*seconds.values(), strict=True)]
         fastest = min(seconds[jobs[0]]) / min(seconds[jobs[1]])
-        print(
-            f"ours / Horovod: {fastest:.3f} of the fastest, {statistics.median(ratios):.3f} "
-            "median of turns"
-        )
+        middle = statistics.median(ratios)
+        print(f"ours / Horovod: {fastest:.3f} of the fastest, {middle:.3f} median of turns")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("benchmark", choices=BENCHMARKS)
-    parser.add_argument(
-        "--horovod", metavar="PYTHON", help="interpreter with Horovod; horovodrun lies beside it"
-    )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each job")
-    parser.add_argument(
-        "--steps", type=int, default=None, help="a turn; by default 50 for names, 1 for training"
-    )
-    parser.add_argument("--model", default="resnet50", help="of torchvision")
-    parser.add_argument("--batch", type=int, default=2, help="images a rank")
-    parser.add_argument("--pixels", type=int, default=64, help="height and width of an image")
-    parser.add_argument("--rank", metavar="MODULE", help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("benchmark", choices=BENCHMARKS)
+    add("--horovod", metavar="PYTHON", help="interpreter that has Horovod; horovodrun beside it")
+    add("--ranks", type=int, default=2)
+    add("--rounds", type=int, default=20, help="turns of each job")
+    add("--steps", type=int, help="a turn; by default 50 for names, 1 for training")
+    add("--model", default="resnet50", help="of torchvision")
+    add("--batch", type=int, default=2, help="images a rank")
+    add("--pixels", type=int, default=64, help="height and width of an image")
+    add("--rank", metavar="MODULE", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.steps = asked.steps or (50 if asked.benchmark == "names" else 1)
     if asked.rank:

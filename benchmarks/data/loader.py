@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import statistics
 import tempfile
 import time
@@ -31,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFilter
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_ring.data import (
     DeviceTransform,
@@ -64,16 +64,12 @@ def draw(seed: int) -> Image.Image:
     for _ in range(12):
         x, y, w, h = (int(v) for v in generator.integers(0, (300, 220, 120, 120)))
         color = tuple(int(v) for v in generator.integers(0, 255, 3))
-        (pen.ellipse if generator.random() < 0.5 else pen.rectangle)(
-            (x, y, x + w, y + h), fill=color
-        )
+        shape = pen.ellipse if generator.random() < 0.5 else pen.rectangle
+        shape((x, y, x + w, y + h), fill=color)
     image = image.filter(ImageFilter.GaussianBlur(0.7))
     pixels = np.asarray(image).astype(np.float32)
-    texture = np.asarray(
-        Image.fromarray((generator.random((64, 85)) * 255).astype(np.uint8)).resize(
-            (341, 256), Image.Resampling.BICUBIC
-        )
-    )
+    cells = Image.fromarray((generator.random((64, 85)) * 255).astype(np.uint8))
+    texture = np.asarray(cells.resize((341, 256), Image.Resampling.BICUBIC))
     pixels += (texture[..., None] - 127.0) * 0.25 + generator.normal(0, 2.5, pixels.shape)
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
@@ -89,13 +85,7 @@ def make_images(root: Path, num: int) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(write, range(num)))
-    pack(
-        root / "images",
-        root / "shards",
-        PackSettings(shard_mb=1),
-        2,
-        lambda done, total, left_out: None,
-    )
+    pack(root / "images", root / "shards", PackSettings(shard_mb=1), 2, lambda *_: None)
 
 
 def ours(source: Any, workers: int, transform: DeviceTransform | None) -> Iterable[Any]:
@@ -150,22 +140,19 @@ def transform_of(kind: str) -> Any:
 
 
 def workers_of(data: Any, workers: int, **options: Any) -> Iterable[Any]:
-    return torch.utils.data.DataLoader(
-        data, num_workers=workers, persistent_workers=True, **options
-    )
+    return DataLoader(data, num_workers=workers, persistent_workers=True, **options)
 
 
 def torchvision_folder(root: Path, workers: int, kind: str) -> Iterable[Any]:
     from torchvision.datasets import ImageFolder as Folder
 
-    return workers_of(
-        Folder(root / "images", transform_of(kind)), workers, batch_size=BATCH, shuffle=True
-    )
+    data = Folder(root / "images", transform_of(kind))
+    return workers_of(data, workers, batch_size=BATCH, shuffle=True)
 
 
 def our_decoder(data: bytes) -> torch.Tensor:
     out = torch.empty(1, 224, 224, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-    decode_into([out], data, [CROP], [np.random.random(CROP.num_uniforms).tolist()])
+    decode_into(out, data, CROP, np.random.random(CROP.num_uniforms).tolist())
     return out[0]
 
 
@@ -179,12 +166,9 @@ def webdataset_tar(root: Path, workers: int, decode: Callable[[bytes], Any]) -> 
     def sample(item: dict[str, Any]) -> tuple[Any, int]:
         return decode(item["jpg"]), int(item["cls"])
 
-    data = webdataset.WebDataset(
-        [str(path) for path in sorted((root / "shards").glob("*.tar"))], shardshuffle=False
-    )
-    data = (
-        data.shuffle(256).map(sample).batched(BATCH, collation_fn=torch.utils.data.default_collate)
-    )
+    files = [str(path) for path in sorted((root / "shards").glob("*.tar"))]
+    data = webdataset.WebDataset(files, shardshuffle=False).shuffle(256).map(sample)
+    data = data.batched(BATCH, collation_fn=default_collate)
     return workers_of(data, workers, batch_size=None)
 
 
@@ -194,43 +178,32 @@ def dali_folder(root: Path, workers: int, kind: str) -> Iterable[Any]:
 
     @pipeline_def(batch_size=BATCH, num_threads=workers, device_id=None)
     def pipeline() -> Any:
-        encoded, labels = fn.readers.file(
-            file_root=str(root / "images"), random_shuffle=True, name="files"
-        )
+        folder = str(root / "images")
+        encoded, labels = fn.readers.file(file_root=folder, random_shuffle=True, name="files")
         images = fn.decoders.image_random_crop(encoded, device="cpu", random_area=[0.08, 1.0])
         images = fn.resize(images, size=[224, 224], antialias=True)
         dtype, mean, std = types.UINT8, [0.0] * 3, [1.0] * 3
         if kind == "float32":
             dtype, mean, std = types.FLOAT, [255 * m for m in MEAN], [255 * s for s in STD]
-        flip = fn.random.coin_flip()
-        return fn.crop_mirror_normalize(
-            images, dtype=dtype, mean=mean, std=std, mirror=flip
-        ), labels
+        crops = {"dtype": dtype, "mean": mean, "std": std, "mirror": fn.random.coin_flip()}
+        return fn.crop_mirror_normalize(images, **crops), labels
+
+    partial_last = LastBatchPolicy.PARTIAL
+    batches = DALIGenericIterator(
+        [pipeline()], ["images", "labels"], reader_name="files", last_batch_policy=partial_last
+    )
 
     class Pairs:
-        def __init__(self) -> None:
-            partial_last = LastBatchPolicy.PARTIAL
-            names = ["images", "labels"]
-            self.batches = DALIGenericIterator(
-                [pipeline()], names, reader_name="files", last_batch_policy=partial_last
-            )
-
         def __iter__(self) -> Any:
-            yield from ((batch[0]["images"], batch[0]["labels"]) for batch in self.batches)
-            self.batches.reset()
+            yield from ((batch[0]["images"], batch[0]["labels"]) for batch in batches)
+            batches.reset()
 
     return Pairs()
 
 
 def cpu_seconds() -> float:
-    """Of this process, its living descendants, and those that have ended."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (
-        time.process_time()
-        + ended.ru_utime
-        + ended.ru_stime
-        + sum(map(_used, _descendants(os.getpid())))
-    )
+    """Of this process and its living descendants. Workers persist, so none has ended."""
+    return time.process_time() + sum(map(_used, _descendants(os.getpid())))
 
 
 def _descendants(pid: int) -> Iterable[int]:
@@ -260,17 +233,17 @@ def candidates(root: Path, workers: int) -> dict[str, dict[str, Callable[[], Ite
     folder, shards = ImageFolder(root / "images"), ShardDataset(root / "shards")
     found: dict[str, dict[str, Callable[[], Iterable[Any]]]] = {}
     for kind, transform in (("uint8", None), ("float32", DeviceTransform(MEAN, STD))):
+        theirs, mine = (root, workers, kind), (root, workers, transform)
+        decoded = partial(as_torchvision, kind=kind)
         found[kind] = {
-            "ImageFolder, torchvision v2": partial(torchvision_folder, root, workers, kind),
-            "webdataset, torchvision v2": partial(
-                webdataset_tar, root, workers, partial(as_torchvision, kind=kind)
-            ),
-            "DALI on the CPU, image folder": partial(dali_folder, root, workers, kind),
+            "ImageFolder, torchvision v2": partial(torchvision_folder, *theirs),
+            "webdataset, torchvision v2": partial(webdataset_tar, root, workers, decoded),
+            "DALI on the CPU, image folder": partial(dali_folder, *theirs),
             "ours, image folder": partial(ours, folder, workers, transform),
             "ours, shards": partial(ours, shards, workers, transform),
-            "ours, Lance": partial(our_lance, root, workers, transform),
-            "ours, Hugging Face, Parquet": partial(our_parquet, root, workers, transform),
-            "ours, torchvision's ImageFolder": partial(our_map_style, root, workers, transform),
+            "ours, Lance": partial(our_lance, *mine),
+            "ours, Hugging Face, Parquet": partial(our_parquet, *mine),
+            "ours, torchvision's ImageFolder": partial(our_map_style, *mine),
         }
     found["uint8"]["webdataset, our decoder"] = partial(webdataset_tar, root, workers, our_decoder)
     return found
@@ -280,28 +253,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--images", type=int, default=2000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--workers", type=int, default=2, help="threads of ours, worker processes of the others"
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path(tempfile.gettempdir()) / "lightning_ring_benchmark_images",
-    )
-    parser.add_argument("--only-make", action="store_true", help="draw the images and end")
-    arguments = parser.parse_args()
-    root, workers = arguments.folder / str(arguments.images), arguments.workers
+    add = parser.add_argument
+    add("--images", type=int, default=2000)
+    add("--rounds", type=int, default=3)
+    add("--workers", type=int, default=2, help="threads of ours, worker processes of the others")
+    default = Path(tempfile.gettempdir()) / "lightning_ring_benchmark_images"
+    add("--folder", type=Path, default=default, help="of the images (default: %(default)s)")
+    asked = parser.parse_args()
+    root, workers = asked.folder / str(asked.images), asked.workers
     if not (root / "shards" / "manifest.json").exists():
-        make_images(root, arguments.images)
-    if arguments.only_make:
-        return
+        make_images(root, asked.images)
     torch.set_num_threads(1)
-    print(
-        f"{arguments.images} images, batches of {BATCH}, {workers} threads or workers, "
-        f"{arguments.rounds} rounds"
-    )
+    print(f"{asked.images} images, batches of {BATCH}, {workers} workers, {asked.rounds} rounds")
     for kind, makers in candidates(root, workers).items():
         loaders: dict[str, Iterable[Any]] = {}
         for name, make in makers.items():
@@ -312,27 +275,21 @@ def main() -> None:
                 loaders.pop(name, None)
                 print(f"left out: {name}: {error}")
         results: dict[str, list[tuple[float, float]]] = {name: [] for name in loaders}
-        for _ in range(arguments.rounds):
+        for _ in range(asked.rounds):
             for name, loader in loaders.items():
                 results[name].append(measure(loader))
         report(kind, results)
 
 
 def report(kind: str, results: dict[str, list[tuple[float, float]]]) -> None:
-    print(
-        f"\n| {kind} | images per CPU-second | lowest to highest | images per second | x the "
-        "first |"
-    )
-    print("| --- | --- | --- | --- | --- |")
+    columns = "images per CPU-second | lowest to highest | images per second | x the first"
+    print(f"\n| {kind} | {columns} |\n| --- | --- | --- | --- | --- |")
     first = statistics.median(cpu for cpu, _ in next(iter(results.values())))
     for name, rounds in results.items():
         cpu, wall = zip(*rounds, strict=True)
-        middle = statistics.median(cpu)
+        middle, speed = statistics.median(cpu), statistics.median(wall)
         span = f"{min(cpu):.0f} to {max(cpu):.0f}"
-        print(
-            f"| {name} | {middle:.0f} | {span} | {statistics.median(wall):.0f} | "
-            f"{middle / first:.2f} |"
-        )
+        print(f"| {name} | {middle:.0f} | {span} | {speed:.0f} | {middle / first:.2f} |")
 
 
 if __name__ == "__main__":

@@ -60,10 +60,8 @@ def measure(name: str, entries: int, classes: int) -> None:
     next(iter(sampler))
     resumed = time.perf_counter() - began
     assert 0 <= first < entries
-    print(
-        f"| {name} | {started:.2f} s | {grown:.0f} MiB | {each * 1e6:.1f} µs | {resumed:.2f} s |",
-        flush=True,
-    )
+    found = f"{started:.2f} s | {grown:.0f} MiB | {each * 1e6:.1f} µs | {resumed:.2f} s"
+    print(f"| {name} | {found} |", flush=True)
 
 
 def main() -> None:
@@ -77,9 +75,8 @@ def main() -> None:
     print("| sampler | to the first sample | memory | a sample | to resume at 3/4 of the epoch |")
     print("| --- | --- | --- | --- | --- |", flush=True)
     for name in samplers(np.zeros(1, dtype=np.int64)):
-        process = multiprocessing.get_context("spawn").Process(
-            target=measure, args=(name, arguments.entries, arguments.classes)
-        )
+        words = (name, arguments.entries, arguments.classes)
+        process = multiprocessing.get_context("spawn").Process(target=measure, args=words)
         process.start()
         process.join()
         assert process.exitcode == 0

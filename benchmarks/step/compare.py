@@ -143,34 +143,29 @@ def commands(row: Row, options: Sequence[str]) -> Iterator[list[list[str]]]:
     python, arguments = [sys.executable, "-m"], [row.model, *row.options, *options]
     each = [[*python, "benchmarks.step.rank", *arguments, name] for name in row.contenders]
     with contextlib.ExitStack() as stack:
-        opened = (
-            stack.enter_context(hosts.open_hosts(row.num_hosts, row.rate))
-            if row.num_hosts > 1
-            else None
-        )
+        opened = None
+        if row.num_hosts > 1:
+            opened = stack.enter_context(hosts.open_hosts(row.num_hosts, row.rate))
         if row.start == "exec":
             yield each
         elif row.start == "ringrun":
             run = [*python, "lightning_ring.cli.ringrun", "-n", str(row.ranks)]
-            kinds = [
-                ["--min-ranks", "1"] if name == "ring_elastic" else ["--no-mpi"]
-                for name in row.contenders
-            ]
-            yield [[*run, *kind, *command] for kind, command in zip(kinds, each, strict=True)]
-        elif opened is not None:
-            addresses = [opened.address(name) for name in opened.names]
-            fork = [
-                *python,
-                "benchmarks.step.forked",
-                forked.plan(row.contenders, arguments, row.ranks, addresses),
-            ]
-            gloo = ["env", f"GLOO_SOCKET_IFNAME={hosts.INTERFACE}"]
+            elastic, plain = ["--min-ranks", "1"], ["--no-mpi"]
             yield [
-                opened.on(name, *gloo, *fork, str(host)) for host, name in enumerate(opened.names)
+                [*run, *(elastic if name == "ring_elastic" else plain), *command]
+                for name, command in zip(row.contenders, each, strict=True)
             ]
         else:
-            plan = forked.plan(row.contenders, arguments, row.ranks, ["127.0.0.1"])
-            yield [[*python, "benchmarks.step.forked", plan, "0"]]
+            addresses = ["127.0.0.1"]
+            if opened is not None:
+                addresses = [opened.address(name) for name in opened.names]
+            plan = forked.plan(row.contenders, arguments, row.ranks, addresses)
+            fork = [*python, "benchmarks.step.forked", plan]
+            if opened is None:
+                yield [[*fork, "0"]]
+                return
+            gloo = ["env", f"GLOO_SOCKET_IFNAME={hosts.INTERFACE}"]
+            yield [opened.on(name, *gloo, *fork, str(n)) for n, name in enumerate(opened.names)]
 
 
 def report(row: Row, seconds: dict[str, list[float]], facts: dict[str, list[Any]]) -> Iterator[str]:
@@ -191,16 +186,11 @@ def report(row: Row, seconds: dict[str, list[float]], facts: dict[str, list[Any]
         yield f"- {ours}: {ratio:.3f} of the time of {peer}{asked.get((ours, peer), '')}"
         if row.by_turn:
             middle, low, high = ratio_of_turns(seconds[ours], seconds[peer], row.steps)
-            yield (
-                f"  by means of turns {middle:.4f}, 95 % of resampled medians from {low:.4f} to "
-                f"{high:.4f}"
-            )
+            yield f"  by means of turns {middle:.4f}, 95 % of medians {low:.4f} to {high:.4f}"
     for ours, peer, limit in row.asked_state:
         mine, theirs = (max(fact["state_bytes"] for fact in facts[name]) for name in (ours, peer))
-        yield (
-            f"- {ours}: {mine / theirs:.3f} of the optimizer state of {peer}; asked: at most "
-            f"{limit:.2f}"
-        )
+        share = f"{mine / theirs:.3f} of the optimizer state of {peer}"
+        yield f"- {ours}: {share}; asked: at most {limit:.2f}"
 
 
 def ratio_of_turns(
@@ -223,23 +213,20 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("row", choices=ROWS, help="one row of the table in docs/performance.md")
-    parser.add_argument(
-        "--contenders", nargs="+", help="others than the row's, such as ring:bucket_cap_mb=4"
-    )
-    parser.add_argument("--model", choices=("resnet18", "resnet50", "many_small", "tiny"))
-    parser.add_argument("--ranks", type=int, help="in all, round-robin over the hosts")
-    parser.add_argument("--hosts", dest="num_hosts", type=int)
-    parser.add_argument("--rate", help="of the links between hosts, as tc writes it")
-    parser.add_argument("--steps", type=int, help="a turn")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--json", metavar="FILE", help="write every step's seconds")
+    add = parser.add_argument
+    add("row", choices=ROWS, help="one row of the table in docs/performance.md")
+    add("--contenders", nargs="+", help="others than the row's, such as ring:bucket_cap_mb=4")
+    add("--model", choices=("resnet18", "resnet50", "many_small", "tiny"))
+    add("--ranks", type=int, help="in all, round-robin over the hosts")
+    add("--hosts", dest="num_hosts", type=int)
+    add("--rate", help="of the links between hosts, as tc writes it")
+    add("--steps", type=int, help="a turn")
+    add("--rounds", type=int)
+    add("--json", metavar="FILE", help="write every step's seconds")
     asked = parser.parse_args()
     names = ("model", "ranks", "num_hosts", "rate", "steps", "rounds")
-    row = replace(
-        ROWS[asked.row],
-        **{name: value for name in names if (value := getattr(asked, name)) is not None},
-    )
+    given = {name: getattr(asked, name) for name in names if getattr(asked, name) is not None}
+    row = replace(ROWS[asked.row], **given)
     if asked.contenders:
         row = replace(row, contenders=tuple(asked.contenders))
     if row.num_hosts > 1 and (reason := hosts.why_not()) is not None:
@@ -248,9 +235,8 @@ def main() -> int:
     seconds, facts = measure(row)
     print(*report(row, seconds, facts), sep="\n", flush=True)
     if asked.json is not None:
-        Path(asked.json).write_text(
-            json.dumps({"row": asdict(row), "seconds": seconds, "facts": facts}) + "\n"
-        )
+        found = {"row": asdict(row), "seconds": seconds, "facts": facts}
+        Path(asked.json).write_text(json.dumps(found) + "\n")
     return 0
 
 

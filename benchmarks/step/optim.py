@@ -5,19 +5,14 @@ All optimizers of a table take turns, round after round, and a ratio is the medi
 the ratio within a round, so that what else the machine does hits all of them alike. Each table
 comes from a process of its own.
 
-Three more ways look at the fused step alone. ``--host`` times what it costs the host, with the
-Triton launches left out: that is asked to take at most 0.3 ms. ``--graphs`` times replays of CUDA
-graphs of whole steps. ``--steps N`` takes N steps of LAMB with ResNet-50's parameters, for a
-profiler::
-
-    ncu -k 'regex:^(measure|move)$' --launch-skip 4 --launch-count 2 --set full \\
-        python -m benchmarks.step.optim --steps 4
+``--steps N`` takes N steps of LAMB with ResNet-50's parameters, for a profiler. What a GPU is asked
+(`host_ms`, `graph_rows`, `copy_bandwidth`) is told by `benchmarks.gpu`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import statistics
 import subprocess
 import sys
@@ -46,11 +41,8 @@ def resnet50() -> Shapes:
     into = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for block in range(blocks):
-            shapes += (
-                convolution(width, into, 1)
-                + convolution(width, width, 3)
-                + convolution(4 * width, width, 1)
-            )
+            shapes += convolution(width, into, 1) + convolution(width, width, 3)
+            shapes += convolution(4 * width, width, 1)
             if block == 0:
                 shapes += convolution(4 * width, into, 1)
             into = 4 * width
@@ -138,25 +130,20 @@ def on_cpu(model: str, threads: int, num_rounds: int) -> Iterator[str]:
     clock = time.thread_time if threads == 1 else time.perf_counter
     times = rounds_of_times({name: o.step for name, o in optimizers.items()}, num_rounds, clock)
     unit = "processor time" if threads == 1 else "wall time"
-    yield (
-        f"\n{model}, {sum(p.numel() for p in params) / 1e6:.1f} M parameters, {threads} thread(s), "
-        f"{unit}\n"
-    )
+    millions = sum(param.numel() for param in params) / 1e6
+    yield f"\n{model}, {millions:.1f} M parameters, {threads} thread(s), {unit}\n"
     yield "| optimizer | ms, median | ms, least | extra memory, % of parameters |"
     yield "|---|---|---|---|"
     for name, values in times.items():
         extra = 100 * peak_bytes(optimizers[name].step) / sum(p.nbytes for p in params)
-        yield (
-            f"| {name} | {statistics.median(values) * 1e3:.1f} | {min(values) * 1e3:.1f} | "
-            f"{extra:.1f} |"
-        )
+        middle, least = statistics.median(values) * 1e3, min(values) * 1e3
+        yield f"| {name} | {middle:.1f} | {least:.1f} | {extra:.1f} |"
     yield ""
     for ours, peer, wanted in COMPARISONS:
         if ours in times and peer in times:
             ratio = statistics.median(p / o for o, p in zip(times[ours], times[peer], strict=True))
-            yield f"- {ours}: {ratio:.2f} times the speed of {peer}" + (
-                f" (wanted: {wanted})" if wanted else ""
-            )
+            wish = f" (wanted: {wanted})" if wanted else ""
+            yield f"- {ours}: {ratio:.2f} times the speed of {peer}{wish}"
     if compiler.find_compiler() is None:
         yield "- no C++ compiler on this machine: fused was not run"
 
@@ -168,76 +155,15 @@ def peak_bytes(step: Step) -> int:
     ) as profile:
         step()
     running = peak = 0
-    for event in sorted(
-        profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()
-    ):
+    events = profile.profiler.kineto_results.events()
+    for event in sorted(events, key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
             running += event.nbytes()
             peak = max(peak, running)
     return peak
 
 
-BYTES_PER_PARAMETER = {
-    "LARS": 28,
-    "LAMB": 40,
-    "timm Lars": 28,
-    "timm Lamb": 40,
-    "torch AdamW foreach": 28,
-}
-
-
-def on_cuda(model: str, num_rounds: int) -> Iterator[str]:
-    """One table: the share of the speed that the bytes of each optimizer allow at the measured
-    copy bandwidth.
-    """
-    params = make_params(MODELS[model](), "cuda")
-    optimizers = {
-        name: o
-        for name, o in contenders(params, fused=False).items()
-        if name in BYTES_PER_PARAMETER
-    }
-    optimizers["torch AdamW foreach"] = torch.optim.AdamW(params, lr=1e-4, foreach=True)
-    count = sum(p.numel() for p in params)
-    source = torch.empty(1 << 28, device="cuda")
-    target = torch.empty_like(source)
-    steps = {name: o.step for name, o in optimizers.items()} | {
-        "copy": lambda: target.copy_(source)
-    }
-    graph = torch.cuda.CUDAGraph()
-    captured = LARS(params, lr=1.0, momentum=0.9, weight_decay=1e-4, capturable=True)
-    captured.step()
-    with torch.cuda.graph(graph):
-        captured.step()
-    steps["LARS, CUDA graph"] = graph.replay
-
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(num_rounds + 2):
-        for name, step in steps.items():
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
-            begin.record()
-            for _ in range(10):
-                step()
-            end.record()
-            end.synchronize()
-            times[name].append(begin.elapsed_time(end) / 10)
-    best = {name: statistics.median(values[2:]) for name, values in times.items()}
-    bandwidth = 2 * source.nbytes / best["copy"] / 1e6  # GB/s
-    yield (
-        f"\n{model} on {torch.cuda.get_device_name()}, copy {bandwidth:.0f} GB/s (wanted: 80 % for "
-        "LARS and LAMB)\n"
-    )
-    yield "| optimizer | ms | bytes a parameter | % of the speed that they allow |"
-    yield "|---|---|---|---|"
-    for name, ms in best.items():
-        if name != "copy":
-            needed = BYTES_PER_PARAMETER.get(name, 28)
-            yield (
-                f"| {name} | {ms:.3f} | {needed} | "
-                f"{100 * needed * count / (bandwidth * 1e6) / ms:.0f} |"
-            )
-
-
+BYTES_PER_PARAMETER = {"LARS": 28, "LAMB": 40}
 SETTINGS: dict[str, tuple[type[LAMB] | type[LARS], dict[str, float]]] = {
     "LAMB": (LAMB, {"lr": 1e-4, "weight_decay": 0.01}),
     "LARS": (LARS, {"lr": 1.0, "momentum": 0.9, "weight_decay": 1e-4}),
@@ -291,20 +217,24 @@ def host_ms(name: str, shapes: Shapes, device: str = "cpu", num_steps: int = 300
 
 def _ms(call: Step, device: str, num_calls: int, num_rounds: int = 7) -> float:
     """Median over rounds of the milliseconds of one call, on the device's clock."""
+
+    def now() -> Any:
+        if device == "cpu":
+            return time.perf_counter() * 1e3
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
     rounds = []
     for _ in range(num_rounds + 1):
-        if device == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-        start = time.perf_counter()
+        begin = now()
         for _ in range(num_calls):
             call()
+        end = now()
         if device == "cuda":
-            end.record()
             end.synchronize()
-            rounds.append(begin.elapsed_time(end) / num_calls)
-        else:
-            rounds.append((time.perf_counter() - start) * 1e3 / num_calls)
+        took = end - begin if device == "cpu" else begin.elapsed_time(end)
+        rounds.append(took / num_calls)
     return statistics.median(rounds[1:])
 
 
@@ -360,23 +290,10 @@ def graph_rows(
                 }
 
 
-def graphs(device: str = "cuda", tiny: bool = False) -> Iterator[str]:
-    """A line of JSON for the copy and one for each row of `graph_rows`; at least 0.85 of the copy's
-    bandwidth is asked.
-    """
-    bandwidth = copy_bandwidth(device, 1 << 20 if tiny else 2 << 30)
-    yield json.dumps({"copy_gb_per_s": bandwidth})
-    models = {"tiny": TINY} if tiny else {name: shapes() for name, shapes in MODELS.items()}
-    for row in graph_rows(models, bandwidth, device, num_calls=1 if tiny else 20):
-        yield json.dumps(row)
-
-
-def steps_for_a_profiler(
-    num_steps: int, device: str = "cuda", shapes: Shapes | None = None
-) -> None:
-    """``num_steps`` steps of LAMB, by default with ResNet-50's parameters."""
+def steps_for_a_profiler(num_steps: int, device: str) -> None:
+    """``num_steps`` steps of LAMB with ResNet-50's parameters."""
     optimizer_class, settings = SETTINGS["LAMB"]
-    optimizer = optimizer_class(make_params(shapes or resnet50(), device), **settings)
+    optimizer = optimizer_class(make_params(resnet50(), device), **settings)
     for _ in range(num_steps):
         optimizer.step()
     if device == "cuda":
@@ -390,52 +307,19 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--table", nargs=2, metavar=("MODEL", "THREADS"), help="one CPU table, in this process"
-    )
-    parser.add_argument("--host", action="store_true", help="host time of a fused step")
-    parser.add_argument("--graphs", action="store_true", help="replays of CUDA graphs, as JSON")
+    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, metavar="N", help="N steps of LAMB, for a profiler")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
-    parser.add_argument("--tiny", action="store_true", help="a few parameters, to see it run")
-    arguments = parser.parse_args()
-    shapes = TINY if arguments.tiny else resnet50()
-    if arguments.host:
-        for name in SETTINGS:
-            ms = host_ms(name, shapes, arguments.device, 10 if arguments.tiny else 300)
-            print(json.dumps({"optimizer": name, "tensors": len(shapes), "host_ms": ms}))
-    if arguments.graphs:
-        for line in graphs(arguments.device, arguments.tiny):
-            print(line, flush=True)
-    if arguments.steps is not None:
-        steps_for_a_profiler(arguments.steps, arguments.device, shapes)
-    if arguments.host or arguments.graphs or arguments.steps is not None:
+    asked = parser.parse_args()
+    if asked.steps is not None:
+        steps_for_a_profiler(asked.steps, "cuda" if torch.cuda.is_available() else "cpu")
         return
-    if arguments.table:
-        print(
-            *on_cpu(arguments.table[0], int(arguments.table[1]), arguments.rounds),
-            sep="\n",
-            flush=True,
-        )
-        return
-    for model in arguments.models:
-        for threads in arguments.threads:
-            table = [
-                sys.executable,
-                "-m",
-                "benchmarks.step.optim",
-                "--table",
-                model,
-                str(threads),
-                "--rounds",
-                str(arguments.rounds),
-            ]
-            subprocess.run(table, check=True)
-        if torch.cuda.is_available():
-            print(*on_cuda(model, arguments.rounds), sep="\n", flush=True)
-    if not torch.cuda.is_available():
-        print("\nno CUDA device: the Triton kernels were not timed")
+    for model, threads in itertools.product(asked.models, asked.threads):
+        if asked.in_process:
+            print(*on_cpu(model, threads, asked.rounds), sep="\n", flush=True)
+            continue
+        words = ["--models", model, "--threads", str(threads), "--rounds", str(asked.rounds)]
+        command = [sys.executable, "-m", "benchmarks.step.optim", "--in-process", *words]
+        subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -30,11 +28,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.hosts import Hosts, mpirun_path, open_hosts, why_not
+from benchmarks.turns import prepare
 from lightning_ring.tools.plan.model import Cluster, Link, Settings, predict
 from lightning_ring.tools.plan.networks import read_bench
-from lightning_ring.tools.plan.profile import Profile, read_profile
+from lightning_ring.tools.plan.profile import read_profile
 
-ROOT = Path(__file__).resolve().parents[2]
 _SIZES = "64K,256K,512K,1M,4M,16M"
 _SECONDS = 200
 # what runs on the hosts: topology, ranks a host, strategies
@@ -62,33 +60,23 @@ class Row:
         return self.predicted / self.measured - 1
 
 
-def check(asked: argparse.Namespace, folder: Path) -> list[Row]:
-    path = asked.profile or record(folder)
-    profile = read_profile(path)
-    rows: list[Row] = []
-    node = measure_node(folder, asked.bench_seconds) if "hierarchical" in asked.layouts else None
-    numbers = f"{'predicted ms':>13} {'measured ms':>12} {'error':>7} {'core ms':>8}"
-    print(f"{'link':>9} {'hosts':>6} {'ranks':>6}  {'':26} {numbers}")
+def check(asked: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    path, seconds = Path(asked.profile or record(folder)), asked.bench_seconds
+    node = measure_link(folder, seconds, None) if "hierarchical" in asked.layouts else None
     for rate in asked.rates:
         with open_hosts(2, rate) as hosts:
-            network = measure_network(hosts, folder, asked.bench_seconds)
+            network = measure_link(folder, seconds, hosts)
         for num_hosts in asked.hosts:
             with open_hosts(num_hosts, rate) as hosts:
                 for layout in [name for name in asked.layouts if name == "flat" or num_hosts == 2]:
-                    for row in measure(
-                        hosts, rate, layout, profile, Path(path), network, node, asked, folder
-                    ):
-                        rows.append(row)
-                        print(in_words(row), flush=True)
-    return rows
+                    links = network, node or network
+                    yield from measure(hosts, rate, layout, path, links, asked, folder)
 
 
 def in_words(row: Row) -> str:
-    return (
-        f"{row.rate:>9} {row.num_hosts:>6} {row.num_hosts * row.ranks_per_host:>6}  {row.way:26} "
-        f"{1e3 * row.predicted:>13.1f} {1e3 * row.measured:>12.1f} {row.error:>+7.1%} "
-        f"{1e3 * row.processor:>8.0f}"
-    )
+    where = f"{row.rate:>9} {row.num_hosts:>6} {row.num_hosts * row.ranks_per_host:>6}"
+    times = f"{1e3 * row.predicted:>13.1f} {1e3 * row.measured:>12.1f} {row.error:>+7.1%}"
+    return f"{where}  {row.way:26} {times} {1e3 * row.processor:>8.0f}"
 
 
 def record(folder: Path) -> str:
@@ -96,9 +84,8 @@ def record(folder: Path) -> str:
     path = str(folder / "profile.json")
     run([sys.executable, "-m", "benchmarks.step.plan", "--record", path])
     profile = read_profile(path)
-    print(
-        f"recorded: {profile.model}, {1e3 * profile.phases.alone:.0f} ms a step alone", flush=True
-    )
+    alone = 1e3 * profile.phases.alone
+    print(f"recorded: {profile.model}, {alone:.0f} ms a step alone", flush=True)
     return path
 
 
@@ -127,22 +114,18 @@ def record_in_process(path: str) -> None:
     )
 
 
-def measure_node(folder: Path, seconds: float) -> Link:
-    path = folder / "node.json"
-    line = [mpirun_path(), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"]
-    run([*line, *bench(path, seconds)])
-    return read_bench(str(path))
-
-
-def measure_network(hosts: Hosts, folder: Path, seconds: float) -> Link:
-    path = folder / "network.json"
-    run(hosts.mpirun(2, *bench(path, seconds)))
+def measure_link(folder: Path, seconds: float, hosts: Hosts | None) -> Link:
+    """Between two of ``hosts``, or between two ranks of this node."""
+    path = folder / "link.json"
+    if hosts is not None:
+        run(hosts.mpirun(2, *bench(path, seconds)))
+    else:
+        line = [mpirun_path(), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+        run([*line, "-n", "2", *bench(path, seconds)])
     link = read_bench(str(path))
     for collective, cost in link.costs.items():
-        print(
-            f"# {collective}: {1e6 * cost.alpha_seconds:.0f} µs, {cost.bandwidth / 1e6:.1f} MB/s",
-            flush=True,
-        )
+        alpha, bandwidth = 1e6 * cost.alpha_seconds, cost.bandwidth / 1e6
+        print(f"# {collective}: {alpha:.0f} µs, {bandwidth:.1f} MB/s", flush=True)
     return link
 
 
@@ -156,43 +139,24 @@ def measure(
     hosts: Hosts,
     rate: str,
     layout: str,
-    profile: Profile,
     path: Path,
-    network: Link,
-    node: Link | None,
+    links: tuple[Link, Link],
     asked: argparse.Namespace,
     folder: Path,
 ) -> Iterator[Row]:
     topology, ranks_per_host = _LAYOUTS[layout]
     num_ranks = len(hosts.names) * ranks_per_host
     out = folder / "out.json"
-    rank = [
-        sys.executable,
-        "-m",
-        "benchmarks.step.plan_rank",
-        str(path),
-        str(out),
-        topology,
-        str(asked.steps),
-        *asked.ways,
-    ]
-    run(hosts.mpirun(num_ranks, *rank))
+    words = [str(path), str(out), topology, str(asked.steps), *asked.ways]
+    run(hosts.mpirun(num_ranks, sys.executable, "-m", "benchmarks.step.plan_rank", *words))
+    cluster = Cluster(num_ranks, ranks_per_host, *links)
     for way, (seconds, processor) in json.loads(out.read_text()).items():
-        settings = replace(WAYS[way], topology=topology)
-        step = predict(
-            profile, Cluster(num_ranks, ranks_per_host, network, node or network), settings
-        )
+        step = predict(read_profile(path), cluster, replace(WAYS[way], topology=topology))
+        # steps of LocalSGD differ by design
+        middle = statistics.mean if way == "local_sgd_8" else statistics.median
         name = f"{way}, {topology}"
-        yield Row(
-            rate,
-            len(hosts.names),
-            ranks_per_host,
-            name,
-            step.seconds,
-            # steps of LocalSGD differ by design
-            statistics.mean(seconds) if way == "local_sgd_8" else statistics.median(seconds),
-            processor,
-        )
+        where = (rate, len(hosts.names), ranks_per_host, name)
+        yield Row(*where, step.seconds, middle(seconds), processor)
 
 
 def run(command: Sequence[str]) -> None:
@@ -200,12 +164,8 @@ def run(command: Sequence[str]) -> None:
     Raises:
         SystemExit: It failed, or took too long; with its output.
     """
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    os.environ.update(env)  # `Hosts.mpirun` hands on what is set here
-    process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    prepare()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         output, _ = process.communicate(timeout=_SECONDS)
     except BaseException as error:
@@ -225,26 +185,18 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--profile", help="of RingProfile; default: record ResNet-18 first")
-    parser.add_argument(
-        "--rates", nargs="+", default=["1gbit", "3gbit"], help="of every link, as tc writes it"
-    )
-    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument(
-        "--layouts",
-        nargs="+",
-        choices=_LAYOUTS,
-        default=list(_LAYOUTS),
-        help="nested: on 2 hosts only",
-    )
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--steps", type=int, default=8, help="whole rounds of LocalSGD(8)")
-    parser.add_argument(
-        "--bench-seconds", type=float, default=0.6, help="for each collective and size"
-    )
-    parser.add_argument("--tolerance", type=float, default=0.15)
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--record", metavar="FILE", help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--profile", help="of RingProfile; default: record ResNet-18 first")
+    add("--rates", nargs="+", default=["1gbit", "3gbit"], help="of every link, as tc writes it")
+    add("--hosts", type=int, nargs="+", default=[2, 3, 4])
+    nested = "nested: on 2 hosts only"
+    add("--layouts", nargs="+", choices=_LAYOUTS, default=list(_LAYOUTS), help=nested)
+    add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    add("--steps", type=int, default=8, help="whole rounds of LocalSGD(8)")
+    add("--bench-seconds", type=float, default=0.6, help="for each collective and size")
+    add("--tolerance", type=float, default=0.15)
+    add("--json", metavar="FILE")
+    add("--record", metavar="FILE", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.record:
         record_in_process(asked.record)
@@ -253,16 +205,19 @@ def main() -> int:
     if reason is not None:
         print(f"skipped: {reason}", file=sys.stderr)
         return 77
-    # so that the hosts are removed
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    prepare()  # so that the hosts are removed
+    numbers = f"{'predicted ms':>13} {'measured ms':>12} {'error':>7} {'core ms':>8}"
+    print(f"{'link':>9} {'hosts':>6} {'ranks':>6}  {'':26} {numbers}")
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        rows = check(asked, Path(folder))
+        for row in check(asked, Path(folder)):
+            rows.append(row)
+            print(in_words(row), flush=True)
     worst = max(rows, key=lambda row: abs(row.error))
     print(f"largest error: {worst.error:+.1%} ({worst.rate}, {worst.num_hosts} hosts, {worst.way})")
     if asked.json:
-        Path(asked.json).write_text(
-            json.dumps([asdict(row) | {"error": row.error} for row in rows], indent=1) + "\n"
-        )
+        found = [asdict(row) | {"error": row.error} for row in rows]
+        Path(asked.json).write_text(json.dumps(found, indent=1) + "\n")
     return int(abs(worst.error) > asked.tolerance)
 
 

@@ -25,10 +25,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.plugins.environments import (
-    LightningEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -152,10 +149,9 @@ class InTurns(L.Callback):
 def optimizer_state_bytes() -> int:
     """Bytes of all tensors in the state of all optimizers of this process, each memory once."""
     seen: dict[int, int] = {}
-    for optimizer in [
-        found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer)
-    ]:
-        for value in (value for state in optimizer.state.values() for value in state.values()):
+    optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+    for state in (state for optimizer in optimizers for state in optimizer.state.values()):
+        for value in state.values():
             if isinstance(value, Tensor) and value.dim():
                 seen[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
     return sum(seen.values())
@@ -171,14 +167,10 @@ def strategy(contender: str, device: str) -> tuple[Any, dict[str, Any]]:
     if name in ("auto", "alone", "ddp") and settings.get("keep_freed_memory") == "True":
         keep_freed_memory()
     devices = {"devices": local_size, "num_nodes": world_size // local_size}
-    if name == "auto":
-        # Else Lightning looks for one, and raises where mpi4py has no MPI library.
-        return "auto", {"devices": 1, "plugins": [LightningEnvironment()]}
-    if name == "alone":  # every rank by itself: computation without communication
-        return SingleDeviceStrategy(device=torch.device(device)), {
-            "devices": 1,
-            "plugins": [LightningEnvironment()],
-        }
+    if name in ("auto", "alone"):  # alone: every rank by itself, without communication
+        # Else Lightning looks for an environment, and raises where mpi4py has no MPI library.
+        own = {"devices": 1, "plugins": [LightningEnvironment()]}
+        return "auto" if name == "auto" else SingleDeviceStrategy(torch.device(device)), own
     if name == "ddp":
         alone = world_size == 1
         environment: Any = LightningEnvironment() if alone else TorchElasticEnvironment()
@@ -208,19 +200,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", choices=MODELS)
-    parser.add_argument("contender")
-    parser.add_argument("--batch", type=int)
-    parser.add_argument("--image", type=int, help="pixels a side, of a model of images")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--precision", default="32-true")
-    parser.add_argument("--channels-last", action="store_true")
-    parser.add_argument(
-        "--logger", action="store_true", help="log to TensorBoard, in a temporary folder"
-    )
-    parser.add_argument(
-        "--sampled", action="store_true", help="read the batch through a DataLoader with a sampler"
-    )
+    add = parser.add_argument
+    add("model", choices=MODELS)
+    add("contender")
+    add("--batch", type=int)
+    add("--image", type=int, help="pixels a side, of a model of images")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--precision", default="32-true")
+    add("--channels-last", action="store_true")
+    add("--logger", action="store_true", help="log to TensorBoard, in a temporary folder")
+    add("--sampled", action="store_true", help="read the batch by a DataLoader with a sampler")
     asked = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -229,11 +218,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if asked.image:
         shape = (3, asked.image, asked.image)
     on_cuda = asked.device == "cuda"
-    on_gpu: dict[str, Any] = {
-        "synchronize": torch.cuda.synchronize,
-        "pause": torch.cuda.empty_cache,
-    }
-    turns = Turns(asked.contender, **(on_gpu if on_cuda else {}))
+    if on_cuda:
+        turns = Turns(asked.contender, torch.cuda.synchronize, pause=torch.cuda.empty_cache)
+    else:
+        turns = Turns(asked.contender)
     chosen, settings = strategy(asked.contender, "cuda:0" if on_cuda else "cpu")
     trainer = L.Trainer(
         strategy=chosen,

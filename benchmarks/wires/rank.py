@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.hosts import INTERFACE
-from benchmarks.wires.study import Settings
 from lightning_ring import distribute
 from lightning_ring.schedules import warmup_cosine
-from recipes.data.scans import Images, augment, load_digits
-from recipes.data.split import stratified_split
+from recipes.data.digits import Images, augment, load_digits
+from recipes.data.tensors import stratified_split
+from recipes.large_batch import accuracy
 
 WARM_UP, TIMED = 6, 20  # batches
 TOLD_SECONDS = 0.02
@@ -51,12 +51,11 @@ def pairs_of_digits(count: int) -> dict[str, Images]:
         both = torch.cat([augment(images[left], generator), augment(images[right], generator)], 3)
         return Images(both, 10 * labels[left] + labels[right])
 
-    sizes = {
-        "train": (train[rest], count),
-        "val": (train[val], count // 8),
-        "test": (test, count // 4),
+    return {
+        "train": pairs(train[rest], count),
+        "val": pairs(train[val], count // 8),
+        "test": pairs(test, count // 4),
     }
-    return {name: pairs(part, size) for name, (part, size) in sizes.items()}
 
 
 def network(hidden: int) -> nn.Module:
@@ -79,31 +78,22 @@ def network(hidden: int) -> nn.Module:
 
 
 def batches(
-    train: Images, settings: Settings, rank: int, seed: int
+    train: Images, batch_size: int, rank: int, num_ranks: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's batches, endlessly: an epoch is one order of all images, of which each rank
     takes its part.
     """
     generator = torch.Generator().manual_seed(seed)
     while True:
-        order = torch.randperm(len(train.labels), generator=generator)[rank :: settings.ranks]
-        for batch in order.split(settings.batch_size):
-            if len(batch) == settings.batch_size:
+        order = torch.randperm(len(train.labels), generator=generator)[rank::num_ranks]
+        for batch in order.split(batch_size):
+            if len(batch) == batch_size:
                 yield train.images[batch], train.labels[batch]
 
 
 def sent_bytes() -> int:
     """That this host has sent, headers of TCP included."""
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
-
-
-@torch.no_grad()
-def accuracy(module: nn.Module, part: Images) -> float:
-    correct = sum(
-        int((module(images).argmax(1) == labels).sum())
-        for images, labels in zip(part.images.split(1000), part.labels.split(1000), strict=True)
-    )
-    return correct / len(part.labels)
 
 
 @dataclass
@@ -127,25 +117,18 @@ def kept_together(
     """``module`` on this rank, which the order's method keeps equal to the others'."""
     if order["method"]["distribute"] is None:
         rank, store = int(os.environ["OMPI_COMM_WORLD_RANK"]), f"tcp://{order['address']}:29511"
-        dist.init_process_group(
-            "gloo", init_method=store, rank=rank, world_size=order["settings"]["ranks"]
-        )
-        return Replicas(
-            DistributedDataParallel(module),
-            rank,
-            lambda: None,
-            dist.barrier,
-            dist.destroy_process_group,
-        )
+        num_ranks = order["settings"]["ranks"]
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
+        called = DistributedDataParallel(module)
+        return Replicas(called, rank, lambda: None, dist.barrier, dist.destroy_process_group)
     arguments = {
         name: instantiate(value) if isinstance(value, dict) else value
         for name, value in order["method"]["distribute"].items()
     }
     training = distribute(module, optimizer, **arguments)
     assert training.communicator is not None
-    return Replicas(
-        module, training.rank, training.show_averages, training.communicator.barrier, training.close
-    )
+    barrier = training.communicator.barrier
+    return Replicas(module, training.rank, training.show_averages, barrier, training.close)
 
 
 class StepsOfAll:
@@ -190,39 +173,42 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     """Accuracy on validation images over training time, and on test images at the end; bytes
     that rank 0 sent.
     """
-    settings = Settings(**order["settings"])
+    settings, method = order["settings"], order["method"]
+    num_ranks, batch_size, num_steps = (settings[name] for name in ("ranks", "batch_size", "steps"))
     torch.set_num_threads(1)
-    parts = pairs_of_digits(settings.images)
+    parts = pairs_of_digits(settings["images"])
     torch.manual_seed(order["seed"])
-    module = network(settings.hidden)
-    weight_decay = settings.weight_decay * order["method"]["weight_decay_factor"]
+    module = network(settings["hidden"])
     optimizer = torch.optim.SGD(
-        module.parameters(), settings.lr, order["method"]["momentum"], weight_decay=weight_decay
+        module.parameters(),
+        settings["lr"],
+        method["momentum"],
+        weight_decay=settings["weight_decay"] * method["weight_decay_factor"],
     )
-    factor = warmup_cosine(settings.steps, settings.warmup_steps)
-    peak = settings.lr * order["method"]["lr_factor"]
-    slower = seconds_alone(module, batches(parts["train"], settings, 0, 0))
+    factor = warmup_cosine(num_steps, settings["warmup_steps"])
+    peak = settings["lr"] * method["lr_factor"]
+    slower = seconds_alone(module, batches(parts["train"], batch_size, 0, num_ranks, 0))
     replicas = kept_together(module, optimizer, order)
-    is_slow = order["straggler"] and replicas.rank == settings.ranks - 1
-    data = batches(parts["train"], settings, replicas.rank, order["seed"])
+    is_slow = order["straggler"] and replicas.rank == num_ranks - 1
+    data = batches(parts["train"], batch_size, replicas.rank, num_ranks, order["seed"])
     store = dist.distributed_c10d._get_default_store
-    together = StepsOfAll(store()) if order["method"]["own_pace"] else None
+    together = StepsOfAll(store()) if method["own_pace"] else None
     curve: list[tuple[float, float]] = []
     spent, sent, step, end = 0.0, 0, 0, 0
-    while end < settings.steps and spent < settings.seconds:
+    while end < num_steps and spent < settings["seconds"]:
         replicas.barrier()
         began, before = time.perf_counter(), sent_bytes()
-        end += settings.eval_every
+        end += settings["eval_every"]
         while step < end:
             images, labels = next(data)
             if is_slow:
                 time.sleep(slower)
             for group in optimizer.param_groups:
-                group["lr"] = peak * factor(min(step, settings.steps - 1))
+                group["lr"] = peak * factor(min(step, num_steps - 1))
             F.cross_entropy(replicas.called(images), labels).backward()
             optimizer.step()
             optimizer.zero_grad()
-            step = step + 1 if together is None else together.one_more() // settings.ranks
+            step = step + 1 if together is None else together.one_more() // num_ranks
         took = torch.tensor([time.perf_counter() - began])  # a barrier takes milliseconds more
         # until the last rank was here; all go on from the same number
         dist.all_reduce(took, dist.ReduceOp.MAX)
@@ -234,12 +220,8 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     if together is not None:
         taken = torch.tensor([float(together.taken)])
         dist.all_reduce(taken)
-        steps = taken.item() / settings.ranks
-    result = {
-        "steps": steps,
-        "bytes_per_step": sent / steps,
-        "curve": curve,
-    }
+        steps = taken.item() / num_ranks
+    result = {"steps": steps, "bytes_per_step": sent / steps, "curve": curve}
     result["accuracy"] = accuracy(module, parts["test"])
     if together is not None:
         together.close()

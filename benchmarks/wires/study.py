@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,8 +20,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.hosts import open_hosts, why_not
-from benchmarks.wires.report import Cell, cell_of, plot, seconds_until, tables
-from recipes.record import Result, finish
+from recipes.record import Result, finish, key_of, markdown
+
+Settings = dict[str, Any]  # what all runs of a study share, as in wires.yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,32 +44,6 @@ class Method:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """What all runs of a study share.
-
-    Attributes:
-        hosts, ranks: One rank a host if both are equal; the ranks share this machine's cores.
-        images: Of the training set.
-        batch_size: Of each rank.
-        hidden: Width of the two hidden layers. It sets how many bytes a step sends.
-        eval_every: Steps between two evaluations, whose time does not count.
-        seconds: A run is ended when its training has taken so long.
-    """
-
-    hosts: int
-    ranks: int
-    images: int
-    batch_size: int
-    hidden: int
-    steps: int
-    lr: float
-    warmup_steps: int
-    weight_decay: float
-    eval_every: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
     """What sets one run apart. ``rate`` of the wire as tc writes it; a ``straggler`` takes twice as
     long a batch.
@@ -84,91 +59,93 @@ class Run:
         method = self.method
         trained = [method.momentum, method.lr_factor, method.weight_decay_factor]
         how = [method.distribute, *trained, method.own_pace]
-        text = json.dumps(
-            [asdict(settings), how, self.rate, self.straggler, self.seed],
-            sort_keys=True,
-        )
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return key_of(settings, how, self.rate, self.straggler, self.seed)
 
 
-def bits_per_second(rate: str) -> float:
-    """Of a ``rate`` as tc writes it, "1.5gbit"."""
-    found = re.fullmatch(r"([\d.]+)([kmgt]?)bit", rate.lower())
-    assert found is not None, f"{rate!r} is no rate of a wire, such as 100mbit"
-    return float(found[1]) * 1000 ** " kmgt".index(found[2] or " ")
-
-
-def execute(run: Run, settings: Settings) -> dict[str, Any]:
+def execute(run: Run, settings: Settings) -> Result:
     """Train on hosts of this machine's own network. Returns a line of the record.
 
     Raises:
         RuntimeError: There can be no such hosts here, or the ranks failed.
     """
     started = time.perf_counter()
-    label = run.method.label
-    with tempfile.TemporaryDirectory() as folder, open_hosts(settings.hosts, run.rate) as hosts:
+    with tempfile.TemporaryDirectory() as folder, open_hosts(settings["hosts"], run.rate) as hosts:
         order, result = Path(folder, "order.json"), Path(folder, "result.json")
-        address = hosts.address(hosts.names[0])
-        given = asdict(run) | {"address": address}
-        order.write_text(json.dumps(given | {"settings": asdict(settings), "result": str(result)}))
-        command = hosts.mpirun(
-            settings.ranks, sys.executable, "-m", "benchmarks.wires.rank", str(order)
-        )
-        limit = 4 * settings.seconds + 120
+        given = {"address": hosts.address(hosts.names[0]), "result": str(result)}
+        order.write_text(json.dumps(asdict(run) | given | {"settings": settings}))
+        rank = [sys.executable, "-m", "benchmarks.wires.rank", str(order)]
+        command = hosts.mpirun(settings["ranks"], *rank)
+        limit = 4 * settings["seconds"] + 120
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
         if done.returncode or not result.exists():
-            raise RuntimeError(
-                f"{label} at {run.rate} failed:\n{(done.stdout + done.stderr)[-4000:]}"
-            )
+            said = (done.stdout + done.stderr)[-4000:]
+            raise RuntimeError(f"{run.method.label} at {run.rate} failed:\n{said}")
         found = json.loads(result.read_text())
-    about = {
-        "key": run.key(settings),
-        "method": label,
-        "rate": run.rate,
-        "straggler": run.straggler,
-    }
-    return about | {"seed": run.seed} | found | {"seconds": round(time.perf_counter() - started, 1)}
+    about = {"key": run.key(settings), "method": run.method.label, "rate": run.rate}
+    about |= {"straggler": run.straggler, "seed": run.seed}
+    return about | found | {"seconds": round(time.perf_counter() - started, 1)}
 
 
 def study(config: dict[str, Any], folder: Path) -> str:
-    """Do every run that is not on record yet, and write tables and picture of all that are.
-    Returns the tables.
-    """
-    settings, target, baseline = (
-        Settings(**config["settings"]),
-        config["target"],
-        config["baseline"],
-    )
+    """Do every run that is not on record yet; write and return the tables of all that are."""
+    settings, target = config["settings"], config["target"]
     methods = {name: Method(**method) for name, method in config["methods"].items()}
-    wires = [(rate, False) for rate in config["rates"]] + [
-        (rate, True) for rate in config["straggler_rates"]
-    ]
-    asked = [methods[name] for name in config["only"] or methods]
-
-    def line(result: Result) -> str:
-        return (
-            f"{result['rate']}{', slow rank' if result['straggler'] else ''}: {result['method']}, "
-            f"seed {result['seed']}: {seconds_until(result['curve'], target):.1f} s to {target}, "
-            f"accuracy {result['accuracy']:.4f}, {result['bytes_per_step'] / 1e3:,.0f} kB a step"
-        )
-
+    wires = [(rate, False) for rate in config["rates"]]
+    wires += [(rate, True) for rate in config["straggler_rates"]]
     # a seed of everything first: a study that is interrupted has a table of all methods
     runs = [
-        Run(method, *wire, seed)
+        Run(methods[name], *wire, seed)
         for seed in sorted(config["seeds"])
         for wire in wires
-        for method in asked
+        for name in config["only"] or methods
     ]
     by_key = {run.key(settings): run for run in runs}
-    record = finish(
-        by_key, partial(execute, settings=settings), line, folder / "runs.jsonl", workers=1
-    )
+    work, file = partial(execute, settings=settings), folder / "runs.jsonl"
+    record = finish(by_key, work, partial(line, target=target), file, workers=1)
     cells = cells_on_record(record, list(methods.values()), settings, target)
-    found = tables(cells, baseline)
+    found = tables(cells, config["baseline"])
     (folder / "wires.md").write_text(found)
-    if cells:
-        plot(cells, baseline, folder / "wires.png")
     return found
+
+
+def line(result: Result, target: float) -> str:
+    slow = ", slow rank" if result["straggler"] else ""
+    until = f"{seconds_until(result['curve'], target):.1f} s to {target}"
+    said = f"accuracy {result['accuracy']:.4f}, {result['bytes_per_step'] / 1e3:,.0f} kB a step"
+    return f"{result['rate']}{slow}: {result['method']}, seed {result['seed']}: {until}, {said}"
+
+
+# -- tables
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One method on one wire, over the seeds. ``seconds`` of training until the target accuracy,
+    the median; infinite where most runs did not reach it.
+    """
+
+    method: str
+    wire: str
+    seconds: float
+    accuracies: tuple[float, ...]
+    kilobytes_per_step: float
+
+
+def seconds_until(curve: Sequence[Sequence[float]], target: float) -> float:
+    """Training time of the first evaluation with an accuracy of ``target`` or more."""
+    return next((seconds for seconds, accuracy in curve if accuracy >= target), float("inf"))
+
+
+def cell_of(results: Sequence[Result], target: float) -> Cell:
+    """Of the results of all seeds."""
+    first = results[0]
+    return Cell(
+        first["method"],
+        f"{first['rate']}{', slow rank' if first['straggler'] else ''}",
+        statistics.median(seconds_until(result["curve"], target) for result in results),
+        tuple(result["accuracy"] for result in results),
+        statistics.median(result["bytes_per_step"] for result in results) / 1e3,
+    )
 
 
 def cells_on_record(
@@ -188,17 +165,65 @@ def cells_on_record(
     return cells
 
 
+def bits_per_second(rate: str) -> float:
+    """Of a ``rate`` as tc writes it, "1.5gbit"."""
+    found = re.fullmatch(r"([\d.]+)([kmgt]?)bit", rate.lower())
+    assert found is not None, f"{rate!r} is no rate of a wire, such as 100mbit"
+    return float(found[1]) * 1000 ** " kmgt".index(found[2] or " ")
+
+
+def tables(cells: Sequence[Cell], baseline: str) -> str:
+    """Markdown: times to the target of equal ranks, and of those with a slow one."""
+    slow = [cell for cell in cells if "slow" in cell.wire]
+    equal = [cell for cell in cells if "slow" not in cell.wire]
+    return "\n".join(table(half, baseline) for half in (equal, slow) if half)
+
+
+def table(cells: Sequence[Cell], baseline: str) -> str:
+    """Markdown: a row a method; a column a wire, of seconds to the target, and their share of
+    ``baseline``'s there.
+
+    Bytes and accuracies are those of all wires and seeds. The last row has the number of seeds.
+    """
+    wires = list(dict.fromkeys(cell.wire for cell in cells))
+    by_method: dict[str, dict[str, Cell]] = {}
+    for cell in cells:
+        by_method.setdefault(cell.method, {})[cell.wire] = cell
+    rows = []
+    for method, row in by_method.items():
+        kilobytes = [cell.kilobytes_per_step for cell in row.values()]
+        found = [100 * accuracy for cell in row.values() for accuracy in cell.accuracies]
+        spread = statistics.stdev(found) if len(found) > 1 else 0.0
+        least, most = f"{min(kilobytes):,.0f}", f"{max(kilobytes):,.0f}"
+        sent = f"{least} to {most}" if max(kilobytes) > 1.05 * min(kilobytes) else most
+        times = [_time(row.get(wire), by_method.get(baseline, {}).get(wire)) for wire in wires]
+        rows.append([method, sent, f"{statistics.mean(found):.1f} ± {spread:.1f}", *times])
+    rows.append(["seeds", "", "", *(_num_seeds(cells, wire) for wire in wires)])
+    return markdown(["method", "kB a step", "test accuracy, %", *wires], rows)
+
+
+def _num_seeds(cells: Sequence[Cell], wire: str) -> str:
+    numbers = [len(cell.accuracies) for cell in cells if cell.wire == wire]
+    least, most = min(numbers), max(numbers)
+    return f"{most}" if least == most else f"{least} to {most}"
+
+
+def _time(cell: Cell | None, of: Cell | None) -> str:
+    if cell is None:
+        return ""
+    if cell.seconds == float("inf"):
+        return "not reached"
+    share = cell.seconds / of.seconds if of is not None else 0.0  # of what was not reached either
+    return f"{cell.seconds:.1f} ({share:.2f})" if share else f"{cell.seconds:.1f}"
+
+
 @hydra.main(version_base="1.3", config_path=".", config_name="wires")
 def main(config: DictConfig) -> None:
     if reason := why_not():
         sys.exit(f"The study needs hosts of its own on this machine: {reason}.")
     folder = Path(HydraConfig.get().runtime.output_dir)
-    container = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(container, dict)
-    given = {str(name): value for name, value in container.items()}
-    print(
-        f"\n{study(given, folder)}\n{folder}/wires.md, wires.png; every run is a line of runs.jsonl"
-    )
+    given: Any = OmegaConf.to_container(config, resolve=True)
+    print(f"\n{study(given, folder)}\n{folder}/wires.md; every run is a line of runs.jsonl")
 
 
 if __name__ == "__main__":

@@ -50,8 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = parser.parse_args(words[:1]).command
     try:
-        if command != "pack":  # it runs on Windows too
-            require_posix(f"lightning-ring {command}")
+        require_posix(f"lightning-ring {command}")
         code: int = importlib.import_module(COMMANDS[command][0]).main(words[1:])
         return code
     except RingError as error:

@@ -5,6 +5,8 @@ device.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_ring.host.posix import require_posix
+
 if TYPE_CHECKING:
     from lightning_ring.data.loading.images import image_loader
     from lightning_ring.data.loading.loader import Loader, LoaderTimes, item_loader
@@ -64,6 +66,7 @@ def __getattr__(name: str) -> Any:
     """Imported at first use: packing needs no torch."""
     for home, names in _HOMES.items():
         if name in names.split():
+            require_posix("lightning_ring.data")
             return getattr(import_module(f"lightning_ring.data.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -36,7 +36,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
+import resource
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +51,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_ring.errors import ShardError, ShardLostError
-from lightning_ring.host.posix import most_open_files
 
 MANIFEST = "manifest.json"
 REPORT = "report.csv"
@@ -168,16 +167,10 @@ def _read(root: Path, path: Path) -> Manifest:
         raise ShardError(
             f"{path} cannot be read: {error}. Restore it, or pack the images again."
         ) from None
-    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-        raise ShardError(
-            f'{path} does not say "format": "{FORMAT}": it was written by another program.'
-        )
-    if fields["version"] != VERSION:
-        found = fields["version"]
-        raise ShardError(
-            f"{path} has version {found}, expected {VERSION}: pack the images again "
-            "with this version."
-        )
+    head = {"format": FORMAT, "version": VERSION}
+    found = {name: fields.get(name) for name in head} if isinstance(fields, dict) else {}
+    if found != head:
+        raise ShardError(f"{path} has {found}, expected {head}: pack the images again.")
     try:
         shards = [Shard(**shard) for shard in fields["shards"]]
         manifest = Manifest(shards=shards, **{name: fields[name] for name in _OTHERS})
@@ -191,16 +184,12 @@ def _read(root: Path, path: Path) -> Manifest:
 
 
 def _instead_of_manifest(root: Path) -> str:
-    if not root.is_dir():
-        return "There is no such folder; `lightning-ring pack SRC DST` makes one from images."
     if (root / ".packing").is_dir():
         return (
             "Packing into this folder has not finished: run the same `lightning-ring pack` again, "
             "it goes on."
         )
-    return (
-        "This is no folder of packed shards; `lightning-ring pack SRC DST` makes one from images."
-    )
+    return "`lightning-ring pack SRC DST` makes a folder of packed shards from images."
 
 
 def file_sha256(path: Path) -> str:
@@ -350,6 +339,7 @@ class ShardIndex:
         return names[start : int(ends[i])].tobytes().decode("utf-8", "surrogateescape")
 
 
+_MOST_OPEN = 8192
 _LOOK_AFTER = "Look after the disk or the network file system, then start the job again."
 
 
@@ -359,17 +349,8 @@ class _OpenFile:
     def __init__(self, path: Path) -> None:
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115
         self.descriptor = self._file.fileno()
-        # Windows: reading moves a position
-        self._lock = None if hasattr(os, "pread") else threading.Lock()
         if hasattr(os, "posix_fadvise"):  # Linux; without it each small read would fetch 128 KiB
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-
-    def read(self, size: int, offset: int) -> bytes:
-        if self._lock is None:
-            return os.pread(self.descriptor, size, offset)
-        with self._lock:
-            self._file.seek(offset)
-            return self._file.read(size)
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
@@ -387,7 +368,10 @@ class ShardFiles:
         self._root = root
         self._shards = shards
 
-        @lru_cache(max_open or max(1, most_open_files() // 8))
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = _MOST_OPEN if limit == resource.RLIM_INFINITY else limit // 8
+
+        @lru_cache(max_open or max(1, most))
         def opened(shard: int) -> _OpenFile:
             return _OpenFile(root / shards[shard].name)
 
@@ -396,14 +380,10 @@ class ShardFiles:
     def _opened(self, shard: int) -> _OpenFile:
         try:
             return self._file(shard)
-        except FileNotFoundError:
-            raise ShardLostError(
-                f"{self.path(shard)} is gone since the set was opened. Restore the file, then "
-                "start the job again."
-            ) from None
         except OSError as error:
             raise ShardLostError(
-                f"{self.path(shard)} cannot be opened: {error.strerror}. {_LOOK_AFTER}"
+                f"{self.path(shard)} cannot be opened: {error.strerror}. Restore the file. "
+                f"{_LOOK_AFTER}"
             ) from error
 
     def read(self, place: ByteRange) -> bytes:
@@ -413,7 +393,8 @@ class ShardFiles:
         Raises `ShardLostError`: the file is gone, ends before, or the disk fails.
         """
         try:
-            data = self._opened(place.shard).read(place.size, place.offset)
+            file = self._opened(place.shard)  # held: another thread may push it out meanwhile
+            data = os.pread(file.descriptor, place.size, place.offset)
         except OSError as error:
             raise ShardLostError(
                 f"{self.path(place.shard)} cannot be read at offset {place.offset}, {place.size} "

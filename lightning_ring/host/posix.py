@@ -21,8 +21,7 @@ def require_posix(what: str) -> None:
     if fcntl is None:
         raise ConfigurationError(
             f"{what} needs Linux or macOS: it starts, signals and watches processes as Windows "
-            "does not. `lightning-ring pack`, lightning_ring.data, lightning_ring.optim and "
-            "lightning_ring.schedules work here."
+            "does not. lightning_ring.optim and lightning_ring.schedules work here."
         )
 
 

@@ -163,13 +163,6 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
             filter(None, (replicas.algorithm.progress() for replicas in self._all_replicas()))
         )
 
-    @property
-    def steps_together(self) -> bool:
-        """Whether ranks may wait for each other between two steps. Else each may take another
-        number of them.
-        """
-        return all(replicas.algorithm.steps_together for replicas in self._all_replicas())
-
     def _all_replicas(self) -> list[Replicas]:
         return [_replicas(module) for module in self._modules.values()]
 

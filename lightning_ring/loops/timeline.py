@@ -1,12 +1,9 @@
-"""The times of a loop: its forwards, steps and collectives, for observers and as slices of a
-trace.
-"""
+"""The times of a loop: its forwards, steps and collectives, as slices of a trace."""
 
 from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,9 +21,6 @@ from lightning_ring.timeline.settings import TimelineSettings
 class LoopTimeline:
     """Records a loop from here to `finish`, if ``settings`` name a path. Both are collective.
 
-    ``observers`` are called with "forward" or "optimizer", its begin and its end, with or without a
-    path.
-
     A loop announces no batch: a step ends where an optimizer has stepped. Nor does it always
     announce its end: the normal end of the script finishes a timeline.
     """
@@ -39,7 +33,6 @@ class LoopTimeline:
         listeners: list[Listener],
         about: dict[str, Any],
     ) -> None:
-        self.observers: list[Callable[[str, Any, Any], None]] = []
         self._session: Session | None = None
         self._listeners = listeners
         self._device = device
@@ -63,14 +56,12 @@ class LoopTimeline:
 
     def now(self) -> Any:
         """A point in time: seconds, or on a GPU an event."""
-        return now(self._device) if self.recording or self.observers else time.perf_counter()
+        return now(self._device) if self.recording else time.perf_counter()
 
     def forward(self, began: Any, ended: Any) -> None:
-        self._tell("forward", began, ended)
         self._slice(FORWARD, "forward", began, ended)
 
     def optimizer_step(self, began: Any, ended: Any) -> None:
-        self._tell("optimizer", began, ended)
         self._slice(OPTIMIZER, "optimizer step", began, ended)
         if self._session is None:
             return
@@ -93,10 +84,6 @@ class LoopTimeline:
         session = self._detach()
         if session is not None:
             session.close()
-
-    def _tell(self, phase: str, began: Any, ended: Any) -> None:
-        for observer in list(self.observers):
-            observer(phase, began, ended)
 
     def _detach(self) -> Session | None:
         session, self._session = self._session, None

@@ -1,14 +1,12 @@
-"""`RingMonitor` and, for loops of Fabric's, `LoopMonitor`: what a job does while it runs, in every
-logger, in TensorBoard's pages and on the progress bar.
+"""`RingMonitor`: what a job does while it runs, in every logger, in TensorBoard's pages and on the
+progress bar.
 """
 
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -33,7 +31,7 @@ from lightning_ring.monitor.ring_report import (
     learning_rates,
     trust_ratios,
 )
-from lightning_ring.monitor.step_times import StepRecord, StepTimer, StepTimes, StepWindow
+from lightning_ring.monitor.step_times import StepTimer, StepTimes, StepWindow
 from lightning_ring.monitor.terminal import narrow
 
 P = ParamSpec("P")
@@ -126,8 +124,8 @@ class RingMonitor(Callback):
     def on_after_setup(self, **_: Any) -> None:
         """Fabric calls it, and would then call nothing that this callback knows."""
         raise ConfigurationError(
-            "Fabric(callbacks=[RingMonitor()]): RingMonitor watches a Trainer's fit. Use "
-            "lightning_ring.monitor.LoopMonitor() with Fabric."
+            "Fabric(callbacks=[RingMonitor()]): RingMonitor watches a Trainer's fit. Record a "
+            "timeline instead: RingFabricStrategy(timeline='trace.json')."
         )
 
     # -- what belongs to one fit
@@ -142,7 +140,6 @@ class RingMonitor(Callback):
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         if self.fit is not None:
             self._receive(trainer, self.fit, wait=True)
-            self.fit.draw(self.report)
             self.fit.tell(Dashboard.record_end, trainer)
 
     def on_exception(
@@ -180,10 +177,6 @@ class RingMonitor(Callback):
         if self.fit is not None:
             # what happened since the last step is no part of training
             self.fit.timer.restart()
-
-    def on_train_epoch_end(self, *_: Any) -> None:
-        if self.fit is not None:
-            self.fit.draw(self.report, seldom=True)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -278,36 +271,7 @@ class RingMonitor(Callback):
         trainer._logger_connector._progress_bar_metrics.update(bar)  # type: ignore[arg-type]
 
 
-class _RowSender(MonitorFailures):
-    """A logged step whose rows are under way, and what has failed."""
-
-    _pending: LoggedStep | None = None
-
-    def memory(self, device: torch.device) -> RankMemory:
-        return self.run("memory", RankMemory(*[math.nan] * 4), RankMemory.now, device)
-
-    def send(
-        self,
-        step: int,
-        optimizers: Sequence[Optimizer],
-        rows: Callable[[], RowExchange | Tensor],
-    ) -> None:
-        """``rows`` sends them, after the trust ratios have begun their way to the host."""
-        rates = self.run(_OPTIMIZERS, {}, learning_rates, optimizers)
-        ratios = self.run(_OPTIMIZERS, torch.empty(0), trust_ratios, optimizers)
-        self._pending = LoggedStep(step, rates, ratios, rows())
-
-    def receive(self, wait: bool) -> RingReport | None:
-        """The report, once the rows have arrived; ``wait`` for them. Raises `RingError`."""
-        pending = self._pending
-        if pending is None or not (wait or pending.arrived()):
-            return None
-        self._pending = None
-        pending.wait()
-        return self.run(_REPORT, None, pending.report)
-
-
-class _Fit(_RowSender):
+class _Fit(MonitorFailures):
     """What a monitor holds while its Trainer fits. ``skipped`` is `None` where it could not be
     made.
     """
@@ -332,6 +296,7 @@ class _Fit(_RowSender):
         self.squares: dict[Optimizer, Tensor] = {}
         self.dashboard: Dashboard | None = None
         self.logged: set[str] = set()
+        self._pending: LoggedStep | None = None  # its rows are under way
 
     def open_pages(self, trainer: Trainer, begins: bool = True) -> None:
         """On rank 0."""
@@ -343,15 +308,34 @@ class _Fit(_RowSender):
         if self.dashboard is not None:
             self.run(_PAGES, None, what, self.dashboard, *arguments)
 
-    def draw(self, report: RingReport | None, seldom: bool = False) -> None:
-        if self.window.latest is not None and report is not None:
-            self.tell(Dashboard.draw, self.window.latest, report.step, seldom)
-
     def take(self, world_size: int) -> StepTimes:
         """Raises `RuntimeError`: steps could not be timed."""
         if self.timer.failure is not None:
             raise RuntimeError("steps could not be timed") from self.timer.failure
         return self.window.take(world_size)
+
+    def memory(self, device: torch.device) -> RankMemory:
+        return self.run("memory", RankMemory(*[math.nan] * 4), RankMemory.now, device)
+
+    def send(
+        self,
+        step: int,
+        optimizers: Sequence[Optimizer],
+        rows: Callable[[], RowExchange | Tensor],
+    ) -> None:
+        """``rows`` sends them, after the trust ratios have begun their way to the host."""
+        rates = self.run(_OPTIMIZERS, {}, learning_rates, optimizers)
+        ratios = self.run(_OPTIMIZERS, torch.empty(0), trust_ratios, optimizers)
+        self._pending = LoggedStep(step, rates, ratios, rows())
+
+    def receive(self, wait: bool) -> RingReport | None:
+        """The report, once the rows have arrived; ``wait`` for them. Raises `RingError`."""
+        pending = self._pending
+        if pending is None or not (wait or pending.arrived()):
+            return None
+        self._pending = None
+        pending.wait()
+        return self.run(_REPORT, None, pending.report)
 
     def close(self, trainer: Trainer) -> None:
         self.window.close()
@@ -379,96 +363,3 @@ def add_monitor(trainer: Trainer) -> None:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if not trainer.barebones and not any(isinstance(one, RingMonitor) for one in callbacks):
         callbacks.insert(0, RingMonitor())
-
-
-class LoopMonitor:
-    """Logs where the time of a step goes, on all ranks: ``Fabric(callbacks=[LoopMonitor()],
-    loggers=...)``.
-
-    Fabric tells of each step of an optimizer. A step ends with that of the optimizer that stepped
-    first, and begins where the one before ended. Scalars have `RingMonitor`'s names, under
-    ``ring/``. Backward, data and all else that a loop does not announce are in ``other``; in a
-    single process forward and optimizer are not told apart either. Rows of numbers are exchanged
-    without waiting, and logged a step later. It never ends a training, except for errors of
-    communication or of a logger.
-
-    Args:
-        log_every_n_steps: Steps between two logged ones; the same on all ranks.
-
-    Attributes:
-        report: The last one, on every rank.
-    """
-
-    def __init__(self, log_every_n_steps: int = 50) -> None:
-        if type(log_every_n_steps) is not int or log_every_n_steps < 1:
-            raise ConfigurationError(
-                f"LoopMonitor got log_every_n_steps={log_every_n_steps!r}, expected a number of "
-                "steps, 1 or more."
-            )
-        self.log_every_n_steps = log_every_n_steps
-        self.report: RingReport | None = None
-        self._fabric: Any = None
-        self._first: Optimizer | None = None
-        self._step = 0
-        self._record = StepRecord()
-        self._sent = _RowSender()
-
-    def on_after_setup(self, fabric: Any, module: Any = None) -> None:
-        """Fabric calls it for each module that is set up with optimizers."""
-        strategy = fabric.strategy
-        if self._fabric is fabric:
-            return
-        if getattr(strategy, "timeline", None) is None or not hasattr(strategy, "listeners"):
-            raise ConfigurationError(
-                f"LoopMonitor reads its times from the strategy, and {type(strategy).__name__} has "
-                "none for it. Use Fabric(strategy='ring') or 'ring_sharded'."
-            )
-        self._fabric = fabric
-        self._window = StepWindow(strategy.listeners)
-        strategy.timeline.observers.append(self._phase)
-        self._record.began = time.perf_counter()
-
-    def on_after_optimizer_step(self, strategy: Any, optimizer: Optimizer) -> None:
-        """Fabric calls it. Collective where a step is logged."""
-        self._first = self._first or optimizer
-        if self._fabric is None or optimizer is not self._first:
-            return
-        self._step += 1
-        logs = self._step % self.log_every_n_steps == 0
-        self._sent.run(_TIMES, None, self._end_step)
-        report = self._sent.receive(wait=logs)
-        if report is not None:
-            self.report = report
-            if self._fabric.is_global_zero:
-                scalars = self._sent.run(_REPORT, {}, report.scalars)
-                self._fabric.log_dict(scalars, step=report.step)
-        if logs:
-            self._send(strategy, optimizer)
-
-    def _phase(self, phase: str, began: Any, ended: Any) -> None:
-        self._record.begin(phase, began)
-        self._record.end(phase, ended)
-
-    def _end_step(self) -> None:
-        record, self._record = self._record, StepRecord()
-        self._record.began = time.perf_counter()
-        record.total = self._record.began - record.began
-        self._window.on_step(record)
-        self._window.end_step(math.nan)
-
-    def _times(self, world_size: int) -> StepTimes:
-        times = self._window.take(world_size)
-        unknown = ["data", "copy", "backward"]
-        latest = self._window.latest
-        if latest is None or not latest.record.has("forward"):
-            unknown += ["forward", "optimizer", "other"]
-        return replace(times, **dict.fromkeys(unknown, math.nan))
-
-    def _send(self, strategy: Any, optimizer: Optimizer) -> None:
-        """Every rank sends a row of one length, whatever failed."""
-        device = strategy.root_device
-        times = self._sent.run(_TIMES, StepTimes.unknown(), self._times, strategy.world_size)
-        row = RankRow(strategy.global_rank, math.nan, times, self._sent.memory(device))
-        comm = strategy.communicator if strategy.steps_together else None
-        skipped = torch.zeros((), dtype=torch.float64)
-        self._sent.send(self._step, [optimizer], lambda: RowExchange(comm, row, [skipped], device))

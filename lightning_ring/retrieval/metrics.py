@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lightning_ring.retrieval.neighbours import AllGather, gather_rows, search
+from lightning_ring.retrieval.neighbours import AllGather, gather_rows, row_counts, search
 
 Items = tuple[Tensor, Tensor, Tensor]
 """Embeddings (n, d), integer classes (n,), and indices (n,), which tell repeats from items."""
@@ -139,15 +139,10 @@ class _Spread:
         embeddings, labels, indices = items
         start, finite = 0, torch.isfinite(embeddings).all().reshape(1).long()
         if all_gather is not None:
-            sizes = [
-                int(size) for size in all_gather(torch.tensor([len(labels)], device=labels.device))
-            ]
-            start = sum(sizes[:rank])
+            start = sum(row_counts(labels, all_gather)[:rank])
             finite = torch.cat(list(all_gather(finite)))
-            labels, indices = (
-                gather_rows(labels.long(), all_gather),
-                gather_rows(indices.long(), all_gather),
-            )
+            labels = gather_rows(labels.long(), all_gather)
+            indices = gather_rows(indices.long(), all_gather)
         if not bool(finite.all()):
             raise ValueError(
                 "retrieval_metrics: some embeddings are NaN or infinite; the model has diverged."

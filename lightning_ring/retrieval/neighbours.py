@@ -46,11 +46,7 @@ def search(
         one rank after another. Where only excluded items are left, the similarity is -inf and the
         place -1.
     """
-    sizes = [len(gallery)]
-    if all_gather is not None:
-        sizes = [
-            int(size) for size in all_gather(torch.tensor([len(gallery)], device=gallery.device))
-        ]
+    sizes = row_counts(gallery, all_gather)
     k = min(k, sum(sizes))
     similarities = queries.new_full((len(queries), 0), -torch.inf)
     places = torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
@@ -84,9 +80,16 @@ def gather_rows(tensor: Tensor, all_gather: AllGather) -> Tensor:
     """The rows of all ranks' ``tensor``, one rank after another; ranks may have different
     numbers of rows.
     """
-    sizes = [int(size) for size in all_gather(torch.tensor([len(tensor)], device=tensor.device))]
+    sizes = row_counts(tensor, all_gather)
     padded = pad(tensor, [0, 0] * (tensor.ndim - 1) + [0, max(sizes) - len(tensor)])
     return torch.cat([part[:size] for part, size in zip(all_gather(padded), sizes, strict=True)])
+
+
+def row_counts(tensor: Tensor, all_gather: AllGather | None) -> list[int]:
+    """How many rows each rank's ``tensor`` has."""
+    if all_gather is None:
+        return [len(tensor)]
+    return [int(size) for size in all_gather(torch.tensor([len(tensor)], device=tensor.device))]
 
 
 def _best_of(

@@ -12,10 +12,9 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +78,8 @@ def draw(traits: Generator) -> Image.Image:
     pen = ImageDraw.Draw(image)
     body, second, third = (tuple(traits.integers(20, 256, 3).tolist()) for _ in range(3))
     for _ in range(int(traits.integers(1, 4))):  # parts that stick out
-        turn, wide, long = (
-            traits.uniform(0, 6.3),
-            traits.uniform(0.1, 0.5),
-            traits.uniform(0.3, 0.5),
-        )
+        turn = traits.uniform(0, 6.3)
+        wide, long = traits.uniform(0.1, 0.5), traits.uniform(0.3, 0.5)
         for part in range(int(traits.integers(1, 5))):
             middle = turn + part * traits.uniform(0.6, 1.6)
             corners = [(0.1, middle - wide), (long, middle), (0.1, middle + wide)]
@@ -186,8 +182,9 @@ def make_catalogue(folder: Path, catalogue: Catalogue) -> None:
     try:
         for split, thing in {(split, thing) for split, thing, _ in todo}:
             (unfinished / split / f"thing_{thing:03d}").mkdir(parents=True)
-        with ProcessPoolExecutor(available_cores(), mp_context=get_context("spawn")) as pool:
-            list(pool.map(partial(take, unfinished, catalogue), todo, chunksize=64))
+        Image.init()  # once, here: threads that load Pillow's plugins disturb each other
+        with ThreadPoolExecutor(available_cores()) as pool:
+            list(pool.map(partial(take, unfinished, catalogue), todo))
         (unfinished / RECORD).write_text(json.dumps(wanted))
         try:
             unfinished.rename(folder)
@@ -216,6 +213,5 @@ class CatalogueShards(Shards):
         for split in SPLITS:
             packed = self.shards() / split
             if not (packed / MANIFEST).exists():
-                pack(
-                    self.folder / split, packed, PackSettings(), available_cores(), lambda *_: None
-                )
+                settings, cores = PackSettings(), available_cores()
+                pack(self.folder / split, packed, settings, cores, lambda *_: None)

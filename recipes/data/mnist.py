@@ -1,6 +1,4 @@
-"""MNIST: 70,000 handwritten digits of 28x28 pixels, read and where needed downloaded by
-torchvision.
-"""
+"""MNIST: 70,000 handwritten digits of 28x28 pixels, read or downloaded by torchvision."""
 
 from __future__ import annotations
 
@@ -10,48 +8,35 @@ from torch import Tensor
 from torchvision.datasets import MNIST
 
 from lightning_ring.errors import ConfigurationError
-from recipes.data.split import stratified_split
-from recipes.data.tensors import BatchedTensors, TensorImages
+from recipes.data.tensors import BatchedTensors, TensorImages, stratified_split
 
 MEAN, STD = 0.1307, 0.3081  # of the training images' pixels in [0, 1]
 
 
 class Mnist(TensorImages):
-    """The images to train on, of which some choose the best checkpoint, and those to test on.
+    """The images to train on, of which 5 % choose the best checkpoint, and those to test on.
 
     Args:
         batch_size: Images of one step over all ranks.
         folder: Holds the four idx files of MNIST in ``MNIST/raw``, where torchvision keeps them. If
             it does not, torchvision downloads them.
-        val_fraction: Share of the training images that chooses the best checkpoint.
-        split_seed: Chooses them; independent of the seed of a run.
     """
 
-    def __init__(
-        self, batch_size: int, folder: str, val_fraction: float = 0.05, split_seed: int = 0
-    ) -> None:
+    def __init__(self, batch_size: int, folder: str) -> None:
         super().__init__(batch_size)
         self.folder = Path(folder)
-        self.val_fraction = val_fraction
-        self.split_seed = split_seed
 
     def prepare_data(self) -> None:
-        """Download what is missing. Raises `ConfigurationError`: the download failed, or a file
-        is damaged.
-        """
+        """Download what is missing."""
         self._open(train=True, download=True)
 
     def load(self) -> dict[str, BatchedTensors]:
         train, test = self._open(train=True), self._open(train=False)
-        rest, val = stratified_split(train.targets, self.val_fraction, self.split_seed)
-        parts = {
-            "train": (train.data[rest], train.targets[rest]),
-            "val": (train.data[val], train.targets[val]),
-            "test": (test.data, test.targets),
-        }
+        rest, val = stratified_split(train.targets, 0.05, seed=0)
         return {
-            name: BatchedTensors(normalised(images), numbers)
-            for name, (images, numbers) in parts.items()
+            "train": BatchedTensors(normalised(train.data[rest]), train.targets[rest]),
+            "val": BatchedTensors(normalised(train.data[val]), train.targets[val]),
+            "test": BatchedTensors(normalised(test.data), test.targets),
         }
 
     def _open(self, *, train: bool, download: bool = False) -> MNIST:
@@ -59,14 +44,11 @@ class Mnist(TensorImages):
             return MNIST(self.folder, train=train, download=download)
         # of the network, or whatever torchvision makes of a damaged file
         except Exception as error:
-            command = (
-                f"from torchvision.datasets import MNIST; MNIST('{self.folder}', download=True)"
-            )
             raise ConfigurationError(
                 f"MNIST cannot be read from {self.folder.absolute() / 'MNIST' / 'raw'}: "
-                f"{' '.join(str(error).split()) or type(error).__name__}. Remove damaged files. On "
-                f'a machine with a network, run python -c "{command}" and copy the folder here, or '
-                "name a folder that holds it: data.folder=FOLDER"
+                f"{' '.join(str(error).split()) or type(error).__name__}. Remove damaged files; "
+                "where there is no network, copy the folder from another machine, or name one that "
+                "holds it: data.folder=FOLDER"
             ) from error
 
 

@@ -10,17 +10,27 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ring.data import ShuffledSampler
 from lightning_ring.errors import ConfigurationError
-from recipes.batch_size import per_rank_batch_size
-from recipes.data.exact import ExactSampler, even_batch_size
+from recipes.batch_size import even_batch_size, per_rank_batch_size
+
+
+def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Sorted indices of the rest and of a random ``fraction`` of every class."""
+    generator = torch.Generator().manual_seed(seed)
+    picked = []
+    for label in labels.unique():
+        members = (labels == label).nonzero().flatten()
+        order = torch.randperm(len(members), generator=generator)
+        picked.append(members[order[: round(fraction * len(members))]])
+    chosen = torch.cat(picked).sort().values
+    rest = torch.ones(len(labels), dtype=torch.bool)
+    rest[chosen] = False
+    return rest.nonzero().flatten(), chosen
 
 
 class BatchedTensors(TensorDataset):
-    """A `TensorDataset` that gives a whole batch at once, where the samples one by one would cost
-    100 times as much.
-
-    For a DataLoader with ``collate_fn=whole_batch``.
-    """
+    """Gives a whole batch at once, for ``collate_fn=whole_batch``: 100 times as fast."""
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, ...]]:
         chosen = torch.as_tensor(indices)
@@ -61,7 +71,7 @@ class TensorImages(L.LightningDataModule):
             )
         return DataLoader(
             self.datasets["train"],
-            batch_size=self.rank_batch_size(),
+            batch_size=per_rank_batch_size(self.batch_size, self.world_size()),
             shuffle=True,
             # a smaller batch would give BatchNorm few images, and the ranks different weights
             drop_last=True,
@@ -76,13 +86,20 @@ class TensorImages(L.LightningDataModule):
 
     def evaluation_loader(self, name: str) -> DataLoader:
         dataset, world_size = self.datasets[name], self.world_size()
-        batch_size = even_batch_size(len(dataset), world_size, self.rank_batch_size())
+        rank_batch_size = per_rank_batch_size(self.batch_size, world_size)
+        batch_size = even_batch_size(len(dataset), world_size, rank_batch_size)
         rank = self.trainer.global_rank if self.trainer else 0
-        sampler = ExactSampler(dataset, world_size, rank)
+        sampler = each_once(len(dataset), rank, world_size)
         return DataLoader(dataset, batch_size=batch_size, sampler=sampler, collate_fn=whole_batch)
 
     def world_size(self) -> int:
         return self.trainer.world_size if self.trainer else 1
 
-    def rank_batch_size(self) -> int:
-        return per_rank_batch_size(self.batch_size, self.world_size())
+
+def each_once(num_images: int, rank: int, world_size: int) -> ShuffledSampler:
+    """Rank r's images of an evaluation: r, r + world size, ... torch's `DistributedSampler` would
+    repeat some to make the ranks even, and count them twice.
+    """
+    return ShuffledSampler(
+        num_images, shuffle=False, remainder="keep", rank=rank, world_size=world_size
+    )

@@ -1,6 +1,4 @@
-"""A classification head whose classes are spread over the ranks: partial FC, for 100,000 classes
-and more.
-"""
+"""A classification head whose classes are spread over the ranks: partial FC."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.sharded.elementwise import check_can_be_sharded
-from lightning_ring.comm.communicator import Communicator, shard_bounds
+from lightning_ring.comm.communicator import Communicator, ReduceOp, shard_bounds
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.optim import LAMB, LARS
-from recipes.recognition.exchange import gather_rows_with_gradients, max_over_ranks, sum_over_ranks
+from lightning_ring.retrieval.neighbours import gather_rows, row_counts
 
 Margin = Literal["none", "cosface", "arcface"]
 BLOCK = 1024  # classes whose first weights come from one generator, and rows that travel at a time
@@ -62,16 +60,10 @@ class ShardedHead(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if (
-            margin not in ("none", "cosface", "arcface")
-            or not 0 < sample_rate <= 1
-            or num_classes < 1
-            or scale <= 0
-        ):
+        if margin not in ("none", "cosface", "arcface") or not 0 < sample_rate <= 1:
             raise ConfigurationError(
-                f"margin={margin}, sample_rate={sample_rate}, num_classes={num_classes} and "
-                f"scale={scale} were given, expected none, cosface or arcface, a share in (0, 1], "
-                "at least one class and a positive scale."
+                f"margin={margin} and sample_rate={sample_rate} were given, expected none, cosface "
+                "or arcface, and a share in (0, 1]."
             )
         self.num_classes, self.embedding_size = num_classes, embedding_size
         self.margin, self.size, self.scale = margin, size, scale
@@ -88,9 +80,6 @@ class ShardedHead(nn.Module):
     def join(self, comm: Communicator | None, device: torch.device | str = "cpu") -> None:
         """Take this rank's classes. ``comm``: ``None`` for one process, whose weights can be shared
         out afterwards.
-
-        Raises:
-            ConfigurationError: The head holds the classes of a rank among another number of ranks.
         """
         first, last = 0, self.num_classes
         if comm is not None:
@@ -99,12 +88,8 @@ class ShardedHead(nn.Module):
             self.weight = self._first_weights(first, last).to(device).requires_grad_()
         elif len(self.weight) == self.num_classes:
             self.weight = self.weight.detach()[first:last].clone().to(device).requires_grad_()
-        elif (first, last) != (self.first, self.last):
-            raise ConfigurationError(
-                f"the head holds the classes {self.first} to {self.last} of {self.num_classes}, "
-                f"and was given ranks in another number: {first} to {last} would be this one's. "
-                "Load a checkpoint into a new model."
-            )
+        else:
+            assert (first, last) == (self.first, self.last), "the number of ranks has changed"
         self.comm, self.first, self.last = comm, first, last
 
     def _first_weights(self, first: int, last: int) -> Tensor:
@@ -134,16 +119,13 @@ class ShardedHead(nn.Module):
         with torch.autocast(embeddings.device.type, enabled=False):
             rows, targets = _wide(embeddings), labels.long()
             if self.comm is not None:
-                rows = gather_rows_with_gradients(rows, self.comm)
+                rows = GatheredRows.apply(rows, self.comm)
                 targets = torch.cat(self.comm.all_gather(targets, name="labels"))
-            if (
-                len(targets)
-                and not 0 <= int(targets.min()) <= int(targets.max()) < self.num_classes
-            ):
+            least, most = map(int, targets.aminmax())
+            if least < 0 or most >= self.num_classes:
                 raise ConfigurationError(
-                    f"the labels of a batch are from {int(targets.min())} to {int(targets.max())}, "
-                    f"but the head has {self.num_classes} classes. Set num_classes to the number "
-                    "of classes of the data."
+                    f"the labels of a batch are from {least} to {most}, but the head has "
+                    f"{self.num_classes} classes. Set num_classes to those of the data."
                 )
             weight, columns, mine = self._classes(targets)
             logits = self._cosines(rows, weight)
@@ -185,14 +167,16 @@ class ShardedHead(nn.Module):
         )
 
     def _cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
-        greatest = (
-            logits.detach().amax(1)
-            if logits.shape[1]
-            else logits.new_full((len(logits),), -torch.inf)
-        )
-        greatest = max_over_ranks(greatest, self.comm)
+        if logits.shape[1]:
+            greatest = logits.detach().amax(1)
+        else:  # more ranks than classes
+            greatest = logits.new_full((len(logits),), -torch.inf)
+        if self.comm is not None:
+            self.comm.all_reduce_(greatest, op=ReduceOp.MAX, name="greatest logits").wait()
         sums = torch.stack([(logits - greatest[:, None]).exp().sum(1), target])
-        total, target = sum_over_ranks(sums, self.comm)
+        if self.comm is not None:
+            sums = SumOverRanks.apply(sums, self.comm)
+        total, target = sums
         return (total.log() + greatest - target).mean()
 
     @torch.no_grad()
@@ -202,28 +186,19 @@ class ShardedHead(nn.Module):
         """
         if self.comm is None:
             return self._best(embeddings)[1]
-        sizes = [
-            int(size)
-            for size in self.comm.all_gather(
-                torch.tensor([len(embeddings)], device=embeddings.device), name="sizes"
-            )
-        ]
-        padded = F.pad(_wide(embeddings), (0, 0, 0, max(sizes) - len(embeddings)))
-        rows = torch.cat(self.comm.all_gather(padded, name="embeddings"))
-        score, label = self._best(rows)
+        counts = row_counts(embeddings, self.comm.all_gather)
+        score, label = self._best(gather_rows(_wide(embeddings), self.comm.all_gather))
         scores = torch.stack(self.comm.all_gather(score, name="scores"))
         labels = torch.stack(self.comm.all_gather(label, name="classes"))
         best = labels.gather(0, scores.argmax(0, keepdim=True)).squeeze(0)
-        start = self.comm.rank * max(sizes)
+        start = sum(counts[: self.comm.rank])
         return best[start : start + len(embeddings)]
 
     def _best(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Highest cosine with this rank's classes, and which class has it."""
         assert self.weight is not None, "join() comes first"
         if self.first == self.last:
-            return rows.new_full((len(rows),), -2.0), torch.zeros(
-                len(rows), dtype=torch.long, device=rows.device
-            )
+            return rows.new_full((len(rows),), -2.0), rows.new_zeros(len(rows), dtype=torch.long)
         best = self._cosines(_wide(rows), self.weight).max(1)
         return best.values, best.indices + self.first
 
@@ -261,8 +236,11 @@ class ShardedHead(nn.Module):
         """Weights and optimizer state of all classes, on rank 0; ``{}`` elsewhere. Collective."""
         assert self.weight is not None, "join() comes first"
         held = self.optimizer.state.get(self.weight, {}) if self.optimizer is not None else {}
-        parts = {name: value for name, value in held.items() if self._is_part(value)}
-        whole = {name: self._collected(value) for name, value in sorted(parts.items())}
+        whole = {
+            name: self._collected(value)
+            for name, value in sorted(held.items())
+            if isinstance(value, Tensor) and value.shape == self.weight.shape
+        }
         weight = self._collected(self.weight.detach())
         if self.comm is not None and self.comm.rank != 0:
             return {}
@@ -294,21 +272,12 @@ class ShardedHead(nn.Module):
         assert self.weight is not None
         assert self.optimizer is not None
         whole = (self.num_classes, self.embedding_size)
-        state = {
-            name: value[self.first : self.last].to(self.weight.device, copy=True)
-            if isinstance(value, Tensor) and tuple(value.shape) == whole
-            else copy.deepcopy(value)  # a step counter is a tensor too, and is counted up in place
-            for name, value in held.items()
-        }
-        if state:
-            self.optimizer.state[self.weight] = state
-
-    def _is_part(self, value: object) -> bool:
-        return (
-            isinstance(value, Tensor)
-            and self.weight is not None
-            and value.shape == self.weight.shape
-        )
+        for name, value in held.items():
+            if isinstance(value, Tensor) and tuple(value.shape) == whole:
+                mine = value[self.first : self.last].to(self.weight.device, copy=True)
+            else:  # a step counter is a tensor too, and is counted up in place
+                mine = copy.deepcopy(value)
+            self.optimizer.state[self.weight][name] = mine
 
     def _collected(self, part: Tensor) -> Tensor:
         """The rows of all ranks on rank 0's CPU, `BLOCK` at a time; elsewhere something shorter."""
@@ -325,9 +294,9 @@ class ShardedHead(nn.Module):
             mine = part[start : start + len(block)]
             block[: len(mine)] = mine
             rows = self.comm.all_gather(block, name="head")
-            for (first, last), others in (
-                zip(shares, rows, strict=True) if self.comm.rank == 0 else ()
-            ):
+            if self.comm.rank != 0:
+                continue
+            for (first, last), others in zip(shares, rows, strict=True):
                 stop = min(first + start + len(block), last)
                 whole[first + start : stop] = others[: max(0, stop - first - start)].cpu()
         return whole
@@ -336,3 +305,41 @@ class ShardedHead(nn.Module):
 def _wide(values: Tensor) -> Tensor:
     """In float32 at least: a softmax over so many classes needs it."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+# -- exchanges between ranks that gradients pass through
+
+
+class GatheredRows(torch.autograd.Function):
+    """The rows of all ranks, one rank after another; all have equally many. For a loss whose parts
+    lie on the ranks.
+
+    Backward sums the ranks' gradients and multiplies by their number, because the strategy takes
+    the mean of what follows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm, ctx.num = comm, len(rows)
+        return torch.cat(comm.all_gather(rows.contiguous(), name="embeddings"))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        comm, num = ctx.comm, ctx.num
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        comm.all_reduce_(total, name="gradients of embeddings").wait()
+        return total[comm.rank * num : (comm.rank + 1) * num] * comm.world_size, None
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Backward hands the gradient on as it is: all ranks compute the same loss of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, comm: Communicator) -> Tensor:
+        total = values.clone(memory_format=torch.contiguous_format)
+        comm.all_reduce_(total, name="softmax").wait()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

@@ -57,7 +57,7 @@ PLACES: tuple[dict[tuple[Any, str], str], ...] = (
     {
         (step_times, "break_down"): "step times",
         (step_times.StepWindow, "_on_collective"): "",
-        (dashboard, "draw"): "TensorBoard pages",
+        (dashboard.Dashboard, "record_end"): "TensorBoard pages",
     },
     {
         (StepTimer, "_end"): "step times",

@@ -10,6 +10,7 @@ import torch
 
 from lightning_ring.data import (
     ImageFolder,
+    Loader,
     RandomResizedCrop,
     ShardDataset,
     ShuffledSampler,
@@ -19,6 +20,11 @@ from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.packing.run import pack
 from lightning_ring.errors import ConfigurationError, SampleError, ShardError, ShardLostError
 from tests.images import write_folder
+
+
+def make(source: Any, sampler: Any, on_error: Any) -> Loader:
+    crop, images = RandomResizedCrop(16), {"transform": None, "with_indices": True}
+    return image_loader(source, sampler, 3, crop=crop, on_error=on_error, **images)
 
 
 def test_images_that_cannot_be_read_are_replaced_without_disturbing_the_others(
@@ -35,15 +41,7 @@ def test_images_that_cannot_be_read_are_replaced_without_disturbing_the_others(
 
     def taken(rank: int, world_size: int, skip: bool = True) -> Any:
         sampler = ShuffledSampler(len(shards), rank=rank, world_size=world_size)
-        loader = image_loader(
-            shards,
-            sampler,
-            3,
-            crop=RandomResizedCrop(16),
-            transform=None,
-            with_indices=True,
-            on_error="skip" if skip else "raise",
-        )
+        loader = make(shards, sampler, "skip" if skip else "raise")
         got = [
             (int(i), int(label), image)
             for images, *rest in loader
@@ -57,7 +55,7 @@ def test_images_that_cannot_be_read_are_replaced_without_disturbing_the_others(
             got, order, loader = taken(rank, world_size)
             replaced = [place for place, index in enumerate(order) if index == bad]
             assert loader.times.skipped == len(replaced) == caplog.text.count(f"image {bad} (")
-            assert list(loader.maker.skipped.reasons) == [bad] * len(replaced)
+            assert list(loader.maker.skipped) == [bad] * len(replaced)
             for place, (index, label, _) in enumerate(got):
                 assert (index == order[place]) == (place not in replaced)
                 assert label == shards.labels[order[place]]  # the replacement is of the same class
@@ -68,15 +66,8 @@ def test_images_that_cannot_be_read_are_replaced_without_disturbing_the_others(
         assert torch.equal(sample[2], other[2])
     with pytest.raises(ShardError, match=rf"image {bad} \(.*CRC-32"):
         taken(0, 1, skip=False)
-    with pytest.raises(ConfigurationError, match="expected 'raise', 'skip' or 'skip_shards'"):
-        image_loader(
-            shards,
-            ShuffledSampler(24),
-            3,
-            crop=RandomResizedCrop(16),
-            transform=None,
-            on_error="drop",
-        )
+    with pytest.raises(ConfigurationError, match="expected 'raise' or 'skip'"):
+        make(shards, ShuffledSampler(24), "drop")
 
 
 def lose_shard(path: Path, how: str) -> None:
@@ -90,41 +81,22 @@ def lose_shard(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["is gone", "is cut short", "cannot be opened"])
-def test_a_lost_shard_is_an_error_unless_its_images_may_be_skipped_too(
-    tmp_path: Path, how: str
-) -> None:
+def test_a_lost_shard_is_an_error(tmp_path: Path, how: str) -> None:
     root = write_folder(tmp_path / "src", classes=2, images=12)
     pack(root, tmp_path / "dst", PackSettings(size=0, shard_mb=16 / 1024), 1, lambda *numbers: None)
     shards = ShardDataset(tmp_path / "dst", decode=False)
-    lost = {i for i in range(len(shards)) if shards._index.place(i).shard == 1}
-    assert 1 < len(lost) < len(shards) / 2
     lose_shard(path := tmp_path / "dst" / "shard-000001.tar", how)
-
-    def taken(on_error: Any) -> list[int]:
-        sampler = ShuffledSampler(len(shards), rank=0, world_size=1)
-        crop = RandomResizedCrop(16)
-        loader = image_loader(
-            shards, sampler, 4, crop=crop, transform=None, with_indices=True, on_error=on_error
-        )
-        return [int(i) for *_, indices in loader for i in indices]
-
+    said = "cannot be opened" if how == "is gone" else how
     for on_error in ("raise", "skip"):
-        with pytest.raises(ShardLostError, match=f"{path} {how}"):
-            taken(on_error)
-    got = taken("skip_shards")
-    assert len(got) == len(shards)
-    assert set(got) == set(range(len(shards))) - (
-        lost if how != "is cut short" else lost - set(got)
-    )
+        loader = make(shards, ShuffledSampler(len(shards), rank=0, world_size=1), on_error)
+        with pytest.raises(ShardLostError, match=f"{path} {said}"):
+            list(loader)
 
 
 def test_a_source_of_which_nothing_can_be_read_is_an_error(tmp_path: Path) -> None:
     folder = ImageFolder(write_folder(tmp_path, classes=2, images=3))
     for path in tmp_path.glob("*/*.jpg"):
         path.write_bytes(b"no")
-    sampler = ShuffledSampler(6, rank=0, world_size=1)
-    loader = image_loader(
-        folder, sampler, 3, crop=RandomResizedCrop(16), transform=None, on_error="skip"
-    )
-    with pytest.raises(SampleError, match=r"nor can any of 7 images in its place"):
+    loader = make(folder, ShuffledSampler(6, rank=0, world_size=1), "skip")
+    with pytest.raises(SampleError, match=r"nor can any image in its place"):
         next(iter(loader))

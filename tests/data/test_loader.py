@@ -21,13 +21,10 @@ from lightning_ring.data import (
     Loader,
     PKSampler,
     RandomResizedCrop,
-    ShardDataset,
     ShuffledSampler,
     image_loader,
     item_loader,
 )
-from lightning_ring.data.packing.image import PackSettings
-from lightning_ring.data.packing.run import pack
 from lightning_ring.errors import ConfigurationError, SampleError
 from tests.images import write_folder
 
@@ -90,15 +87,6 @@ def test_threads_and_prefetching_change_nothing(folder: ImageFolder, transform: 
     assert_same(batches(make(folder, num_threads=3, prefetch=4, transform=transform)), expected)
 
 
-def test_buffers_are_not_overwritten_while_somebody_holds_a_batch(folder: ImageFolder) -> None:
-    for transform in (None, DeviceTransform()):
-        held = [batch[0] for batch in make(folder, transform=transform)]
-        assert_same(
-            [[images] for images in held],
-            [[b[0]] for b in batches(make(folder, transform=transform))],
-        )
-
-
 @pytest.mark.parametrize(
     "transform", [None, DeviceTransform(), DeviceTransform(dtype=torch.bfloat16)]
 )
@@ -118,17 +106,6 @@ def test_buffers_are_filled_anew_when_nobody_holds_them(
     for piece, array, images in zip(pieces, arrays, expected, strict=True):
         assert torch.equal(piece, images[-1])
         assert np.array_equal(array, images.permute(0, 2, 3, 1).view(torch.uint8).numpy())
-
-
-def test_epochs_crop_differently(folder: ImageFolder) -> None:
-    sampler = ShuffledSampler(len(folder), shuffle=False, rank=0, world_size=1)
-    loader = make(folder, sampler=sampler)
-    first = batches(loader)
-    assert_same(batches(loader), first)
-    loader.sampler.set_epoch(1)
-    second = batches(loader)
-    assert torch.equal(first[0][2], second[0][2])
-    assert not torch.equal(first[0][0], second[0][0])
 
 
 def test_ranks_share_each_step(folder: ImageFolder) -> None:
@@ -282,23 +259,6 @@ def test_times_add_up(folder: ImageFolder) -> None:
     assert handing_over >= loader.times.copying / 6
 
 
-def test_shards_give_what_their_folder_gives(folder: ImageFolder, tmp_path: Path) -> None:
-    settings = PackSettings(size=0, group_by_class=True)
-    pack(Path(folder.root), tmp_path / "packed", settings, 1, lambda done, total, left_out: None)
-    shards = ShardDataset(tmp_path / "packed")
-    assert [shards.name(i).endswith(folder.name(i)) for i in range(len(folder))] == [True] * len(
-        folder
-    )
-    sampler = BalancedSampler(shards.labels, fingerprint=shards.fingerprint, rank=0, world_size=1)
-    loader = image_loader(
-        shards, sampler, 4, crop=RandomResizedCrop(16), transform=None, with_indices=True
-    )
-    ours = make(folder, sampler=BalancedSampler(folder.labels, rank=0, world_size=1))
-    assert_same(batches(loader), batches(ours))
-    with pytest.raises(ConfigurationError, match="saved over the images"):
-        loader.load_state_dict(ours.state_dict())
-
-
 class Items:
     """A torch data set that is slow by turns, so that threads finish out of order."""
 
@@ -340,24 +300,6 @@ def test_collate_functions_and_batched_data_sets() -> None:
     assert list(item_loader(Batched(6), sampler, 4, collate=sum)) == [-6, -9]
     with pytest.raises(SampleError, match="make no batch"):
         list(item_loader(Items(6), sampler, 4, collate=sum))
-
-
-@pytest.mark.parametrize(
-    ("images", "world_size", "message"),
-    [(3, 1, "more than the 3 images"), (1, 2, "cannot be evaluated on 2 ranks")],
-)
-def test_too_few_images_for_a_step_or_for_the_ranks(
-    images: int, world_size: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shards = pytest.importorskip("recipes.data.shards")
-    write_folder(tmp_path / "images", classes=1, images=images)
-    for split in ("train", "val"):
-        pack(tmp_path / "images", tmp_path / split, PackSettings(), 1, lambda *numbers: None)
-    data = shards.Shards(str(tmp_path), 4, 1, image_size=16, sampler="balanced")
-    monkeypatch.setattr(data, "world_size", lambda: world_size)
-    data.setup("fit")
-    with pytest.raises(ConfigurationError, match=message):
-        (data.train_dataloader if world_size == 1 else data.val_dataloader)()
 
 
 @pytest.mark.gpu

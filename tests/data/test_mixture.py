@@ -4,9 +4,7 @@ joined by name.
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +12,9 @@ import torch
 
 from lightning_ring.data import (
     ImageFolder,
-    Loader,
     Mixture,
     MixtureSampler,
-    RandomResizedCrop,
     ShardDataset,
-    image_loader,
 )
 from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.packing.run import pack
@@ -45,21 +40,6 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageFolder, ShardDa
         lambda *numbers: None,
     )
     return ImageFolder(first), ShardDataset(root / "shards")
-
-
-def loader(mixture: Mixture, rank: int, world_size: int, batch_size: int) -> Loader:
-    sampler = MixtureSampler(
-        mixture.sizes,
-        [1, 3],
-        num_samples=240,
-        rank=rank,
-        world_size=world_size,
-        fingerprint=mixture.fingerprint,
-    )
-    crop = RandomResizedCrop(8)
-    return image_loader(
-        mixture, sampler, batch_size, crop=crop, transform=None, with_indices=True, num_threads=1
-    )
 
 
 def test_an_image_and_its_class_name_are_those_of_its_set(
@@ -88,9 +68,10 @@ def test_an_image_and_its_class_name_are_those_of_its_set(
     ]
     with pytest.raises(IndexError):
         mixture[40]
+    assert Mixture(sets).fingerprint == mixture.fingerprint != Mixture(sets[::-1]).fingerprint
 
 
-@pytest.mark.parametrize("num_samples", [600, 200_000])
+@pytest.mark.parametrize("num_samples", [600, 100_000])
 def test_each_set_gets_its_share_and_is_used_up_before_an_image_comes_again(
     num_samples: int,
 ) -> None:
@@ -108,27 +89,6 @@ def test_each_set_gets_its_share_and_is_used_up_before_an_image_comes_again(
         mine = [i for i in taken if start <= i < start + size]
         for first in range(0, len(mine) - size, size):
             assert sorted(mine[first : first + size]) == list(range(start, start + size))
-
-
-def test_it_resumes_on_another_number_of_ranks_with_the_same_images(
-    sets: tuple[ImageFolder, ShardDataset],
-) -> None:
-    mixture = Mixture(sets)
-    expected = [batch[2].tolist() for batch in loader(mixture, 0, 1, 12)]
-    two = [loader(mixture, rank, 2, 6) for rank in range(2)]
-    shares: Any = [[batch[2].tolist() for batch in itertools.islice(iter(one), 8)] for one in two]
-    state = two[0].state_dict()
-    assert state == two[1].state_dict()
-    got = [sorted(a + b) for a, b in zip(*shares, strict=True)]
-    three = [loader(Mixture(sets), rank, 3, 4) for rank in range(3)]
-    for one in three:
-        one.load_state_dict(state)
-    shares = [[batch[2].tolist() for batch in one] for one in three]
-    got += [sorted(a + b + c) for a, b, c in zip(*shares, strict=True)]
-    assert got == [sorted(batch) for batch in expected]
-    other = loader(Mixture(sets[::-1]), 0, 1, 12)
-    with pytest.raises(ConfigurationError, match="saved over the images"):
-        other.load_state_dict(state)
 
 
 def test_wrong_arguments_are_named(sets: tuple[ImageFolder, ShardDataset], tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from typing import Any
 
 import numpy as np
@@ -77,21 +76,11 @@ def test_uniforms_depend_on_seed_stream_epoch_and_position_only() -> None:
         assert not np.isin(uniforms(*other, np.arange(1000), 5), whole).any()
 
 
-@pytest.mark.parametrize("size", [*range(1, 20), 100, 1023, 1024, 1025, 70_001])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 19, 1024, 1025, 70_001])
 def test_permute_is_a_permutation(size: int) -> None:
     assert np.array_equal(
         np.sort(permute(np.arange(size), size, subkey(1, Stream.ORDER))), np.arange(size)
     )
-
-
-def test_permute_takes_sizes_and_keys_element_by_element() -> None:
-    sizes, keys = np.array([1, 5, 2**40, 7]), subkey(0, Stream.MEMBERS, np.arange(4))
-    together = permute(np.array([0, 4, 2**39, 3]), sizes, keys)
-    alone = [
-        int(permute(i, size, subkey(0, Stream.MEMBERS, n)))
-        for n, (i, size) in enumerate(zip([0, 4, 2**39, 3], sizes))  # noqa: B905
-    ]
-    assert together.tolist() == alone
 
 
 @pytest.mark.parametrize("size", [3, 10])
@@ -186,7 +175,7 @@ def test_balanced_shares(beta: float) -> None:
     assert np.abs(drawn - 7000 * weights / weights.sum()).max() <= 1
 
 
-@pytest.mark.parametrize("num_samples", [150, 140_000])  # the second takes three rounds an epoch
+@pytest.mark.parametrize("num_samples", [150, 70_000])  # the second takes two rounds an epoch
 def test_a_class_is_used_up_before_one_of_its_samples_comes_again(num_samples: int) -> None:
     sampler = BalancedSampler(LABELS, num_samples=num_samples, rank=0, world_size=1)
     drawn: list[int] = []
@@ -219,7 +208,7 @@ def pk(rank: int, world_size: int, p: int = 2, **kwargs: Any) -> PKSampler:
 def test_pk_steps_have_distinct_classes_and_k_of_each(world_size: int) -> None:
     samplers = [pk(rank, world_size) for rank in range(world_size)]
     seen = np.zeros(len(LABELS), dtype=int)
-    for epoch in range(40):
+    for epoch in range(24):
         for sampler in samplers:
             sampler.set_epoch(epoch)
         shares = [np.array(list(sampler)).reshape(-1, 2, 4) for sampler in samplers]
@@ -232,7 +221,7 @@ def test_pk_steps_have_distinct_classes_and_k_of_each(world_size: int) -> None:
             for group in groups:
                 assert len(set(group)) == min(4, (LABELS[group[0]] == LABELS).sum())
             np.add.at(seen, groups.reshape(-1), 1)
-    assert (seen > 0).all()  # 50 images of class 1, 40 epochs of 3 or 4 passes
+    assert (seen > 0).all()  # 50 images of class 1, 24 epochs of 3 or 4 passes
     of_class = {number: seen[number == LABELS].sum() for number in set(LABELS)}
     assert max(of_class.values()) <= 1.3 * min(of_class.values())
 
@@ -285,9 +274,7 @@ def test_pk_lengths_and_positions_agree(p: int, world_size: int) -> None:
     assert sampler.num_left(sampler.advanced(0, len(positions))) == 0
 
 
-@pytest.mark.parametrize(
-    ("classes", "width"), [(7, 2), (7, 4), (7, 6), (10, 6), (11, 4), (1, 1), (2, 2), (9, 5)]
-)
+@pytest.mark.parametrize(("classes", "width"), [(7, 4), (10, 6), (11, 4), (1, 1), (2, 2), (9, 5)])
 def test_pk_leaves_no_class_out_of_two_passes(classes: int, width: int) -> None:
     sampler = PKSampler(np.repeat(np.arange(classes), 6), width, 2, rank=0, world_size=1)
     assert sampler.num_passes == 3  # so that pairs of passes reach over epochs
@@ -302,16 +289,7 @@ def test_pk_leaves_no_class_out_of_two_passes(classes: int, width: int) -> None:
     assert len({tuple(one) for one in passes}) > len(passes) // 2 or classes < 3
 
 
-def test_pk_reports_what_it_leaves_out_and_what_is_missing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert len(pk(0, 1).left_out) == 0
-    with caplog.at_level(logging.WARNING):
-        assert pk(0, 1, fewest=2).left_out.tolist() == [5]
-    assert "leaves out 1 of 7 classes, which have fewer than 2 samples: class 5" in caplog.text
-    assert 5 not in LABELS[list(pk(0, 1, fewest=2))]
-    with pytest.raises(ConfigurationError, match="its position means nothing here"):
-        pk(0, 1).load_state_dict(pk(0, 1, fewest=2).state_dict())
+def test_too_few_classes_for_the_ranks_are_an_error() -> None:
     with pytest.raises(
         ConfigurationError, match=r"7 classes can be drawn from, but p=2 .* 4 ranks need 8"
     ):
@@ -338,7 +316,7 @@ def test_a_state_of_something_else_is_refused(caplog: pytest.LogCaptureFixture) 
     [
         (lambda: ShuffledSampler(0, rank=0, world_size=1), "empty"),
         (lambda: ShuffledSampler(5, rank=2, world_size=2), "rank=2"),
-        (lambda: ShuffledSampler(5, rank=1), "both, or neither"),
+        (lambda: ShuffledSampler(5, rank=1), "expected neither, or a rank"),
         (lambda: ShuffledSampler(5, remainder="some"), "remainder='some'"),  # type: ignore[arg-type]
         (lambda: BalancedSampler([0, 1], beta=2), "beta=2"),
         (lambda: BalancedSampler([0.5, 1]), "float64"),

@@ -207,11 +207,8 @@ def test_an_index_that_is_missing_or_short_is_named(packed, name):
     ("change", "message"),
     [
         (lambda fields: fields["classes"].append("more"), "fingerprint.*edited or damaged"),
-        (
-            lambda fields: fields.update(version=1),
-            "has version 1, expected 3: pack the images again",
-        ),
-        (lambda fields: fields.update(format="zip"), "was written by another program"),
+        (lambda fields: fields.update(version=1), "'version': 1.*'version': 3}: pack the images"),
+        (lambda fields: fields.update(format="zip"), "'format': 'zip'"),
         (lambda fields: fields.pop("shards"), "'shards' is missing or wrong"),
     ],
 )
@@ -231,11 +228,9 @@ def test_a_folder_without_a_whole_manifest_is_no_data_set(packed):
         ShardDataset(packed)
     path.unlink()
     with pytest.raises(
-        ShardError, match=r"manifest\.json is not there\. This is no folder of packed shards"
+        ShardError, match=r"manifest\.json is not there\. .*makes a folder of packed shards"
     ):
         ShardDataset(packed)
-    with pytest.raises(ShardError, match=r"There is no such folder"):
-        ShardDataset(packed / "nowhere")
 
 
 def test_a_failing_disk_is_named_with_file_and_offset(packed, monkeypatch):
@@ -263,7 +258,7 @@ def test_a_shard_that_shrinks_or_goes_after_it_was_opened_is_named(packed):
     ):
         dataset.read(i)
     (packed / "shard-000000.tar").unlink()
-    with pytest.raises(ShardError, match=r"shard-000000\.tar is gone"):
+    with pytest.raises(ShardError, match=r"shard-000000\.tar cannot be opened: No such file"):
         dataset.read(0)
 
 

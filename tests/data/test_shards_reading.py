@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import multiprocessing
 import os
 import pickle
 import random
@@ -179,20 +178,3 @@ def test_files_open_when_needed_and_close_with_the_data_set(packed):
     assert str(packed / "shard-000000.tar") in open_descriptors()
     del dataset
     assert not any(name.endswith(".tar") for name in open_descriptors())
-
-
-def _read_in_child(dataset, queue):
-    queue.put([dataset.read(i) for i in (0, 30, 60)])
-
-
-def test_a_forked_process_reads_with_inherited_files(packed):
-    dataset = ShardDataset(packed)
-    expected = [dataset.read(i) for i in (0, 30, 60)]
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    child = context.Process(target=_read_in_child, args=(dataset, queue))
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0
-    assert queue.get() == expected
-    assert dataset.read(30) == expected[1]

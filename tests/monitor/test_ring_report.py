@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.monitor.dashboard import bars
 from lightning_ring.monitor.ring_monitor import first_dimension
 from lightning_ring.monitor.ring_report import RankMemory, RankRow, RingReport
 from lightning_ring.monitor.step_times import (
@@ -21,7 +20,6 @@ from lightning_ring.monitor.step_times import (
     mean_times,
     sent_bytes,
 )
-from lightning_ring.timeline.drawing import ON_THE_WIRE, READY, WAITED_FOR, draw
 
 
 def step(**marks: tuple[float, float]) -> StepRecord:
@@ -152,9 +150,6 @@ def test_on_a_gpu_events_tell_the_times_of_phases_and_collectives() -> None:
     one.ended, one.events, one.wait_event = None, (Event(8), Event(14)), Event(13)
     found = break_down(record, [one], world_size=2)
     assert found == replace(found, data=2, forward=4, backward=7, optimizer=3.5, exposed=1, busy=6)
-    shown = [(bar.lane, bar.kind, bar.start, bar.stop) for bar in bars(record, [one])]
-    assert [bar for bar in shown if bar[0] == "forward"] == [("forward", "forward", 0.5, 4.5)]
-    assert shown[-2:] == [("a", ON_THE_WIRE, 7.5, 13.5), ("a", WAITED_FOR, 12.5, 13.5)]
 
 
 @pytest.mark.parametrize(
@@ -253,19 +248,6 @@ def test_what_cannot_be_told_is_left_out_and_a_norm_that_is_not_finite_is_not() 
     assert "ring/step_ms" in nameless.scalars()
 
 
-def test_bytes_have_so_few_digits_that_ticks_of_three_differ() -> None:
-    """What a rank sends differs in the fourth digit from step to step, and the ticks were five
-    times 0.311.
-    """
-    sent = []
-    for nbytes in (310_600.0, 311_400.0):
-        one = row(0, 2.0, 0.5)
-        one = replace(one, times=replace(one.times, sent=nbytes), memory=RankMemory(nbytes * 3000))
-        sent.append(RingReport(0, [one]).scalars())
-    assert {scalars["ring/sent_mb_per_step"] for scalars in sent} == {0.31}
-    assert {scalars["ring/memory_gb"] for scalars in sent} == {0.93}
-
-
 def test_trust_ratios_are_told_by_percentiles() -> None:
     scalars = RingReport(0, [row(0, 1.0, 0.0)], trust_ratios=torch.arange(101.0)).scalars()
     assert [
@@ -283,78 +265,19 @@ def test_a_row_survives_its_way_as_numbers() -> None:
     assert RankRow.from_list(one.as_list()) == one
 
 
-def test_the_chart_shows_what_was_ready_on_the_wire_and_waited_for() -> None:
-    pytest.importorskip("matplotlib")
-    found = bars(
-        step(**AUTOMATIC),
-        [collective(12, 12.5, (18, 20), 19.5), collective(14, 14, (20, 20.5), 20.5, name="b")],
-    )
-    of_second = {bar.kind: (bar.start, bar.stop) for bar in found if bar.lane == "b"}
-    assert of_second == {READY: (14, 19.5), ON_THE_WIRE: (19.5, 20.5), WAITED_FOR: (20, 20.5)}
-    assert next((bar.start, bar.stop) for bar in found if bar.lane == "forward") == (3, 9)
-    assert [(bar.start, bar.stop) for bar in found if bar.lane == "optimizer"][-1] == (21, 26), (
-        "without what runs inside it"
-    )
-    assert list(dict.fromkeys(bar.lane for bar in found)) == [
-        "data",
-        "forward",
-        "backward",
-        "optimizer",
-        "a",
-        "b",
-    ]
-    axes = draw(found, title="title").axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        *dict.fromkeys(bar.lane for bar in found)
-    ]
-    drawn = {(round(bar.get_x()), round(bar.get_x() + bar.get_width())) for bar in axes.patches}
-    assert drawn == {(round(1e3 * bar.start), round(1e3 * bar.stop)) for bar in found}
-
-
-def drawn(marks: dict[str, list[tuple[float, float]]]) -> list[tuple[str, float, float]]:
+def pieces(marks: dict[str, list[tuple[float, float]]]) -> list[tuple[str, float, float]]:
     record = StepRecord()
-    record.began, record.total = 100.0, 20.0
     record.marks = [(phase, *span) for phase, spans in marks.items() for span in spans]
-    return [(bar.lane, bar.start, bar.stop) for bar in bars(record, [])]
-
-
-def test_the_optimizer_is_drawn_without_the_forward_and_backward_inside_it() -> None:
-    marks = {
-        "optimizer": [(102.0, 112.0)],
-        "backward": [(106.0, 110.0)],
-        "forward": [(102.0, 106.0)],
-    }
-    marks |= {"copy": [(101.0, 102.0)], "data": [(100.0, 101.0)]}
-    assert drawn(marks) == [
-        ("data", 0.0, 1.0),
-        ("copy", 1.0, 2.0),
-        ("forward", 2.0, 6.0),
-        ("backward", 6.0, 10.0),
-        ("optimizer", 10.0, 12.0),
-    ]
+    found = record.pieces(on_device=False)
+    return sorted((phase, begin - 100, end - 100) for phase, begin, end in found)
 
 
 def test_a_closure_that_runs_twice_leaves_the_optimizer_what_lies_between_and_behind() -> None:
     marks = {"optimizer": [(100.0, 110.0)], "forward": [(100.0, 101.0), (104.0, 105.0)]}
     marks["backward"] = [(101.0, 103.0), (105.0, 107.0)]
-    assert [bar for bar in drawn(marks) if bar[0] == "optimizer"] == [
+    assert [piece for piece in pieces(marks) if piece[0] == "optimizer"] == [
         ("optimizer", 3.0, 4.0),
         ("optimizer", 7.0, 10.0),
-    ]
-
-
-def test_forward_is_drawn_without_a_manual_backward_and_optimizer() -> None:
-    marks = {
-        "forward": [(100.0, 110.0)],
-        "backward": [(102.0, 105.0)],
-        "optimizer": [(106.0, 109.0)],
-    }
-    assert drawn(marks) == [
-        ("forward", 0.0, 2.0),
-        ("forward", 5.0, 6.0),
-        ("forward", 9.0, 10.0),
-        ("backward", 2.0, 5.0),
-        ("optimizer", 6.0, 9.0),
     ]
 
 

@@ -14,7 +14,6 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import recipes.launcher
 import recipes.start
 import recipes.train
 from lightning_ring import ElasticStrategy, RingStrategy
@@ -112,23 +111,16 @@ def test_goyals_schedule_warms_up_from_the_unscaled_rate_and_steps_by_epochs(com
 
 
 @pytest.mark.parametrize("schedule", options("schedule"))
-@pytest.mark.parametrize(
-    "experiment", [name for name in options("experiment") if name.startswith("imagenet")]
-)
-def test_every_schedule_fits_the_experiments_in_epochs(experiment, schedule, composed):
-    config = composed(f"experiment={experiment}", f"schedule={schedule}", "trainer.max_epochs=90")
+def test_every_schedule_can_be_given_in_epochs(schedule, composed):
+    config = composed(
+        "experiment=imagenet_resnet50", f"schedule={schedule}", "trainer.max_epochs=90"
+    )
     factor = instantiate(config.schedule)(total=900)
     warmup = config.schedule.warmup_epochs
     assert factor(0) < 1
     if warmup is not None:
         assert factor(round(10 * warmup)) == 1
     assert factor(899) < 0.2
-
-
-def test_the_number_of_classes_of_the_data_is_the_models(composed):
-    config = composed("experiment=imagenet_resnet50", "data.num_classes=4")
-    model, _ = recipes.train.model_and_data(config)
-    assert model.network.fc.out_features == 4
 
 
 @pytest.mark.parametrize(
@@ -155,16 +147,6 @@ def test_every_argument_of_the_strategy_can_be_set_and_has_its_default(name, kin
     assert type(instantiate(config)) is kind
 
 
-def test_a_gpu_that_is_not_there_is_told_before_torch_is_imported(composed, monkeypatch):
-    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter(()))
-    with pytest.raises(
-        ConfigurationError,
-        match=r"imagenet_resnet50 trains on a GPU.*trainer=cpu trainer.devices=2",
-    ):
-        recipes.start.check(composed("experiment=imagenet_resnet50"))
-    recipes.start.check(composed("experiment=imagenet_resnet50", "trainer=cpu"))
-
-
 def test_residual_blocks_start_as_the_identity(composed):
     model, _ = recipes.train.model_and_data(composed("experiment=mnist_resnet50"))
     assert model.network.conv1.in_channels == 1
@@ -172,10 +154,8 @@ def test_residual_blocks_start_as_the_identity(composed):
     assert model(torch.randn(2, 1, 28, 28)).shape == (2, 10)
 
 
-SLOWER = [pytest.param(sampler, marks=pytest.mark.ranks) for sampler in ("balanced", "uniform")]
-
-
-@pytest.mark.parametrize("sampler", ["pxk", *SLOWER])
+@pytest.mark.ranks  # takes seconds
+@pytest.mark.parametrize("sampler", ["pxk", "balanced", "uniform"])
 def test_scan_to_identify_takes_two_steps_and_retrieves(
     sampler, composed, catalogue, tmp_path, capsys
 ):
@@ -183,16 +163,10 @@ def test_scan_to_identify_takes_two_steps_and_retrieves(
         "experiment=scan_to_identify", *TINY_CATALOGUE, catalogue, f"data.sampler={sampler}"
     )
     metrics = recipes.train.train(config)
-    assert {
-        "test/R@1",
-        "test/MAP@R",
-        "test/accuracy",
-        "test/accuracy_rare",
-        "test_unseen/R@1",
-    } <= set(metrics)
-    assert "test_unseen_in_all/MAP@R" in metrics
+    names = {"test/R@1", "test/MAP@R", "test/accuracy", "test_unseen/R@1"}
+    assert names | {"test_unseen_in_all/MAP@R"} <= set(metrics)
     assert all(0 <= value <= 1 for value in metrics.values())
-    assert "test, unseen: R@1 " in capsys.readouterr().out
+    assert "test_unseen/R@1 " in capsys.readouterr().out
     assert (
         torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)["global_step"] == 2
     )
@@ -204,6 +178,7 @@ def test_scan_to_identify_takes_two_steps_and_retrieves(
 def test_every_loss_and_its_miner_make_an_embedding_better(loss, composed):
     config = composed("experiment=scan_to_identify", f"loss={loss}", "data.num_classes=4")
     model, _ = recipes.train.model_and_data(config)
+    assert model.num_classes == 4
     if model.sharded_head is not None:
         model.sharded_head.join(None)
     weights = [model.sharded_head.weight] if model.sharded_head is not None else []
@@ -220,24 +195,6 @@ def test_every_loss_and_its_miner_make_an_embedding_better(loss, composed):
         losses[-1].backward()
         optimizer.step()
     assert losses[-1] < 0.8 * losses[0]
-
-
-@pytest.mark.ranks  # takes seconds
-def test_own_packed_images_take_the_catalogues_place(composed, catalogue):
-    own = [option for option in TINY_CATALOGUE if "drawing" not in option]
-    _, data = recipes.train.model_and_data(
-        composed("experiment=scan_to_identify", *TINY_CATALOGUE, catalogue)
-    )
-    data.prepare_data()
-    config = composed(
-        "experiment=scan_to_identify",
-        "data=shards",
-        *own,
-        f"{catalogue}/shards",
-        "data.indices=true",
-    )
-    metrics = recipes.train.train(config)
-    assert {"test/R@1", "test_unseen/R@1"} <= set(metrics)
 
 
 @pytest.mark.ranks  # takes seconds
@@ -321,14 +278,11 @@ def test_every_logger_writes_to_the_folder_of_the_run(logger, composed, tmp_path
 
 
 def test_folder_of_a_run_is_rank_zeros_only(monkeypatch, tmp_path):
-    for name in recipes.launcher.RANK_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
     folder = str(tmp_path / "logs" / "x")
-    assert recipes.train.rank_zero_folder(folder) == folder
-    # an sbatch job sets it to 0 for all that mpirun starts inside
-    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert recipes.start.rank_zero_folder(folder) == folder
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
-    other = Path(recipes.train.rank_zero_folder(folder))
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    other = Path(recipes.start.rank_zero_folder(folder))
     assert other.is_dir()
     assert not other.is_relative_to(tmp_path)
 
@@ -339,29 +293,8 @@ def test_debug_experiment_takes_two_steps_and_its_checkpoint_resumes(composed, t
     assert metrics["test/images"] == 359
     assert f"test accuracy {metrics['test/accuracy']:.4f} on 359 images" in capsys.readouterr().out
     assert torch.load(last, weights_only=False)["global_step"] == 2
+    images = EventAccumulator(str(tmp_path)).Reload().Tags()["images"]
+    assert {"train/batch", "val/confusion", "test/confusion"} <= set(images)
 
     recipes.train.train(composed("experiment=debug", f"ckpt_path={last}", "trainer.max_epochs=2"))
     assert torch.load(last, weights_only=False)["global_step"] == 4
-
-
-@pytest.mark.ranks  # takes seconds
-def test_run_is_the_same_for_the_same_seed(composed):
-    losses = [
-        recipes.train.train(composed("experiment=debug", f"seed={seed}"))["test/loss"]
-        for seed in (1, 1, 2)
-    ]
-    assert losses[0] == losses[1] != losses[2]
-
-
-@pytest.mark.ranks  # takes seconds
-def test_the_last_checkpoint_is_the_last_also_where_it_is_not_the_best(composed, tmp_path):
-    # of epochs, the first has the least number
-    best = ("callbacks.checkpoint.monitor=epoch", "+callbacks.checkpoint.mode=min")
-    recipes.train.train(composed("experiment=debug", "trainer.max_epochs=3", *best))
-    steps = {
-        name: torch.load(tmp_path / "checkpoints" / f"{name}.ckpt", weights_only=False)[
-            "global_step"
-        ]
-        for name in ("best", "last")
-    }
-    assert steps == {"best": 2, "last": 6}

@@ -18,7 +18,7 @@ IDX = (
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
-NUM_TRAIN, NUM_TEST = 60, 20
+NUM_TRAIN, NUM_TEST = 200, 20
 
 
 def arrays() -> list[np.ndarray]:
@@ -48,7 +48,7 @@ def write(folder: Path) -> Path:
 
 
 def loaded(folder: Path) -> Mnist:
-    data = Mnist(8, str(folder), val_fraction=0.1)
+    data = Mnist(8, str(folder))
     data.prepare_data()
     data.setup("fit")
     return data
@@ -66,7 +66,7 @@ def test_the_images_are_those_of_the_files(tmp_path):
     torch.testing.assert_close(images, expected[:, None].float())
     assert labels.tolist() == test_labels.tolist()
     sizes = {name: len(part) for name, part in data.datasets.items()}
-    assert sizes == {"train": 50, "val": 10, "test": NUM_TEST}  # a tenth of 6 a class, rounded
+    assert sizes == {"train": 190, "val": 10, "test": NUM_TEST}
     together = torch.cat([data.datasets[name].tensors[0] for name in ("train", "val")])
     assert together.sum().item() == pytest.approx(
         ((train.astype(float) / 255 - MEAN) / STD).sum(), rel=1e-4
@@ -87,7 +87,7 @@ def test_a_damaged_file_is_told(content, tmp_path):
         loaded(tmp_path)
 
 
-def test_what_cannot_be_had_is_told_with_the_command(composed, tmp_path, monkeypatch):
+def test_what_cannot_be_had_is_told(composed, tmp_path, monkeypatch):
     # nothing listens there
     monkeypatch.setattr("torchvision.datasets.MNIST.mirrors", ["http://127.0.0.1:9/"])
     _, data = recipes.train.model_and_data(
@@ -95,7 +95,7 @@ def test_what_cannot_be_had_is_told_with_the_command(composed, tmp_path, monkeyp
     )
     with pytest.raises(
         ConfigurationError,
-        match=rf"cannot be read from {tmp_path}/MNIST/raw: .* run python -c .*download=True",
+        match=rf"cannot be read from {tmp_path}/MNIST/raw: .* copy the folder",
     ):
         data.prepare_data()
     with pytest.raises(ConfigurationError, match=r"Dataset not found.* data.folder=FOLDER"):
@@ -111,7 +111,7 @@ def test_the_recipe_trains_and_tests_on_it(composed, tmp_path):
         "trainer.max_epochs=1",
         "schedule.warmup=1",
     )
-    small = ("model.network.name=resnet18", "data.batch_size=16", "data.val_fraction=0.2")
+    small = ("model.network.name=resnet18", "data.batch_size=60")
     config = composed("experiment=mnist_resnet50", f"data.folder={folder}", *small, *options)
     metrics = recipes.train.train(config)
     assert metrics["test/images"] == NUM_TEST

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import recipes.train
 from recipes.pictures import confusion, framed, shown, strips
-
-
-def test_run_writes_batches_and_confusions(composed, tmp_path):
-    recipes.train.train(composed("experiment=debug"))
-    logs = EventAccumulator(str(tmp_path))
-    logs.Reload()
-    assert set(logs.Tags()["images"]) >= {"train/batch", "val/confusion", "test/confusion"}
-    assert logs.Images("test/confusion")[0].width == 700, "a figure"
 
 
 def test_images_are_stretched_to_what_a_screen_shows():
@@ -26,35 +16,22 @@ def test_images_are_stretched_to_what_a_screen_shows():
     assert torch.isfinite(stretched).all()
 
 
-def test_confusion_has_axes_class_names_and_counts():
-    labels, predicted = torch.tensor([0, 0, 1, 1, 1]), torch.tensor([0, 1, 1, 1, 1])
-    axes, colours = confusion(predicted, labels, ["cat", "owl", "newt"], "val").axes
-    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title()) == (
-        "predicted class",
-        "class",
-        "val",
-    )
-    assert colours.get_ylabel() == "share of the images of a class"
+def test_confusion_has_class_names_and_shares_of_each_class():
+    labels, predicted = torch.tensor([0, 0, 1, 1, 1, 2]), torch.tensor([0, 1, 1, 1, 1, 2])
+    (axes,) = confusion(predicted, labels, ["cat", "owl", "newt"], "val").axes
+    assert axes.get_title() == "val"
     for ticks in (axes.get_xticklabels(), axes.get_yticklabels()):
         assert [tick.get_text() for tick in ticks] == ["cat", "owl", "newt"]
-    # (column, row): what it was taken for, and its class
-    assert {text.get_position(): text.get_text() for text in axes.texts} == {
-        (0, 0): "1",
-        (1, 0): "1",
-        (1, 1): "3",
-    }
-    assert axes.images[0].get_array().tolist() == [
-        [0.5, 0.5, 0.0],
-        [0.0, 1.0, 0.0],
-        [0.0, 0.0, 0.0],
-    ]
+    assert axes.images[0].get_array().tolist() == [[0.5, 0.5, 0], [0, 1, 0], [0, 0, 1]]
+    assert len(axes.texts) == 9
 
 
-def test_confusion_of_many_classes_has_no_counts_and_names_that_can_be_read():
+def test_confusion_of_many_classes_has_no_numbers_and_names_that_can_be_read():
     labels = torch.arange(110)
-    axes, _ = confusion(labels, labels, [f"plant {label}" for label in range(110)]).axes
+    (axes,) = confusion(labels, labels, [f"plant {label}" for label in range(110)]).axes
     assert not axes.texts
-    assert [tick.get_text() for tick in axes.get_yticklabels()][:2] == ["plant 0", "plant 3"]
+    named = [tick.get_text() for tick in axes.get_yticklabels()]
+    assert named[:4] == ["plant 0", "", "", "plant 3"]
 
 
 def test_strips_frame_right_ones_green_and_others_red():

@@ -5,10 +5,7 @@ error.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,7 @@ from hydra import compose, initialize_config_dir
 
 import lightning_ring.errors
 from lightning_ring.options import RingOptions
-from tests.processes import ROOT, run
+from tests.processes import ROOT
 
 DOCS = ROOT / "docs"
 
@@ -42,42 +39,8 @@ def test_quick_start_has_two_commands_of_one_line():
     assert "pytest" in COMMANDS[1]
 
 
-@pytest.fixture
-def checkout(tmp_path):
-    """A folder with `.ci/run`, and a ``python3`` that fails after it has said what it was asked
-    for.
-    """
-    (tmp_path / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
-    python = tmp_path / "bin" / "python3"
-    python.parent.mkdir()
-    python.write_text('#!/bin/sh\necho "python3 $@"\nexit 9\n')
-    python.chmod(0o755)
-    return tmp_path
-
-
-def ci_run(checkout: Path) -> subprocess.CompletedProcess[str]:
-    path = f"{checkout / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    return run([str(checkout / ".ci" / "run")], PATH=path)
-
-
 def test_ci_runs_the_readmes_test_command():
     assert COMMANDS[1].strip() in (ROOT / ".ci" / "run").read_text().replace("\\\n", "")
-
-
-@pytest.mark.ranks
-def test_ci_fails_when_the_environment_cannot_be_made(checkout):
-    result = ci_run(checkout)
-    assert result.returncode == 1
-    assert result.stdout == "python3 -m venv .venv\n"
-
-
-@pytest.mark.ranks
-def test_ci_replaces_a_broken_environment(checkout):
-    (checkout / ".venv" / "bin").mkdir(parents=True)
-    (checkout / ".venv" / "bin" / "python").symlink_to("/nonexistent/python")
-    ci_run(checkout)
-    assert not (checkout / ".venv").exists()
 
 
 @pytest.mark.parametrize("line", RECIPES)

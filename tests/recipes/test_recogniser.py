@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ring.errors import ConfigurationError
 from recipes.data.tensors import BatchedTensors, whole_batch
-from recipes.models.embedder import SmallEmbedder
+from recipes.models import SmallResNet
 from recipes.recogniser import Recogniser
 from recipes.recognition.losses import MetricLoss
 from tests.battery import Battery, check_names
@@ -47,7 +47,7 @@ def test_a_memory_is_for_losses_between_embeddings_and_holds_a_batch() -> None:
 
 
 def test_embeddings_have_unit_length_at_any_size() -> None:
-    model = Recogniser(SmallEmbedder([4, 8], 16), 16, 5, partial(torch.optim.SGD, lr=1))
+    model = Recogniser(SmallResNet(3, 16, [4, 8]), 16, 5, partial(torch.optim.SGD, lr=1))
     for size in (32, 48):
         embeddings = model(torch.randn(3, 3, size, size))
         torch.testing.assert_close(embeddings.norm(dim=1), torch.ones(3))
@@ -67,7 +67,7 @@ class Stops(L.Callback):
 
 def test_an_evaluation_that_was_cut_short_leaves_nothing_to_the_next() -> None:
     torch.manual_seed(0)
-    model = Recogniser(SmallEmbedder([4], 8), 8, 3, partial(torch.optim.SGD, lr=1))
+    model = Recogniser(SmallResNet(3, 8, [4]), 8, 3, partial(torch.optim.SGD, lr=1))
     images = BatchedTensors(torch.randn(12, 3, 8, 8), torch.arange(12) // 4, torch.arange(12))
     loader = DataLoader(images, batch_size=3, collate_fn=whole_batch)
     options = {

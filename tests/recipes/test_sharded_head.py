@@ -194,11 +194,3 @@ def test_what_would_go_wrong_is_refused() -> None:
         model.load({"weight": torch.zeros(5, SIZE), "optimizer": {}})
     with pytest.raises(ConfigurationError, match="expected none, cosface or arcface"):
         head(margin="sphere")
-
-    def moved(comm: Any) -> None:
-        other = head()
-        other.join(comm)
-        with pytest.raises(ConfigurationError, match="given ranks in another number"):
-            other.join(None)
-
-    run_ranks(2, moved)

@@ -24,27 +24,18 @@ def _no_launcher(monkeypatch):
 
 
 def started_by_torchrun(monkeypatch, ranks: str) -> None:
-    for name, value in {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-    }.items():
-        monkeypatch.setenv(name, value)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, ranks)
 
 
 MISTAKES = [
-    (["data.batch_size=63"], r"batch_size=63.*2 ranks.*62 or 64"),
     (["trainer.devices=3"], r"batch_size=64.*3 ranks.*63 or 66"),
     (
         ["experiment=scan_to_identify", "data.images_per_class=5"],
         r"32 images, .* data.images_per_class=5",
     ),
-    (["ckpt_path=logs/none.ckpt"], r"ckpt_path=logs/none.ckpt does not exist"),
-    (["optimizer.lr=fast"], r"optimizer.lr=fast: expected a number, such as 0.1, its default"),
-    (["optimizer=lamb", "optimizer.lr=fast"], r"such as 0.01, its default"),
-    (["trainer.max_epochs=abc"], r"trainer.max_epochs=abc: expected a number, such as 20"),
-    (["seed=x"], r"seed=x: expected a number, such as 1"),
 ]
 
 
@@ -90,31 +81,22 @@ def test_the_process_that_starts_the_ranks_imports_no_torch(typed):
         "trainer.max_epochs=1", "+trainer.limit_train_batches=2", "test=false", "schedule.warmup=0"
     )
     assert result.returncode == 0, result.stdout
-    assert "trained 1 epoch on 2 ranks" in result.stdout
+    assert "trained 1 epoch(s) on 2 rank(s)" in result.stdout
     assert "torch in the parent: False" in result.stdout
     assert result.stdout.count("GPU available") == 1
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        ["strategy=ddp"],
-        ["strategy.start_method=fork"],
-        ["trainer.devices=1"],
-        ["trainer.devices=auto"],
-    ],
+    "override",
+    ["strategy=ddp", "strategy.start_method=fork", "trainer.devices=1", "trainer.devices=auto"],
 )
-def test_ranks_that_others_start_are_left_to_them(overrides, composed):
-    start_ranks(composed(*overrides))
+def test_ranks_that_others_start_are_left_to_them(override, composed):
+    start_ranks(composed(override))
 
 
-def test_inside_a_launcher_nothing_is_started(composed, monkeypatch):
-    started_by_torchrun(monkeypatch, "2")
-    start_ranks(composed())
-
-
-def test_batches_are_compared_with_the_ranks_of_the_launcher(composed, monkeypatch):
+def test_inside_a_launcher_nothing_is_started_and_its_ranks_are_counted(composed, monkeypatch):
     started_by_torchrun(monkeypatch, "3")
+    start_ranks(composed())
     with pytest.raises(ConfigurationError, match="over all 3 ranks"):
         check(composed())
 
@@ -130,15 +112,6 @@ def test_the_recipe_trains_with_ddp_too(typed):
     short = ["trainer.max_epochs=1", "+trainer.limit_train_batches=2", "schedule.warmup=0"]
     result = typed("strategy=ddp", *short)
     assert result.returncode == 0, result.stdout
-    assert "trained 1 epoch on 2 ranks" in result.stdout
+    assert "trained 1 epoch(s) on 2 rank(s)" in result.stdout
     assert "\x1b" not in result.stdout  # a line an epoch, as with ring
     assert "\r" not in result.stdout
-
-
-def test_checkpoints_that_exist_nearby_are_named(composed, tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "best.ckpt").touch()
-    with pytest.raises(ConfigurationError, match=r"There are: .*checkpoints/best.ckpt"):
-        check(composed(f"ckpt_path={tmp_path}/checkpoints/last.ckpt"))
-    check(composed(f"ckpt_path={tmp_path}/checkpoints/best.ckpt"))
-    check(composed("ckpt_path=last"))

@@ -12,7 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipes.data.digits import Digits
-from recipes.models.resnet import SmallResNet
+from recipes.models import SmallResNet
 from tests import forked
 from tests.processes import ROOT, mpirun_command, run
 
@@ -68,7 +68,7 @@ def test_default_recipe_starts_two_ranks_and_reads_digits():
     result = run([sys.executable, SCRIPT], **forked.ranks())
     assert result.returncode == 0, result.stdout
     assert accuracy_of(result.stdout) >= 0.97
-    assert "on 2 ranks" in result.stdout
+    assert "on 2 rank(s)" in result.stdout
     # a line for each epoch where output is no terminal
     assert result.stdout.count(", img/s ") == 20
     assert "\x1b" not in result.stdout

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from itertools import islice
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import numpy as np
 from torch.utils.data import default_collate
@@ -17,6 +17,9 @@ from torch.utils.data import default_collate
 from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
 from lightning_ring.errors import ConfigurationError, SampleError
 from lightning_ring.host.cores import available_cores
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(slots=True)
@@ -98,6 +101,15 @@ class BatchMaker(Protocol):
 log = logging.getLogger(__name__)
 
 
+class LoaderOptions(TypedDict, total=False):
+    """What every loader takes, see `Loader`."""
+
+    drop_last: bool
+    num_threads: int | None
+    ranks_per_node: int
+    prefetch: int
+
+
 @dataclass(slots=True)
 class _Run:
     """One going through the loader: where it began, and how far it got."""
@@ -120,6 +132,13 @@ class Loader:
     DataLoader: it has a length, its sampler is told the epoch, and its state is saved with a
     checkpoint, so that training resumes at the next sample that it was not trained on, on any
     number of ranks.
+
+    Args:
+        drop_last: Leave out a last batch that is smaller.
+        num_threads: That fill batches. Left out: the cores that this process may use, divided by
+            ``ranks_per_node``.
+        ranks_per_node: Ranks that share those cores.
+        prefetch: Batches that are filled while one is trained on.
 
     Attributes:
         times: Where the time went, so far.
@@ -392,20 +411,9 @@ def item_loader(
     batch_size: int | None = None,
     *,
     collate: Callable[[list[Any]], Any] = default_collate,
-    drop_last: bool = False,
-    num_threads: int | None = None,
-    ranks_per_node: int = 1,
-    prefetch: int = 2,
+    **options: Unpack[LoaderOptions],
 ) -> Loader:
-    """Batches of any map-style torch data set. Arguments as for `image_loader`; see also
+    """Batches of any map-style torch data set. ``options`` as for `Loader`; see also
     `ItemBatches`.
     """
-    return Loader(
-        ItemBatches(dataset, collate),
-        sampler,
-        batch_size,
-        drop_last=drop_last,
-        num_threads=num_threads,
-        ranks_per_node=ranks_per_node,
-        prefetch=prefetch,
-    )
+    return Loader(ItemBatches(dataset, collate), sampler, batch_size, **options)

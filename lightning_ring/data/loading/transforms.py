@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -116,23 +116,15 @@ class RandomResizedCrop:
 
     def _box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
         flip = uniforms[2] < self.flip
-        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        smallest, largest = self.scale
+        low, high = map(math.log, self.ratio)
         for turn in range(_TRIES):
-            area = (
-                height
-                * width
-                * (self.scale[0] + (self.scale[1] - self.scale[0]) * uniforms[3 + 2 * turn])
-            )
+            area = height * width * (smallest + (largest - smallest) * uniforms[3 + 2 * turn])
             aspect = math.exp(low + (high - low) * uniforms[4 + 2 * turn])
             w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if 0 < w <= width and 0 < h <= height:
-                return Box(
-                    int(uniforms[0] * (height - h + 1)),
-                    int(uniforms[1] * (width - w + 1)),
-                    h,
-                    w,
-                    flip,
-                )
+                top, left = (uniforms[0] * (height - h + 1), uniforms[1] * (width - w + 1))
+                return Box(int(top), int(left), h, w, flip)
         w = min(width, round(height * self.ratio[1]))
         h = min(height, round(width / self.ratio[0]))
         return Box((height - h) // 2, (width - w) // 2, max(h, 1), max(w, 1), flip)
@@ -279,11 +271,6 @@ class DeviceTransform(nn.Module):
 _ALIGNMENT = 64  # bytes: no vector is longer
 
 
-# what `interpolate` calls, without the copy that would leave channels last; private, so torch may
-# drop it
-_resize: Any = getattr(torch._C._nn, "_upsample_bilinear2d_aa", None)
-
-
 class _Scratch(threading.local):
     """Memory that a thread decodes into, again and again: fresh pages cost more than a copy."""
 
@@ -304,55 +291,41 @@ _scratch = _Scratch()
 
 
 def decode_into(
-    outs: Sequence[Tensor],
-    data: bytes | npt.NDArray[np.uint8],
-    crops: Sequence[Crop],
-    uniforms: Sequence[Sequence[float]],
+    out: Tensor, data: bytes | npt.NDArray[np.uint8], crop: Crop, uniforms: Sequence[float]
 ) -> None:
-    """Decode the image ``data`` once, and resize the part that each of ``crops`` chooses into its
-    place in ``outs``.
+    """Decode the image ``data``, and resize the part that ``crop`` chooses into ``out``.
 
     The expensive work releases the GIL. Equal to torchvision's antialiased bilinear `resized_crop`
     of the decoded image, bit for bit. Where the part of a JPEG is at least twice as large as the
-    result on both sides, for every crop, and no crop is ``exact``, 1/2, 1/4 or 1/8 of the image's
-    size is decoded (by the DCT, which blurs as it should). Pixels then differ by about one level of
-    255.
+    result on both sides, and the crop is not ``exact``, 1/2, 1/4 or 1/8 of the image's size is
+    decoded (by the DCT, which blurs as it should). Pixels then differ by about one level of 255.
 
     Args:
-        outs: 1 x 3 x height x width each, uint8, channels last, RGB.
+        out: 1 x 3 x height x width, uint8, channels last, RGB.
         data: Encoded, or its pixels: height x width x 3.
-        uniforms: Of each crop.
 
     Raises:
         ValueError, OSError: The image cannot be decoded.
     """
-    image, boxes = _decode(data, crops, uniforms)
-    for out, crop, (top, left, height, width, flip) in zip(outs, crops, boxes, strict=True):
-        pixels = torch.from_numpy(
-            image[None, top : top + height, left : left + width].transpose(0, 3, 1, 2)
-        )
-        if flip:
-            pixels = pixels.flip(-1)
-        size = height_and_width(crop.size)
-        if _resize is None:
-            out.copy_(interpolate(pixels, size, mode="bilinear", antialias=True))
-        else:
-            _resize(pixels, size, False, None, None, out=out)
+    image, (top, left, height, width, flip) = _decode(data, crop, uniforms)
+    part = image[None, top : top + height, left : left + width].transpose(0, 3, 1, 2)
+    pixels = torch.from_numpy(part)
+    if flip:
+        pixels = pixels.flip(-1)
+    size = height_and_width(crop.size)
+    out.copy_(interpolate(pixels, size, mode="bilinear", antialias=True))
 
 
 def _decode(
-    data: bytes | npt.NDArray[np.uint8], crops: Sequence[Crop], uniforms: Sequence[Sequence[float]]
-) -> tuple[npt.NDArray[np.uint8], list[Box]]:
-    if isinstance(data, np.ndarray):
-        return data, _boxes(data.shape[0], data.shape[1], crops, uniforms)
-    if data[:2] == b"\xff\xd8":
+    data: bytes | npt.NDArray[np.uint8], crop: Crop, uniforms: Sequence[float]
+) -> tuple[npt.NDArray[np.uint8], Box]:
+    if isinstance(data, bytes) and data[:2] == b"\xff\xd8":
         try:
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-            boxes = _boxes(height, width, crops, uniforms)
-            factor = min(
-                1 if crop.exact else _whole_pixels(box, reduction(box, crop.size))
-                for crop, box in zip(crops, boxes, strict=True)
-            )
+            box = crop.box(height, width, uniforms)
+            factor = 1 if crop.exact else reduction(box, crop.size)
+            while any(value % factor for value in box[:4]):  # no whole pixels
+                factor //= 2
             image = simplejpeg.decode_jpeg(
                 data,
                 min_height=-(-height // factor) if factor > 1 else 0,
@@ -360,28 +333,9 @@ def _decode(
                 min_factor=factor,
                 buffer=_scratch.room(height * width * 3),
             )
-            return image, [_smaller(box, factor) for box in boxes]
+            top, left, height, width = (value // factor for value in box[:4])
+            return image, Box(top, left, height, width, box.flip)
         except ValueError:
             pass  # CMYK, or damage: Pillow reads the one and describes the other
-    image = decode_rgb(data)
-    return image, _boxes(image.shape[0], image.shape[1], crops, uniforms)
-
-
-def _boxes(
-    height: int, width: int, crops: Sequence[Crop], uniforms: Sequence[Sequence[float]]
-) -> list[Box]:
-    return [crop.box(height, width, numbers) for crop, numbers in zip(crops, uniforms, strict=True)]
-
-
-def _smaller(box: Box, factor: int) -> Box:
-    top, left, height, width = (value // factor for value in box[:4])
-    return Box(top, left, height, width, box.flip)
-
-
-def _whole_pixels(box: Box, factor: int) -> int:
-    """``factor``, or the largest below it for which ``box`` covers whole pixels of the smaller
-    image.
-    """
-    while any(value % factor for value in box[:4]):
-        factor //= 2
-    return factor
+    image = data if isinstance(data, np.ndarray) else decode_rgb(data)
+    return image, crop.box(image.shape[0], image.shape[1], uniforms)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from itertools import islice
 from typing import Any
@@ -67,18 +68,13 @@ class PackSettings:
     upright: bool = False
 
     def __post_init__(self) -> None:
-        if self.size < 0:
-            raise ConfigurationError(
-                f"--size {self.size}: expected pixels of the shorter side, or 0 for no shrinking."
-            )
-        if not 0 < self.shard_mb <= 2**20:
-            raise ConfigurationError(
-                f"--shard-mb {self.shard_mb}: expected MiB, above 0 and at most {2**20} (1 TiB)."
-            )
-        if not 1 <= self.quality <= 100:
-            raise ConfigurationError(
-                f"--quality {self.quality}: expected a JPEG quality from 1 to 100."
-            )
+        for option, value, fits, expected in (
+            ("--size", self.size, self.size >= 0, "pixels of the shorter side, or 0: any"),
+            ("--shard-mb", self.shard_mb, 0 < self.shard_mb <= 2**20, "MiB, at most 2^20 (1 TiB)"),
+            ("--quality", self.quality, 1 <= self.quality <= 100, "a JPEG quality from 1 to 100"),
+        ):
+            if not fits:
+                raise ConfigurationError(f"{option} {value}: expected {expected}.")
 
 
 class UnusableImageError(ValueError):
@@ -109,17 +105,12 @@ def prepare_image(data: bytes, settings: PackSettings) -> PackedImage:
         return _prepare(data, settings)
     except (UnusableImageError, MemoryError):
         raise
+    except Image.UnidentifiedImageError:
+        what = f"not an image; it starts with {data[:12]!r}" if data else "the file is empty"
+        raise UnusableImageError(f"cannot be decoded: {what}") from None
     # decoders raise of every kind on broken files, and one must not end a packing
     except Exception as error:
-        raise UnusableImageError(f"cannot be decoded: {_reason(error, data)}") from error
-
-
-def _reason(error: Exception, data: bytes) -> str:
-    if not data:
-        return "the file is empty"
-    if isinstance(error, Image.UnidentifiedImageError):
-        return f"not an image; it starts with {data[:12]!r}"
-    return f"{type(error).__name__}: {error}"
+        raise UnusableImageError(f"cannot be decoded: {type(error).__name__}: {error}") from error
 
 
 def _prepare(data: bytes, settings: PackSettings) -> PackedImage:
@@ -225,10 +216,8 @@ def prepared_images(
     `ShardError`: A source is there but cannot be read (a failing disk, a network file system that
     is gone).
     """
-    futures = (
-        (position, pool.submit(_prepare_source, sources, position, settings))
-        for position in positions
-    )
+    prepare = partial(_prepare_source, sources, settings)
+    futures = ((position, pool.submit(prepare, position)) for position in positions)
     waiting = deque(islice(futures, ahead))
     while waiting:
         position, future = waiting.popleft()
@@ -237,17 +226,13 @@ def prepared_images(
 
 
 # a path that leads nowhere; any other error is the disk's
-_OF_THE_PATH = (
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-)
+_OF_THE_PATH = {
+    getattr(errno, name)
+    for name in ("ENOENT", "ENOTDIR", "EACCES", "EPERM", "ELOOP", "ENAMETOOLONG")
+}
 
 
-def _prepare_source(sources: Sources, position: int, settings: PackSettings) -> PackedImage | str:
+def _prepare_source(sources: Sources, settings: PackSettings, position: int) -> PackedImage | str:
     path = sources.path(position)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe would wait for ever

@@ -13,20 +13,17 @@ old and new ones.
 
 from __future__ import annotations
 
-import csv
 import errno
 import json
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +47,7 @@ from lightning_ring.data.packing.writer import (
     write_generation,
     write_shards,
 )
-from lightning_ring.data.shards import MANIFEST, REPORT, Manifest, ShardIndex, read_manifest
+from lightning_ring.data.shards import MANIFEST, Manifest, ShardIndex, read_manifest
 from lightning_ring.errors import ConfigurationError, ShardError
 from lightning_ring.host.file_lock import claim, release
 
@@ -134,8 +131,9 @@ def only_one(target: Path) -> Iterator[None]:
 def _check_paths(job: PackJob) -> None:
     source, target = job.source, job.target
     if not source.exists():
-        expected = "a folder with a folder for each class, or a CSV file"
-        raise ConfigurationError(f"{source} is not there. Expected {expected}.")
+        raise ConfigurationError(
+            f"{source} is not there. Expected a folder with a folder for each class, or a CSV file."
+        )
     if target.resolve().is_relative_to(source.resolve()):
         raise ConfigurationError(
             f"{target} is inside {source}: its shards would be taken for images. Choose another."
@@ -176,20 +174,17 @@ def _packed_already(job: PackJob, manifest: Manifest) -> Manifest:
             "another set."
         )
     _refuse_other({"source": manifest.source, **manifest.settings}, job, "packed already")
-    with open(job.target / REPORT, newline="", encoding="utf-8", errors="surrogateescape") as rows:
-        left_out = {name for what, name, _ in csv.reader(rows) if what == "left out"}
-    was = partial(ShardIndex, job.target, manifest)
-    _refuse_changed(manifest.identity, was, job, "packed already", left_out)
+    _refuse_changed(manifest.identity, job, "packed already")
     return manifest
 
 
 def _refuse_other(was: dict[str, object], job: PackJob, state: str) -> None:
-    now = job.identity
-    if changed := [
-        f"{name} {was.get(name)}, now {now[name]}"
-        for name in sorted(now)
-        if was.get(name) != now[name]
-    ]:
+    changed = [
+        f"{name} {was.get(name)}, now {value}"
+        for name, value in sorted(job.identity.items())
+        if was.get(name) != value
+    ]
+    if changed:
         raise ConfigurationError(
             f"{job.target} is {state} with another command: {'; '.join(changed)}. Give the same "
             "arguments, choose another folder, or remove "
@@ -197,28 +192,22 @@ def _refuse_other(was: dict[str, object], job: PackJob, state: str) -> None:
         )
 
 
-def _refuse_changed(
-    identity: str,
-    was: Callable[[], Listed],
-    job: PackJob,
-    state: str,
-    left_out: Collection[str] = (),
-) -> None:
+def _refuse_changed(identity: str, job: PackJob, state: str) -> None:
     """List the source again; an error where it is not what was listed."""
     with tempfile.TemporaryDirectory(prefix="lightning-ring-") as folder:
         now = list_sources(job.source, Path(folder), True, job.classes, job.first_classes)
-        if now.identity == identity:
-            return
-        changes = describe_changes(was(), now, left_out)
-    what_next = (
-        "To pack them as they are now, choose another folder, or remove this one."
-        if job.base is None
-        else f"To append them as they are now, remove {job.state}: it holds the append that is "
-        "half finished."
-    )
+    if now.identity == identity:
+        return
+    what_next = "To pack them as they are now, choose another folder, or remove this one."
+    if job.base is not None:
+        what_next = (
+            f"To append them as they are now, remove {job.state}: it holds the append that is half "
+            "finished."
+        )
     raise ConfigurationError(
-        f"{job.target} is {state}, and {job.source} has changed since: {changes}. Nothing was "
-        f"written; {job.target} holds images and labels as they were. {what_next}"
+        f"{job.target} is {state}, and {job.source} has changed since: names, classes, lengths or "
+        f"times of its files are not those that were listed. Nothing was written; {job.target} "
+        f"holds images and labels as they were. {what_next}"
     )
 
 
@@ -249,9 +238,8 @@ def _pack(job: PackJob, workers: int, progress: Progress) -> Manifest:
 def _sources(job: PackJob, is_begun: bool) -> Sources:
     listed = load_sources(job.state) if is_begun else None  # else nothing is packed by the list
     if listed is not None:
-        packed = listed
-        _refuse_changed(listed.identity, lambda: packed, job, "half packed")
-        return packed
+        _refuse_changed(listed.identity, job, "half packed")
+        return listed
     first = job.first_classes
     if job.classes is not None and list(job.classes[: len(first)]) != first:
         raise ConfigurationError(
@@ -292,90 +280,26 @@ def _disk_error(error: OSError, target: Path) -> str:
     )
 
 
-# -- what is different in a source that was packed, or half packed, before
-
-Places = npt.NDArray[Any]
-
-
-class Listed(Protocol):
-    """Files with the numbers of their classes and their stamps: `Sources`, or a `ShardIndex`."""
-
-    @property
-    def classes(self) -> list[str]: ...
-    @property
-    def labels(self) -> npt.NDArray[np.int32]: ...
-    @property
-    def stamps(self) -> npt.NDArray[np.uint64]: ...
-    def name(self, i: int, /) -> str: ...
-
-
-def already_there(was: Listed, now: Listed, target: Path) -> npt.NDArray[np.bool_]:
+def already_there(was: ShardIndex, now: Sources, target: Path) -> npt.NDArray[np.bool_]:
     """For each image of ``now`` whether ``was`` has it, by its name.
 
     Raises `ConfigurationError`: the name is there with another class, length or time.
     """
-    old, new = _in_both(was, now)
-    if found := "; ".join(_changed(was, now, old, new)):
-        raise ConfigurationError(
-            f"{target} has images of these names that are others: {found}. Nothing was written. "
-            "Give new images other names, or pack them into another folder (`Mixture` reads "
-            "several); a packed image never changes."
-        )
-    there = np.zeros(len(now.labels), bool)
-    there[new] = True
-    return there
-
-
-def describe_changes(was: Listed, now: Listed, left_out: Collection[str] = ()) -> str:
-    """The differences between two lists that are not the same, in one line with examples.
-
-    Args:
-        left_out: Files that could not be packed, so that ``was`` lacks them.
-    """
-    old, new = _in_both(was, now)
-    added = np.setdiff1d(np.arange(len(now.labels)), new).tolist()
-    removed = np.setdiff1d(np.arange(len(was.labels)), old).tolist()
-    changes = [
-        *_line("added", [i for i in added if now.name(i) not in left_out], now.name),
-        *_line("removed", removed, was.name),
-        *_changed(was, now, old, new),
-    ]
-    if was.classes != now.classes:
-        changes.append(f"{len(was.classes)} classes, now {len(now.classes)}")
-    return "; ".join(changes) or "the order of its rows, or images that were left out"
-
-
-def _in_both(was: Listed, now: Listed) -> tuple[Places, Places]:
-    """Places in ``was`` and in ``now`` of the images that both have, as ``now`` lists them."""
     # 8 bytes a name, where a dict of all names would take some 200
-    before, after = (
-        np.fromiter((hash(listed.name(i)) for i in range(len(listed.labels))), np.int64)
-        for listed in (was, now)
-    )
-    _, old, new = np.intersect1d(before, after, return_indices=True)
-    # two names may have one hash
-    same = [was.name(i) == now.name(j) for i, j in zip(old, new, strict=True)]
-    old, new = old[same], new[same]
-    order = np.argsort(new)
-    return old[order], new[order]
-
-
-def _changed(was: Listed, now: Listed, old: Places, new: Places) -> list[str]:
-    before = np.array([*was.classes, ""], object)[was.labels[old]]
-    after = np.array([*now.classes, ""], object)[now.labels[new]]
-
-    def moved(k: int) -> str:
-        return f"{now.name(new[k])}: {before[k]!r}, now {after[k]!r}"
-
-    other_file = new[was.stamps[old] != now.stamps[new]].tolist()
-    return [
-        *_line("in another class", np.flatnonzero(before != after).tolist(), moved),
-        *_line("with another length or time", other_file, now.name),
-    ]
-
-
-def _line(what: str, places: list[int], show: Callable[[int], str]) -> list[str]:
-    num = len(places)
-    more = [f"and {num - 2} more"] * (num > 2)
-    examples = ", ".join([*map(show, places[:2]), *more])
-    return [f"{num} image{'s' * (num > 1)} {what} ({examples})"] * (num > 0)
+    before = np.fromiter((hash(was.name(i)) for i in range(len(was))), np.int64)
+    after = np.fromiter((hash(now.name(i)) for i in range(len(now.labels))), np.int64)
+    there = np.zeros(len(now.labels), bool)
+    others = []
+    for i, j in zip(*np.intersect1d(before, after, return_indices=True)[1:], strict=True):
+        if was.name(i) == now.name(j):  # two names may have one hash
+            there[j] = True
+            same_class = was.classes[was.labels[i]] == now.classes[now.labels[j]]
+            if not same_class or was.stamps[i] != now.stamps[j]:
+                others.append(now.name(j))
+    if others:
+        raise ConfigurationError(
+            f"{target} has {len(others)} images of these names with another class, length or time, "
+            f"such as {others[0]}. Nothing was written. Give new images other names, or pack them "
+            "into another folder (`Mixture` reads several); a packed image never changes."
+        )
+    return there

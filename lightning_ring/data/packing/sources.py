@@ -60,8 +60,6 @@ def whole_file(path: Path, through: Path | None = None) -> Iterator[BinaryIO]:
 
 def sync_folder(folder: Path) -> None:
     """Names that were made in ``folder`` are on the disk when this returns."""
-    if os.name == "nt":
-        return  # Windows opens no folders
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -92,6 +90,9 @@ class LeftOut(NamedTuple):
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
+_EXTENSION = f"its extension is none of {' '.join(EXTENSIONS)}; a CSV can list it all the same"
+
+
 def scan_folder(folder: Path) -> Iterator[Found | LeftOut]:
     """Every image below a class folder, and everything else by name. Names are relative to
     ``folder``; links are followed.
@@ -115,11 +116,7 @@ def scan_folder(folder: Path) -> Iterator[Found | LeftOut]:
                     if file.lower().endswith(EXTENSIONS):
                         yield Found(name, entry.name)
                     else:
-                        expected = " ".join(EXTENSIONS)
-                        yield LeftOut(
-                            name,
-                            f"its extension is none of {expected}; a CSV can list it all the same",
-                        )
+                        yield LeftOut(name, _EXTENSION)
 
 
 def _walk(top: str) -> Iterator[tuple[str, list[str]]]:
@@ -264,6 +261,8 @@ def read_classes(file: Path) -> list[str]:
 
 _REPORT = "sources.csv"
 ARRAYS = "sources.npz"
+_HEAD = ("folder", "classes", "left_out", "identity", "there")
+_ARRAYS = ("ends", "labels", "stamps", "order")
 _SEED = 0  # of the one shuffle that mixes the classes
 
 
@@ -307,22 +306,11 @@ class Sources:
         return int(self.labels[self.order[position]])
 
     def save(self, folder: Path) -> None:
-        head = {
-            "folder": self.folder,
-            "classes": self.classes,
-            "left_out": self.left_out,
-            "identity": self.identity,
-            "there": self.there,
-        }
+        head = {name: getattr(self, name) for name in _HEAD}
+        arrays: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
+        text = np.frombuffer(json.dumps(head).encode(), np.uint8)
         with whole_file(folder / ARRAYS) as file:
-            np.savez(
-                file,
-                head=np.frombuffer(json.dumps(head).encode(), np.uint8),
-                ends=self.ends,
-                labels=self.labels,
-                stamps=self.stamps,
-                order=self.order,
-            )
+            np.savez(file, head=text, **arrays)
 
 
 def load_sources(folder: Path) -> Sources | None:
@@ -370,24 +358,13 @@ def list_sources(
     identity = hashlib.sha256(json.dumps(classes).encode())
     for part in (labels, ends_of, text, stamps):
         identity.update(np.ascontiguousarray(part).view(np.uint8).data)
-    mixing = np.random.Generator(np.random.Philox(_SEED))
-    sources = Sources(
-        folder,
-        classes,
-        left_out,
-        identity.hexdigest(),
-        there=0,
-        report=(into / _REPORT).read_bytes(),
-        text=text,
-        ends=ends_of,
-        labels=labels,
-        stamps=stamps,
-        # kept on disk with the list: numpy does not promise the same permutation in its next
-        # version
-        order=np.argsort(labels, kind="stable")
-        if group_by_class
-        else mixing.permutation(len(labels)),
-    )
+    # kept on disk with the list: numpy does not promise the same permutation in its next version
+    order = np.argsort(labels, kind="stable")
+    if not group_by_class:
+        order = np.random.Generator(np.random.Philox(_SEED)).permutation(len(labels))
+    report = (into / _REPORT).read_bytes()
+    head = folder, classes, left_out, identity.hexdigest(), 0
+    sources = Sources(*head, report, text, ends_of, labels, stamps, order)
     sources.save(into)
     return sources
 

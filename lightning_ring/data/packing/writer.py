@@ -162,16 +162,10 @@ class ShardRecord:
     columns: Columns
 
     def write(self, folder: Path) -> None:
-        head = {
-            "shard": asdict(self.shard),
-            "next_position": self.next_position,
-            "counts": self.counts,
-        }
-        arrays: dict[str, Any] = {
-            "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
-            "report": np.frombuffer(self.report, np.uint8),
-            **self.columns,
-        }
+        head = {"shard": asdict(self.shard), "next_position": self.next_position}
+        text = json.dumps(head | {"counts": self.counts}).encode()
+        arrays: dict[str, Any] = {"head": np.frombuffer(text, np.uint8)}
+        arrays |= {"report": np.frombuffer(self.report, np.uint8)} | self.columns
         with whole_file(folder / f"{self.shard.name}.npz") as file:
             np.savez(file, **arrays)
 
@@ -277,9 +271,8 @@ def write_shards(
 
 
 def count_treatments(sources: Sources, records: Sequence[ShardRecord]) -> dict[str, int]:
-    counts = Counter({"left out": sources.left_out})
-    for record in records:
-        counts.update(record.counts)
+    counts = sum((Counter(record.counts) for record in records), Counter[str]())
+    counts["left out"] += sources.left_out
     return {name: counts[name] for name in _TREATMENTS}
 
 
@@ -314,20 +307,14 @@ def write_generation(job: PackJob, sources: Sources, records: Sequence[ShardReco
     columns = (f"{column}.npy" for column in COLUMNS)
     written = [report_name, *(f"{folder}/{name}" for name in (NAMES, *columns))]
     counts["empty classes"] = len({*range(len(sources.classes))} - present)
-    shards, kept = [record.shard for record in records], {}
+    shards = [record.shard for record in records]
+    files = {name: file_sha256(root / name) for name in sorted(written)}
     if base is not None:
         counts |= {"added": sum(shard.samples for shard in shards), "there": sources.there}
-        shards, kept = [*base.shards, *shards], {REPORT: base.files[REPORT]}
-    manifest = Manifest(
-        classes=sources.classes,
-        shards=shards,
-        files=kept | {name: file_sha256(root / name) for name in sorted(written)},
-        source=str(job.source),
-        identity=sources.identity,
-        settings=asdict(job.settings),
-        counts=counts,
-        generation=job.generation,
-    )
+        shards, files = [*base.shards, *shards], {REPORT: base.files[REPORT]} | files
+    settings, source = asdict(job.settings), str(job.source)
+    about = (source, sources.identity, settings, counts, job.generation)
+    manifest = Manifest(sources.classes, shards, files, *about)
     text = manifest.to_json().encode()
     write_whole(root / folder / MANIFEST, text)  # of this generation, when there is a later one
     write_whole(root / MANIFEST, text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,6 @@ from lightning_ring.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-log = logging.getLogger(__name__)
 
 _STEPS = 64  # computed at a time
 
@@ -41,13 +38,8 @@ class PKSampler(OrderedSampler):
     Args:
         labels: Class number of every sample, integers ≥ 0.
         p, k: Classes a rank and step, samples a class.
-        fewest: A class with fewer samples is left out and reported. 1 leaves out none; 2 those that
-            have no pair of different samples.
         options: ``seed``, ``rank``, ``world_size``: see `OrderedSampler`. ``fingerprint``: a hash
             of ``labels`` if left out.
-
-    Attributes:
-        left_out: Numbers of the classes with fewer than ``fewest`` samples.
 
     Raises:
         ConfigurationError: There are fewer than ``p`` x world size classes; when ranks are known.
@@ -58,44 +50,24 @@ class PKSampler(OrderedSampler):
         labels: npt.ArrayLike,
         p: int,
         k: int,
-        *,
-        fewest: int = 1,
         **options: Unpack[SamplerOptions],
     ) -> None:
-        if p < 1 or k < 2 or fewest < 1:
+        if p < 1 or k < 2:
             raise ConfigurationError(
-                f"p={p}, k={k} and fewest={fewest} were given, expected p ≥ 1 classes, k ≥ 2 "
-                "samples of each and fewest ≥ 1."
+                f"p={p} and k={k} were given, expected p ≥ 1 classes and k ≥ 2 samples of each."
             )
         self.members, fingerprint = classes_of(labels)
         super().__init__(fingerprint, **options)
         self.p, self.k = p, k
         self.batch_size = p * k
-        self.kind = f"p x k in pairs of passes, k={k}" + (
-            f", fewest={fewest}" if fewest > 1 else ""
-        )
+        self.kind = f"p x k in pairs of passes, k={k}"
         self.drop_last = True
-        self._usable = np.flatnonzero(self.members.counts >= fewest)
-        self._groups = np.maximum(self.members.counts // k, 1)
-        self.left_out: Ints = self.members.numbers[self.members.counts < fewest]
-        self.num_passes = max(
-            1, round(int(self.members.counts[self._usable].sum()) / max(1, k * self.num_classes))
-        )
-        if len(self.left_out) and not options.get("rank"):
-            log.warning(
-                "lightning_ring: PKSampler leaves out %d of %d classes, which have fewer than %d "
-                "samples: class %s",
-                len(self.left_out),
-                len(self.members.numbers),
-                fewest,
-                ", ".join(map(str, self.left_out[:20])) + ", ..." * (len(self.left_out) > 20),
-            )
+        counts = self.members.counts
+        self._groups = np.maximum(counts // k, 1)
+        self.num_classes = len(counts)
+        self.num_passes = max(1, round(int(counts.sum()) / (k * self.num_classes)))
         if options.get("world_size") is not None:
             self._check_classes()
-
-    @property
-    def num_classes(self) -> int:
-        return len(self._usable)
 
     @property
     def dataset(self) -> range:  # type: ignore[override]
@@ -112,7 +84,7 @@ class PKSampler(OrderedSampler):
         number, offset = divmod(self.position // self.k, classes)
         for turn in range(number, self.num_passes):
             steps = (classes - offset) // width
-            order = self._usable[self._order(self.epoch * self.num_passes + turn)]
+            order = self._order(self.epoch * self.num_passes + turn)
             for first in range(0, steps, _STEPS):
                 step = np.arange(first, min(first + _STEPS, steps))[:, None]
                 places = (
@@ -123,7 +95,7 @@ class PKSampler(OrderedSampler):
             offset = 0
 
     def _order(self, visit: int) -> Ints:
-        """The classes in pass ``visit`` of the training, as places in `_usable`."""
+        """The classes in pass ``visit`` of the training, as places in `members`."""
         classes = self.num_classes
         pair, second = divmod(visit, 2)
         order = permute(np.arange(classes), classes, subkey(self.seed, Stream.ORDER, pair))

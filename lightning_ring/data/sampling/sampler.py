@@ -66,17 +66,15 @@ class OrderedSampler(DistributedSampler[int]):
         world_size: int | None = None,
         fingerprint: str | None = None,
     ) -> None:
-        if (rank is None) != (world_size is None):
+        self._given = None if rank is None or world_size is None else (rank, world_size)
+        half_given = self._given is None and (rank, world_size) != (None, None)
+        if half_given or (self._given is not None and not 0 <= self._given[0] < self._given[1]):
             raise ConfigurationError(
-                f"rank={rank} and world_size={world_size}: give both, or neither."
-            )
-        if rank is not None and world_size is not None and not 0 <= rank < world_size:
-            raise ConfigurationError(
-                f"rank={rank} was given, expected one of 0 to {world_size - 1}."
+                f"rank={rank} and world_size={world_size} were given, expected neither, or a rank "
+                "of 0 to world_size - 1."
             )
         if not 0 <= seed < 2**63:
             raise ConfigurationError(f"seed={seed} was given, expected 0 to 2^63 - 1.")
-        self._given = None if rank is None or world_size is None else (rank, world_size)
         self.presumed: tuple[int, int] | None = None
         self.seed = seed
         self.epoch = 0

@@ -145,19 +145,15 @@ class WeightedSampler(StridedSampler):
         """
         slots = np.arange(self.round_length)
         key = subkey(self.seed, Stream.ROUND, self.epoch, number + 1)
-        groups = np.repeat(np.arange(len(drawn)), np.diff(first_slots))[
-            permute(slots, self.round_length, key)
-        ]
+        each = np.diff(first_slots)
+        groups = np.repeat(np.arange(len(drawn)), each)[permute(slots, self.round_length, key)]
         # how often a group was drawn since the round began: its occurrences, numbered in the order
         # of time
         ordinal = np.empty(self.round_length, dtype=np.int64)
-        ordinal[np.argsort(groups, kind="stable")] = slots - np.repeat(
-            first_slots[:-1], np.diff(first_slots)
-        )
+        ordinal[np.argsort(groups, kind="stable")] = slots - np.repeat(first_slots[:-1], each)
         groups, ordinal = groups[mine], ordinal[mine] + drawn[groups[mine]]
-        return self.members.draw(
-            self.seed, groups, *np.divmod(ordinal, self.members.counts[groups])
-        )
+        place = np.divmod(ordinal, self.members.counts[groups])
+        return self.members.draw(self.seed, groups, *place)
 
     def _first_points(self, epoch: int) -> Ints:
         """The first point of each group's piece, and the number of points; they lie elsewhere in

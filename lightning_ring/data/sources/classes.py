@@ -33,11 +33,11 @@ def numbered(
             f"{what} has shape {found.shape}, expected one label for each of one image or more."
         )
     if found.dtype.kind in "iu":
-        if found.min() < 0 or (classes is not None and found.max() >= len(classes)):
-            most = "" if classes is None else f" to {len(classes) - 1}"
+        most = float("inf") if classes is None else len(classes) - 1
+        if found.min() < 0 or found.max() > most:
             raise ConfigurationError(
                 f"{what} has labels from {found.min()} to {found.max()}, expected numbers of "
-                f"classes, from 0{most}. Leave images without a class out."
+                f"classes, from 0 to {most}. Leave images without a class out."
             )
         return found.astype(np.int32), None if classes is None else list(classes)
     if strange := [label for label in found.tolist() if not isinstance(label, str)]:
@@ -46,15 +46,15 @@ def numbered(
             "for each image."
         )
     names, numbers = np.unique(found.astype(str), return_inverse=True)
-    if classes is None:
-        return numbers.astype(np.int32), names.tolist()
-    places = {name: number for number, name in enumerate(classes)}
+    places = {
+        name: place for place, name in enumerate(names.tolist() if classes is None else classes)
+    }
     if missing := [name for name in names.tolist() if name not in places]:
         raise ConfigurationError(
             f"{what} has {len(missing)} classes that are not in classes=[...], such as "
             f"{missing[0]!r}. Add them at its end, or leave their images out."
         )
-    return np.array([places[name] for name in names.tolist()], np.int32)[numbers], list(classes)
+    return np.array([places[name] for name in names.tolist()], np.int32)[numbers], list(places)
 
 
 def numbered_column(

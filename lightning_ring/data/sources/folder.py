@@ -74,15 +74,15 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         self.labels = np.array(labels, dtype=np.int32)
         counts = np.bincount(self.labels, minlength=len(self.classes))
         empty = [self.classes[number] for number in np.flatnonzero(counts == 0)]
-        for what, names in (
-            ("found %d classes without images: %s", empty),
-            ("left out %d files and folders that are not images of a class: %s", others),
-        ):
-            if names:
-                shown = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
-                log.warning("lightning_ring: %s: " + what, self.root, len(names), shown)
+        self._report("found %d classes without images: %s", empty)
+        self._report("left out %d files and folders that are not images of a class: %s", others)
         content = "\0".join([*self.classes, "", *self._names]).encode("utf-8", "surrogateescape")
         self.fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
+
+    def _report(self, what: str, names: list[str]) -> None:
+        if names:
+            shown = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+            log.warning("lightning_ring: %s: " + what, self.root, len(names), shown)
 
     def __len__(self) -> int:
         return len(self._names)

@@ -34,10 +34,10 @@ def images(loader: Loader) -> Tensor:
 
 @contextmanager
 def generators_untouched() -> Iterator[None]:
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
+    def states() -> Any:
+        numpy: Any = np.random.get_state()
+        return random.getstate(), numpy[1].tolist(), torch.get_rng_state().tolist()
+
+    before = states()
     yield
-    assert before == (
-        random.getstate(),
-        np.random.get_state()[1].tolist(),
-        torch.get_rng_state().tolist(),
-    )  # type: ignore[index]
+    assert before == states()

@@ -6,10 +6,8 @@ import pickle
 import shutil
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
-import torch
 
 from lightning_ring.cli.main import main
 from lightning_ring.data import CenterCrop, Mixture, ShardDataset, ShuffledSampler, image_loader
@@ -108,7 +106,8 @@ def test_a_name_of_the_set_with_another_class_or_file_is_an_error(source, target
     before = contents(target)
     (source / "cat" / "1.jpg").write_bytes(encode(photo(99, 50, 40)))
     with pytest.raises(
-        ConfigurationError, match=r"1 image with another length or time \(cat/1.jpg\)\. Nothing was"
+        ConfigurationError,
+        match=r"1 images of these names with another .* cat/1.jpg\. Nothing",
     ):
         append(source, target)
     draw(source, {"Cat/x.jpg": 1})
@@ -119,7 +118,7 @@ def test_a_name_of_the_set_with_another_class_or_file_is_an_error(source, target
     append(listed, target)  # the path is another name
     listed.write_text(f"path,label\n{source / 'cat/2.jpg'},cat\n")
     with pytest.raises(
-        ConfigurationError, match=r"1 image in another class \(.*cat/2.jpg: 'bird', now 'cat'\)"
+        ConfigurationError, match=r"1 images of these names with another class, .*cat/2.jpg"
     ):
         append(listed, target)
     now = contents(target)
@@ -134,9 +133,7 @@ def test_a_half_finished_append_goes_on_or_is_given_up(source, target):
         append(source, target, progress=stop_at(8))
     assert images_of(target) == before
     draw(source, {"ant/new.jpg": 5})
-    with pytest.raises(
-        ConfigurationError, match=r"1 image added \(ant/new.jpg\).*remove .*dst/\.packing"
-    ):
+    with pytest.raises(ConfigurationError, match=r"has changed since.*remove .*dst/\.packing"):
         append(source, target)
     (source / "ant/new.jpg").unlink()
     done = []
@@ -308,44 +305,3 @@ def test_ranks_that_opened_different_generations_are_told(source, target):
     assert "ranks read different images: rank 0 reads 'generation 0, " in told[0]
     assert "rank 1 reads 'generation 1, " in told[0]
     assert run_ranks(3, lambda comm: check(comm, sets[1:2] * 3)) == ["the same"] * 3
-
-
-class Remembers(L.LightningModule):
-    def __init__(self, photos: ShardDataset, folder: Any, stop: bool) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.photos, self.folder, self.stop = photos, folder, stop
-        self.seen: list[int] = []
-
-    def train_dataloader(self) -> Any:
-        return loader(self.photos)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.seen += batch[2].tolist()
-        if self.stop and batch_idx == 1:
-            self.trainer.save_checkpoint(self.folder / "mid.ckpt")
-            self.trainer.should_stop = True
-            self.trainer.fit_loop.epoch_loop.max_steps = 2
-        return self.layer(torch.ones(1)).sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_lightning_resumes_over_the_generation_that_it_trained_on(source, target, tmp_path):
-    def fit(photos: ShardDataset, stop: bool = False, ckpt_path: Any = None) -> list[int]:
-        model = Remembers(photos, tmp_path, stop)
-        quiet = dict.fromkeys(
-            ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False
-        )
-        trainer = L.Trainer(max_epochs=2, accelerator="cpu", devices=1, **quiet)
-        trainer.fit(model, ckpt_path=ckpt_path, weights_only=False)
-        return model.seen
-
-    old = ShardDataset(target)
-    whole = fit(old)
-    fit(old, stop=True)
-    append(draw(source, SECOND), target)
-    with pytest.raises(ConfigurationError, match="was saved over the images"):
-        fit(ShardDataset(target), ckpt_path=tmp_path / "mid.ckpt")
-    assert fit(ShardDataset(target, generation=0), ckpt_path=tmp_path / "mid.ckpt") == whole[8:]

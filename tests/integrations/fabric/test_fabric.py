@@ -15,7 +15,6 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 
 from lightning_ring import RingFabricStrategy
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.monitor import LoopMonitor
 from tests import forked
 from tests.battery import check_names
 from tests.processes import ROOT, run
@@ -51,7 +50,7 @@ def test_the_recipe_starts_its_own_ranks_and_learns(tmp_path: Path) -> None:
 
 
 def test_a_single_process_trains_with_no_hook_and_no_communicator() -> None:
-    fabric = Fabric(accelerator="cpu", strategy="ring_sharded", devices=1, callbacks=LoopMonitor())
+    fabric = Fabric(accelerator="cpu", strategy="ring_sharded", devices=1)
     fabric.launch()
     net = torch.nn.Linear(2, 1)
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -93,10 +92,3 @@ def test_bad_arguments_get_one_clear_error(arguments: dict[str, Any], expected: 
     with pytest.raises(ConfigurationError) as caught:
         RingFabricStrategy(**arguments)
     assert expected in str(caught.value)
-
-
-def test_the_monitor_wants_a_number_of_steps() -> None:
-    with pytest.raises(
-        ConfigurationError, match="LoopMonitor got log_every_n_steps=0, expected a number of steps"
-    ):
-        LoopMonitor(log_every_n_steps=0)
