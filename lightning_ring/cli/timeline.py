@@ -1,4 +1,4 @@
-"""``lightning-ring timeline``: the ranks' traces as one."""
+"""``lightning-ring timeline``: the ranks' traces as one, and a picture of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_ring.cli.arguments import check_plot
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.timeline.trace_files import Merged, merge, timelines_in
 
@@ -17,8 +18,9 @@ def main(arguments: Sequence[str]) -> int:
     Raises `ConfigurationError`: the command line is wrong, or there is nothing to merge.
     """
     options = _parser().parse_args(arguments)
+    check_plot(options.plot)
     names = _timelines(options.where)
-    if len(names) > 1 and options.output is not None:
+    if len(names) > 1 and (options.output is not None or options.plot is not None):
         raise ConfigurationError(
             f"{options.where} holds several timelines: {', '.join(name.name for name in names)}. "
             f"Name one of them instead of the folder, such as {names[0]}."
@@ -31,6 +33,11 @@ def main(arguments: Sequence[str]) -> int:
             print(f"lightning-ring timeline: {error}", file=sys.stderr)
             return 1
         complete = _report(merged) and complete
+        if options.plot is not None:
+            from lightning_ring.timeline.drawing import plot
+
+            plot(merged.path, options.plot, options.steps)
+            print(f"{options.plot}: a picture of it")
     return 0 if complete else 1
 
 
@@ -48,7 +55,29 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="default: trace.json in DIR"
     )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also draw some steps (.png, .svg or .pdf)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=_steps,
+        metavar="A-B",
+        help="steps to draw (default: the last two whole ones)",
+    )
     return parser
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    try:
+        steps = int(first), int(last or first)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected a step, such as 7, or steps, such as 7-9"
+        ) from None
+    if steps[0] > steps[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}: the first step comes after the last one")
+    return steps
 
 
 def _timelines(where: Path) -> list[Path]:

@@ -140,6 +140,7 @@ class RingMonitor(Callback):
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         if self.fit is not None:
             self._receive(trainer, self.fit, wait=True)
+            self.fit.draw(self.report)
             self.fit.tell(Dashboard.record_end, trainer)
 
     def on_exception(
@@ -177,6 +178,10 @@ class RingMonitor(Callback):
         if self.fit is not None:
             # what happened since the last step is no part of training
             self.fit.timer.restart()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        if self.fit is not None:
+            self.fit.draw(self.report, seldom=True)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -307,6 +312,10 @@ class _Fit(MonitorFailures):
         """Call a method of the dashboard, on rank 0."""
         if self.dashboard is not None:
             self.run(_PAGES, None, what, self.dashboard, *arguments)
+
+    def draw(self, report: RingReport | None, seldom: bool = False) -> None:
+        if self.window.latest is not None and report is not None:
+            self.tell(Dashboard.draw, self.window.latest, report.step, seldom)
 
     def take(self, world_size: int) -> StepTimes:
         """Raises `RuntimeError`: steps could not be timed."""

@@ -375,15 +375,16 @@ def collectives_of(record: StepRecord, told: Iterable[CollectiveRecord]) -> list
     return sorted(mine, key=lambda one: one.called)
 
 
-def collective_times(collectives: Sequence[CollectiveRecord]) -> list[CollectiveTimes]:
+def collective_times(
+    collectives: Sequence[CollectiveRecord], origin: Mark = None
+) -> list[CollectiveTimes]:
     """As one after the other: each began when it was called or when those before it had ended,
-    whichever was later. Device times count from the first call.
+    whichever was later. Device times count from ``origin``, or from the first call.
 
     Where two were on the wire at once, as over Gloo, the time counts for the earlier one, and once:
     sums of ``ended - began`` are the time in which some collective was under way.
     """
     found = []
-    origin: Mark = None
     previous = -math.inf
     for one in collectives:
         losses = [(one.called, one.returned), (one.waited_from, one.waited_until)]
@@ -451,6 +452,8 @@ class StepWindow:
         self._told: list[CollectiveRecord] = []
         self._ended: tuple[StepRecord, list[CollectiveRecord]] | None = None
         self._steps = deque[RecordedStep](maxlen=200)
+        # the last step that was taken
+        self.latest: RecordedStep | None = None
         self._first = True
 
     def on_step(self, record: StepRecord) -> None:
@@ -470,14 +473,16 @@ class StepWindow:
             steps.append(self._steps.popleft())
         if not steps:
             return StepTimes.unknown()
+        self.latest = steps[-1]
         if self._first and len(steps) > 1:
             del steps[0]
         self._first = False
-        found = []
-        for step in steps:
-            times = break_down(step.record, step.collectives, world_size)
-            found.append(replace(times, images=step.images))
-        return mean_times(found)
+        return mean_times(
+            [
+                replace(break_down(step.record, step.collectives, world_size), images=step.images)
+                for step in steps
+            ]
+        )
 
     def close(self) -> None:
         """Stop listening; once."""

@@ -103,13 +103,14 @@ class EpochLines(ProgressBar):
 
 
 def narrow(trainer: Trainer) -> None:
-    """Let Lightning's tqdm bar show `short` metrics and no iterations per second; Rich has further
-    lines, and a bar of the user's class is left.
+    """Let Lightning's own bar show `short` metrics and no iterations per second; a bar of the
+    user's class is left.
     """
     bar = trainer.progress_bar_callback
-    if type(bar) is TQDMProgressBar:
+    kinds: dict[type, type] = {TQDMProgressBar: NarrowTQDM, RichProgressBar: NarrowRich}
+    if type(bar) in kinds:
         # keeps the settings that the user gave it
-        bar.__class__ = NarrowTQDM
+        bar.__class__ = kinds[type(bar)]
 
 
 def short(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -165,3 +166,17 @@ class _Line(Tqdm):
             self.postfix = " ".join(items)
         if refresh:
             self.refresh()
+
+
+class NarrowRich(RichProgressBar):
+    """Rich puts metrics that do not fit into further lines."""
+
+    def get_metrics(self, *args: Any) -> dict[str, Any]:
+        return short(super().get_metrics(*args))
+
+    def configure_columns(self, trainer: Trainer) -> list[Any]:
+        from lightning.pytorch.callbacks.progress import rich_progress
+
+        wide = rich_progress.ProcessingSpeedColumn, rich_progress.CustomBarColumn
+        columns = super().configure_columns(trainer)
+        return [one for one in columns if not isinstance(one, wide[: 1 if _wide() else 2])]

@@ -374,6 +374,8 @@ def check_tensorboard_pages_are_written(tmp_path: Path) -> None:
     )
     assert "ring/skipped_steps" not in tags["scalars"], "what is always 0 gets no chart"
     assert set(tags["histograms"]) == {"ring/trust_ratio"}
+    (image,) = events.Images("ring/buckets of a step")
+    assert image.width > 600
     (environment,) = events.Tensors("ring/environment/text_summary")
     assert (
         f"(ranks {', '.join(map(str, range(SIZE)))})".encode()

@@ -57,7 +57,7 @@ PLACES: tuple[dict[tuple[Any, str], str], ...] = (
     {
         (step_times, "break_down"): "step times",
         (step_times.StepWindow, "_on_collective"): "",
-        (dashboard.Dashboard, "record_end"): "TensorBoard pages",
+        (dashboard, "draw"): "TensorBoard pages",
     },
     {
         (StepTimer, "_end"): "step times",

@@ -118,3 +118,6 @@ def test_pages_open_in_a_browser(battery: Battery) -> None:
             "version_0",
             "1.0000",
         )
+        page.goto("about:blank")
+        page.goto(f"{address}#images")
+        wait_for(page, "ring/buckets of a step")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_ring.comm.recording import CollectiveRecord
+from lightning_ring.monitor.dashboard import bars
 from lightning_ring.monitor.ring_monitor import first_dimension
 from lightning_ring.monitor.ring_report import RankMemory, RankRow, RingReport
 from lightning_ring.monitor.step_times import (
@@ -20,6 +21,7 @@ from lightning_ring.monitor.step_times import (
     mean_times,
     sent_bytes,
 )
+from lightning_ring.timeline.drawing import ON_THE_WIRE, READY, WAITED_FOR, draw
 
 
 def step(**marks: tuple[float, float]) -> StepRecord:
@@ -150,6 +152,9 @@ def test_on_a_gpu_events_tell_the_times_of_phases_and_collectives() -> None:
     one.ended, one.events, one.wait_event = None, (Event(8), Event(14)), Event(13)
     found = break_down(record, [one], world_size=2)
     assert found == replace(found, data=2, forward=4, backward=7, optimizer=3.5, exposed=1, busy=6)
+    shown = [(bar.lane, bar.kind, bar.start, bar.stop) for bar in bars(record, [one])]
+    assert [bar for bar in shown if bar[0] == "forward"] == [("forward", "forward", 0.5, 4.5)]
+    assert shown[-2:] == [("a", ON_THE_WIRE, 7.5, 13.5), ("a", WAITED_FOR, 12.5, 13.5)]
 
 
 @pytest.mark.parametrize(
@@ -265,19 +270,78 @@ def test_a_row_survives_its_way_as_numbers() -> None:
     assert RankRow.from_list(one.as_list()) == one
 
 
-def pieces(marks: dict[str, list[tuple[float, float]]]) -> list[tuple[str, float, float]]:
+def test_the_chart_shows_what_was_ready_on_the_wire_and_waited_for() -> None:
+    pytest.importorskip("matplotlib")
+    found = bars(
+        step(**AUTOMATIC),
+        [collective(12, 12.5, (18, 20), 19.5), collective(14, 14, (20, 20.5), 20.5, name="b")],
+    )
+    of_second = {bar.kind: (bar.start, bar.stop) for bar in found if bar.lane == "b"}
+    assert of_second == {READY: (14, 19.5), ON_THE_WIRE: (19.5, 20.5), WAITED_FOR: (20, 20.5)}
+    assert next((bar.start, bar.stop) for bar in found if bar.lane == "forward") == (3, 9)
+    assert [(bar.start, bar.stop) for bar in found if bar.lane == "optimizer"][-1] == (21, 26), (
+        "without what runs inside it"
+    )
+    assert list(dict.fromkeys(bar.lane for bar in found)) == [
+        "data",
+        "forward",
+        "backward",
+        "optimizer",
+        "a",
+        "b",
+    ]
+    axes = draw(found, title="title").axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        *dict.fromkeys(bar.lane for bar in found)
+    ]
+    drawn = {(round(bar.get_x()), round(bar.get_x() + bar.get_width())) for bar in axes.patches}
+    assert drawn == {(round(1e3 * bar.start), round(1e3 * bar.stop)) for bar in found}
+
+
+def drawn(marks: dict[str, list[tuple[float, float]]]) -> list[tuple[str, float, float]]:
     record = StepRecord()
+    record.began, record.total = 100.0, 20.0
     record.marks = [(phase, *span) for phase, spans in marks.items() for span in spans]
-    found = record.pieces(on_device=False)
-    return sorted((phase, begin - 100, end - 100) for phase, begin, end in found)
+    return [(bar.lane, bar.start, bar.stop) for bar in bars(record, [])]
+
+
+def test_the_optimizer_is_drawn_without_the_forward_and_backward_inside_it() -> None:
+    marks = {
+        "optimizer": [(102.0, 112.0)],
+        "backward": [(106.0, 110.0)],
+        "forward": [(102.0, 106.0)],
+    }
+    marks |= {"copy": [(101.0, 102.0)], "data": [(100.0, 101.0)]}
+    assert drawn(marks) == [
+        ("data", 0.0, 1.0),
+        ("copy", 1.0, 2.0),
+        ("forward", 2.0, 6.0),
+        ("backward", 6.0, 10.0),
+        ("optimizer", 10.0, 12.0),
+    ]
 
 
 def test_a_closure_that_runs_twice_leaves_the_optimizer_what_lies_between_and_behind() -> None:
     marks = {"optimizer": [(100.0, 110.0)], "forward": [(100.0, 101.0), (104.0, 105.0)]}
     marks["backward"] = [(101.0, 103.0), (105.0, 107.0)]
-    assert [piece for piece in pieces(marks) if piece[0] == "optimizer"] == [
+    assert [bar for bar in drawn(marks) if bar[0] == "optimizer"] == [
         ("optimizer", 3.0, 4.0),
         ("optimizer", 7.0, 10.0),
+    ]
+
+
+def test_forward_is_drawn_without_a_manual_backward_and_optimizer() -> None:
+    marks = {
+        "forward": [(100.0, 110.0)],
+        "backward": [(102.0, 105.0)],
+        "optimizer": [(106.0, 109.0)],
+    }
+    assert drawn(marks) == [
+        ("forward", 0.0, 2.0),
+        ("forward", 5.0, 6.0),
+        ("forward", 9.0, 10.0),
+        ("backward", 2.0, 5.0),
+        ("optimizer", 6.0, 9.0),
     ]
 
 

@@ -20,6 +20,7 @@ from lightning_ring import RingStrategy
 from lightning_ring.monitor import RingMonitor
 from lightning_ring.monitor.terminal import (
     EpochLines,
+    NarrowRich,
     NarrowTQDM,
     narrow,
     replace_bars,
@@ -143,7 +144,10 @@ class Slow(Progress):
         self.log("val/accuracy", 0.987, prog_bar=True)
 
 
-def test_a_bar_of_80_columns_shows_loss_metric_one_rate_and_the_slowest_rank(terminal, monkeypatch):
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_bars_of_80_columns_show_loss_metric_one_rate_and_the_slowest_rank(
+    bar, terminal, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     terminal(80)
@@ -154,7 +158,7 @@ def test_a_bar_of_80_columns_shows_loss_metric_one_rate_and_the_slowest_rank(ter
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        callbacks=[RingMonitor(), TQDMProgressBar()],
+        callbacks=[RingMonitor(), bar()],
     )
     loaders = [torch.utils.data.DataLoader(torch.ones(6, 2)) for _ in range(2)]
     seen = bytearray()
@@ -171,11 +175,11 @@ def test_a_bar_of_80_columns_shows_loss_metric_one_rate_and_the_slowest_rank(ter
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode(errors="replace"))
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", text)]
     last = max(number for number, line in enumerate(lines) if line.startswith("Epoch 1"))
-    shown = lines[last]
+    shown = " ".join(lines[last : last + 2])  # Rich has two lines
     for item in ("6/6", "loss", "accuracy", "img/s", "1500", "slowest", "1+701ms", "data", "70%"):
         assert item in shown, shown
     assert "it/s" not in shown
-    assert len(shown) <= 80
+    assert all(len(line) <= 80 for line in lines[last : last + 2])
 
 
 def test_names_on_a_bar_are_as_short_as_they_are_clear():
@@ -193,7 +197,11 @@ def test_only_lightnings_own_bars_become_narrow():
     class Own(TQDMProgressBar):
         pass
 
-    for given, expected in ((TQDMProgressBar, NarrowTQDM), (Own, Own)):
+    for given, expected in (
+        (TQDMProgressBar, NarrowTQDM),
+        (RichProgressBar, NarrowRich),
+        (Own, Own),
+    ):
         trainer = L.Trainer(
             callbacks=[given(refresh_rate=7)], logger=False, enable_checkpointing=False, devices=1
         )

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from omegaconf import OmegaConf
+from PIL import Image
 
 import recipes.identify
 import recipes.train
@@ -33,18 +34,24 @@ def test_it_finds_the_nearest_images_of_the_run_and_draws_them(
         return capsys.readouterr().out.splitlines()
 
     capsys.readouterr()
-    said = run(photo, photo, "-k", 3)
+    said = run(photo, photo, "-k", 3, "-o", tmp_path / "found.png")
     assert said[0] == str(photo)
     assert said[1].startswith(f"  1. 1.000  {known.classes[known.labels[3]]}  ")
     assert known.name(3) in said[1]
-    assert len(said) == 2 * 4
+    assert len(said) == 2 * 4 + 1
+    assert Image.open(tmp_path / "found.png").width > 500
 
     model = Recogniser.load_from_checkpoint(checkpoint).eval()
     found = recipes.identify.embeddings(model, known, CenterCrop(32, resize=32))
     nearest = (found @ found[3]).topk(2)
-    of_test = run(photo, "--gallery", known.root, "-k", 2)
-    for index, line in zip(nearest.indices.tolist(), of_test[1:], strict=True):
-        assert known.name(index) in line
+    of_test = run(photo, "--gallery", known.root, "-k", 2, "-o", tmp_path / "found.png")
+    assert [
+        known.name(i) in line
+        for i, line in zip(nearest.indices.tolist(), of_test[1:3], strict=True)
+    ] == [
+        True,
+        True,
+    ]
     assert [float(line.split()[1]) for line in of_test[1:3]] == pytest.approx(
         nearest.values.tolist(), abs=1e-3
     )

@@ -54,9 +54,24 @@ def record_rank(
     for step in range(10):
         now = 1 + step / 10
         recorder.begin_step(step, clock(now))
-        for name, *times in (("bucket 0 (a)", 5, 7, 6), ("bucket 1 (b)", 6, 9, 8)):
-            moments = [clock(now + hundredths / 100) for hundredths in times]
-            recorder.collective(record(name, "all_reduce", *moments))
+        recorder.collective(
+            record(
+                "bucket 0 (a)",
+                "all_reduce",
+                clock(now + 0.05),
+                clock(now + 0.07),
+                clock(now + 0.06),
+            )
+        )
+        recorder.collective(
+            record(
+                "bucket 1 (b)",
+                "all_reduce",
+                clock(now + 0.06),
+                clock(now + 0.09),
+                clock(now + 0.08),
+            )
+        )
         recorder.slice(STEPS, f"step {step}", clock(now), clock(now + 0.1), {"step": step})
         recorder.slice(FORWARD, "forward", clock(now), clock(now + 0.03), {"step": step})
         recorder.slice(BACKWARD, "backward", clock(now + 0.03), clock(now + 0.09), {"step": step})
@@ -154,13 +169,26 @@ def test_of_a_file_that_was_cut_short_whole_events_are_taken(tmp_path: Path, cap
     )
 
 
-def test_the_command_writes_where_it_is_told(tmp_path: Path) -> None:
+def test_the_command_writes_where_it_is_told_and_draws(tmp_path: Path, capfd: Any) -> None:
     for rank in range(2):
         record_rank(tmp_path / "t.json", rank, 2)
-    merged = tmp_path / "out.json"
-    assert main(["timeline", str(tmp_path / "t.json"), "-o", str(merged)]) == 0
+    merged, picture = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = [
+        "timeline",
+        str(tmp_path / "t.json"),
+        "-o",
+        str(merged),
+        "--plot",
+        str(picture),
+        "--steps",
+        "2-3",
+    ]
+    assert main(arguments) == 0
     assert len(slices(read_trace(merged), "waiting for communication", 1)) == 20
     assert not (tmp_path / "t.json").exists()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main([*arguments[:-1], "80"]) == 2
+    assert "--steps 80-80: the trace holds none of these steps" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -168,6 +196,7 @@ def test_the_command_writes_where_it_is_told(tmp_path: Path) -> None:
     [
         (["{tmp}"], "holds no timeline: there is no file such as trace.rank0.jsonl"),
         (["{tmp}/gone.json"], "there is no gone.rank0.jsonl or the like"),
+        (["{tmp}", "--plot", "picture.bmp"], "must end in .png, .svg or .pdf"),
     ],
 )
 def test_bad_input_of_the_command(

@@ -1,0 +1,132 @@
+"""Gantt charts of steps: what each rank computed, and of each bucket when it waited, travelled
+and was waited for. Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_ring.errors import ConfigurationError
+
+READY, ON_THE_WIRE, WAITED_FOR = "ready", "on the wire", "waited for"
+# by the first words of a kind
+_COLOURS = {
+    "data": "#8c8c8c",
+    "copy": "#b0a08c",
+    "forward": "#59a14f",
+    "backward": "#4e79a7",
+    "optimizer": "#b07aa1",
+    READY: "#d9d9d9",
+    ON_THE_WIRE: "#f28e2b",
+    "gradients": "#f28e2b",
+    "parameters": "#edc948",
+    "wait": "#e15759",
+    "": "#b3b3b3",
+}
+# width of one, as a part of the picture's
+_CHARACTER = 0.0055
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Something of ``kind`` that lasted from ``start`` to ``stop``, in seconds. Bars of a lane
+    share a row.
+
+    ``text`` is written inside the bar if it fits. ``group``, such as a rank, is written beside its
+    lanes.
+    """
+
+    lane: str
+    kind: str
+    start: float
+    stop: float
+    text: str = ""
+    group: str = ""
+
+
+def draw(bars: Sequence[Bar], title: str = "") -> Any:
+    """A matplotlib figure of ``bars``, a row for each lane in the order of their first bars."""
+    # no pyplot: it would look for a display
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    lanes = list(dict.fromkeys((bar.group, bar.lane) for bar in bars))
+    figure = Figure(figsize=(12, 1.6 + 0.26 * len(lanes)), dpi=100, layout="constrained")
+    axes = figure.add_subplot(ylim=(len(lanes) - 0.5, -0.5), xlabel="milliseconds", title=title)
+    span = max((bar.stop for bar in bars), default=1.0)
+    for bar in bars:
+        row, seconds = lanes.index((bar.group, bar.lane)), bar.stop - bar.start
+        height = 0.34 if bar.kind == WAITED_FOR else 0.8
+        left, width = 1e3 * bar.start, 1e3 * seconds
+        axes.barh(row, width, height, left, color=_colour(bar.kind))
+        if seconds > len(bar.text) * _CHARACTER * span:
+            middle = left + width / 2
+            axes.text(middle, row, bar.text, ha="center", va="center", fontsize=6, clip_on=True)
+    for group in dict.fromkeys(group for group, _ in lanes if group):
+        rows = [row for row, lane in enumerate(lanes) if lane[0] == group]
+        axes.axhline(rows[-1] + 0.5, color="black", linewidth=0.8)
+        beside = axes.get_yaxis_transform()
+        axes.text(1.005, sum(rows) / len(rows), group, transform=beside, va="center", rotation=270)
+    names = [lane if len(lane) < 60 else f"{lane[:57]}..." for _, lane in lanes]
+    axes.set_yticks(range(len(lanes)), names, fontsize=8)
+    axes.set_xlim(0, 1e3 * span)
+    axes.grid(axis="x", alpha=0.3)
+    kinds = {bar.kind for bar in bars}
+    explained = [kind for kind in (READY, ON_THE_WIRE, WAITED_FOR) if kind in kinds]
+    if explained:
+        patches = [Patch(color=_colour(kind), label=kind) for kind in explained]
+        figure.legend(handles=patches, loc="outside lower right", ncols=3, fontsize=8)
+    return figure
+
+
+def _colour(kind: str) -> str:
+    return next(colour for word, colour in _COLOURS.items() if kind.startswith(word))
+
+
+def plot(trace: Path, path: Path, steps: tuple[int, int] | None = None) -> None:
+    """Draw ``steps`` (first and last; default: the last two that every rank finished) of the merged
+    ``trace`` into ``path``.
+
+    Raises `ConfigurationError`: the trace has no such steps.
+    """
+    events = json.loads(trace.read_text())["traceEvents"]
+    begin, end = _span(events, steps)
+    names = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["name"] in ("process_name", "thread_name")
+    }
+    bars = []
+    for event in sorted(events, key=lambda event: (event["pid"], event["tid"])):
+        start, stop = event["ts"], event["ts"] + event.get("dur", 0)
+        if event["ph"] == "X" and start < end and stop > begin:
+            # a process's own name has thread 0
+            group, lane = names[event["pid"], 0], names[event["pid"], event["tid"]]
+            kind, text = (lane, event["name"]) if event["name"] != "queued" else (READY, "")
+            start, stop = ((max(begin, min(end, at)) - begin) / 1e6 for at in (start, stop))
+            bars.append(Bar(lane, kind, start, stop, text, group))
+    draw(bars).savefig(path, dpi=110)
+
+
+def _span(events: list[dict[str, Any]], steps: tuple[int, int] | None) -> tuple[float, float]:
+    whole = [one for one in events if one["ph"] == "X" and one["name"].startswith("step ")]
+    if steps is None:
+        numbers = [
+            {event["args"]["step"] for event in whole if event["pid"] == pid}
+            for pid in {event["pid"] for event in events}
+        ]
+        common = sorted(set.intersection(*numbers))
+        if not common:
+            raise ConfigurationError(
+                "--plot: the trace holds no step that all of its ranks finished."
+            )
+        steps = max(common[0], common[-1] - 1), common[-1]
+    first, last = steps
+    mine = [event for event in whole if first <= event["args"]["step"] <= last]
+    if not mine:
+        raise ConfigurationError(f"--steps {first}-{last}: the trace holds none of these steps.")
+    return min(event["ts"] for event in mine), max(event["ts"] + event["dur"] for event in mine)
