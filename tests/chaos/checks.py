@@ -155,11 +155,18 @@ def check_samples(folder: Path, plan: Plan) -> list[str]:
     they began it without that one.
     """
     batches = [(*begun, read) for log in folder.glob("*.samples") for begun, read in _reads(log)]
+    resumed_within: set[int] = set()
     for returned in generations_of_returns(folder):
         # what has been done again after a checkpoint counts once
         again = [step for step, generation, _ in batches if generation >= returned]
         first = min(again, default=float("inf"))
         batches = [one for one in batches if one[1] >= returned or one[0] < first]
+        # torch's loader begins such an epoch with its first samples, as in any resumed job
+        before, after = (
+            {epoch for step, _, read in batches for epoch, _ in read if (step < first) is earlier}
+            for earlier in (True, False)
+        )
+        resumed_within |= before & after
     latest: dict[int, int] = {}
     for step, generation, _ in batches:
         latest[step] = max(generation, latest.get(step, 0))
@@ -168,7 +175,8 @@ def check_samples(folder: Path, plan: Plan) -> list[str]:
         for epoch, samples in read if generation == latest[step] else ():
             epochs.setdefault(epoch, Counter()).update(samples)
     wrong = []
-    for epoch, counts in epochs.items():
+    for epoch in epochs.keys() - resumed_within:
+        counts = epochs[epoch]
         if twice := [sample for sample, count in counts.items() if count > 1]:
             wrong.append(f"epoch {epoch} trained on {len(twice)} samples twice")
         if (skipped := SAMPLES - len(counts)) >= plan.ranks * BATCH * plan.most_accumulated:

@@ -132,15 +132,16 @@ def with_faults(plan: Plan, draws: random.Random) -> Plan:
     if plan.respawns:
         after_a_death += WHERE_OTHERS_JOIN * 2
     faults: list[Fault] = []
-    for number in draws.sample(others, draws.randint(1, len(others))):
+    # so that also both ranks that hold a shard die
+    at_once = plan.sharded and draws.random() < 0.3
+    for number in draws.sample(others, len(others) if at_once else draws.randint(1, len(others))):
         (kind,) = draws.choices(list(weights), list(weights.values()))
-        # so that also both ranks that hold a shard die
-        together = faults and draws.random() < (0.6 if plan.sharded else 0.3)
+        together = faults and (at_once or draws.random() < 0.3)
         # where others come in their place, most are early
         until = steps if not plan.pace or draws.random() < 0.3 else max(2, steps // 2)
         step = faults[-1].step if together else draws.randrange(1, until)
-        if together and draws.random() < 0.5:
-            place = faults[-1].place  # two at once
+        if together and (at_once or draws.random() < 0.5):
+            place = faults[-1].place
         elif faults and draws.random() < 0.4:
             place = draws.choice(after_a_death)
         elif draws.random() < 0.07:
