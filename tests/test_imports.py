@@ -40,8 +40,7 @@ ROOMS = {
     "integrations": Room(
         "Who calls us?",
         "`lightning/` (the Trainer's strategy), `fabric.py`, `ranks/` (launcher and environment)",
-        "loops algorithms gradients job comm launch membership elastic host monitor timeline data "
-        "options",
+        "loops algorithms gradients job comm launch elastic host monitor timeline data options",
     ),
     "loops": Room(
         "How does a loop without a Trainer train?",
@@ -51,7 +50,7 @@ ROOMS = {
     "horovod": Room(
         "How do scripts for Horovod run?",
         "its API for PyTorch over our reducer",
-        "gradients job comm membership elastic timeline host",
+        "gradients job comm elastic timeline host",
     ),
     "algorithms": Room(
         "What keeps the replicas together?",
@@ -74,15 +73,12 @@ ROOMS = {
     "launch": Room(
         "Who starts the processes?",
         "mpirun's options, hosts, the supervisor, elastic jobs",
-        "membership job host",
-    ),
-    "membership": Room(
-        "Who takes part when ranks die or come?", "the steward and its members; no torch", "job"
+        "elastic job host",
     ),
     "elastic": Room(
-        "How does a training go on when ranks die?",
-        "connections of each view, recovery",
-        "membership algorithms gradients job comm host",
+        "How does a training go on when ranks die or come?",
+        "the steward and its members, without torch; connections of each view; recovery",
+        "job comm host",
     ),
     "optim": Room("How are parameters updated?", "LARS, LAMB, `engine/`", "host"),
     "schedules": Room("How does the learning rate change?", "scaling, warm-up"),
@@ -97,7 +93,7 @@ ROOMS = {
     "tools": Room(
         "Is it set up right, how fast is it, how far will it scale?",
         "doctor, bench, plan, report",
-        "launch membership job comm host",
+        "launch elastic job comm host",
     ),
     "cli": Room(
         "What does a command take?",
@@ -195,7 +191,7 @@ def test_importing_a_strategy_loads_what_a_rank_trains_with_and_nothing_else() -
         "print(*(name for name in sys.modules if name.startswith('lightning_ring.')))"
     )
     loaded = run_code(code).split()
-    others = {*("cli", "data", "elastic", "horovod", "launch", "loops", "membership", "monitor")}
+    others = {*("cli", "data", "elastic", "horovod", "launch", "loops", "monitor")}
     others |= {"optim", "tools"}
     assert not {name for name in loaded if name.split(".")[1] in others}
     for path in ("integrations.lightning.elastic", "algorithms.sharded", "algorithms.local"):
@@ -207,7 +203,7 @@ def test_importing_the_package_imports_neither_lightning_nor_torch() -> None:
     print_names = "print(sorted(sys.modules.keys() & {'lightning', 'torch', 'mpi4py'}))"
     modules = (
         "lightning_ring, lightning_ring.cli.ringrun, lightning_ring.cli.doctor, "
-        "lightning_ring.launch.elastic, lightning_ring.membership.member"
+        "lightning_ring.launch.elastic, lightning_ring.elastic.member"
     )
     assert run_code(f"import {modules}, sys; {print_names}") == "[]"
 

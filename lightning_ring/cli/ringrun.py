@@ -13,12 +13,11 @@ from lightning_ring.cli.arguments import add_hosts, chosen_hosts
 from lightning_ring.cli.horovodrun import add_horovodrun, variables
 from lightning_ring.errors import ConfigurationError, RingError
 from lightning_ring.launch.discovery import Discovery
-from lightning_ring.launch.elastic import ElasticJob
+from lightning_ring.launch.elastic import ElasticJob, ElasticLimits
 from lightning_ring.launch.hosts import check_slots, hosts_of_allocation
-from lightning_ring.launch.limits import ElasticLimits
 from lightning_ring.launch.mpirun import mpirun_line, rank_environment, require_mpirun
+from lightning_ring.launch.process_ends import RespawnLimits
 from lightning_ring.launch.remote import srun_line, ssh_line
-from lightning_ring.launch.respawn import RespawnLimits
 from lightning_ring.launch.start import mpirun_job, plain_job
 from lightning_ring.launch.supervisor import STOP_SIGNAL
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from lightning_ring.elastic.member import Member
+from lightning_ring.elastic.membership import GenerationOver, JobEnded
 from lightning_ring.job.exit import end_process, in_one_line, leave_cause, say
-from lightning_ring.membership.endings import GenerationOver, JobEnded
-from lightning_ring.membership.member import Member
 
 
 def end_job_on_error(member: Member) -> Callable[[], None]:

@@ -12,6 +12,8 @@ import torch
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp
 from lightning_ring.elastic.generations import Generations
+from lightning_ring.elastic.member import Member
+from lightning_ring.elastic.membership import JobEnded, Report, TooFewRanks, View
 from lightning_ring.errors import (
     ConfigurationError,
     ModelMismatchError,
@@ -20,10 +22,6 @@ from lightning_ring.errors import (
     StateLostError,
 )
 from lightning_ring.job.watch.peers import comes_from_a_peer
-from lightning_ring.membership.agreement import Report
-from lightning_ring.membership.endings import JobEnded, TooFewRanks
-from lightning_ring.membership.member import Member
-from lightning_ring.membership.view import View
 
 BLAME_SECONDS = 3.0  # a transport may see a death before the steward says so
 # for the next view: the steward ends the job where there are too few ranks

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch.distributed import Store
 
-from lightning_ring.membership.member import Member
+from lightning_ring.elastic.member import Member
 
 
 class StewardStore(Store):

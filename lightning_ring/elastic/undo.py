@@ -36,3 +36,23 @@ def remember(module: nn.Module) -> Callable[[], None]:
         restore_generators()
 
     return restore
+
+
+class StepUnderWay:
+    """Holds what restores the state before the step, until the step is finished or taken back."""
+
+    def __init__(self) -> None:
+        self._undo: Callable[[], None] | None = None
+
+    def begin(self, undo: Callable[[], None]) -> None:
+        """``undo`` restores what gradients, forward and log change. It is called once at most."""
+        self._undo = undo
+
+    def finish(self) -> None:
+        self._undo = None
+
+    def take_back(self) -> None:
+        """Restore the state before the step, if one is under way."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()

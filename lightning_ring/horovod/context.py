@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_ring.comm.backends.gloo import GlooCommunicator
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.waiting import WaitPolicy
+from lightning_ring.elastic.member import Member
 from lightning_ring.horovod.negotiation import Negotiation
 from lightning_ring.horovod.timeline import Timeline
 from lightning_ring.horovod.variables import cpu_backend, within_start_timeout
@@ -26,7 +27,6 @@ from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, connect
 from lightning_ring.job.ranks import RankInfo, discover_ranks
-from lightning_ring.membership.member import Member
 
 TIMEOUT = timedelta(hours=12)  # Horovod waits for ever; a rank that died ends the wait at once
 STALL_WARNING = timedelta(seconds=60)

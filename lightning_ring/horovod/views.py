@@ -15,6 +15,8 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.elastic.ending import end_job_on_error
 from lightning_ring.elastic.generations import Generations
+from lightning_ring.elastic.member import Member
+from lightning_ring.elastic.membership import GenerationOver, JobEnded, Report, View
 from lightning_ring.elastic.recovery import (
     BLAME_SECONDS,
     NUM_ATTEMPTS,
@@ -26,10 +28,6 @@ from lightning_ring.horovod.errors import HorovodInternalError
 from lightning_ring.horovod.variables import cpu_backend
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job
-from lightning_ring.membership.agreement import Report
-from lightning_ring.membership.endings import GenerationOver, JobEnded
-from lightning_ring.membership.member import Member
-from lightning_ring.membership.view import View
 
 
 class RanksChanged(HorovodInternalError, GenerationOver):

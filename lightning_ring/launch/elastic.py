@@ -9,22 +9,48 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lightning_ring.elastic.membership import Membership
+from lightning_ring.elastic.steward import SilenceLimits, Steward
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.exit import say
 from lightning_ring.launch.child import Child
-from lightning_ring.launch.deaths import Deaths
 from lightning_ring.launch.discovery import Discovery
 from lightning_ring.launch.hosts import Host
-from lightning_ring.launch.job_process import JobProcess
-from lightning_ring.launch.limits import ElasticLimits
 from lightning_ring.launch.orphan_guard import OrphanGuard
-from lightning_ring.launch.process_ends import ProcessEnds
+from lightning_ring.launch.process_ends import Deaths, JobProcess, ProcessEnds, RespawnLimits
 from lightning_ring.launch.remote import HostLine, RemoteChild, ssh_line
-from lightning_ring.launch.respawn import RespawnLimits
 from lightning_ring.launch.slots import Slots
 from lightning_ring.launch.supervisor import PEERS_SECONDS, Supervisor, stop_grace
-from lightning_ring.membership.membership import Membership
-from lightning_ring.membership.steward import Steward
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticLimits:
+    """How many ranks a job has.
+
+    ``ranks`` start; where hosts are discovered, all slots that there are, and at least ``ranks``.
+    The job goes on with ``min_ranks`` or more; with fewer it waits ``wait_for_ranks`` seconds for
+    others, then ends. It never has more than ``max_ranks``. With ``respawn`` a new process replaces
+    a dead one. ``silence`` says when a process that does not answer counts as dead. An agent on
+    another host has ``start_seconds`` to come up.
+    """
+
+    ranks: int
+    min_ranks: int = 1
+    max_ranks: int | None = None
+    wait_for_ranks: float = 600.0
+    respawn: RespawnLimits | None = None
+    silence: SilenceLimits = field(default_factory=SilenceLimits)
+    start_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        most = self.ranks if self.max_ranks is None else self.max_ranks
+        if not 1 <= self.min_ranks <= self.ranks <= most:
+            raise ConfigurationError(
+                f"{self.ranks} ranks, at least {self.min_ranks} and at most {most}: the numbers "
+                "have to ascend, from 1 on. Change the number of ranks, --min-ranks or "
+                "--max-ranks."
+            )
+
 
 LOOK_SECONDS = 0.01  # how often the kernel is asked whether a process is on its way out
 _IDLE_SECONDS = 1.0  # how often it is asked for processor time

@@ -8,14 +8,144 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lightning_ring.elastic.steward import Steward
 from lightning_ring.job.exit import say
 from lightning_ring.launch.child import Child
-from lightning_ring.launch.deaths import Deaths
-from lightning_ring.launch.job_process import JobProcess, by_signal
 from lightning_ring.launch.orphan_guard import OrphanGuard
+from lightning_ring.launch.remote import RemoteChild
 from lightning_ring.launch.slots import Slots
-from lightning_ring.launch.supervisor import exit_code
-from lightning_ring.membership.steward import Steward
+from lightning_ring.launch.supervisor import exit_code, signal_name
+
+
+@dataclass(frozen=True, slots=True)
+class RespawnLimits:
+    """``limit``: deaths of one slot in a row, each within ``steady`` seconds after the start, that
+    are made good.
+
+    The first replacement comes after ``delay`` seconds, each further one after twice the time of
+    the one before, at most a minute. A process that lived for ``steady`` seconds starts the count
+    anew. A slot is a rank's place on a host: what is broken there kills one process after the
+    other, and does not count for other slots.
+    """
+
+    limit: int = 5
+    delay: float = 0.5
+    steady: float = 60.0
+
+
+class Respawns:
+    """The replacements that are due, by slot. Times are the monotonic clock's."""
+
+    def __init__(self, limits: RespawnLimits) -> None:
+        self._limits = limits
+        self.in_a_row: dict[int, int] = {}  # deaths, by slot
+        self._due: dict[int, float] = {}
+
+    def died(self, slot: int, now: float, lived: float) -> bool:
+        """A process died ``lived`` seconds after its start. Returns whether another one will
+        replace it.
+        """
+        in_a_row = 1 if lived >= self._limits.steady else self.in_a_row.get(slot, 0) + 1
+        self.in_a_row[slot] = in_a_row
+        if in_a_row > self._limits.limit:
+            return False
+        self._due[slot] = now + min(60.0, self._limits.delay * 2 ** (in_a_row - 1))
+        return True
+
+    def take_due(self, now: float) -> list[int]:
+        """The slots whose next process is to start now."""
+        due = [slot for slot, time in self._due.items() if time <= now]
+        for slot in due:
+            del self._due[slot]
+        return due
+
+    @property
+    def pending(self) -> int:
+        """The number of processes that are to start later."""
+        return len(self._due)
+
+
+class Deaths:
+    """``limits``: of respawns, `None` for none.
+
+    Attributes:
+        told: One line for each death, with the time of day.
+        given_up: One line for each slot in which no further process is started.
+    """
+
+    def __init__(self, limits: RespawnLimits | None) -> None:
+        self.told: list[str] = []
+        self.given_up: dict[int, str] = {}
+        self._respawns = Respawns(limits) if limits is not None else None
+
+    @property
+    def pending(self) -> int:
+        """The number of processes that are to start later."""
+        return self._respawns.pending if self._respawns is not None else 0
+
+    def take_due(self, now: float) -> list[int]:
+        """The slots whose next process is to start now."""
+        return self._respawns.take_due(now) if self._respawns is not None else []
+
+    def add(self, death: str, slot: int, lived: float, *, replaced: bool) -> str:
+        """Note ``death``, a sentence without its end; ``replaced`` if the limits allow. Returns
+        the rest of it.
+        """
+        self.told.append(f"{time.strftime('%H:%M:%S')} {death}")
+        if self._respawns is None or not replaced:
+            return ""
+        if self._respawns.died(slot, time.monotonic(), lived):
+            return ", and a new process replaces it"
+        count = self._respawns.in_a_row[slot]
+        self.given_up[slot] = (
+            f"slot {slot} stays empty, {count} processes died one after the other; the last: "
+            f"{death}"
+        )
+        return f"; no other process replaces it, after {count} deaths in a row"
+
+
+_CODES_OF_SIGNALS = range(129, 193)  # a shell's, for a program that a signal ended
+
+
+@dataclass(slots=True, eq=False)
+class JobProcess:
+    """A process of the job. Its ``slot`` is the same as that of the process that it replaces."""
+
+    number: int
+    slot: int
+    child: Child | RemoteChild
+    joins: bool  # a job whose ranks train already
+    started: float
+    guarded: bool = False
+    identified: bool = False
+    removed: str = ""  # why the steward had it killed, where that is not its own death
+    kill_at: float | None = None  # when what is left of its session ends
+    died: float | None = None  # when it was seen to be dead
+    ended: bool = False  # the kernel has told its exit code, which may take seconds longer
+    outlived: bool = False  # the job went on without it, and ends for another reason, if it ends
+
+    @property
+    def name(self) -> str:
+        child = self.child
+        where = f"host {child.host.host.name}, " if isinstance(child, RemoteChild) else ""
+        return f"{child.name} ({where}pid {child.program or child.pid})"
+
+    def death(self, code: int, reason: str) -> str:
+        """Who died how, without a full stop. ``reason``: what else is known, or nothing."""
+        how = (
+            f"was killed by signal {-code} ({signal_name(-code)})"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
+        if isinstance(self.child, RemoteChild) and self.child.is_lost:
+            how = "is lost with its host"
+        return f"{self.name} {how}" + f" ({reason})" * bool(reason)
+
+
+def by_signal(code: int) -> bool:
+    """Whether a signal ended the program, also as a shell reports it (128 + n)."""
+    return code < 0 or code in _CODES_OF_SIGNALS
+
 
 _WRAPPER_SECONDS = 2.0  # for the end of a wrapper whose rank has died
 

@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hosts import Hosts
+from lightning_ring.elastic.steward import SilenceLimits
 from lightning_ring.launch import agent
 from lightning_ring.launch.child import Child, _bind_to_parent
-from lightning_ring.launch.elastic import ElasticJob
+from lightning_ring.launch.elastic import ElasticJob, ElasticLimits
 from lightning_ring.launch.hosts import Host
-from lightning_ring.launch.limits import ElasticLimits
+from lightning_ring.launch.process_ends import RespawnLimits
 from lightning_ring.launch.processes import children_of
-from lightning_ring.launch.respawn import RespawnLimits
-from lightning_ring.membership.silence import SilenceLimits
 from tests.chaos import host as chaos_host
 from tests.chaos.plan import Plan
 from tests.chaos.processes import Forked, die_with_parent, field_of

@@ -35,13 +35,13 @@ from lightning_ring.algorithms.sharded.state import ShardedState
 from lightning_ring.comm.communicator import Work
 from lightning_ring.data import ShuffledSampler
 from lightning_ring.elastic import generations
+from lightning_ring.elastic.membership import View
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.elastic.store import StewardStore
 from lightning_ring.gradients.delivery import WholeAverages
 from lightning_ring.integrations.lightning.elastic import fit as elastic_fit
-from lightning_ring.integrations.lightning.elastic.memory_checkpoint import MemoryCheckpoint
+from lightning_ring.integrations.lightning.elastic.checkpoints import MemoryCheckpoint
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
-from lightning_ring.membership.view import View
 from tests.chaos import host as chaos_host
 from tests.chaos.callbacks import MAKERS, CollectiveInEveryHook
 from tests.chaos.plan import BATCH, EPOCHS, SAMPLES, Fault, Plan

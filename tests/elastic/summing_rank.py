@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.elastic.generations import Generations
+from lightning_ring.elastic.member import Member
+from lightning_ring.elastic.membership import Report
 from lightning_ring.elastic.store import StewardStore
 from lightning_ring.errors import PeerFailedError, RingError
-from lightning_ring.membership.agreement import Report
-from lightning_ring.membership.member import Member
 
 CPU, LIMIT = torch.device("cpu"), timedelta(seconds=60)
 NUMEL, BUCKETS = 1 << 20, 4

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_ring.elastic import ending
-from lightning_ring.membership.endings import GenerationOver, JobEnded
+from lightning_ring.elastic.membership import GenerationOver, JobEnded
 
 
 class Ended(BaseException):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_ring.elastic.gloo_sockets import give_up_opening
+from lightning_ring.elastic.generations import give_up_opening
 
 _HOST = "127.0.0.1"
 

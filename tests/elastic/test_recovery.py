@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from lightning_ring.elastic.membership import GenerationOver, JobEnded, Report, View
 from lightning_ring.elastic.recovery import EnterAgain, Recovery
 from lightning_ring.errors import (
     CollectiveError,
@@ -18,9 +19,6 @@ from lightning_ring.errors import (
     ModelMismatchError,
     PeerFailedError,
 )
-from lightning_ring.membership.agreement import Report
-from lightning_ring.membership.endings import GenerationOver, JobEnded
-from lightning_ring.membership.view import View
 
 OVER = GenerationOver("generation 0 is over")
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ring.elastic.gloo_sockets import shut_down_sockets
+from lightning_ring.elastic.generations import shut_down_sockets
+from lightning_ring.elastic.membership import GenerationOver
 from lightning_ring.elastic.store import StewardStore
-from lightning_ring.membership.endings import GenerationOver
-from tests.membership.serving import first_view, serving
+from tests.elastic.serving import first_view, serving
 
 EVERY_BYTE = bytes(range(256))
 

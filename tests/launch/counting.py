@@ -1,4 +1,4 @@
-"""Elastic jobs whose ranks count steps and need no torch (`tests.membership.counting_rank`)."""
+"""Elastic jobs whose ranks count steps and need no torch (`tests.elastic.counting_rank`)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 from tests.processes import ROOT, run
 
-RANK = str(ROOT / "tests" / "membership" / "counting_rank.py")
+RANK = str(ROOT / "tests" / "elastic" / "counting_rank.py")
 KILL = "lambda: os.kill(os.getpid(), signal.SIGKILL)"
 START = (
     "import sys; from lightning_ring.launch.elastic import *; from "
-    "lightning_ring.membership.silence import *; from lightning_ring.launch import elastic; from "
+    "lightning_ring.elastic.steward import *; from lightning_ring.launch import elastic; from "
     "lightning_ring.launch.hosts import Host; import os; elastic._FAIL_SECONDS = "
     "float(os.environ.get('FAIL_SECONDS', elastic._FAIL_SECONDS)); "
     "sys.exit(ElasticJob([sys.executable, *sys.argv[2:]], "

@@ -22,7 +22,7 @@ from lightning_ring.job.rendezvous.interfaces import reachable_candidates
 from lightning_ring.launch.processes import is_dead
 from tests.processes import ROOT, clean_env, end_session, wait_for
 
-RANK = str(ROOT / "tests" / "membership" / "counting_rank.py")
+RANK = str(ROOT / "tests" / "elastic" / "counting_rank.py")
 SUMMING = str(ROOT / "tests" / "elastic" / "summing_rank.py")
 # in ssh's place: the host, and the command as "$*"
 SSH = '#!/bin/sh\nhost=$1; shift\nexec ip netns exec "$host" unshare --uts sh -c "hostname $host; $*"\n'

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ring.launch.respawn import RespawnLimits, Respawns
+from lightning_ring.launch.process_ends import RespawnLimits, Respawns
 from tests.launch.counting import KILL, counting, start
 
 

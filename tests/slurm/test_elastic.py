@@ -14,7 +14,7 @@ from tests.processes import ROOT
 from tests.slurm.cluster import Cluster
 from tests.slurm.test_slurm import JOB_SECONDS, Job
 
-RANK = ROOT / "tests" / "membership" / "counting_rank.py"
+RANK = ROOT / "tests" / "elastic" / "counting_rank.py"
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(JOB_SECONDS + 50)]
 
 

@@ -8,9 +8,9 @@ import signal
 import sys
 import time
 
+from lightning_ring.elastic.member import Member
+from lightning_ring.elastic.membership import Report
 from lightning_ring.job.exit import MPI_LAUNCHERS
-from lightning_ring.membership.agreement import Report
-from lightning_ring.membership.member import Member
 from lightning_ring.tools.doctor.asking import DoctorRequest, ask
 from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
 

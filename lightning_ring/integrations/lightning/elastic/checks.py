@@ -24,7 +24,7 @@ from lightning_ring.comm.replicate import (
     described,
 )
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.integrations.lightning.elastic.memory_checkpoint import user_callbacks
+from lightning_ring.integrations.lightning.elastic.checkpoints import user_callbacks
 from lightning_ring.monitor.profile import RingProfile
 from lightning_ring.options import check_choice, check_duration
 

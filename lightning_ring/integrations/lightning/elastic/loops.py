@@ -1,21 +1,72 @@
-"""What an elastic fit changes in Lightning's loops for the time in which it trains."""
+"""What an elastic fit changes in Lightning's loops, and in its loaders, for the time in which it
+trains.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Sized
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from lightning_ring.integrations.lightning.elastic.samplers import warn_of_fixed_samplers
-from lightning_ring.integrations.lightning.elastic.step_undo import (
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.data import _update_dataloader
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_ring.data.sampling.sampler import ShuffledSampler
+from lightning_ring.integrations.lightning.elastic.undo import (
     remember_callbacks,
+    remember_exchanged_weights,
     remember_metrics,
 )
-from lightning_ring.integrations.lightning.elastic.weights import remember_exchanged_weights
 
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
+
+
+def warn_of_fixed_samplers(loaders: Iterable[Any], rank: int, world_size: int) -> None:
+    """Name the validation loaders that were cut for other ranks than there are now, and so miss
+    or repeat samples.
+    """
+    for number, loader in enumerate(loaders):
+        sampler = getattr(loader, "sampler", None)
+        if not isinstance(sampler, DistributedSampler) or (sampler.rank, sampler.num_replicas) == (
+            rank,
+            world_size,
+        ):
+            continue
+        warnings.warn(
+            f"lightning_ring: ranks have changed, and validation loader {number} of rank {rank} "
+            f"of {world_size} goes on with its DistributedSampler of rank {sampler.rank} of "
+            f"{sampler.num_replicas}: validations leave samples out or count them twice. Give the "
+            "loader no DistributedSampler (Lightning puts one in, for the ranks that there are), "
+            "or make it in val_dataloader(), which is called again.",
+            stacklevel=2,
+        )
+
+
+def with_ordered_sampler(loader: Any) -> Any:
+    """``loader``, with a `ShuffledSampler` in place of torch's `DistributedSampler`, which
+    Lightning puts in.
+
+    torch's sampler cuts an epoch for a fixed number of ranks.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if type(sampler) is not DistributedSampler or not isinstance(loader, DataLoader):
+        return loader
+    own = ShuffledSampler(
+        len(cast(Sized, sampler.dataset)),
+        shuffle=sampler.shuffle,
+        remainder="drop" if sampler.drop_last else "repeat",
+        seed=sampler.seed,
+    )
+    rank_zero_info(
+        "lightning_ring: the training loader's DistributedSampler is replaced by "
+        "lightning_ring.data.ShuffledSampler, whose order does not depend on the number of ranks."
+    )
+    return _update_dataloader(loader, own, mode=RunningStage.TRAINING)
 
 
 def change_loops(strategy: ElasticStrategy, fit: ElasticFit, in_fit: ExitStack) -> None:

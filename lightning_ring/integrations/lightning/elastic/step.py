@@ -6,18 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightning_ring.elastic.membership import View
 from lightning_ring.elastic.recovery import Recovery
-from lightning_ring.elastic.step_under_way import StepUnderWay
-from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
-from lightning_ring.integrations.lightning.elastic.loss_scaler import (
+from lightning_ring.elastic.undo import StepUnderWay
+from lightning_ring.integrations.lightning.elastic.calls import HostCalls
+from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
+from lightning_ring.integrations.lightning.elastic.undo import (
+    ChangedInSteps,
+    OwnGradients,
     already_unscaled,
     forget_unscaling,
+    remember_progress,
+    remember_step,
+    remember_weights,
 )
-from lightning_ring.integrations.lightning.elastic.manual import OwnGradients, remember_weights
-from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
-from lightning_ring.integrations.lightning.elastic.step_undo import remember_progress, remember_step
-from lightning_ring.integrations.lightning.elastic.weights import ChangedInSteps
-from lightning_ring.membership.view import View
 
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy

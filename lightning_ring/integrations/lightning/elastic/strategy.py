@@ -27,9 +27,15 @@ from lightning_ring.algorithms.optional import SurvivesDeaths
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.data.sampling.sampler import OrderedSampler
+from lightning_ring.elastic.membership import TooFewRanks
 from lightning_ring.elastic.rank_changes import RankChanges
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.random_state import remember_random_state
+from lightning_ring.integrations.lightning.elastic.calls import gathering_through
+from lightning_ring.integrations.lightning.elastic.checkpoints import (
+    RestOfCheckpoint,
+    plain_attributes,
+)
 from lightning_ring.integrations.lightning.elastic.checks import (
     check_arguments,
     check_batches,
@@ -37,26 +43,19 @@ from lightning_ring.integrations.lightning.elastic.checks import (
 )
 from lightning_ring.integrations.lightning.elastic.entering import EnteringLauncher
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
-from lightning_ring.integrations.lightning.elastic.loops import change_loops
-from lightning_ring.integrations.lightning.elastic.memory_checkpoint import (
-    RestOfCheckpoint,
-    plain_attributes,
-)
-from lightning_ring.integrations.lightning.elastic.metric_sync import gathering_through
+from lightning_ring.integrations.lightning.elastic.loops import change_loops, with_ordered_sampler
 from lightning_ring.integrations.lightning.elastic.position import (
     TrainingPosition,
     rewind_loaders,
 )
-from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
 from lightning_ring.integrations.lightning.elastic.resize import ResizeLR, stay_at_the_end
-from lightning_ring.integrations.lightning.elastic.samplers import with_ordered_sampler
+from lightning_ring.integrations.lightning.elastic.watchers import names_of, take_names
 from lightning_ring.integrations.lightning.strategy import RingStrategy, _inform, _warn
 from lightning_ring.integrations.ranks.environment import leave_start_up_messages_to_rank_0
 from lightning_ring.integrations.ranks.launcher import RingLauncher
 from lightning_ring.job.launchers import started_by_steward
 from lightning_ring.job.members import nodes_of
-from lightning_ring.launch.limits import ElasticLimits
-from lightning_ring.membership.endings import TooFewRanks
+from lightning_ring.launch.elastic import ElasticLimits
 from lightning_ring.monitor.terminal import widen_terminal
 from lightning_ring.options import RingOptions
 from lightning_ring.timeline.settings import SWITCH_VARIABLE

@@ -24,12 +24,12 @@ from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.data import ShuffledSampler
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.checks import check_batches, check_fit
-from lightning_ring.integrations.lightning.elastic.loops import change_loops
-from lightning_ring.integrations.lightning.elastic.resize import Resize, scale_learning_rates
-from lightning_ring.integrations.lightning.elastic.samplers import (
+from lightning_ring.integrations.lightning.elastic.loops import (
+    change_loops,
     warn_of_fixed_samplers,
     with_ordered_sampler,
 )
+from lightning_ring.integrations.lightning.elastic.resize import Resize, scale_learning_rates
 from lightning_ring.monitor import RingMonitor, RingProfile
 
 

@@ -13,7 +13,7 @@ import torch
 
 from lightning_ring import ElasticStrategy
 from lightning_ring.errors import PeerFailedError
-from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
+from lightning_ring.integrations.lightning.elastic.calls import HostCalls
 from lightning_ring.integrations.lightning.elastic.loops import change_loops
 
 DIED = PeerFailedError("rank 1 died")

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.integrations.lightning.elastic.loss_scaler import (
+from lightning_ring.integrations.lightning.elastic.undo import (
+    OwnGradients,
     already_unscaled,
     forget_unscaling,
+    remember_weights,
 )
-from lightning_ring.integrations.lightning.elastic.manual import OwnGradients, remember_weights
 
 
 def step(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.integrations.lightning.elastic import memory_checkpoint
-from lightning_ring.integrations.lightning.elastic.memory_checkpoint import MemoryCheckpoint
+from lightning_ring.integrations.lightning.elastic import checkpoints as memory_checkpoint
+from lightning_ring.integrations.lightning.elastic.checkpoints import MemoryCheckpoint
 from tests.thread_ranks import run_ranks
 
 

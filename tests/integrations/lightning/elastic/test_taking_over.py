@@ -21,25 +21,23 @@ from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_ring.elastic.undo import remember
-from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
-from lightning_ring.integrations.lightning.elastic.loops import _validate
-from lightning_ring.integrations.lightning.elastic.memory_checkpoint import (
+from lightning_ring.integrations.lightning.elastic.calls import HostCalls
+from lightning_ring.integrations.lightning.elastic.checkpoints import (
     _changed_on_all,
     plain_attributes,
     take_attributes,
 )
-from lightning_ring.integrations.lightning.elastic.rank_zero_files import (
+from lightning_ring.integrations.lightning.elastic.loops import _validate
+from lightning_ring.integrations.lightning.elastic.undo import (
+    ChangedInSteps,
+    remember_callbacks,
+    remember_exchanged_weights,
+    remember_metrics,
+)
+from lightning_ring.integrations.lightning.elastic.watchers import (
     go_on_with_csv,
     names_of,
     take_names,
-)
-from lightning_ring.integrations.lightning.elastic.step_undo import (
-    remember_callbacks,
-    remember_metrics,
-)
-from lightning_ring.integrations.lightning.elastic.weights import (
-    ChangedInSteps,
-    remember_exchanged_weights,
 )
 from tests.thread_ranks import run_ranks
 

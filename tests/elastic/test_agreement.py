@@ -7,9 +7,14 @@ import random
 
 import pytest
 
-from lightning_ring.membership.agreement import DisagreementError, Report, agreed_step
-from lightning_ring.membership.membership import Membership, StateLostError
-from lightning_ring.membership.view import View
+from lightning_ring.elastic.membership import (
+    DisagreementError,
+    Membership,
+    Report,
+    StateLostError,
+    View,
+    agreed_step,
+)
 
 DONE, BEHIND, FULL = Report(7), Report(6), Report(6, complete=True)
 BETWEEN = Report(5, between=True)

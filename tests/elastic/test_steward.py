@@ -9,10 +9,9 @@ import threading
 
 import pytest
 
-from lightning_ring.membership.agreement import Report
-from lightning_ring.membership.endings import GenerationOver, JobEnded, TooFewRanks
-from lightning_ring.membership.member import Member
-from tests.membership.serving import WAIT, first_view, serving
+from lightning_ring.elastic.member import Member
+from lightning_ring.elastic.membership import GenerationOver, JobEnded, Report, TooFewRanks
+from tests.elastic.serving import WAIT, first_view, serving
 from tests.processes import wait_for
 
 

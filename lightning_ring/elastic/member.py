@@ -13,12 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from lightning_ring.elastic.membership import GenerationOver, JobEnded, Report, TooFewRanks, View
 from lightning_ring.errors import PeerFailedError, RankDiscoveryError
 from lightning_ring.job.exit import end_process, say
 from lightning_ring.job.watch.messages import Message, MessageConnection, in_forked_children
-from lightning_ring.membership.agreement import Report
-from lightning_ring.membership.endings import GenerationOver, JobEnded, TooFewRanks
-from lightning_ring.membership.view import View
 
 CONNECT_SECONDS = 30.0
 FINISH_SECONDS = 10.0

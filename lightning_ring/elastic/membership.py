@@ -1,10 +1,127 @@
-"""Which processes take part, without sockets and processes. One `View` follows the other."""
+"""Who takes part, without sockets and processes: views, and what the ranks report between them.
+
+A rank steps its optimizer only after a commit barrier, which it enters with the complete averages
+of the step. When some rank has finished step k + 1, every other rank of its view therefore holds
+the complete averages of step k + 1, or has finished it too. So a finished step is never lost, and
+no rank has to give one back.
+"""
 
 from __future__ import annotations
 
-from lightning_ring.errors import StateLostError
-from lightning_ring.membership.agreement import Report, agreed_step
-from lightning_ring.membership.view import View
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_ring.errors import PeerFailedError, RingError, StateLostError
+
+
+class GenerationOver(PeerFailedError):
+    """The ranks of this generation do not go on together: one died, or others wait to take part.
+    A view follows.
+    """
+
+
+class JobEnded(PeerFailedError):
+    """The steward has ended the job, with ``exit_code``: 0 if the training had been finished by
+    all.
+    """
+
+    def __init__(self, why: str, exit_code: int = 1) -> None:
+        super().__init__(why)
+        self.exit_code = exit_code
+
+    @property
+    def finished(self) -> bool:
+        return self.exit_code == 0
+
+
+class TooFewRanks(JobEnded):
+    """The job has ended because it had too few ranks for too long: those that are left save what
+    they have.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The ranks of one generation.
+
+    ``members`` are numbers of processes, by rank; a process keeps its number, and no other process
+    gets it. ``step`` is the number of optimizer steps that all members but the ``newcomers`` have
+    finished when the generation begins: a member that finished one less finishes it first. `None`:
+    no member has state, the training begins. ``last``: why the job ends with this view, in which
+    its members only put their state together and save it; else nothing.
+    """
+
+    generation: int
+    members: tuple[int, ...]
+    step: int | None = None
+    newcomers: tuple[int, ...] = ()
+    last: str = ""
+
+    def as_message(self) -> dict[str, Any]:
+        return {"kind": "view", **asdict(self)}
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> View:
+        members, newcomers = tuple(message["members"]), tuple(message["newcomers"])
+        return cls(message["generation"], members, message["step"], newcomers, message["last"])
+
+
+class DisagreementError(RingError):
+    """Ranks reported steps that the commit barrier rules out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where a rank stands when its view is over.
+
+    ``step``: number of optimizer steps that it has finished; `None` for a newcomer, which has no
+    state yet. ``complete``: whether it holds the complete averages of the next step, so that it can
+    finish that one alone. ``parted``: whether its state is a part of the training's, which ranks
+    have to put together. ``between``: whether it stands between two steps, where newcomers can
+    come in.
+    """
+
+    step: int | None = None
+    complete: bool = False
+    parted: bool = False
+    between: bool = False
+
+
+def agreed_step(reports: Mapping[int, Report]) -> int | None:
+    """The number of steps that every rank has finished before the next view begins; `None` if no
+    rank has state.
+
+    A rank that reported one step less finishes the step that it holds complete averages of. The
+    step under way counts if every rank can finish it. Otherwise all ranks do it again.
+
+    Raises:
+        DisagreementError: A rank is behind, and cannot finish the step that another rank has
+            finished.
+    """
+    standing = {
+        rank: (report.step, report.complete)
+        for rank, report in reports.items()
+        if report.step is not None
+    }
+    if not standing:
+        return None
+    most = max(step for step, _ in standing.values())
+    behind = {rank: report for rank, report in standing.items() if report[0] < most}
+    lost = sorted(
+        rank for rank, (step, complete) in behind.items() if step != most - 1 or not complete
+    )
+    if lost:
+        found = ", ".join(
+            f"{rank}: {step}{' (complete)' * complete}"
+            for rank, (step, complete) in standing.items()
+        )
+        raise DisagreementError(
+            f"After an interruption one rank has finished step {most}, and ranks {lost} cannot "
+            f"finish it (steps by member: {found}). Every rank has to pass the commit barrier "
+            "before it steps its optimizer."
+        )
+    return most + (not behind and all(complete for _, complete in standing.values()))
 
 
 class Membership:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from lightning_ring.launch.elastic import ElasticJob, ElasticLimits
-from lightning_ring.launch.respawn import RespawnLimits
+from lightning_ring.launch.process_ends import RespawnLimits
 
 KILLS = 4
 

@@ -13,14 +13,12 @@ import time
 
 import pytest
 
+from lightning_ring.elastic import steward as connections
+from lightning_ring.elastic.member import Member
+from lightning_ring.elastic.membership import Membership, Report
+from lightning_ring.elastic.steward import Silence, SilenceLimits, Steward
 from lightning_ring.errors import RankDiscoveryError
-from lightning_ring.membership import connections
-from lightning_ring.membership.agreement import Report
-from lightning_ring.membership.member import Member
-from lightning_ring.membership.membership import Membership
-from lightning_ring.membership.silence import Silence, SilenceLimits
-from lightning_ring.membership.steward import Steward
-from tests.membership.serving import WAIT, first_view, serving
+from tests.elastic.serving import WAIT, first_view, serving
 
 LIMITS = SilenceLimits(answer=10.0, start=50.0, report=100.0)
 

@@ -13,10 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from lightning_ring.membership.agreement import Report
-from lightning_ring.membership.endings import GenerationOver, JobEnded
-from lightning_ring.membership.member import Member
-from lightning_ring.membership.view import View
+from lightning_ring.elastic.member import Member
+from lightning_ring.elastic.membership import GenerationOver, JobEnded, Report, View
 
 WAIT = 600.0  # longer than a test waits for the job: no rank ends by itself that is not told to
 

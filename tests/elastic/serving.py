@@ -6,11 +6,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lightning_ring.membership.agreement import Report
-from lightning_ring.membership.member import Member
-from lightning_ring.membership.membership import Membership
-from lightning_ring.membership.silence import SilenceLimits
-from lightning_ring.membership.steward import Steward
+from lightning_ring.elastic.member import Member
+from lightning_ring.elastic.membership import Membership, Report
+from lightning_ring.elastic.steward import SilenceLimits, Steward
 
 WAIT = 60.0
 

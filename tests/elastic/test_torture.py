@@ -12,8 +12,8 @@ import pytest
 
 from tests.processes import ROOT, run
 
-RANK = str(ROOT / "tests" / "membership" / "counting_rank.py")
-TORTURE = str(ROOT / "tests" / "membership" / "torture.py")
+RANK = str(ROOT / "tests" / "elastic" / "counting_rank.py")
+TORTURE = str(ROOT / "tests" / "elastic" / "torture.py")
 STEPS = 150
 pytestmark = pytest.mark.ranks
 

@@ -1,5 +1,5 @@
 """Collectives outside optimizer steps: made again in place when a rank dies in them, alone or as
-a section of code.
+a section of code. Metric objects gather their states in them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics import Metric
 
 T = TypeVar("T")
 CallsOfRank = tuple[int, Any]  # how many it has finished, and the result of the last one
@@ -79,3 +80,37 @@ class HostCalls:
             f"a rank is {most - self._count} calls ahead: it waited for nobody"
         )
         self._missed = (last,) if most > self._count else None
+
+
+@contextmanager
+def gathering_through(calls: HostCalls, module: nn.Module) -> Iterator[None]:
+    """Gather the states of each metric of ``module`` in one of ``calls``: of the ranks that are
+    there, or of all.
+    """
+    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+    for metric in metrics:
+        vars(metric)["_sync_dist"] = _Gathering(metric, calls)
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            vars(metric).pop("_sync_dist", None)
+
+
+class _Gathering:
+    """A metric's ``_sync_dist``, which sets its states only after it has gathered all of them."""
+
+    def __init__(self, metric: Metric, calls: HostCalls) -> None:
+        self._metric = metric
+        self._calls = calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        metric = self._metric
+
+        def run() -> dict[str, Any]:
+            type(metric)._sync_dist(metric, *args, **kwargs)
+            return {name: getattr(metric, name) for name in metric._defaults}
+
+        # another rank's, if this one has missed the end
+        for name, state in self._calls.call(run).items():
+            setattr(metric, name, state)

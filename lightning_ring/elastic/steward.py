@@ -1,0 +1,586 @@
+"""The server of the membership: one thread of the process that started the ranks, and that outlives
+all of them.
+
+It holds one connection to each rank, the `Membership` and the store of the current view. It needs
+no torch, and is never a rank: memory and time that a training takes, or its death, do not touch it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from secrets import token_hex
+from typing import Any, Protocol
+
+from lightning_ring.elastic.membership import Membership, Report
+from lightning_ring.errors import RingError
+from lightning_ring.job.exit import say
+from lightning_ring.job.watch.messages import LONGEST_LINE, Message, MessageConnection, is_token
+
+Answer = Callable[[dict[str, Any]], None]
+
+
+class KeyValue:
+    """Values are texts. A request is a message with ``"op"``; its answer may come later, or be a
+    refusal.
+
+    ``get`` and ``wait`` are answered once their keys are there; all others at once.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._waiting: list[tuple[dict[str, Any], Answer]] = []
+
+    def request(self, message: dict[str, Any], answer: Answer) -> None:
+        """Call ``answer`` with ``{"value": ...}``, or with ``{"refused": reason}``."""
+        op = message["op"]
+        if op in ("get", "wait"):
+            self._waiting.append((message, answer))
+        elif op == "set":
+            self._values[message["key"]] = message["value"]
+            answer({"value": None})
+        elif op == "add":
+            total = int(self._values.get(message["key"], "0")) + message["value"]
+            self._values[message["key"]] = str(total)
+            answer({"value": total})
+        elif op == "compare_set":
+            answer(
+                {"value": self._compare_set(message["key"], message["expected"], message["value"])}
+            )
+        elif op == "check":
+            answer({"value": self._has(message["keys"])})
+        elif op == "delete":
+            answer({"value": self._values.pop(message["key"], None) is not None})
+        elif op == "count":
+            answer({"value": len(self._values)})
+        else:
+            answer({"refused": f"the store knows no operation {op!r}"})
+        self._answer_waiting()
+
+    def close(self, reason: str) -> None:
+        """Refuse what waits. Later requests belong to another `KeyValue`."""
+        waiting, self._waiting = self._waiting, []
+        for _, answer in waiting:
+            answer({"refused": reason})
+        self._values.clear()
+
+    def _compare_set(self, key: str, expected: str, value: str) -> str:
+        """As torch's: an absent key takes ``value`` only if nothing (``""``) is expected."""
+        current = self._values.get(key)
+        if current == expected or (current is None and not expected):
+            self._values[key] = current = value
+        return expected if current is None else current
+
+    def _has(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def _answer_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for message, answer in waiting:
+            if not self._has(message["keys"]):
+                self._waiting.append((message, answer))
+            elif message["op"] == "get":
+                answer({"value": [self._values[key] for key in message["keys"]]})
+            else:
+                answer({"value": None})
+
+
+_HELLO_SECONDS = 10.0  # in which a connection has to say which process it is
+_HELLO_BYTES = 4096
+_FULL_SECONDS = 0.5  # without accepting connections, when this process can open no more files
+
+
+class Server(Protocol):
+    """What `Connections` calls."""
+
+    def take(self, member: int, message: Message) -> None:
+        """``member`` has sent ``message``."""
+
+    def hung_up(self, member: int) -> None:
+        """The connection of ``member`` has ended."""
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    """A connection; ``member`` is None until it has said which process it is."""
+
+    connection: MessageConnection
+    since: float
+    member: int | None = None
+
+
+class Connections:
+    """One connection to each member, at a listener on ``host``. ``knows(member)``: whether a
+    process may take part.
+
+    `serve` does everything; it is called again and again.
+
+    Attributes:
+        members: The members that are connected.
+        pids: Of the processes that have connected, as they say themselves.
+    """
+
+    def __init__(self, server: Server, knows: Callable[[int], bool], host: str) -> None:
+        self.pids: dict[int, int] = {}
+        self._server = server
+        self._knows = knows
+        self._token = token_hex(16)
+        self._clients: dict[int, _Client] = {}  # by member
+        self._unknown: set[_Client] = set()  # that have not said which process they are
+        self._accepts_at: float | None = None
+        self._listener = socket.create_server((host, 0), backlog=1024)
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+
+    @property
+    def members(self) -> list[int]:
+        return list(self._clients)
+
+    @property
+    def port(self) -> int:
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def variables(self, member: int, host: str | None = None) -> dict[str, str]:
+        """The environment variables by which process ``member`` connects (`Member`), at address
+        ``host``.
+        """
+        host = host or self._listener.getsockname()[0]
+        return {
+            "RING_STEWARD": f"{host}:{self.port}",
+            "RING_STEWARD_TOKEN": self._token,
+            "RING_MEMBER": str(member),
+        }
+
+    def serve(self, timeout: float) -> None:
+        """Serve what has arrived, and wait up to ``timeout`` seconds for more."""
+        for key, events in self._selector.select(timeout):
+            client: _Client | None = key.data
+            if client is None:
+                self._accept()
+            elif events & selectors.EVENT_READ:
+                self._read(client)
+            else:
+                self._flush(client)
+        now = time.monotonic()
+        if self._accepts_at is not None and now >= self._accepts_at:
+            self._accepts_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+        for client in [client for client in self._unknown if now - client.since > _HELLO_SECONDS]:
+            self._close(client)
+
+    def tell(self, member: int, message: Message) -> None:
+        """Send ``message`` to ``member``, if it is connected."""
+        client = self._clients.get(member)
+        if client is not None:
+            client.connection.send(message)
+            self._flush(client)
+
+    def hang_up(self, member: int) -> None:
+        if (client := self._clients.get(member)) is not None:
+            self._close(client)
+
+    def close(self) -> None:
+        for client in [*self._clients.values(), *self._unknown]:
+            client.connection.close()
+        self._listener.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        # out of file descriptors: the listener would wake this thread again and again
+        except OSError as error:
+            say(f"the steward accepts no connections for {_FULL_SECONDS:g} s: {error.strerror}")
+            self._selector.unregister(self._listener)
+            self._accepts_at = time.monotonic() + _FULL_SECONDS
+            return
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client = _Client(MessageConnection(accepted), time.monotonic())
+        # a stranger must not fill this process's memory
+        client.connection.longest_line = _HELLO_BYTES
+        self._unknown.add(client)
+        self._selector.register(accepted, selectors.EVENT_READ, client)
+
+    def _read(self, client: _Client) -> None:
+        messages, over = client.connection.receive()
+        for message in messages:
+            if client.member is not None:
+                self._server.take(client.member, message)
+            elif not self._welcome(client, message):
+                over = "not a member of this job"
+                break
+        if over is not None:
+            self._close(client)
+            if client.member is not None:
+                self._server.hung_up(client.member)
+
+    def _welcome(self, client: _Client, message: Message) -> bool:
+        member, pid = message.get("member"), message.get("pid")
+        if message["kind"] != "hello" or not is_token(message.get("token"), self._token):
+            return False
+        if type(member) is not int or type(pid) is not int:  # not a bool either
+            return False
+        if member in self._clients or not self._knows(member):
+            taken = (
+                f"is process {self.pids[member]} already"
+                if member in self._clients
+                else "takes part no more"
+            )
+            client.connection.send(
+                {"kind": "refused", "why": f"process {member} of the job {taken}"}
+            )
+            return False
+        client.member = member
+        client.connection.longest_line = LONGEST_LINE
+        self.pids[member] = pid
+        self._unknown.discard(client)
+        self._clients[member] = client
+        self.tell(member, {"kind": "welcome"})
+        self._server.take(member, message)
+        return True
+
+    def _flush(self, client: _Client) -> None:
+        client.connection.flush()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.connection.unsent else 0)
+        with contextlib.suppress(KeyError, ValueError):  # it has just been closed
+            self._selector.modify(client.connection.socket, events, client)
+
+    def _close(self, client: _Client) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(client.connection.socket)
+        client.connection.close()
+        self._unknown.discard(client)
+        if client.member is not None and self._clients.get(client.member) is client:
+            del self._clients[client.member]
+
+
+_LOOK_SECONDS = 0.2
+# seconds between two looks; what is longer was the steward's own absence (it was stopped)
+_LONGEST_GAP = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class SilenceLimits:
+    """When a process that says nothing is removed.
+
+    ``answer``: seconds without an answer to the steward, in which the process also used no
+    processor time: it is stopped, or hangs. ``start``: the same for a process that has not come as
+    far as to be ready, while others are: it may read data, or load libraries from a slow disk.
+    ``report``: seconds for which a member keeps others waiting that are ready for the next view,
+    whether it computes or not.
+    """
+
+    answer: float = 10.0
+    start: float = 300.0
+    report: float = 600.0
+
+
+class Silence:
+    """Finds those that are silent for too long. `look` is called again and again, with the
+    monotonic clock's time.
+
+    ``idle(member)``: the seconds in which a process used no processor time, as far as it is known.
+    """
+
+    def __init__(self, limits: SilenceLimits, idle: Callable[[int], float]) -> None:
+        self._limits = limits
+        self._idle = idle
+        self._heard: dict[int, float] = {}
+        self._since: dict[int, float] = {}  # when others began to wait for a process
+        self._next_look = 0.0
+        self._now = 0.0  # time in which the steward looked
+        self._last_look: float | None = None
+
+    def heard(self, member: int) -> None:
+        """``member``, which is connected, has sent something."""
+        self._heard[member] = self._now
+
+    def forget(self, member: int) -> None:
+        self._heard.pop(member, None)
+
+    def look(self, now: float, membership: Membership) -> dict[int, str]:
+        """Those that are to be removed, with the reasons."""
+        self._now += (
+            min(now - self._last_look, _LONGEST_GAP) if self._last_look is not None else 0.0
+        )
+        self._last_look = now
+        if self._now < self._next_look:
+            return {}
+        self._next_look = self._now + _LOOK_SECONDS
+        found: dict[int, str] = {}
+        for member, heard in self._heard.items():
+            quiet = self._quiet(member, heard)
+            if quiet > self._limits.answer:
+                found[member] = (
+                    f"it has neither answered nor used processor time for {quiet:.0f} s (stopped, "
+                    "or hung)"
+                )
+        starting, awaited = _starting(membership), _awaited(membership)
+        self._since = {
+            member: self._since.get(member, self._now) for member in [*starting, *awaited]
+        }
+        for member in starting:
+            quiet = self._quiet(member, self._since[member])
+            if quiet > self._limits.start:
+                found.setdefault(
+                    member,
+                    f"it was started, and has used no processor time for {quiet:.0f} s (it hangs)",
+                )
+        for member in awaited:
+            waited = self._now - self._since[member]
+            if waited > self._limits.report:
+                found.setdefault(member, f"the other ranks have waited for it for {waited:.0f} s")
+        return found
+
+    def _quiet(self, member: int, since: float) -> float:
+        waited = self._now - since
+        return (
+            min(waited, self._idle(member))
+            if waited > min(self._limits.answer, self._limits.start)
+            else 0.0
+        )
+
+
+def _starting(membership: Membership) -> list[int]:
+    """Processes that are not ready, while others are."""
+    starting = list(membership.expected)
+    return starting if membership.view is not None or membership.newcomers else []
+
+
+def _awaited(membership: Membership) -> list[int]:
+    """Members of a view that is over, once another one is ready for the next."""
+    missing = membership.unreported
+    return missing if len(missing) < len(membership.members) else []
+
+
+_PING_SECONDS = 1.0
+_LEAVING_SECONDS = 2.0  # between the end of a connection and that of its process
+_MISFIT = "it does not fit the others"
+
+
+class Steward:
+    """Serves the members of ``membership`` on ``host``. `step` does everything; it is called again
+    and again.
+
+    ``kill(member, why, seconds)`` ends a process that has not ended by itself after ``seconds``. It
+    is called for every member that is removed, since a process that is only slow, or cut off, must
+    not write any more; `gone` has to follow. ``idle`` is that of `Silence`. Not thread-safe.
+
+    Attributes:
+        ended: Why the job is over, once it is.
+        exit_code: That of the job, once it is over before its training has finished.
+        last_words: What processes said about their failure that were in no view.
+        turned_away: Newcomers that did not fit. Others in their place would not fit either.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        kill: Callable[[int, str, float], None],
+        host: str = "127.0.0.1",
+        silence: SilenceLimits | None = None,
+        idle: Callable[[int], float] = lambda member: 0.0,
+    ) -> None:
+        self.membership = membership
+        self.ended: str | None = None
+        self.exit_code = 1
+        self.last_words: dict[int, str] = {}
+        self.turned_away: set[int] = set()
+        self._kill = kill
+        self._too_few = False  # ranks, for too long: why the job is over
+        self._store = KeyValue()
+        self._silence = Silence(silence or SilenceLimits(), idle)
+        self._connections = Connections(self, lambda member: self.membership.knows(member), host)
+        self._told_to_stop = True
+        self._told_of_newcomers = False
+        self._why = ""
+        self._next_ping = 0.0
+
+    @property
+    def port(self) -> int:
+        return self._connections.port
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Of the processes that have connected, as they say themselves."""
+        return self._connections.pids
+
+    def variables(self, member: int, host: str | None = None) -> dict[str, str]:
+        """The environment variables by which process ``member`` finds the steward (`Member`), at
+        address ``host``.
+        """
+        return self._connections.variables(member, host)
+
+    def step(self, timeout: float) -> None:
+        """Serve what has arrived, and wait up to ``timeout`` seconds for more."""
+        self._connections.serve(timeout)
+        if self.ended is None:
+            self._look_for_silence(time.monotonic())
+        self._advance()
+
+    def expect(self, member: int) -> None:
+        """Process ``member`` was started."""
+        self.membership.expect(member)
+
+    def gone(self, member: int, why: str) -> None:
+        """Process ``member`` was seen to be dead, or on its way out of the kernel."""
+        self._remove(member, why)
+        self.membership.fenced(member)
+        self._advance()
+
+    def end(self, why: str, *, exit_code: int = 1, too_few: bool = False) -> None:
+        """Tell everybody that the job is over: members leave, and where there are ``too_few``
+        save what they have.
+        """
+        if self.ended is None:
+            self.ended, self.exit_code, self._too_few = why, exit_code, too_few
+            self._store.close(why)
+            membership = self.membership
+            for member in [*membership.members, *membership.newcomers]:
+                self._tell_end(member, why)
+
+    def end_with_too_few(self, why: str) -> None:
+        """As `end` with ``too_few``; but ranks that each have a part of the state get a last
+        view first, to save it.
+        """
+        if self.membership.end_with_last_view(why):
+            self._advance()
+        else:
+            self.end(why, too_few=True)
+
+    def close(self) -> None:
+        self._connections.close()
+
+    # -- called by the connections
+
+    def take(self, member: int, message: Message) -> None:
+        """``member`` has sent ``message``."""
+        self._silence.heard(member)
+        kind = message["kind"]
+        if kind == "hello":
+            self._tell(member, {"kind": "standing", "first_ranks": self.membership.first_ranks})
+        elif kind == "report":
+            standing = {name: message[name] for name in Report.__dataclass_fields__}
+            self.membership.report(member, message["generation"], Report(**standing))
+            self._why = self._why or (
+                "newcomers wait" if self.membership.newcomers else f"process {member} connects anew"
+            )
+            if self.ended is not None:
+                self._tell_end(member, self.ended)
+        elif kind == "store":
+            self._serve(member, message)
+        elif kind == "finished":
+            self.membership.finish(member)
+            self._tell(member, {"kind": "noted"})
+            for other in self.membership.members:
+                self._tell(other, {"kind": "finisher"})
+        elif kind == "takes_part":
+            self.membership.take_part(member)
+        elif kind == "leaves_fit":
+            self.membership.leave_fit(member, message["left"])
+        elif kind == "turns_away":
+            for newcomer in message["members"]:
+                self._turn_away(newcomer)
+        elif kind == "failed":
+            if self.membership.view is not None and not self.membership.was_member(member):
+                # the others go on: it fails on its own host
+                self.last_words[member] = message["text"]
+            elif self.membership.late - {member}:
+                # follows from that death, which the launcher is to report
+                self.last_words[member] = message["text"]
+            else:
+                self.end(message["text"], exit_code=message["exit_code"])
+
+    def hung_up(self, member: int) -> None:
+        """The connection of ``member`` has ended."""
+        self._silence.forget(member)
+        self._remove(member, "its connection ended")
+
+    # -- what follows
+
+    def _look_for_silence(self, now: float) -> None:
+        if now >= self._next_ping:
+            self._next_ping = now + _PING_SECONDS
+            for member in self._connections.members:
+                self._tell(member, {"kind": "ping"})
+        for member, why in self._silence.look(now, self.membership).items():
+            self._remove(member, why, 0.0)
+
+    def _serve(self, member: int, message: Message) -> None:
+        number, view = message["number"], self.membership.view
+
+        def answer(result: dict[str, Any]) -> None:
+            self._tell(member, {"kind": "answer", "number": number, **result})
+
+        if self.ended is not None:
+            answer({"refused": self.ended})  # whoever would set the key may have gone
+        elif self.membership.stopping or view is None or message["generation"] != view.generation:
+            answer(
+                {
+                    "refused": f"generation {message['generation']} is over "
+                    f"({self._why or 'a new one has begun'})"
+                }
+            )
+        else:
+            self._store.request(message, answer)
+
+    def _remove(self, member: int, why: str, seconds: float = _LEAVING_SECONDS) -> None:
+        if self.membership.remove(member):
+            when = " after the training had ended" * (member in self.membership.late)
+            self._why = f"process {member} has died{when}: {why}"
+            self._kill(member, why, seconds)
+            self._silence.forget(member)
+            self._connections.hang_up(member)  # it ends by itself where nobody can kill it
+
+    def _turn_away(self, newcomer: int) -> None:
+        if not self.membership.was_member(newcomer) and newcomer not in self.turned_away:
+            self.turned_away.add(newcomer)
+            self.last_words[newcomer] = _MISFIT
+            self._tell_end(newcomer, f"for process {newcomer}, which does not fit the others")
+            self._remove(newcomer, _MISFIT)
+
+    def _advance(self) -> None:
+        """Whatever follows from the state of the membership."""
+        if self.ended is not None:
+            return
+        view = self.membership.view
+        if self.membership.stopping and not self._told_to_stop and view is not None:
+            self._told_to_stop = True
+            self._store.close(f"generation {view.generation} is over ({self._why})")
+            for member in self.membership.members:
+                self._tell(
+                    member, {"kind": "stop", "generation": view.generation, "why": self._why}
+                )
+        try:
+            view = self.membership.next_view()
+        except RingError as error:
+            self.end(f"{type(error).__name__}: {error}")
+            return
+        if view is not None:
+            self._store, self._told_to_stop, self._why = KeyValue(), False, ""
+            self._told_of_newcomers = False
+            for member in view.members:
+                self._tell(member, view.as_message())
+        if self.membership.admits and not self._told_of_newcomers:
+            self._told_of_newcomers = True
+            for member in self.membership.members:
+                self._tell(member, {"kind": "newcomers"})
+        if self.membership.finished:
+            self.end("the training has finished")
+        elif self.membership.last_word:
+            self.end(self.membership.last_word, too_few=True)
+
+    def _tell_end(self, member: int, why: str) -> None:
+        code = 0 if self.membership.finished else self.exit_code
+        self._tell(member, {"kind": "end", "why": why, "exit_code": code, "too_few": self._too_few})
+
+    def _tell(self, member: int, message: Message) -> None:
+        self._connections.tell(member, message)

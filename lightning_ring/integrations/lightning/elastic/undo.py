@@ -1,0 +1,362 @@
+"""Takes back what a training step has changed, before it is done again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import callbacks as of_lightning
+from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torchmetrics import Metric
+
+from lightning_ring.comm.communicator import as_integers
+from lightning_ring.elastic.undo import remember, remember_values
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.integrations.lightning.elastic.watchers import remember_announced_steps
+
+if TYPE_CHECKING:
+    from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
+
+_LOGGED = (
+    "value",
+    "cumulated_batch_size",
+    "_forward_cache",
+    "_computed",
+    "_update_count",
+    "has_reset",
+)
+
+
+def remember_step(trainer: pl.Trainer, module: nn.Module) -> Callable[[], None]:
+    """Keep buffers, random generators, metrics and logged results; the returned function
+    restores them.
+    """
+    restore_module = remember(module)
+    restore_metrics = remember_metrics(module)
+    restore_announced = remember_announced_steps(trainer)
+    loop = trainer.fit_loop.epoch_loop
+    results = {key: (result, _attributes(result)) for key, result in loop._results.items()}
+
+    @torch.no_grad()
+    def restore() -> None:
+        restore_module()
+        restore_metrics()
+        restore_announced()
+        for key in list(loop._results):
+            if key not in results:
+                del loop._results[key]
+        for result, attributes in results.values():
+            for name, value in attributes.items():
+                setattr(result, name, value)
+
+    return restore
+
+
+def remember_progress(trainer: pl.Trainer) -> Callable[[], None]:
+    """Keep the counts of the step that has begun; the returned function restores them."""
+    loop = trainer.fit_loop.epoch_loop
+    automatic = trainer.lightning_module.automatic_optimization
+    progress: Any = (
+        loop.automatic_optimization.optim_progress
+        if automatic
+        else loop.manual_optimization.optim_step_progress
+    )
+    kept = copy.deepcopy(progress.state_dict())
+
+    def restore() -> None:
+        progress.load_state_dict(copy.deepcopy(kept))
+        if not automatic:
+            with suppress(ValueError):  # it was not started
+                # a step that raises leaves it started
+                trainer.profiler.stop("optimizer_step")  # type: ignore[attr-defined]
+
+    return restore
+
+
+def remember_metrics(module: nn.Module) -> Callable[[], None]:
+    """Keep what the metrics of ``module`` have counted; the returned function restores it."""
+    metrics = [
+        (metric, _state(metric)) for metric in module.modules() if isinstance(metric, Metric)
+    ]
+
+    def restore() -> None:
+        for metric, state in metrics:
+            for name, value in state.items():
+                setattr(metric, name, _copied(value))
+
+    return restore
+
+
+def remember_callbacks(trainer: pl.Trainer) -> Callable[[], None]:
+    """Keep what callbacks know that save or stop, since all ranks have to decide alike; the
+    function restores it.
+    """
+    every = getattr(trainer, "callbacks", [])
+    callbacks = [callback for callback in every if isinstance(callback, Checkpoint | EarlyStopping)]
+    states = [
+        {name: copy.copy(value) for name, value in vars(callback).items()} for callback in callbacks
+    ]
+
+    def restore() -> None:
+        for callback, state in zip(callbacks, states, strict=True):
+            vars(callback).update({name: copy.copy(value) for name, value in state.items()})
+
+    return restore
+
+
+def _state(metric: Metric) -> dict[str, Any]:
+    state = {name: _copied(value) for name, value in metric.metric_state.items()}
+    return state | {"_update_count": metric._update_count, "_computed": None}
+
+
+def _attributes(result: Any) -> dict[str, Any]:
+    return {name: _copied(getattr(result, name)) for name in _LOGGED if hasattr(result, name)}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return list(value) if isinstance(value, list) else value
+
+
+_STARTS = ("on_validation_start", "on_validation_epoch_start")
+_EXCHANGING = tuple(
+    getattr(of_lightning, name)
+    for name in ("LambdaCallback", "WeightAveraging")
+    if hasattr(of_lightning, name)
+)
+_OF_LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_ring.")
+
+
+def remember_exchanged_weights(
+    trainer: pl.Trainer, module: pl.LightningModule
+) -> Callable[[], None]:
+    """Keep what hooks may exchange for the time of a validation, which would exchange it once more.
+
+    A copy of the module, and of tensors and modules in the attributes of callbacks with such hooks;
+    of nothing where there is no such hook. The returned function restores it.
+    """
+    callbacks = [callback for callback in trainer.callbacks if _may_exchange(callback)]  # type: ignore[attr-defined]
+    if not callbacks and not _overrides(module, pl.LightningModule):
+        return lambda: None
+    attributes = [
+        {name: _shallow(value) for name, value in vars(callback).items()} for callback in callbacks
+    ]
+    held = [leaf for callback in callbacks for leaf in tree_leaves(list(vars(callback).values()))]
+    modules = [module, *(leaf for leaf in held if isinstance(leaf, nn.Module))]
+    tensors = chain.from_iterable(chain(part.parameters(), part.buffers()) for part in modules)
+    restore_values = remember_values(
+        [*tensors, *(leaf for leaf in held if isinstance(leaf, Tensor))]
+    )
+
+    def restore() -> None:
+        restore_values()
+        for callback, values in zip(callbacks, attributes, strict=True):
+            vars(callback).update({name: _shallow(value) for name, value in values.items()})
+
+    return restore
+
+
+class ChangedInSteps:
+    """Finds the parameters that a step changes before its optimizer does, such as those of a
+    momentum encoder.
+
+    It compares sums of all parameters in steps 1, 2, 4, 8 and so on of this process. What it has
+    found is restored from the next step on, where a step is done again.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._found: dict[int, nn.Parameter] = {}  # by id
+        self._before: tuple[list[nn.Parameter], list[int]] | None = None
+
+    def begin_step(self, module: nn.Module) -> Callable[[], None]:
+        """Keep the values of those that were found; the returned function restores them."""
+        self._num_steps += 1
+        self._before = None
+        if self._num_steps & (self._num_steps - 1) == 0:
+            others = [
+                param
+                for param in module.parameters()
+                if id(param) not in self._found and _is_dense(param)
+            ]
+            self._before = others, _sums(others)
+        return remember_values(self._found.values())
+
+    def end_step(self) -> None:
+        """Before the optimizer's step."""
+        if self._before is not None:
+            params, sums = self._before
+            now = _sums(params)
+            self._found |= {
+                id(param): param
+                for param, old, new in zip(params, sums, now, strict=True)
+                if old != new
+            }
+            self._before = None
+
+
+def _may_exchange(callback: Callback) -> bool:
+    known = type(callback).__module__.startswith(_OF_LIBRARIES)
+    return _overrides(callback, Callback) and (not known or isinstance(callback, _EXCHANGING))
+
+
+def _overrides(one: Any, kind: type) -> bool:
+    """Whether ``one``, of ``kind``, has a hook of its own at the start of a validation."""
+    return any(
+        getattr(getattr(one, name), "__func__", None) is not getattr(kind, name) for name in _STARTS
+    )
+
+
+def _shallow(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, dict | list | set) else value
+
+
+def _is_dense(param: Tensor) -> bool:
+    return (
+        param.is_floating_point()
+        and param.layout == torch.strided
+        and not nn.parameter.is_lazy(param)
+    )
+
+
+@torch.no_grad()
+def _sums(params: Iterable[Tensor]) -> list[int]:
+    """Of the bits of each, as integers."""
+    return [int(as_integers(param.detach()).sum(dtype=torch.int64)) for param in params]
+
+
+def forget_unscaling(precision: Any) -> None:
+    """A scaler divides gradients once a step; those of the step under way are dropped."""
+    if (scaler := getattr(precision, "scaler", None)) is not None:
+        scaler._per_optimizer_states.clear()
+
+
+@contextmanager
+def already_unscaled(precision: Any) -> Iterator[None]:
+    """Around the optimizer's step of averages that were divided, and looked through for
+    infinities, before.
+    """
+    if (scaler := getattr(precision, "scaler", None)) is None:
+        yield
+        return
+    scaler.unscale_ = lambda optimizer: None
+    try:
+        yield
+    finally:
+        del scaler.unscale_
+
+
+def remember_weights(strategy: ElasticStrategy) -> Callable[[], None]:
+    """Keep parameters, optimizers and schedulers; the returned function restores them. A copy of
+    all their tensors.
+    """
+    module = strategy.fit_model
+    params = [(param, param.detach().clone(), param.requires_grad) for param in module.parameters()]
+    optimizers = [(optimizer, *_state_of(optimizer)) for optimizer in strategy.optimizers]
+    schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
+    kept_schedulers = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for param, kept, requires_grad in params:
+            param.copy_(kept)
+            # toggle_model() leaves it changed where an exception ends its block
+            param.requires_grad_(requires_grad)
+        vars(module).get("_param_requires_grad_state", {}).clear()
+        for optimizer, state, groups in optimizers:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update(settings)
+        for scheduler, settings in zip(schedulers, kept_schedulers, strict=True):
+            scheduler.load_state_dict(settings)
+
+    return restore
+
+
+def _state_of(optimizer: Optimizer) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+    """Copies of the state of each parameter, and of the settings of each group."""
+    state = {
+        key: {name: _copy_of(value) for name, value in of_one.items()}
+        for key, of_one in optimizer.state.items()
+    }
+    settings = [
+        {name: group[name] for name in group if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    return state, [{name: _copy_of(value) for name, value in group.items()} for group in settings]
+
+
+def _copy_of(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+class OwnGradients:
+    """Refuses an optimizer's step with gradients of an earlier training_step.
+
+    A training_step that is done again begins without gradients, as a newcomer does.
+    """
+
+    def __init__(self) -> None:
+        self._left: set[Optimizer] = set()  # with gradients of an earlier training_step
+
+    def begin_step(self, optimizers: Sequence[Optimizer]) -> None:
+        self._left = {
+            optimizer
+            for optimizer in optimizers
+            if any(
+                param.grad is not None
+                for group in optimizer.param_groups
+                for param in group["params"]
+            )
+        }
+
+    @contextmanager
+    def followed(self, optimizers: Sequence[LightningOptimizer]) -> Iterator[None]:
+        """While the fit trains: notice ``zero_grad``, also of the optimizers inside, and look at
+        each step.
+        """
+        handles = [wrapped.optimizer.register_step_pre_hook(self._check) for wrapped in optimizers]
+        callers = [
+            (caller, wrapped.optimizer)
+            for wrapped in optimizers
+            for caller in (wrapped, wrapped.optimizer)
+        ]
+        for caller, optimizer in callers:
+            self._notice_zero_grad(caller, optimizer)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for caller, _ in callers:
+                vars(caller).pop("zero_grad", None)
+
+    def _notice_zero_grad(self, caller: Any, optimizer: Optimizer) -> None:
+        plain = caller.zero_grad
+
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            plain(*args, **kwargs)
+            self._left.discard(optimizer)
+
+        caller.zero_grad = zero_grad
+
+    def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._left:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} is about to step with gradients of an earlier "
+                "training_step: with manual optimization an elastic fit does a whole "
+                "training_step again when a rank dies, and cannot bring those back. Call its "
+                "zero_grad() in each training_step that steps it, and accumulate within one "
+                "training_step, or use automatic optimization with accumulate_grad_batches."
+            )
