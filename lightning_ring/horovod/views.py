@@ -1,4 +1,4 @@
-"""The ranks of a job that goes on when ranks die (`lightning_ring.membership`), as `init` opens
+"""The ranks of a job that goes on when ranks die (`lightning_ring.elastic`), as `init` opens
 them.
 """
 
