@@ -317,7 +317,11 @@ def newest_checkpoint(trainer: pl.Trainer, given: Any) -> str | None:
         if isinstance(callback, ModelCheckpoint)
     ]
     whole = [callback for callback in callbacks if not callback.save_weights_only]
-    saved = [path for one in whole for path in (one.last_model_path, *one.best_k_models) if path]
+    saved = [
+        path
+        for one in whole
+        for path in (one.last_model_path, one.best_model_path, *one.best_k_models)
+    ]
     there = [path for path in saved if os.path.isfile(path)]
     if there:
         return max(there, key=os.path.getmtime)
