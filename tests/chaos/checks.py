@@ -61,6 +61,9 @@ class Outcome:
         ]
         if self.finished:
             self.wrong += check_samples(job.folder, job.plan)
+        saved = [*job.folder.glob("disk/checkpoints/**/*.ckpt")]
+        if saved and _CANNOT_GO_BACK[0] in self._said and not _is_full(self.faults):
+            self.wrong.append(f"checkpoints that were not found: {[one.name for one in saved]}")
         self.wrong += [
             f"left behind: {path}"
             for path in job.folder.glob("tmp/lightning*")
@@ -113,6 +116,10 @@ class Outcome:
         return " | ".join(
             (self._folder / "launcher.out").read_text(errors="replace").strip().splitlines()[-2:]
         )[:800]
+
+
+def _is_full(faults: list[list[str]]) -> bool:
+    return any(kind in ("disk", "shm") for *_, kind in faults)
 
 
 def generations_of_returns(folder: Path) -> list[int]:
