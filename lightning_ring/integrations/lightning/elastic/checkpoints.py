@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning, ProgressBar
 from torch import nn
 
 from lightning_ring.comm.communicator import Communicator
@@ -297,6 +297,9 @@ def newest_of_rank_zero(
         ) from error
     if path is None:
         raise StateLostError(f"{error} {hint}") from None
+    if any(isinstance(one, ModelPruning) for one in trainer.callbacks):  # type: ignore[attr-defined]
+        # its masks are in the model, and set-up cannot copy it
+        raise StateLostError(f"{error} A fit with ModelPruning is not entered again. {hint}")
     if fit.process.count_entries(path, version) > MOST_ENTRIES:
         raise StateLostError(
             f"{error} All ranks have gone on {MOST_ENTRIES} times from {path}, and lost their "
