@@ -86,7 +86,12 @@ MAKERS: dict[str, Callable[[Path], Callback]] = {
     "pruning": lambda _: of_lightning.ModelPruning("l1_unstructured", amount=0.2),
     "ema": lambda _: of_lightning.EMAWeightAveraging(decay=0.9),
     "swa": lambda _: of_lightning.StochasticWeightAveraging(0.005, swa_epoch_start=1),
-    "early_stopping": lambda _: of_lightning.EarlyStopping("val_loss", patience=1000),
+    "early_stopping": lambda _: of_lightning.EarlyStopping(
+        # a fit resumed from a checkpoint of an epoch's last batch has no validation before its end
+        "val_loss",
+        patience=1000,
+        strict=False,
+    ),
     "lr_monitor": lambda _: of_lightning.LearningRateMonitor("step"),
     "user": lambda _: CollectiveInEveryHook(),
 }

@@ -16,7 +16,10 @@ from tests.chaos.job import Job
 from tests.chaos.plan import BATCH, EPOCHS, SAMPLES, Plan
 
 _LOST_SHARDS = "optimizer's state are lost"
-_CANNOT_GO_BACK = "has saved no checkpoint", "lost their state before the next checkpoint"
+_CANNOT_GO_BACK = (
+    *("has saved no checkpoint", "lost their state before the next checkpoint"),
+    "A fit with ModelPruning is not entered again",
+)
 # What a job says that may end for another reason than the end of its training
 _REASONS = {
     "exit": ("ended with exit code 9; the job ends",),
@@ -61,6 +64,9 @@ class Outcome:
         ]
         if self.finished:
             self.wrong += check_samples(job.folder, job.plan)
+        saved = [*job.folder.glob("disk/checkpoints/**/*.ckpt")]
+        if saved and _CANNOT_GO_BACK[0] in self._said and not _is_full(self.faults):
+            self.wrong.append(f"checkpoints that were not found: {[one.name for one in saved]}")
         self.wrong += [
             f"left behind: {path}"
             for path in job.folder.glob("tmp/lightning*")
@@ -113,6 +119,10 @@ class Outcome:
         return " | ".join(
             (self._folder / "launcher.out").read_text(errors="replace").strip().splitlines()[-2:]
         )[:800]
+
+
+def _is_full(faults: list[list[str]]) -> bool:
+    return any(kind in ("disk", "shm") for *_, kind in faults)
 
 
 def generations_of_returns(folder: Path) -> list[int]:

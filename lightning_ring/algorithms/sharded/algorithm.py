@@ -224,6 +224,8 @@ class Sharded(Delegating):
         self._changed = []
 
     def move(self, comm: Communicator) -> None:
+        if self._parameters is not None:
+            self._parameters.forget_gathers()
         standings: list[Standing] = comm.all_gather_object(self._standing(), name="standings")
         whole = next((rank for rank, one in enumerate(standings) if one.place is None), None)
         if whole is None:
@@ -236,7 +238,6 @@ class Sharded(Delegating):
         else:
             self._moved = self._whole_states()
         if self._parameters is not None:
-            self._parameters.forget_gathers()
             for sliced in self._set:
                 sliced.replace_state({})
 

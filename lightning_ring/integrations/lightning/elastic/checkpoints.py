@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning, ProgressBar
 from torch import nn
 
 from lightning_ring.comm.communicator import Communicator
@@ -297,6 +297,9 @@ def newest_of_rank_zero(
         ) from error
     if path is None:
         raise StateLostError(f"{error} {hint}") from None
+    if any(isinstance(one, ModelPruning) for one in trainer.callbacks):  # type: ignore[attr-defined]
+        # its masks are in the model, and set-up cannot copy it
+        raise StateLostError(f"{error} A fit with ModelPruning is not entered again. {hint}")
     if fit.process.count_entries(path, version) > MOST_ENTRIES:
         raise StateLostError(
             f"{error} All ranks have gone on {MOST_ENTRIES} times from {path}, and lost their "
@@ -317,7 +320,11 @@ def newest_checkpoint(trainer: pl.Trainer, given: Any) -> str | None:
         if isinstance(callback, ModelCheckpoint)
     ]
     whole = [callback for callback in callbacks if not callback.save_weights_only]
-    saved = [path for one in whole for path in (one.last_model_path, *one.best_k_models) if path]
+    saved = [
+        path
+        for one in whole
+        for path in (one.last_model_path, one.best_model_path, *one.best_k_models)
+    ]
     there = [path for path in saved if os.path.isfile(path)]
     if there:
         return max(there, key=os.path.getmtime)
