@@ -10,7 +10,7 @@ from torch import Tensor
 _ALIGNMENT = 16  # bytes: a view of any dtype may begin there
 
 
-class Part(NamedTuple):
+class ParameterPart(NamedTuple):
     """Some of the parameters by number, and where each begins in a message of bytes."""
 
     indices: Sequence[int] = ()
@@ -29,7 +29,7 @@ class Part(NamedTuple):
         return views
 
 
-def parts_of(params: Sequence[Tensor], num_parts: int) -> list[Part]:
+def parts_of(params: Sequence[Tensor], num_parts: int) -> list[ParameterPart]:
     """``params`` in parts of about equally many bytes: the largest first, to the part that has
     least. There are no more parts than parameters.
     """
@@ -42,4 +42,4 @@ def parts_of(params: Sequence[Tensor], num_parts: int) -> list[Part]:
         indices[part].append(index)
         offsets[part].append(ends[part])
         ends[part] += -(-params[index].nbytes // _ALIGNMENT) * _ALIGNMENT
-    return [Part(*part) for part in zip(indices, offsets, ends, strict=True)]
+    return [ParameterPart(*part) for part in zip(indices, offsets, ends, strict=True)]

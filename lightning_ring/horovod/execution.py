@@ -39,7 +39,7 @@ class Agreed(NamedTuple):
         return self.metas[min(self.metas)]
 
 
-class Part(NamedTuple):
+class RoundPart(NamedTuple):
     """One tensor of a collective."""
 
     one: Agreed
@@ -61,7 +61,7 @@ class Part(NamedTuple):
 Requests = Mapping[str, Submission]  # this rank's, by name; a rank that has joined may have none
 
 
-class Plan(NamedTuple):
+class RoundPlan(NamedTuple):
     """Collectives, and the steps that run them: the names that each works on, and a function."""
 
     agreed: Sequence[Agreed]
@@ -77,14 +77,14 @@ class Planner:
         self._comm = comm
         self._buffer = torch.empty(0, dtype=torch.uint8)  # for fused tensors
 
-    def plan(self, agreed: Sequence[Agreed]) -> Plan:
+    def plan(self, agreed: Sequence[Agreed]) -> RoundPlan:
         steps = []
         for batch in batches(agreed):
             names = dict.fromkeys(part.one.name for part in batch)
             steps.append((list(names), self._runner(batch)))
-        return Plan(agreed, steps)
+        return RoundPlan(agreed, steps)
 
-    def _runner(self, batch: Sequence[Part]) -> Callable[[Requests], None]:
+    def _runner(self, batch: Sequence[RoundPart]) -> Callable[[Requests], None]:
         if len(batch) > 1:
             memory = self._memory(sum(part.num_bytes for part in batch))
             return FusedAllreduce(batch, memory, self._comm).run
@@ -100,15 +100,15 @@ class Planner:
         return self._buffer[:num_bytes]
 
 
-def batches(agreed: Sequence[Agreed]) -> list[list[Part]]:
+def batches(agreed: Sequence[Agreed]) -> list[list[RoundPart]]:
     """Tensors that travel together: in short all-reduces of one dtype and operation, wherever they
     stand.
     """
     found = []
-    filling: dict[tuple[object, ...], tuple[list[Part] | None, int]] = {}
+    filling: dict[tuple[object, ...], tuple[list[RoundPart] | None, int]] = {}
     for one in agreed:
         meta = one.meta
-        for part in [Part(one, index) for index in range(len(meta.shapes))]:
+        for part in [RoundPart(one, index) for index in range(len(meta.shapes))]:
             if meta.kind != "allreduce" or part.num_bytes > FUSED_BYTES:
                 found.append([part])
                 continue
@@ -125,7 +125,7 @@ def batches(agreed: Sequence[Agreed]) -> list[list[Part]]:
 class FusedAllreduce:
     """All-reduces in one flat buffer. It is made once, and runs at every step."""
 
-    def __init__(self, batch: Sequence[Part], memory: Tensor, comm: Communicator) -> None:
+    def __init__(self, batch: Sequence[RoundPart], memory: Tensor, comm: Communicator) -> None:
         self._meta = batch[0].one.meta
         self._keys = [(part.one.name, part.position) for part in batch]
         self._comm = comm
@@ -147,7 +147,7 @@ class FusedAllreduce:
         _deliver(own, pieces)
 
 
-def _allreduce(part: Part, comm: Communicator, requests: Requests) -> None:
+def _allreduce(part: RoundPart, comm: Communicator, requests: Requests) -> None:
     request, index, meta = requests.get(part.one.name), part.position, part.one.meta
     if request is None:
         _reduce(torch.zeros(math.prod(part.shape), dtype=part.dtype), meta, comm)
@@ -222,7 +222,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def _allgather(part: Part, comm: Communicator, requests: Requests) -> None:
+def _allgather(part: RoundPart, comm: Communicator, requests: Requests) -> None:
     request, index = requests[part.one.name], part.position
     rows = [part.one.metas[rank].shapes[index][0] for rank in range(comm.world_size)]
     padded = torch.zeros((max(rows), *part.shape[1:]), dtype=part.dtype)
@@ -234,7 +234,7 @@ def _allgather(part: Part, comm: Communicator, requests: Requests) -> None:
     _hand_over(request, index, torch.cat(gathered))
 
 
-def _broadcast(part: Part, comm: Communicator, requests: Requests) -> None:
+def _broadcast(part: RoundPart, comm: Communicator, requests: Requests) -> None:
     request = requests[part.one.name]
     buffer = _copied(request.tensors[0])
     if buffer.numel():
@@ -242,7 +242,7 @@ def _broadcast(part: Part, comm: Communicator, requests: Requests) -> None:
     _hand_over(request, 0, buffer)
 
 
-def _alltoall(part: Part, comm: Communicator, requests: Requests) -> None:
+def _alltoall(part: RoundPart, comm: Communicator, requests: Requests) -> None:
     request = requests[part.one.name]
     splits = list(request.meta.splits)
     mine = _copied(request.tensors[0])
@@ -253,14 +253,14 @@ def _alltoall(part: Part, comm: Communicator, requests: Requests) -> None:
     request.result[0] = request.result[0], torch.tensor(received, dtype=torch.int32)
 
 
-def _reducescatter(part: Part, comm: Communicator, requests: Requests) -> None:
+def _reducescatter(part: RoundPart, comm: Communicator, requests: Requests) -> None:
     request, index = requests[part.one.name], part.position
     whole = _copied(request.tensors[index])
     _reduce(whole.view(-1), part.one.meta, comm)
     _hand_over(request, index, whole.tensor_split(comm.world_size)[comm.rank].clone())
 
 
-_RUN: Mapping[str, Callable[[Part, Communicator, Requests], None]] = {
+_RUN: Mapping[str, Callable[[RoundPart, Communicator, Requests], None]] = {
     "allreduce": _allreduce,
     "allgather": _allgather,
     "broadcast": _broadcast,

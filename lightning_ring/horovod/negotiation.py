@@ -31,7 +31,7 @@ from lightning_ring.comm.communicator import Communicator, CompletedWork, Reduce
 from lightning_ring.comm.waiting import CHECK_SECONDS, SLEEP_SHARE, WaitPolicy, ranks_text
 from lightning_ring.errors import RingError
 from lightning_ring.horovod.errors import HorovodInternalError
-from lightning_ring.horovod.execution import Agreed, Plan, Planner
+from lightning_ring.horovod.execution import Agreed, Planner, RoundPlan
 from lightning_ring.horovod.pending import ALL_LEAVE, CAPACITY, HEAD, NO_NEWS, STAYS, Pending
 from lightning_ring.horovod.requests import GRADIENTS, JOIN, Meta, Submission, problem_of
 from lightning_ring.horovod.timeline import Timeline
@@ -95,7 +95,7 @@ class Negotiation:
         self._since: dict[str, float] = {}
         self._joined: dict[int, None] = {}  # in the order of joining
         self._planner = Planner(comm)
-        self._plans: dict[bytes, Plan] = {}  # by mask
+        self._plans: dict[bytes, RoundPlan] = {}  # by mask
         self._pause = SHORTEST_PAUSE
         self._next_cycle = 0.0
         # -- of the thread
@@ -404,7 +404,7 @@ class Negotiation:
         self._pending.finish([JOIN])
         return True
 
-    def _plan(self, ready: Sequence[Agreed]) -> Plan:
+    def _plan(self, ready: Sequence[Agreed]) -> RoundPlan:
         """Of those whose tensors fit together. The others end with an error."""
         good, joined = [], list(self._joined)
         for one in ready:
@@ -415,7 +415,7 @@ class Negotiation:
                 self._pending.finish([one.name], problem)
         return self._planner.plan(good)
 
-    def _run(self, plan: Plan) -> None:
+    def _run(self, plan: RoundPlan) -> None:
         requests = self._pending.requests
         for names, run in plan.steps:
             began = time.monotonic()

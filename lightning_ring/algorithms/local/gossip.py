@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_ring.algorithms.local.local_sgd import LocalSGD
 from lightning_ring.algorithms.meeting import meet_for_pause, meet_to_stop
-from lightning_ring.algorithms.parts import Part, parts_of
+from lightning_ring.algorithms.parts import ParameterPart, parts_of
 from lightning_ring.comm.communicator import ReduceOp, Work
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.requests import Answers, Requests
@@ -283,7 +283,7 @@ class AsynchronousGossip(Gossip):
         self._told_to_stop = False
         self._changing = threading.Lock()  # the memory of x
         self._listed: Sequence[Parameter] = ()  # all that are trained
-        self._parts: list[Part] = []
+        self._parts: list[ParameterPart] = []
         self._x: list[Tensor] = []  # x_r, in messages
         # in the order of the parts
         self._params: list[Parameter] = []

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.parts import Part
+from lightning_ring.algorithms.parts import ParameterPart
 from lightning_ring.comm.waiting import CHECK_SECONDS, ranks_text
 from lightning_ring.errors import CollectiveError
 
@@ -59,7 +59,7 @@ class WeightServer:
         self,
         optimizer: Optimizer,
         params: Sequence[Parameter],
-        part: Part,
+        part: ParameterPart,
         num_workers: int,
         *,
         bulk: bool = False,

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_ring.algorithms.algorithm import Algorithm, log
 from lightning_ring.algorithms.meeting import meet_for_pause, meet_to_stop
-from lightning_ring.algorithms.parts import Part, parts_of
+from lightning_ring.algorithms.parts import ParameterPart, parts_of
 from lightning_ring.algorithms.server.server import (
     PULL,
     REST,
@@ -179,7 +179,7 @@ class ParameterServer(Algorithm):
         self._server = WeightServer(
             optimizer,
             params,
-            self._parts.get(comm.rank, Part()),
+            self._parts.get(comm.rank, ParameterPart()),
             comm.world_size,
             bulk=self.mode == "bulk",
             compensation=self.delay_compensation,
@@ -377,7 +377,7 @@ class ParameterServer(Algorithm):
 
 
 @torch.no_grad()
-def _push(memory: Tensor, part: Part, params: Sequence[Parameter], *told: Any) -> Tensor:
+def _push(memory: Tensor, part: ParameterPart, params: Sequence[Parameter], *told: Any) -> Tensor:
     """The gradients of a ``part`` and what else is ``told`` to its server, in ``memory`` if that
     is as long.
     """

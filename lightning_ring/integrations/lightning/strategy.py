@@ -321,19 +321,17 @@ class RingStrategy(RankedStrategy):
             self.algorithm.set_optimizers(optimizers)
 
     def teardown(self) -> None:
-        self._remove_step_hooks()
+        self._remove_step_hooks()  # global ones first: the rest may raise, out of memory
         self.timeline.abandon()
         self._leave_training()
         algorithm = self.algorithm
-        shown = algorithm.states_shown() if isinstance(algorithm, ShardsState) else nullcontext()
-        with shown:
+        with algorithm.states_shown() if isinstance(algorithm, ShardsState) else nullcontext():
             super().teardown()
         if self.keeps_freed_memory:
             self.keeps_freed_memory = False
             return_freed_memory()
 
     def _remove_step_hooks(self) -> None:
-        """Global hooks go first: the rest may raise, as when a device is out of memory."""
         if self._step_hooks is not None:
             self._step_hooks.remove()
             self._step_hooks = None
@@ -577,8 +575,7 @@ class RingStrategy(RankedStrategy):
 
     @property
     def _holds_equal_state(self) -> bool:
-        """Whether all ranks have loaded the same bits: nothing is left to broadcast."""
-        return False
+        return False  # bits that all ranks have loaded: nothing is left to broadcast
 
     @property
     def _may_have_others(self) -> bool:

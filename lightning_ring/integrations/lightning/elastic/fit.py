@@ -129,7 +129,7 @@ class FileCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankStanding:
     """Where a rank stands when ranks have changed. All ranks of a view exchange it once, first.
 
     Attributes:
@@ -302,7 +302,7 @@ class ElasticFit:
         was_rank_zero = self.recovery.step is None or strategy.is_global_zero
         self._adopt(self._job)
         strategy.timeline.follow(comm)
-        standings: list[Standing] = comm.all_gather_object(self._standing(), name="standings")
+        standings: list[RankStanding] = comm.all_gather_object(self._standing(), name="standings")
         if self._holds_with_others(standings, comm):
             if strategy.is_global_zero and not was_rank_zero:
                 take_over(strategy.fit_trainer, trains=False)
@@ -347,8 +347,8 @@ class ElasticFit:
 
     # -- the checkpoint that all hold
 
-    def _standing(self) -> Standing:
-        return Standing(
+    def _standing(self) -> RankStanding:
+        return RankStanding(
             self.waits_to_join,
             self.held is not None,
             self.step.of_rank(),
@@ -356,7 +356,7 @@ class ElasticFit:
             self.resize.views,
         )
 
-    def _holds_with_others(self, standings: list[Standing], comm: Communicator) -> bool:
+    def _holds_with_others(self, standings: list[RankStanding], comm: Communicator) -> bool:
         """Whether all ranks hold the checkpoint now, which newcomers get. Collective.
 
         Raises:

@@ -103,10 +103,8 @@ class ElasticStep:
         self._others_went_on = takes_it and (some_have_finished or bool(gone_on))
         self._others_count_for = gone_on[0].counts_for if gone_on else 0
         # those that have planned agree
-        planned, begun = (
-            max(one.planned_for for one in of_ranks),
-            max(one.begun_for for one in of_ranks),
-        )
+        planned = max(one.planned_for for one in of_ranks)
+        begun = max(one.begun_for for one in of_ranks)
         self._others_planned_for = planned if not self._planned_for else 0
         self._others_begun_for = begun if not self._begun_for else 0
 
