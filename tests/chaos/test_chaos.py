@@ -13,7 +13,7 @@ from tests.chaos.checks import check_samples, check_steps
 from tests.chaos.plan import BATCH, SAMPLES, Plan, draw
 from tests.processes import run
 
-SEED, FAULTS = 5034, 5
+SEED, FAULTS = 9012, 4
 
 
 @pytest.mark.ranks

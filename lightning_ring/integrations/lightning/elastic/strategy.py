@@ -384,6 +384,12 @@ class ElasticStrategy(RingStrategy):
         if fit is None:
             return
         fit.begin_training()
+        loop = trainer.fit_loop.epoch_loop
+        progress = loop.batch_progress
+        if loop.restarted_on_train_batch_end and progress.is_last_batch:
+            # saved after an epoch's last batch; other ranks have more: Lightning would end the next
+            # epoch before it begins
+            progress.current.completed = int(trainer.num_training_batches)
         position = fit.step.position = TrainingPosition(trainer)
         fit.first_attributes = fit.first_attributes or plain_attributes(trainer)
         if not fit.waits_to_join:
