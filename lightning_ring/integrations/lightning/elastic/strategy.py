@@ -390,6 +390,7 @@ class ElasticStrategy(RingStrategy):
             # saved after an epoch's last batch; other ranks have more: Lightning would end the next
             # epoch before it begins
             progress.current.completed = int(trainer.num_training_batches)
+            trainer.fit_loop.reset_restart_stage()  # else it would not count that epoch
         position = fit.step.position = TrainingPosition(trainer)
         fit.first_attributes = fit.first_attributes or plain_attributes(trainer)
         if not fit.waits_to_join:
