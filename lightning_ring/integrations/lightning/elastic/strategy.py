@@ -520,9 +520,16 @@ class ElasticStrategy(RingStrategy):
         if group is dist.group.WORLD or group not in dist.distributed_c10d._world.pg_map:
             # the default group is another one after a death; the module names it before that
             group = None
-        return self._call(
-            lambda: super(ElasticStrategy, self).all_gather(tensor, group, sync_grads)
-        )
+
+        def run() -> Tensor:
+            comm = self._comm
+            on_root_device = tensor.device.type == self.root_device.type
+            if comm is None or group is not None or sync_grads or not on_root_device:
+                return super(ElasticStrategy, self).all_gather(tensor, group, sync_grads)
+            # a wait in torch's Gloo group was seen not to end when a rank died
+            return torch.stack(comm.all_gather(tensor, name="all_gather"))
+
+        return self._call(run)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
