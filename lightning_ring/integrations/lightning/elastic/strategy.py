@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import Any, ClassVar, TypeVar
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
