@@ -36,8 +36,7 @@ def end_job_on_error(member: Member) -> Callable[[], None]:
         summary = f"process {member.number} (pid {pid}) failed: {in_one_line(error)}"
         if type(error) is GenerationOver:  # not Horovod's, which a script may catch
             summary += (
-                " The job cannot go on before its first training step, nor outside of a fit: a "
-                "rank that dies there ends it. Start it again."
+                " The job cannot go on after the death of a rank outside of a fit. Start it again."
             )
         leave_cause(summary)
         member.fail(summary)

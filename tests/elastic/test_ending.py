@@ -35,7 +35,7 @@ class Failing:
         (
             GenerationOver("Generation 0 is over: process 2 has died."),
             1,
-            "cannot go on before its first training step",
+            "cannot go on after the death of a rank outside of a fit",
         ),
         (JobEnded("The job ends: asked to stop.", 143), 143, ""),
         (JobEnded("The job ends: the training has finished.", 0), 0, ""),

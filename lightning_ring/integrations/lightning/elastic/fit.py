@@ -385,15 +385,16 @@ class ElasticFit:
         strategy, view = self._strategy, self.recovery.view
         assert view is not None
         held = MemoryCheckpoint()
+        checkpoint: dict[str, Any] = {}
         if not self.waits_to_join:
             old = tuple(member for member in view.members if member not in view.newcomers)
             members, checkpoint = self._offer or ((), {})
             # each of the ranks may have a part of the checkpoint that no other has
             if members != old or not self._has_batches_for(len(view.members)):
                 raise PeerFailedError("New processes have to wait for another step.")
-            if comm.rank == 0:
-                held.write(checkpoint)
         check_newcomers(strategy, self, comm, joins=self.waits_to_join)
+        if comm.rank == 0:
+            held.write(checkpoint)
         return held
 
     def _hold(self, held: MemoryCheckpoint | FileCheckpoint, comm: Communicator) -> None:

@@ -72,10 +72,10 @@ class ElasticStrategy(RingStrategy):
     """Ranks that a steward started train on when one of them dies, and take in new ones:
     ``Trainer(strategy="ring_elastic")``.
 
-    A death is survived from the first training step to the end of the fit: in a step, in
-    collectives that Lightning calls between steps, in validation and in saving. In set-up, test and
-    predict, and in collectives that code calls by itself between steps, it ends the job, as with
-    `RingStrategy`.
+    A death is survived from the fit's set-up to its end: in a step, in collectives that Lightning
+    calls between steps, in validation and in saving. In test and predict, and in collectives that
+    code calls by itself between steps, it ends the job, as with `RingStrategy`. When a process
+    joins, all ranks enter the fit again from a checkpoint in memory.
 
     Args:
         min_ranks: With fewer ranks for longer than ``wait_for_ranks`` the fit saves a checkpoint
