@@ -39,7 +39,6 @@ class Member:
         self._token = environ["RING_STEWARD_TOKEN"]
         self.view: View | None = None
         self.newcomers_wait = False
-        self.training_is_over = False
         # with which the training had begun when this process came; 0: it had not
         self.first_ranks: int | None = None
         self.on_stop: Callable[[PeerFailedError], None] = lambda error: None
@@ -294,8 +293,6 @@ class Member:
                 self.newcomers_wait = False
             elif kind == "newcomers":
                 self.newcomers_wait = True
-            elif kind == "finisher":
-                self.training_is_over = True
             elif kind == "noted":
                 self._finish_is_known = True
             elif kind == "answer":

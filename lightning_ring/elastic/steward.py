@@ -480,8 +480,6 @@ class Steward:
         elif kind == "finished":
             self.membership.finish(member)
             self._tell(member, {"kind": "noted"})
-            for other in self.membership.members:
-                self._tell(other, {"kind": "finisher"})
         elif kind == "takes_part":
             self.membership.take_part(member)
         elif kind == "leaves_fit":

@@ -107,7 +107,7 @@ def dump_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator) -> 
         "position": fit.step.position.state_dict(),
         "buffers": strategy.buffers_state,
         "rank_changes": strategy.rank_changes.state_dict(),
-        "learning_rates_for": fit.resize.latest,
+        "learning_rates_for": fit.resize.num_ranks,
         "trained": [param.requires_grad for param in model.parameters()],
         "modes": [_modes(module) for module in model.modules()],
     }
@@ -120,8 +120,7 @@ class RestOfCheckpoint:
     Attributes:
         of_lightning: That checkpoint.
         position: In the training data.
-        learning_rates_for: The view, a generation and its number of ranks, for which the learning
-            rates are.
+        learning_rates_for: The number of ranks for which the learning rates are.
     """
 
     def __init__(self, checkpoint: dict[str, Any]) -> None:
@@ -133,7 +132,7 @@ class RestOfCheckpoint:
         self._found: dict[str, Any] = copied.pop(_KEY)
         self.of_lightning = copied
         self.position: dict[str, Any] = self._found["position"]
-        self.learning_rates_for: tuple[int, int] = self._found["learning_rates_for"]
+        self.learning_rates_for: int = self._found["learning_rates_for"]
 
     def restore_attributes(self, trainer: pl.Trainer, first: list[dict[str, Any]]) -> None:
         """Before any hook is called: hooks may decide by them what they communicate.

@@ -34,7 +34,7 @@ from lightning_ring.integrations.lightning.elastic.checks import (
     keeps_newcomers_out,
 )
 from lightning_ring.integrations.lightning.elastic.resize import Resize
-from lightning_ring.integrations.lightning.elastic.step import ElasticStep, StepOfRank
+from lightning_ring.integrations.lightning.elastic.step import ElasticStep
 from lightning_ring.integrations.lightning.elastic.watchers import take_over, tell_monitors
 from lightning_ring.job.job import Job, adopt
 from lightning_ring.job.members import own_member
@@ -136,16 +136,12 @@ class RankStanding:
         joins: Whether it has come, and has no state yet.
         holds: Whether it holds a checkpoint from which the fit is entered again. Nobody enters
             before all hold it, so that either all ranks hold one or none has entered.
-        step: Its place in a step.
         calls: Its calls between steps.
-        resized: The views for which it has scaled learning rates.
     """
 
     joins: bool
     holds: bool
-    step: StepOfRank
     calls: CallsOfRank
-    resized: list[tuple[int, int]]
 
 
 class ElasticFit:
@@ -174,8 +170,8 @@ class ElasticFit:
         self.held: MemoryCheckpoint | FileCheckpoint | None = FileCheckpoint(given)
         self.rest: RestOfCheckpoint | None = None
         self.calls = HostCalls(self.recovery.after)
-        self.step = ElasticStep(strategy, self.recovery, self.calls)
         self.resize = Resize(strategy.resize_lr)
+        self.step = ElasticStep(strategy, self.recovery, self.calls, self.resize)
         self.waits_to_join = False
         self.enters_between_batches = False
         self.entered = False
@@ -220,7 +216,7 @@ class ElasticFit:
     def begin_training(self) -> None:
         """Before the first batch of each entry."""
         self.calls = HostCalls(self.recovery.after)
-        self.step = ElasticStep(self._strategy, self.recovery, self.calls)
+        self.step = ElasticStep(self._strategy, self.recovery, self.calls, self.resize)
 
     def save_at_the_end(self) -> None:
         """Save what this rank has finished, where the job ends because it had too few ranks for
@@ -315,20 +311,12 @@ class ElasticFit:
             self._hold(FileCheckpoint(path), comm)
             return True
         self.calls.compare([standing.calls for standing in standings])
-        over = self.process.member.training_is_over
-        self.step.compare([standing.step for standing in standings], some_have_finished=over)
         if not strategy.in_fit:
             strategy.rank_changes.of_view(view.members, 0, 0.0)
             return False
         trainer = strategy.fit_trainer
-        if not view.last:  # a last view trains no more
-            for resized in self.resize.missed([one.resized for one in standings]):
-                self.resize.apply(strategy, self.step.position, resized, self.recovery.step or 0)
-            resized = view.generation, len(view.members)
-            self.resize.apply(strategy, self.step.position, resized, self.recovery.step or 0)
         if view.generation == 0:
             return False
-        self.step.changed = True
         # its sampler has the ranks before
         trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
         if strategy.is_global_zero and not was_rank_zero:
@@ -348,13 +336,7 @@ class ElasticFit:
     # -- the checkpoint that all hold
 
     def _standing(self) -> RankStanding:
-        return RankStanding(
-            self.waits_to_join,
-            self.held is not None,
-            self.step.of_rank(),
-            self.calls.of_rank(),
-            self.resize.views,
-        )
+        return RankStanding(self.waits_to_join, self.held is not None, self.calls.of_rank())
 
     def _holds_with_others(self, standings: list[RankStanding], comm: Communicator) -> bool:
         """Whether all ranks hold the checkpoint now, which newcomers get. Collective.

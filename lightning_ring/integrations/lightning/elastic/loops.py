@@ -106,19 +106,15 @@ def change_loops(strategy: ElasticStrategy, fit: ElasticFit, in_fit: ExitStack) 
     loop.val_loop.run = lambda: _validate(strategy, fit, validate)  # type: ignore[method-assign]
     if strategy.is_automatic:
         plugin._after_closure = agree_after_closure  # type: ignore[method-assign, assignment]
-    else:
-        in_fit.enter_context(fit.step.own_gradients.followed(strategy._lightning_optimizers))
 
 
 def _meet(fit: ElasticFit) -> None:
-    """Before a batch is fetched: newcomers come in, or the loader learns that the number of ranks
-    has changed.
-    """
+    """Before a batch is fetched: newcomers come in, or the loader counts for other ranks."""
     if fit.waits_to_join:
         fit.join()
     elif fit.recovery.newcomers_wait:
         fit.let_in_newcomers()
-    fit.step.plan()
+    fit.step.place_epoch()
 
 
 def _validate(strategy: ElasticStrategy, fit: ElasticFit, run: Callable[[], Any]) -> Any:

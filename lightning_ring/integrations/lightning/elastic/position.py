@@ -62,21 +62,16 @@ class TrainingPosition:
 
     # -- a step
 
-    def begin_step(self, *, ranks_changed: bool = False) -> None:
-        """Keep the position before the current batch, which is the first of a step.
-
-        Where ``ranks_changed`` since the loader was told, this is where the last step ended: the
-        loader would count its batches for the ranks that there are now.
-        """
-        new_epoch = self._epoch != self._trainer.current_epoch
-        if new_epoch:
+    def begin_step(self) -> None:
+        """The current batch is the first of a step."""
+        if self._epoch != self._trainer.current_epoch:
             self._epoch, self._origin = self._trainer.current_epoch, (0, 0, 0)
+            self._after = self._state(0)
         elif self._before_first:
             self._origin = (*self._origin[:2], self._batch_idx)
         self._before_first = False
         self._first = self._batch_idx
-        in_place = ranks_changed and not new_epoch
-        self._before = self._after if in_place else self._state(self._first - self._origin[2])
+        self._before = self._after
 
     def end_step(self) -> None:
         """Keep the position after the current batch, which is the last of the step."""
@@ -85,9 +80,10 @@ class TrainingPosition:
 
     # -- other ranks
 
-    def for_ranks(self, num: int) -> AbstractContextManager[None]:
-        """Inside, the loader counts its batches for ``num`` ranks, however many there are."""
-        return self._sampler.placed(min(self._sampler.rank, num - 1), num)
+    def as_planned(self) -> AbstractContextManager[None]:
+        """Inside, the loader counts its batches for `num_ranks`, also if ranks have died since."""
+        rank = min(self._sampler.rank, self.num_ranks - 1)
+        return self._sampler.placed(rank, self.num_ranks)
 
     def go_back(self) -> Any:
         """Let the loader go back to the first batch of the current step, with the ranks that there
@@ -99,22 +95,6 @@ class TrainingPosition:
         batch = self.fetch()
         self._after = self._state(self.num_batches)
         return batch
-
-    def go_on(self) -> None:
-        """Let the loader go on after the current step, with the ranks that there are now."""
-        self._restart(self._after, self._batch_idx + 1)
-        if self._batch_idx >= 0:
-            self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = self._fetcher.done
-
-    def read_again(self) -> Any:
-        """The batch that replaces the current one, which was read before the ranks changed; its
-        step has not begun.
-        """
-        if self._epoch != self._trainer.current_epoch:
-            self.begin_epoch()
-        else:
-            self._restart(self._after, self._batch_idx)
-        return self.fetch()
 
     def begin_epoch(self) -> None:
         """Count the batches of an epoch that begins with other ranks than the fit."""
@@ -166,13 +146,17 @@ class TrainingPosition:
 
     def enter(self, state: dict[str, Any]) -> None:
         """Go on from another rank's `state_dict`, with the ranks that there are now."""
-        if self._batch_idx < 0:
-            self.begin_epoch()
-        else:
-            # the loader counts in batches, whose size may be another one now
-            taken = {"taken": (self._batch_idx + 1) * self.batch_size}
-            self._epoch, self._after = state["epoch"], state["after"] | taken
-            self.go_on()
+        done = self._batch_idx + 1
+        with self.as_planned():
+            if done:
+                # the loader counts in batches, whose size may be another one now
+                taken = {"taken": done * self.batch_size}
+                self._epoch = state["epoch"]
+                self._restart(state["after"] | taken, done)
+                progress = self._trainer.fit_loop.epoch_loop.batch_progress
+                progress.is_last_batch = self._fetcher.done
+            else:
+                self.begin_epoch()
         self._fetcher.fetched = 0  # the epoch's loop adds the batches before
 
     # -- the loader

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -19,10 +18,10 @@ if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
 ResizeLR = Literal["keep", "linear", "sqrt"] | Callable[[int, int], float]
-REMEMBERED = 8  # views: a rank may miss as many in a row, less one
-# also what torch's schedulers keep in groups
+# Also what torch's schedulers keep in groups.
 _RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
-_RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "_last_lr")
+# The last two are those below which a schedule does not go.
+_RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "_last_lr", "eta_min", "min_lrs")
 _RULES: dict[str, Callable[[int, int], float]] = {
     "keep": lambda old, new: 1.0,
     "linear": lambda old, new: new / old,
@@ -31,115 +30,104 @@ _RULES: dict[str, Callable[[int, int], float]] = {
 
 
 class Resize:
-    """Follows the number of ranks. ``rule`` is `ElasticStrategy`'s ``resize_lr``."""
+    """Scales the learning rates of a step for its number of ranks. ``rule`` is
+    `ElasticStrategy`'s ``resize_lr``.
+
+    Attributes:
+        num_ranks: Of the last finished step, for which the learning rates were chosen.
+    """
 
     def __init__(self, rule: ResizeLR) -> None:
+        self.num_ranks = 0
         self._name = rule if isinstance(rule, str) else getattr(rule, "__name__", repr(rule))
         self._factor = _RULES[rule] if isinstance(rule, str) else rule
-        # The last views for which rates were scaled, in turn: generation and number of ranks
-        self._views: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
+        self._kept: list[tuple[dict[str, Any], str, Any]] = []  # the rates for `num_ranks`
+        self._said = 0
 
-    def begin(self, generation: int, world_size: int) -> None:
-        """The learning rates are those for ``world_size`` ranks, from the view ``generation``
-        on.
-        """
-        self._views.clear()
-        self._views.append((generation, world_size))
+    def finish_step(self, num_ranks: int) -> None:
+        """A step of so many ranks has been taken."""
+        self.num_ranks = num_ranks
+        self._kept = []
 
-    @property
-    def views(self) -> list[tuple[int, int]]:
-        return list(self._views)
-
-    @property
-    def latest(self) -> tuple[int, int]:
-        return self._views[-1]
-
-    def missed(self, of_ranks: Sequence[list[tuple[int, int]]]) -> list[tuple[int, int]]:
-        """The views for which others have scaled their rates and this rank has not, in turn.
-        ``of_ranks``: the `views` of all.
-
-        A rank that dies while the others enter a view keeps some of them from it. If these then
-        scaled their rates by one factor, and the others by two, the products could differ in the
-        last bit.
-
-        Returns:
-            Generation and number of ranks of each.
-        """
-        last = self._views[-1] if self._views else (0, 0)
-        return sorted({view for views in of_ranks for view in views if view > last})
-
-    def apply(
-        self,
-        strategy: ElasticStrategy,
-        position: TrainingPosition | None,
-        view: tuple[int, int],
-        step: int,
-    ) -> None:
-        """Scale the learning rates for a ``view``, a generation and its number of ranks, and say so
-        on rank 0.
+    def apply(self, strategy: ElasticStrategy, position: TrainingPosition, step: int) -> None:
+        """Before a step is taken, or done again: scale the learning rates for the ranks that
+        there are, always from those of the last finished step. Say so on rank 0.
 
         Raises:
             ConfigurationError: The user's function returned no positive number.
         """
-        if not self._views:
-            return
-        (_, old), (_, world_size) = self._views[-1], view
-        self._views.append(view)
-        if old == world_size:
+        old, new = self.num_ranks, strategy.world_size
+        for owner, name, value in self._kept:
+            _set(owner, name, value)
+        self._kept = []
+        if old == new:
             return
         schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
         stay_at_the_end(schedulers)
-        factor = self._factor(old, world_size)
+        factor = self._factor(old, new)
         if not isinstance(factor, int | float) or not (math.isfinite(factor) and factor > 0):
             raise ConfigurationError(
-                f"resize_lr={self._name} returned {factor!r} for {old} and {world_size} ranks, "
+                f"resize_lr={self._name} returned {factor!r} for {old} and {new} ranks, "
                 "expected the positive number by which learning rates are multiplied."
             )
         before = _shown(strategy.optimizers)
         if factor != 1.0:
-            scale_learning_rates(strategy.optimizers, schedulers, factor)
-        trainer = strategy.fit_trainer
-        of_a_rank = (
-            position.batch_size if position is not None else 0
-        ) * trainer.accumulate_grad_batches
-        batch = (
-            f"a step takes {of_a_rank * world_size} samples instead of {of_a_rank * old}, "
-            if of_a_rank
-            else ""
-        )
-        rank_zero_info(
-            f"lightning_ring: {world_size} ranks instead of {old} after step {step}: "
-            f"{batch}learning rate {before} -> {_shown(strategy.optimizers)} "
-            f"(resize_lr={self._name!r})."
-        )
+            self._kept = scale_learning_rates(strategy.optimizers, schedulers, factor)
+        if self._said != new:
+            self._said = new
+            samples = position.batch_size * strategy.fit_trainer.accumulate_grad_batches
+            rates = before if factor == 1.0 else f"{before} -> {_shown(strategy.optimizers)}"
+            rank_zero_info(
+                f"lightning_ring: {new} ranks instead of {old} after step {step}: "
+                f"a step takes {samples * new} samples instead of {samples * old}, "
+                f"learning rate {rates} (resize_lr={self._name!r})."
+            )
 
 
 def scale_learning_rates(
     optimizers: Sequence[Optimizer], schedulers: Sequence[Any], factor: float
-) -> None:
+) -> list[tuple[dict[str, Any], str, Any]]:
     """Multiply all learning rates that ``optimizers`` have and that ``schedulers`` start from,
     in place.
+
+    Returns:
+        What was there before: owner, name and value of each.
     """
+    owners = [group for optimizer in optimizers for group in optimizer.param_groups]
+    places = [(owner, name) for owner in owners for name in _RATES_OF_GROUPS if name in owner]
+    for scheduler in _with_inner(schedulers):
+        owner = vars(scheduler)
+        places += [(owner, name) for name in _RATES_OF_SCHEDULERS if name in owner]
+    kept: list[tuple[dict[str, Any], str, Any]] = []
     scaled: set[int] = set()  # groups share the tensor with which their optimizer was made
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for name in _RATES_OF_GROUPS:
-                if isinstance(value := group.get(name), Tensor):
-                    if id(value) not in scaled:
-                        value.mul_(factor)
-                        scaled.add(id(value))
-                elif isinstance(value, int | float):
-                    group[name] = value * factor
+    for owner, name in places:
+        value = owner[name]
+        if isinstance(value, Tensor):
+            if id(value) not in scaled:
+                scaled.add(id(value))
+                kept.append((owner, name, value.clone()))
+                value.mul_(factor)
+        elif isinstance(value, int | float):
+            kept.append((owner, name, value))
+            owner[name] = value * factor
+        elif isinstance(value, list):
+            kept.append((owner, name, value))
+            owner[name] = [rate * factor for rate in value]
+    return kept
+
+
+def _set(owner: dict[str, Any], name: str, value: Any) -> None:
+    if isinstance(value, Tensor):
+        owner[name].copy_(value)
+    else:
+        owner[name] = value
+
+
+def _with_inner(schedulers: Sequence[Any]) -> Iterator[Any]:
+    """``schedulers``, and those of which they are made."""
     for scheduler in schedulers:
-        for name in _RATES_OF_SCHEDULERS:
-            if isinstance(rates := getattr(scheduler, name, None), list):
-                setattr(scheduler, name, [rate * factor for rate in rates])
-        for name in ("eta_min", "min_lrs"):  # below which a schedule does not go
-            if isinstance(value := getattr(scheduler, name, None), list):
-                setattr(scheduler, name, [rate * factor for rate in value])
-            elif isinstance(value, int | float):
-                setattr(scheduler, name, value * factor)
-        scale_learning_rates([], getattr(scheduler, "_schedulers", []), factor)
+        yield scheduler
+        yield from _with_inner(getattr(scheduler, "_schedulers", []))
 
 
 class _Staying(OneCycleLR):
@@ -154,10 +142,9 @@ def stay_at_the_end(schedulers: Sequence[Any]) -> None:
     """Let each `OneCycleLR` keep its last rates: fewer ranks take more steps than it was made
     for. In place.
     """
-    for scheduler in schedulers:
+    for scheduler in _with_inner(schedulers):
         if type(scheduler) is OneCycleLR:
             scheduler.__class__ = _Staying  # an attribute would be saved with its state
-        stay_at_the_end(getattr(scheduler, "_schedulers", []))
 
 
 def _shown(optimizers: Sequence[Optimizer]) -> str:

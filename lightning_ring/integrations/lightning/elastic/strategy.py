@@ -177,6 +177,7 @@ class ElasticStrategy(RingStrategy):
         fit.step.position = None
         self._leave_training()
         self.optimizers, self.lr_scheduler_configs = [], []
+        self.drop_gradients()  # a checkpoint holds none
         for metric in (part for part in self.fit_model.modules() if isinstance(part, Metric)):
             # parts of a graph, with which a module cannot be copied
             metric._forward_cache = metric._computed = None
@@ -249,7 +250,7 @@ class ElasticStrategy(RingStrategy):
         else:
             trainer.num_sanity_val_steps = self._sanity_steps or trainer.num_sanity_val_steps
             self._sanity_steps = 0
-            fit.resize.begin(*(fit.rest.learning_rates_for if fit.rest else (0, self.world_size)))
+            fit.resize.finish_step(fit.rest.learning_rates_for if fit.rest else self.world_size)
 
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self._trainer
@@ -411,12 +412,9 @@ class ElasticStrategy(RingStrategy):
         if rest is None:
             fit.tell_of_ranks(step)  # some may have died in the set-up
             return
-        assert fit.recovery.view is not None
         state = rest.position
         rest.restore(self)
         stay_at_the_end([config.scheduler for config in self.lr_scheduler_configs])
-        view = fit.recovery.view.generation, self.world_size
-        fit.resize.apply(self, position, view, step)
         fit.tell_of_ranks(step)
         fit.enters_between_batches = True
         # loader processes, which begin now, would keep the memory of the checkpoint

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks as of_lightning
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -20,7 +19,6 @@ from torchmetrics import Metric
 
 from lightning_ring.comm.communicator import as_integers
 from lightning_ring.elastic.undo import remember, remember_values
-from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.watchers import remember_announced_steps
 
 if TYPE_CHECKING:
@@ -299,64 +297,3 @@ def _state_of(optimizer: Optimizer) -> tuple[dict[Any, Any], list[dict[str, Any]
 
 def _copy_of(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else copy.copy(value)
-
-
-class OwnGradients:
-    """Refuses an optimizer's step with gradients of an earlier training_step.
-
-    A training_step that is done again begins without gradients, as a newcomer does.
-    """
-
-    def __init__(self) -> None:
-        self._left: set[Optimizer] = set()  # with gradients of an earlier training_step
-
-    def begin_step(self, optimizers: Sequence[Optimizer]) -> None:
-        self._left = {
-            optimizer
-            for optimizer in optimizers
-            if any(
-                param.grad is not None
-                for group in optimizer.param_groups
-                for param in group["params"]
-            )
-        }
-
-    @contextmanager
-    def followed(self, optimizers: Sequence[LightningOptimizer]) -> Iterator[None]:
-        """While the fit trains: notice ``zero_grad``, also of the optimizers inside, and look at
-        each step.
-        """
-        handles = [wrapped.optimizer.register_step_pre_hook(self._check) for wrapped in optimizers]
-        callers = [
-            (caller, wrapped.optimizer)
-            for wrapped in optimizers
-            for caller in (wrapped, wrapped.optimizer)
-        ]
-        for caller, optimizer in callers:
-            self._notice_zero_grad(caller, optimizer)
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for caller, _ in callers:
-                vars(caller).pop("zero_grad", None)
-
-    def _notice_zero_grad(self, caller: Any, optimizer: Optimizer) -> None:
-        plain = caller.zero_grad
-
-        def zero_grad(*args: Any, **kwargs: Any) -> None:
-            plain(*args, **kwargs)
-            self._left.discard(optimizer)
-
-        caller.zero_grad = zero_grad
-
-    def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._left:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} is about to step with gradients of an earlier "
-                "training_step: with manual optimization an elastic fit does a whole "
-                "training_step again when a rank dies, and cannot bring those back. Call its "
-                "zero_grad() in each training_step that steps it, and accumulate within one "
-                "training_step, or use automatic optimization with accumulate_grad_batches."
-            )

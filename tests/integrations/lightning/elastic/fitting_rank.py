@@ -51,10 +51,12 @@ from torchmetrics import MeanMetric
 
 from lightning_ring import ElasticStrategy
 from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.comm.communicator import Communicator
 from lightning_ring.data import ShuffledSampler, item_loader
+from lightning_ring.elastic.membership import View
 from lightning_ring.elastic.recovery import Recovery
+from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
-from lightning_ring.integrations.lightning.elastic.resize import Resize
 from lightning_ring.integrations.lightning.strategy import RingStrategy
 
 FOLDER, BACKEND, DEATHS = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
@@ -108,17 +110,16 @@ def agree_late() -> None:
 
 def enter_late() -> None:
     """As where the last message of the first view with other ranks is still under way."""
-    missed = Resize.missed
+    enter = ElasticFit.enter
 
-    def late(resize: Resize, of_ranks: Any) -> Any:
-        found = missed(resize, of_ranks)
-        if os.environ.get("FIT_ENTERS_LATE") == str(NUMBER) and len(resize._views) == 1:
-            os.environ.pop("FIT_ENTERS_LATE")
+    def late(fit: ElasticFit, view: View, comm: Communicator) -> bool:
+        again = enter(fit, view, comm)
+        if os.environ.get("FIT_ENTERS_LATE") == str(NUMBER) and view.generation == 1:
             time.sleep(1.5)
-            STRATEGIES[0].connected.barrier()
-        return found
+            comm.barrier()
+        return again
 
-    Resize.missed = late  # type: ignore[method-assign]
+    ElasticFit.enter = late  # type: ignore[method-assign]
 
 
 def die(step: int, place: str) -> None:

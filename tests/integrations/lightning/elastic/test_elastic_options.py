@@ -223,6 +223,9 @@ def test_a_schedule_goes_on_with_scaled_rates(index: int) -> None:
     assert rates[0] == pytest.approx(rates[1])
 
 
+POSITION: Any = SimpleNamespace(batch_size=8)
+
+
 @pytest.mark.parametrize("within", [False, True])
 def test_one_cycle_stays_at_its_end_where_fewer_ranks_take_more_steps(within: bool) -> None:
     """torch's raises behind total_steps, and would end a job that has outlived a death."""
@@ -237,11 +240,14 @@ def test_one_cycle_stays_at_its_end_where_fewer_ranks_take_more_steps(within: bo
         configs = [SimpleNamespace(scheduler=scheduler)]
         trainer = SimpleNamespace(accumulate_grad_batches=1)
         strategy: Any = SimpleNamespace(
-            optimizers=[optimizer], lr_scheduler_configs=configs, fit_trainer=trainer
+            optimizers=[optimizer],
+            lr_scheduler_configs=configs,
+            fit_trainer=trainer,
+            world_size=3,
         )
         resize = Resize("keep")
-        resize.begin(0, 4)
-        resize.apply(strategy, None, (1, 3), 0)
+        resize.finish_step(4)
+        resize.apply(strategy, POSITION, 0)
         for _ in range(steps):
             optimizer.step()
             scheduler.step()
@@ -278,40 +284,48 @@ def test_rates_follow_the_number_of_ranks_and_the_change_is_said(
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2)
     trainer = SimpleNamespace(accumulate_grad_batches=2)
     strategy: Any = SimpleNamespace(
-        optimizers=[optimizer], lr_scheduler_configs=[], fit_trainer=trainer
+        optimizers=[optimizer], lr_scheduler_configs=[], fit_trainer=trainer, world_size=4
     )
     resize = Resize(rule)
-    resize.begin(0, 4)
-    resize.apply(strategy, SimpleNamespace(batch_size=8), (1, 4), 1)  # type: ignore[arg-type]
+    resize.finish_step(4)
+    resize.apply(strategy, POSITION, 1)
     assert not caplog.records
+    strategy.world_size = 3
     with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
-        resize.apply(strategy, SimpleNamespace(batch_size=8), (2, 3), 120)  # type: ignore[arg-type]
+        resize.apply(strategy, POSITION, 120)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
-    assert f"48 samples instead of 64, learning rate 0.2 -> {expected:g}" in caplog.text
+    rates = "0.2" if rule == "keep" else f"0.2 -> {expected:g}"
+    assert f"48 samples instead of 64, learning rate {rates} (" in caplog.text
 
 
-def test_whoever_missed_a_view_scales_its_rates_by_the_factors_of_the_others_in_turn() -> None:
-    """The first rank entered views 1 and 2, and the second none of them."""
-    rates, views = [], [(0, 7), (1, 6), (2, 5)]
-    for entered in (views, views[:1]):
+def test_rates_are_scaled_from_those_of_the_last_finished_step() -> None:
+    """The first rank tried the step over six ranks too, and the second over five alone. A factor
+    of each change would give them other bits."""
+    rates = []
+    for tried in ([6, 5], [5]):
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 10, eta_min=0.01)
         trainer = SimpleNamespace(accumulate_grad_batches=1)
         strategy: Any = SimpleNamespace(
-            optimizers=[optimizer], lr_scheduler_configs=[], fit_trainer=trainer
+            optimizers=[optimizer],
+            lr_scheduler_configs=[SimpleNamespace(scheduler=scheduler)],
+            fit_trainer=trainer,
         )
         resize = Resize(lambda old, new: new / old / 3)
-        resize.begin(0, 7)
-        for view in entered[1:]:
-            resize.apply(strategy, None, view, 1)
-        for view in [*resize.missed([views, views[:1]]), (3, 4)]:
-            resize.apply(strategy, None, view, 1)
-        rates.append(optimizer.param_groups[0]["lr"])
-    assert rates[0] == rates[1] != 0.1
+        resize.finish_step(7)
+        for strategy.world_size in tried:
+            resize.apply(strategy, POSITION, 1)
+        resize.finish_step(5)
+        strategy.world_size = 4
+        resize.apply(strategy, POSITION, 2)
+        rates.append((optimizer.param_groups[0]["lr"], scheduler.eta_min, scheduler.base_lrs))
+    assert rates[0] == rates[1]
+    assert rates[0][0] == pytest.approx(0.1 * (5 / 7 / 3) * (4 / 5 / 3))
 
 
 def test_a_function_that_returns_no_factor_is_an_error() -> None:
     resize = Resize(lambda old, new: 0.0)
-    resize.begin(0, 4)
-    strategy: Any = SimpleNamespace(optimizers=[], lr_scheduler_configs=[])
+    resize.finish_step(4)
+    strategy: Any = SimpleNamespace(optimizers=[], lr_scheduler_configs=[], world_size=3)
     with pytest.raises(ConfigurationError, match=r"returned 0\.0 for 4 and 3 ranks"):
-        resize.apply(strategy, None, (1, 3), 0)
+        resize.apply(strategy, POSITION, 0)

@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.undo import (
-    OwnGradients,
     already_unscaled,
     forget_unscaling,
     remember_weights,
@@ -62,36 +59,6 @@ def test_weights_optimizers_and_schedulers_are_as_before_the_step(begun: bool) -
     step(module, optimizers)
     scheduler.step()
     torch.testing.assert_close(state(module, parts), once, rtol=0, atol=0)
-
-
-def test_gradients_of_an_earlier_training_step_are_not_stepped() -> None:
-    own, other = (torch.optim.SGD([Parameter(torch.zeros(1))], lr=1.0) for _ in range(2))
-    # as a module's `optimizers()` are
-    wrapped = [LightningOptimizer(optimizer) for optimizer in (own, other)]
-    gradients = OwnGradients()
-
-    def backward(optimizer: torch.optim.Optimizer) -> None:
-        (optimizer.param_groups[0]["params"][0] * 2).sum().backward()
-
-    with gradients.followed(wrapped):
-        backward(own)
-        own.step()
-        gradients.begin_step([own, other])
-        for zeroed in (wrapped[0], own):
-            gradients.begin_step([own, other])
-            zeroed.zero_grad()
-            backward(own)
-            own.step()
-        backward(other)
-        other.step()
-        gradients.begin_step([own, other])
-        backward(own)
-        with pytest.raises(
-            ConfigurationError, match="SGD is about to step with gradients of an earlier"
-        ):
-            own.step()
-    own.step()  # after the fit
-    assert not any("zero_grad" in vars(one) for one in (own, *wrapped))
 
 
 def test_a_scaler_divides_the_averages_of_a_step_once() -> None:
