@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_ring.comm.communicator import Communicator
 
 T = TypeVar("T")
 CallsOfRank = tuple[int, Any]  # how many it has finished, and the result of the last one
@@ -83,13 +86,15 @@ class HostCalls:
 
 
 @contextmanager
-def gathering_through(calls: HostCalls, module: nn.Module) -> Iterator[None]:
+def gathering_through(
+    calls: HostCalls, connected: Callable[[], Communicator], module: nn.Module
+) -> Iterator[None]:
     """Gather the states of each metric of ``module`` in one of ``calls``: of the ranks that are
-    there, or of all.
+    there, or of all. ``connected`` returns their communicator.
     """
     metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
     for metric in metrics:
-        vars(metric)["_sync_dist"] = _Gathering(metric, calls)
+        vars(metric)["_sync_dist"] = _Gathering(metric, calls, connected)
     try:
         yield
     finally:
@@ -100,17 +105,30 @@ def gathering_through(calls: HostCalls, module: nn.Module) -> Iterator[None]:
 class _Gathering:
     """A metric's ``_sync_dist``, which sets its states only after it has gathered all of them."""
 
-    def __init__(self, metric: Metric, calls: HostCalls) -> None:
+    def __init__(
+        self, metric: Metric, calls: HostCalls, connected: Callable[[], Communicator]
+    ) -> None:
         self._metric = metric
         self._calls = calls
+        self._connected = connected
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, gather: Any = gather_all_tensors, process_group: Any = None) -> None:
         metric = self._metric
+        if gather is gather_all_tensors and process_group is metric.process_group is None:
+            # A wait in torch's Gloo group was seen not to end when a rank died.
+            gather = self._gather
 
         def run() -> dict[str, Any]:
-            type(metric)._sync_dist(metric, *args, **kwargs)
+            type(metric)._sync_dist(metric, gather, process_group)
             return {name: getattr(metric, name) for name in metric._defaults}
 
         # another rank's, if this one has missed the end
         for name, state in self._calls.call(run).items():
             setattr(metric, name, state)
+
+    def _gather(self, state: Tensor, group: None = None) -> list[Tensor]:
+        comm = self._connected()
+        gathered = comm.all_gather_object(state.detach().cpu(), name="state of a metric")
+        of_ranks: list[Tensor] = [one.to(state.device) for one in gathered]
+        of_ranks[comm.rank] = state
+        return of_ranks

@@ -7,17 +7,19 @@ from __future__ import annotations
 import copy
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import numpy
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning, ProgressBar
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.communicator import Communicator, Work
 from lightning_ring.elastic.membership import JobEnded
 from lightning_ring.errors import StateLostError
 from lightning_ring.integrations.lightning.checkpoints import count_trained_batches
@@ -29,56 +31,135 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 64 * 2**20  # of a checkpoint, that travel at once
 _KEY = "lightning_ring_elastic"
-_COPIED_BY_OTHERS = ("state_dict", "optimizer_states")
+_STATES = "optimizer_states"
+_COPIED_BY_OTHERS = ("state_dict", _STATES)
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 # of ModelCheckpoint: the monotonic clock's time, by which rank 0 decides
 _OF_ONE_HOST = ("_last_time_checked",)
 
 
 class MemoryCheckpoint:
-    """What ``trainer.save_checkpoint`` would write, as a file that lies in this process's memory.
+    """What ``trainer.save_checkpoint`` would write, as files that lie in this process's memory.
 
-    The file goes when this object does, and what was loaded from it.
+    The states of the optimizers have a file of their own, which stays as long as these tensors:
+    optimizers go on with them. The memory of the other file goes with this object.
     """
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("lightning_ring checkpoint")
+        self._files = {key: os.memfd_create(f"lightning_ring {key}") for key in (_STATES, "rest")}
 
     @property
     def path(self) -> str:
-        return f"/proc/self/fd/{self._file}"
-
-    def write(self, checkpoint: dict[str, Any]) -> None:
-        with _without_checksums():
-            torch.save(checkpoint, self.path)
+        return self._path_of("rest")
 
     def load(self) -> dict[str, Any]:
-        """The checkpoint. Its tensors lie in the file: whoever keeps one copies it."""
-        loaded: dict[str, Any] = torch.load(
-            self.path, map_location="cpu", mmap=True, weights_only=False
-        )
-        return loaded
+        """The checkpoint. Its tensors lie in the files: whoever keeps one copies it, except for
+        the states of optimizers.
+        """
+        rest = _load(self.path)
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            states = _load(self._path_of(_STATES))
+        return {**rest, _STATES: states}
 
-    def send(self, comm: Communicator, device: torch.device) -> None:
-        """Replace the file by rank 0's. Collective.
+    def send(
+        self, comm: Communicator, device: torch.device, checkpoint: dict[str, Any] | None = None
+    ) -> None:
+        """Replace the files by rank 0's. Collective.
 
         Args:
             comm: Carries tensors on ``device``.
+            checkpoint: On rank 0, to be written first, unless this object has one already.
         """
-        size = comm.broadcast_object(os.fstat(self._file).st_size, name="checkpoint in memory")
-        os.ftruncate(self._file, size)
-        with mmap.mmap(self._file, size) as memory:
-            whole = torch.frombuffer(memory, dtype=torch.uint8)
-            for part in whole.split(CHUNK_BYTES):
-                sent = part.to(device)
-                comm.broadcast_(sent, name="checkpoint in memory").wait()
-                if sent is not part and comm.rank != 0:
-                    part.copy_(sent)
-            # the memory cannot be unmapped while a tensor lies in it
-            del whole, part, sent
+        states, rest = None, None
+        if checkpoint is not None:
+            rest = {key: value for key, value in checkpoint.items() if key != _STATES}
+            states = checkpoint[_STATES]
+        with _without_checksums():
+            for content, file in zip((states, rest), self._files.values(), strict=True):
+                size = os.fstat(file).st_size if content is None else _num_bytes(content)
+                size = comm.broadcast_object(size, name="checkpoint in memory")
+                os.ftruncate(file, size)
+                sending = _Sending(mmap.mmap(file, size), comm, device)
+                if content is not None:
+                    torch.save(content, sending)  # type: ignore[arg-type]
+                sending.finish()
+
+    def _path_of(self, key: str) -> str:
+        return f"/proc/self/fd/{self._files[key]}"
 
     def __del__(self) -> None:
-        os.close(self._file)
+        for file in self._files.values():
+            os.close(file)
+
+
+class _Sending:
+    """``memory``, which rank 0 writes as a file from its start to its end, and gets to all ranks
+    meanwhile. Collective.
+    """
+
+    def __init__(self, memory: mmap.mmap, comm: Communicator, device: torch.device) -> None:
+        self._comm, self._device = comm, device
+        self._memory = numpy.frombuffer(memory, dtype=numpy.uint8)
+        self._unsent = deque(torch.from_numpy(self._memory).split(CHUNK_BYTES))
+        self._under_way: deque[tuple[Work, Tensor, Tensor]] = deque()
+        self._num_written = self._num_sent = 0
+
+    def write(self, data: bytes) -> int:
+        for first in range(0, len(data), CHUNK_BYTES):
+            part = numpy.frombuffer(data, dtype=numpy.uint8)[first : first + CHUNK_BYTES]
+            end = self._num_written + len(part)
+            self._memory[self._num_written : end] = part
+            self._num_written = end
+            while self._num_written - self._num_sent >= CHUNK_BYTES:
+                self._send_next()
+        return len(data)
+
+    def flush(self) -> None:
+        """A file has it."""
+
+    def finish(self) -> None:
+        while self._unsent:
+            self._send_next()
+        while self._under_way:
+            self._receive()
+
+    def _send_next(self) -> None:
+        if len(self._under_way) == 2:
+            self._receive()
+        part = self._unsent.popleft()
+        sent = part.to(self._device)
+        work = self._comm.broadcast_(sent, name="checkpoint in memory")
+        self._under_way.append((work, part, sent))
+        self._num_sent += len(part)
+
+    def _receive(self) -> None:
+        work, part, sent = self._under_way.popleft()
+        work.wait()
+        if sent is not part and self._comm.rank != 0:
+            part.copy_(sent)
+
+
+class _Counting:
+    """A file that only counts its bytes."""
+
+    num_bytes = 0
+
+    def write(self, data: bytes) -> int:
+        self.num_bytes += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """A file has it."""
+
+
+def _num_bytes(content: Any) -> int:
+    counting = _Counting()
+    torch.save(content, counting)  # type: ignore[arg-type]
+    return counting.num_bytes
+
+
+def _load(path: str) -> Any:
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
 
 
 @contextmanager

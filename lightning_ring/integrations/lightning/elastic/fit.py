@@ -350,20 +350,18 @@ class ElasticFit:
             self.held = None
             if not joins:
                 return False
-            held: MemoryCheckpoint | FileCheckpoint = self._offered(comm)
+            self._hold(self._offered(comm), comm)
         elif joins:
             in_memory = self.held if isinstance(self.held, MemoryCheckpoint) else MemoryCheckpoint()
             on_disk = self.held if isinstance(self.held, FileCheckpoint) else None
             held = comm.broadcast_object(on_disk, name="checkpoint") or in_memory
-        else:
-            return True
-        if isinstance(held, MemoryCheckpoint):
-            held.send(comm, self._strategy.root_device)
-        self._hold(held, comm)
+            if isinstance(held, MemoryCheckpoint):
+                held.send(comm, self._strategy.root_device)
+            self._hold(held, comm)
         return True
 
     def _offered(self, comm: Communicator) -> MemoryCheckpoint:
-        """The checkpoint of `let_in_newcomers`, which rank 0 has to send. Collective."""
+        """The checkpoint of `let_in_newcomers`, which rank 0 sends. Collective."""
         strategy, view = self._strategy, self.recovery.view
         assert view is not None
         held = MemoryCheckpoint()
@@ -375,8 +373,7 @@ class ElasticFit:
             if members != old or not self._has_batches_for(len(view.members)):
                 raise PeerFailedError("New processes have to wait for another step.")
         check_newcomers(strategy, self, comm, joins=self.waits_to_join)
-        if comm.rank == 0:
-            held.write(checkpoint)
+        held.send(comm, strategy.root_device, checkpoint if comm.rank == 0 else None)
         return held
 
     def _hold(self, held: MemoryCheckpoint | FileCheckpoint, comm: Communicator) -> None:

@@ -221,10 +221,6 @@ class ElasticStrategy(RingStrategy):
             self._rest.restore_flags(self.fit_model)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._rest is not None:
-            # optimizers keep the tensors that they get
-            states = copy.deepcopy(checkpoint["optimizer_states"])
-            checkpoint = {**checkpoint, "optimizer_states": states}
         super().load_optimizer_state_dict(checkpoint)
         if self._restore_random is not None:
             self._restore_random()
@@ -401,7 +397,8 @@ class ElasticStrategy(RingStrategy):
             check_batches([size for _, size in of_ranks])
             take_names(trainer.loggers, of_ranks[0][0])
             self._begin_to_train(fit, position)
-        self._in_fit.enter_context(gathering_through(fit.calls, trainer.lightning_module))
+        module = trainer.lightning_module
+        self._in_fit.enter_context(gathering_through(fit.calls, lambda: self.connected, module))
         change_loops(self, fit, self._in_fit)
 
     def _begin_to_train(self, fit: ElasticFit, position: TrainingPosition) -> None:

@@ -21,15 +21,14 @@ def test_all_ranks_load_what_rank_0_has_written(
     numel: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_checkpoint, "CHUNK_BYTES", 1000)
-    checkpoint: dict[str, Any] = {}
+    checkpoint: dict[str, Any] = {"optimizer_states": []}
     if numel is not None:
-        checkpoint = {"weights": torch.randn(numel), "ready": torch.tensor(True), "epoch": 3}
+        states = [{"state": {0: {"exp_avg": torch.randn(numel)}}}]
+        checkpoint = {"optimizer_states": states, "weights": torch.randn(numel), "epoch": 3}
 
     def send(comm: Communicator) -> dict[str, Any]:
         held = MemoryCheckpoint()
-        if comm.rank == 0:
-            held.write(checkpoint)
-        held.send(comm, torch.device("cpu"))
+        held.send(comm, torch.device("cpu"), checkpoint if comm.rank == 0 else None)
         return copy.deepcopy(held.load())
 
     run_ranks(2, send)  # whatever is opened once
