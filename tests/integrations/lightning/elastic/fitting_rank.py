@@ -18,8 +18,9 @@ Environment: FIT_SAMPLES: 144 if it is not set. FIT_LOADER: the training loader 
 nodes, which processes take by turns. FIT_TRAINER and FIT_STRATEGY are JSON of arguments.
 FIT_MISFIT: NUMBER of a process whose model differs.
 FIT_CALLBACKS: further callbacks, as expressions: of Lightning, and those below. FIT_DROPOUT.
-FIT_MANUAL: manual optimization, two optimizers. FIT_MOMENTUM: each training_step lets an encoder
-follow the first layer. FIT_SCALER: the first scale of a loss scaler. FIT_RESUME: a checkpoint.
+FIT_MANUAL: manual optimization, two optimizers; ``accumulates``: every second batch adds to the
+gradients of the one before, whose sums go to ``FOLDER/NUMBER.gradients``.
+FIT_MOMENTUM: each training_step lets an encoder follow the first layer. FIT_SCALER: the first scale of a loss scaler. FIT_RESUME: a checkpoint.
 FIT_LATE: NUMBER:STEP of a process that has yet to learn that all agree to this step when a ``late``
 death comes. FIT_BARRIER: NUMBER:STEP, behind which all ranks call a barrier, and this process has
 yet to learn that all came to it. FIT_ENTERS_LATE: NUMBER of a process that has yet to come out of
@@ -335,9 +336,15 @@ class ManualModule(Module):
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         self.begin(batch)
+        accumulates = os.environ["FIT_MANUAL"] == "accumulates" and batch_idx % 2
+        if accumulates:
+            left = [param.grad.sum().item() for param in self.net[0].parameters()]
+            with (FOLDER / f"{NUMBER}.gradients").open("a") as log:
+                log.write(json.dumps([self.global_step, *left]) + "\n")
         for number, optimizer in enumerate(self.optimizers()):
             with optimizer.toggle_model():
-                optimizer.zero_grad()
+                if not accumulates:
+                    optimizer.zero_grad()
                 self.manual_backward(
                     self.loss(batch) if number else self.net(batch[0]).square().mean()
                 )

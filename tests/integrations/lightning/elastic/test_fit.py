@@ -292,6 +292,22 @@ def test_a_newcomer_steps_several_optimizers_as_the_others_do(tmp_path: Path) ->
     assert len(trained_batches(tmp_path, 2)) > 5
 
 
+def test_gradients_of_an_earlier_training_step_are_there_when_the_next_is_done_again(
+    tmp_path: Path,
+) -> None:
+    ends = fit(tmp_path, "gloo", "1:7:between", ranks=3, FIT_MANUAL="accumulates")
+    check(tmp_path, ends, 2)
+    seen = [
+        tuple(json.loads(line))
+        for end in ends
+        for line in (tmp_path / f"{end['number']}.gradients").read_text().splitlines()
+    ]
+    twice = [one for one in seen if one[0] == 6]
+    assert len(twice) == 4  # two ranks, two attempts
+    assert len(set(twice)) == 1
+    assert twice[0][1:] != (0.0, 0.0)
+
+
 def test_a_newcomer_gets_what_callbacks_keep_outside_their_states(tmp_path: Path) -> None:
     """Which checkpoint came last, that one is due, how many batches to accumulate, and a count
     of a callback.
