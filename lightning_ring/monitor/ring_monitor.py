@@ -195,6 +195,8 @@ class RingMonitor(Callback):
             fit.squares[optimizer] = fit.run(
                 "gradient norms", _unknown(), gradient_squares, trainer.strategy, optimizer
             )
+            # After the step a schedule has set the next one's.
+            fit.rates = fit.run(_OPTIMIZERS, {}, learning_rates, trainer.optimizers)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -299,6 +301,7 @@ class _Fit(MonitorFailures):
                 "or 'ring_sharded' for the rest."
             )
         self.squares: dict[Optimizer, Tensor] = {}
+        self.rates: dict[str, float] = {}  # with which the step was taken
         self.dashboard: Dashboard | None = None
         self.logged: set[str] = set()
         self._pending: LoggedStep | None = None  # its rows are under way
@@ -333,9 +336,8 @@ class _Fit(MonitorFailures):
         rows: Callable[[], RowExchange | Tensor],
     ) -> None:
         """``rows`` sends them, after the trust ratios have begun their way to the host."""
-        rates = self.run(_OPTIMIZERS, {}, learning_rates, optimizers)
         ratios = self.run(_OPTIMIZERS, torch.empty(0), trust_ratios, optimizers)
-        self._pending = LoggedStep(step, rates, ratios, rows())
+        self._pending = LoggedStep(step, self.rates if optimizers else {}, ratios, rows())
 
     def receive(self, wait: bool) -> RingReport | None:
         """The report, once the rows have arrived; ``wait`` for them. Raises `RingError`."""

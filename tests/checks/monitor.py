@@ -131,6 +131,20 @@ def parts(report: RingReport, rank: int) -> float:
 
 
 @by_world_size
+class Scheduled(Quiet):
+    """Step k is taken with learning rate k + 1."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step + 1.0)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def check_the_learning_rate_of_a_step_is_the_one_that_it_was_taken_with() -> None:
+    report = monitored(Scheduled())
+    assert report.learning_rates == ({"SGD": report.step + 1.0} if RANK == 0 else {})
+
+
 def check_a_rank_that_sleeps_is_named_slowest_with_its_sleep() -> None:
     report = monitored(Sleepy(), log_every_n_steps=4)
     rank, behind = report.slowest

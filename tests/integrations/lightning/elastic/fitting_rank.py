@@ -20,7 +20,8 @@ FIT_MISFIT: NUMBER of a process whose model differs.
 FIT_CALLBACKS: further callbacks, as expressions: of Lightning, and those below. FIT_DROPOUT.
 FIT_MANUAL: manual optimization, two optimizers; ``accumulates``: every second batch adds to the
 gradients of the one before, whose sums go to ``FOLDER/NUMBER.gradients``.
-FIT_MOMENTUM: each training_step lets an encoder follow the first layer. FIT_SCALER: the first scale of a loss scaler. FIT_RESUME: a checkpoint.
+FIT_MOMENTUM: each training_step lets an encoder follow the first layer. FIT_SCALER: the first scale
+of a loss scaler. FIT_RESUME: a checkpoint.
 FIT_LATE: NUMBER:STEP of a process that has yet to learn that all agree to this step when a ``late``
 death comes. FIT_BARRIER: NUMBER:STEP, behind which all ranks call a barrier, and this process has
 yet to learn that all came to it. FIT_ENTERS_LATE: NUMBER of a process that has yet to come out of
