@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=60,
         metavar="SECONDS",
-        help="of each all-reduce (default: 60)",
+        help="of each all-reduce (default: 60); a higher limit extends the other checks too",
     )
     parser.add_argument("--json", action="store_true", help="write the report as JSON")
     # of how many hosts this is one: how the doctor starts itself there

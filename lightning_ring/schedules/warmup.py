@@ -25,8 +25,9 @@ def gradual_warmup(
 
     Args:
         warmup: Length; 0 for none.
-        start_factor: Factor at step 0, in [0, 1]. To begin at the unscaled learning rate, as in
-            Goyal et al. 2017 (arXiv:1706.02677, section 2.2): base batch size / global batch size.
+        start_factor: Factor at step 0, in [0, 1]. With 0 the first step has learning rate 0, and
+            changes no weights. To begin at the unscaled learning rate, as in Goyal et al. 2017
+            (arXiv:1706.02677, section 2.2): base batch size / global batch size.
         steps_per_epoch: Optimizer steps in one unit of ``warmup``.
 
     Raises:

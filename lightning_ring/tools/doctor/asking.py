@@ -25,6 +25,9 @@ _OF_LAUNCHERS = re.compile(
 _SETTINGS = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
 
 
+USUAL_SECONDS = 60.0
+
+
 @dataclass(frozen=True, slots=True)
 class DoctorRequest:
     ranks: int  # to run on this host
@@ -35,7 +38,8 @@ class DoctorRequest:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def at_most(self, seconds: float) -> float:
-        return min(seconds, self.seconds)
+        """The limit of a question that takes at most ``seconds`` on a quiet host."""
+        return min(seconds, self.seconds) * max(1.0, self.seconds / USUAL_SECONDS)
 
     @property
     def child_environ(self) -> dict[str, str]:
@@ -50,6 +54,7 @@ class DoctorRequest:
         return _OF_LAUNCHERS.fullmatch(name) is not None
 
 
+_TOO_LATE = "did not end within"
 _END_SECONDS = 8.0  # the longest time that ringrun takes to end its ranks
 _running: set[subprocess.Popen[str]] = set()
 
@@ -65,6 +70,15 @@ class Answer:
         """The last line on standard error, where Python puts the exception; else the problem."""
         lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
         return lines[-1] if lines else self.problem
+
+    def advice(self, advice: str) -> str:
+        """What to do: ``advice``, unless time was too short."""
+        if not self.problem.startswith(_TOO_LATE):
+            return advice
+        return (
+            f"The load of this host is {os.getloadavg()[0]:.0f}, on {os.cpu_count()} cores. Ask "
+            f"again when it is quiet, or with --timeout {5 * USUAL_SECONDS:g}."
+        )
 
 
 def ask(command: Sequence[str], seconds: float, environ: Mapping[str, str] | None = None) -> Answer:
@@ -91,7 +105,7 @@ def ask(command: Sequence[str], seconds: float, environ: Mapping[str, str] | Non
         # a grandchild in another session may hold the pipe
         with contextlib.suppress(subprocess.TimeoutExpired):
             stdout, stderr = process.communicate(timeout=2)
-        return Answer(stdout, stderr, f"did not end within {seconds:g} s")
+        return Answer(stdout, stderr, f"{_TOO_LATE} {seconds:g} s")
     finally:
         _running.discard(process)
     code = process.returncode

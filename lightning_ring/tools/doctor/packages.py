@@ -148,7 +148,7 @@ def check_imports(request: DoctorRequest) -> list[Finding]:
     facts, answer = torch_facts(request)
     if not facts:
         advice = "pip install --force-reinstall torch torchvision (in one command)."
-        return [broken("import torch", _why(answer), advice)]
+        return [broken("import torch", _why(answer), answer.advice(advice))]
     builds = [
         f"{name} {facts[key]}"
         for name, key in (("CUDA", "cuda"), ("ROCm", "rocm"), ("XPU", "xpu"))
@@ -224,7 +224,7 @@ def _rest(request: DoctorRequest) -> list[Finding]:
         advice = "pip install --force-reinstall 'lightning!=2.6.2,!=2.6.3'"
     else:
         advice = "Reinstall lightning-ring; if it stays, report it with these lines."
-    return [broken(f"import {package}", _why(answer), advice)]
+    return [broken(f"import {package}", _why(answer), answer.advice(advice))]
 
 
 def _why(answer: Answer) -> str:

@@ -64,6 +64,7 @@ def test_a_program_that_hangs_is_ended_with_all_that_it_started():
     answer = ask(["sh", "-c", "echo begun; sleep 1000 & echo $$; wait"], 0.5)
     begun, pid = answer.stdout.split()
     assert (begun, answer.problem) == ("begun", "did not end within 0.5 s")
+    assert "--timeout 300" in answer.advice("Reinstall it.")
     deadline = time.monotonic() + 60
     # a grandchild is there until somebody takes note of its end
     while processes_of_sessions({int(pid)}):
