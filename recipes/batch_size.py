@@ -7,10 +7,7 @@ from lightning_ring.errors import ConfigurationError
 
 def per_rank_batch_size(global_batch_size: int, world_size: int) -> int:
     """Images per rank and step, so that ``global_batch_size`` images make one step on any number of
-    ranks.
-
-    Raises:
-        ConfigurationError: ``global_batch_size`` is not a positive multiple of ``world_size``.
+    ranks. Raises `ConfigurationError`: it is not a positive multiple of ``world_size``.
     """
     if global_batch_size <= 0 or global_batch_size % world_size:
         lower = global_batch_size // world_size * world_size
@@ -24,10 +21,8 @@ def per_rank_batch_size(global_batch_size: int, world_size: int) -> int:
 
 
 def classes_per_batch(global_batch_size: int, world_size: int, images_per_class: int) -> int:
-    """P of P x K sampling, on each rank.
-
-    Raises:
-        ConfigurationError: A rank's batch is no multiple of ``images_per_class``.
+    """P of P x K sampling, on each rank. Raises `ConfigurationError`: a rank's batch is no multiple
+    of ``images_per_class``.
     """
     rank_batch_size = per_rank_batch_size(global_batch_size, world_size)
     if rank_batch_size % images_per_class:
@@ -43,10 +38,8 @@ def even_batch_size(num_images: int, world_size: int, batch_size: int) -> int:
     equally many batches.
 
     Shares may differ by one image. A rank with one batch more would wait in a collective that the
-    others never call, such as DistributedDataParallel's broadcast of buffers.
-
-    Raises:
-        ConfigurationError: A rank would have no image.
+    others never call, such as DistributedDataParallel's broadcast of buffers. Raises
+    `ConfigurationError`: a rank would have no image.
     """
     if num_images < world_size:
         raise ConfigurationError(

@@ -24,8 +24,7 @@ def saved_configuration(arguments: list[str]) -> DictConfig:
     """The configuration beside the checkpoint that ``arguments`` name, with their other values in
     place.
 
-    Raises:
-        SystemExit: There is no such checkpoint or configuration; in one line that says so.
+    Raises `SystemExit`: there is no such checkpoint or configuration; in one line that says so.
     """
     given = OmegaConf.from_dotlist(arguments)
     if not isinstance(given.get("ckpt_path"), str):

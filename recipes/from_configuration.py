@@ -4,7 +4,7 @@ loaded without anything else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 from lightning_ring.optim import exclude_bias_and_norm
 from lightning_ring.schedules import WarmupLR
 
+Schedule = Callable[[int], float]
+
 
 class FromConfiguration(L.LightningModule):
     """A module whose checkpoints hold the configuration that it was made from, as hyper-parameters.
@@ -29,12 +31,11 @@ class FromConfiguration(L.LightningModule):
         optimizer: Called with parameter groups, in which biases and normalization layers have no
             weight decay.
         schedule: Called with ``total``, the number of optimizer steps of the whole run; gives a
-            function from step to factor, as those in `lightning_ring.schedules`. None keeps the
-            learning rate constant.
+            function from step to factor, as `of_run` does. None keeps the learning rate constant.
     """
 
     def __init__(
-        self, optimizer: partial[Optimizer], schedule: Callable[..., Callable[[int], float]] | None
+        self, optimizer: partial[Optimizer], schedule: Callable[..., Schedule] | None
     ) -> None:
         super().__init__()
         self.optimizer = optimizer
@@ -77,3 +78,26 @@ class FromConfiguration(L.LightningModule):
             if isinstance(value, dict) and name not in changes
         }
         return super().load_from_checkpoint(checkpoint_path, **parts, **changes)
+
+
+def of_run(
+    total: int,
+    schedule: Callable[..., Schedule],
+    epochs: float,
+    warmup: float = 0,
+    warmup_epochs: float | None = None,
+    milestone_epochs: Sequence[float] | None = None,
+    **settings: Any,
+) -> Schedule:
+    """``schedule``, one of `lightning_ring.schedules` with ``settings``, for a run of ``total``
+    optimizer steps in ``epochs``.
+
+    ``warmup`` is in steps; ``warmup_epochs``, if given, takes its place. ``milestone_epochs`` are
+    for `warmup_multistep`.
+    """
+    steps_per_epoch = total / epochs
+    if warmup_epochs is not None:
+        warmup = warmup_epochs * steps_per_epoch
+    if milestone_epochs is not None:
+        return schedule([epoch * steps_per_epoch for epoch in milestone_epochs], warmup, **settings)
+    return schedule(total, warmup, **settings)

@@ -61,29 +61,22 @@ class Pictures(Callback):
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, *position: int
     ) -> None:
-        self._keep(trainer, pl_module, batch, position[1] if len(position) > 1 else 0)
-
-    on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
-
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._draw(trainer, pl_module, "val")
-
-    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._draw(trainer, pl_module, "test")
-
-    def _keep(self, trainer: L.Trainer, module: Any, batch: Any, loader: int) -> None:
+        loader = position[1] if len(position) > 1 else 0
         kept = self.seen.setdefault(loader, [])
         full = sum(len(part[1]) for part in kept) >= self.most
         if loader > 1 or full or _writer(trainer) is None:  # a third loader's are to be found
             return
         images, labels = batch[:2]
         with torch.no_grad():
-            outputs = module.embedder(images) if hasattr(module, "embedder") else module(images)
-        kept.append((shown(images), labels.cpu(), outputs.float().cpu()))
+            found = getattr(pl_module, "embedder", pl_module)(images)
+        kept.append((shown(images), labels.cpu(), found.float().cpu()))
 
-    def _draw(self, trainer: L.Trainer, module: Any, stage: str) -> None:
+    on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         writer, epoch = _writer(trainer), trainer.current_epoch
-        # a figure takes 0.4 s
+        stage = "test" if trainer.testing else "val"
+        # A figure takes 0.4 s.
         draws_classes = stage == "test" or epoch == 0 or (epoch + 1) % self.every == 0
         for loader, parts in self.seen.items():
             if writer is None or not parts:
@@ -91,16 +84,18 @@ class Pictures(Callback):
             images, labels, outputs = (torch.cat(column) for column in zip(*parts, strict=True))
             name = stage if loader == 0 else f"{stage}_unseen"
             logits: Tensor | None = outputs
-            if hasattr(module, "embedder"):
+            if hasattr(pl_module, "embedder"):
                 picture = strips(images, labels, F.normalize(outputs), self.strips)
                 writer.add_image(f"{name}/nearest", picture, trainer.global_step)
                 logits = None
-                if module.classification_weight and loader == 0:
+                if pl_module.classification_weight and loader == 0:
                     with torch.no_grad():
-                        logits = module.logits(outputs.to(module.device)).float().cpu()
+                        logits = pl_module.logits(outputs.to(pl_module.device)).float().cpu()
             if draws_classes and logits is not None:
                 self._classified(trainer, name, labels, logits)
         self.seen.clear()
+
+    on_test_epoch_end = on_validation_epoch_end
 
     def _classified(self, trainer: L.Trainer, name: str, labels: Tensor, logits: Tensor) -> None:
         step, predicted = trainer.global_step, logits.argmax(1)

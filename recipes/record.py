@@ -39,12 +39,9 @@ def finish(
     workers: int,
 ) -> dict[str, Result]:
     """Every run's result by key: those on record as they are, the others run now, ``workers`` at
-    once.
+    once, in the order of ``runs``.
 
-    Args:
-        runs: By key. Those that take longest first, so that no worker waits for one at the end.
-        execute: Computes a result, which has its run's ``"key"``. Picklable.
-        say: One line about a result.
+    ``execute`` is picklable; its result has the run's ``"key"``. ``say`` makes a line of a result.
     """
     results = read(file)
     missing = {key: run for key, run in runs.items() if key not in results}

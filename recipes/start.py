@@ -5,6 +5,7 @@ run, and the start of the ranks.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import re
@@ -19,7 +20,7 @@ from lightning_ring.job.launchers import launcher_variables
 from lightning_ring.launch.script import JobFinished, script_job
 from recipes.batch_size import classes_per_batch, per_rank_batch_size
 
-MOST_CHARACTERS = 120  # of the overrides; a file system allows 255 bytes for a name
+MOST_CHARACTERS = 60  # of the overrides in the name of a folder
 
 
 def place() -> tuple[int, int] | None:
@@ -34,10 +35,7 @@ def place() -> tuple[int, int] | None:
 
 def check(config: DictConfig) -> None:
     """Refuse a batch that does not divide by the ranks before anything that takes seconds, if the
-    ranks can be counted without torch.
-
-    Raises:
-        ConfigurationError: With the nearest batches that do.
+    ranks can be counted without torch. Raises `ConfigurationError` with the nearest ones that do.
     """
     told, devices = place(), config.trainer.devices
     if told is None and (type(devices) is not int or devices < 1):
@@ -54,10 +52,7 @@ def start_ranks(config: DictConfig) -> None:
     rank do nothing.
 
     `RingStrategy` would start them too, but only after this process has imported torch and built
-    the model in vain.
-
-    Raises:
-        JobFinished: With the job's exit code.
+    the model in vain. Raises `JobFinished` with the job's exit code.
     """
     strategy, devices = config.strategy, config.trainer.devices
     if (
@@ -105,7 +100,9 @@ def rank_zero_folder(folder: str) -> str:
 
 
 def new_folder(folder: str) -> str:
-    """Make ``folder``, or ``folder_2`` and so on: runs can start in the same second."""
+    """Make ``folder``, or ``folder_2`` and so on: runs can start in the same second. ``latest``
+    beside it leads there.
+    """
     for number in itertools.count(1):
         path = Path(folder if number == 1 else f"{folder}_{number}")
         try:
@@ -113,6 +110,11 @@ def new_folder(folder: str) -> str:
         except FileExistsError:
             continue
         except OSError:
-            pass  # Hydra makes it again, and its error is reported
+            return str(path)  # Hydra makes it again, and its error is reported
+        # Two runs that start at once may both replace the link; a file system may have none.
+        with contextlib.suppress(OSError):
+            link = path.with_name("latest")
+            link.unlink(missing_ok=True)
+            link.symlink_to(path.name)
         return str(path)
     raise AssertionError

@@ -40,9 +40,7 @@ class SweepTable(Callback):
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Of all runs in the folder of a sweep: overrides, status, seconds of training, ranks and
-    metrics; sorted.
-    """
+    """Overrides, status, seconds of training, ranks and metrics of a sweep's runs; sorted."""
     rows = []
     for file in sorted(folder.glob("*/.hydra/overrides.yaml")):
         run = file.parent.parent
@@ -76,10 +74,8 @@ def table(rows: list[Row]) -> str:
 
 
 def goes_on_after(error: BaseException) -> bool:
-    """Whether the sweep goes on with its next run.
-
-    Not among ranks that a launcher started, each of which runs the sweep: the others would wait for
-    this one.
+    """Whether the sweep goes on with its next run. It does not among ranks that a launcher started:
+    each of them runs the sweep, and the others would wait for this one.
     """
     if HydraConfig.get().mode != RunMode.MULTIRUN or place() is not None:
         return False

@@ -24,14 +24,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.hosts import Hosts, mpirun_path, open_hosts, why_not
 from benchmarks.turns import prepare
+from lightning_ring.tools.plan.inputs import read_bench, read_profile
 from lightning_ring.tools.plan.model import Cluster, Link, Settings, predict
-from lightning_ring.tools.plan.networks import read_bench
-from lightning_ring.tools.plan.profile import read_profile
 
 _SIZES = "64K,256K,512K,1M,4M,16M"
 _SECONDS = 200
@@ -151,7 +150,7 @@ def measure(
     run(hosts.mpirun(num_ranks, sys.executable, "-m", "benchmarks.step.plan_rank", *words))
     cluster = Cluster(num_ranks, ranks_per_host, *links)
     for way, (seconds, processor) in json.loads(out.read_text()).items():
-        step = predict(read_profile(path), cluster, replace(WAYS[way], topology=topology))
+        step = predict(read_profile(path), cluster, WAYS[way])
         # steps of LocalSGD differ by design
         middle = statistics.mean if way == "local_sgd_8" else statistics.median
         name = f"{way}, {topology}"

@@ -31,7 +31,7 @@ from lightning_ring.gradients.compression import COMPRESSORS
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import connect
 from lightning_ring.job.ranks import discover_ranks
-from lightning_ring.tools.plan.profile import Gradient, Profile, read_profile
+from lightning_ring.tools.plan.inputs import Gradient, Profile, read_profile
 
 _TIMEOUT = timedelta(seconds=60)
 _WARMUP = 3  # the first backward orders buckets, the second connects

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from lightning_ring.cli.arguments import check_output
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.tools.plan import report
+from lightning_ring.tools.plan.inputs import parse_link, read_profile
 from lightning_ring.tools.plan.model import Cluster, world_sizes
-from lightning_ring.tools.plan.networks import parse_link
-from lightning_ring.tools.plan.profile import json_text, read_profile
 
 MOST_RANKS = 10_000
 
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    check_output("--json", options.json)
     profile = read_profile(options.profile)
     per_node = options.ranks_per_node
     if per_node is None:
@@ -35,18 +31,13 @@ def main(arguments: Sequence[str]) -> int:
     # with one rank a node nothing travels inside one
     clusters = [Cluster(size, per_node, network, node or network) for size in sizes]
     table = report.tabulate(profile, clusters)
-    at = max(
-        index for index, size in enumerate(sizes) if options.ranks or size <= max(64, sizes[0])
-    )
+    most = sizes[-1] if options.ranks else max(64, sizes[0])
+    at = max(index for index, size in enumerate(sizes) if size <= most)
     found = report.changes(profile, clusters[at])
     print(*report.heading(profile, network, node), sep="\n")
     print("", *report.table_lines(table), "", sep="\n")
     now = table[report.AS_IT_IS][at]
     print(*report.advice(now, found, profile.phases.data), *report.NOTES, sep="\n")
-    if options.json is not None:
-        links = {"network": network, "node": node}
-        content = report.as_json(profile, links, table, sizes[at], found)
-        Path(options.json).write_text(json_text(content))
     return 0
 
 
@@ -65,28 +56,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--node", metavar="NETWORK", help="between the ranks of a node")
     add("--ranks-per-node", type=int, metavar="N", help="default: as recorded")
     add("--ranks", metavar="N,...", help="these numbers (default: powers of two to 10,000)")
-    add("--json", metavar="FILE", help="write all numbers, in bytes and seconds (null: no limit)")
     return parser
 
 
 def chosen_sizes(asked: str | None, per_node: int) -> list[int]:
     if asked is None:
         return world_sizes(per_node, MOST_RANKS)
-    sizes = set()
-    for text in asked.split(","):
-        if not text.strip().isdecimal():
-            raise ConfigurationError(
-                f"--ranks {asked}: {text!r} is no number of ranks. Write for instance 1,8,64."
-            )
-        size = int(text)
+    words = asked.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise ConfigurationError(f"--ranks {asked}: write numbers of ranks, for instance 1,8,64.")
+    sizes = sorted(set(map(int, words)))
+    for size in sizes:
         _check_range(size, "--ranks")
         if size > per_node and size % per_node:
             raise ConfigurationError(
                 f"--ranks {size}: does not fill nodes of {per_node} ranks. Take a multiple, such "
                 f"as {size // per_node * per_node}, or another --ranks-per-node."
             )
-        sizes.add(size)
-    return sorted(sizes)
+    return sizes
 
 
 def _check_range(number: int, option: str) -> None:

@@ -12,7 +12,17 @@ from lightning_ring.errors import ConfigurationError
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="lightning-ring report",
+        description="Write one HTML page, which needs no network, of what a run logged to "
+        "TensorBoard: result, curves, where a step's time goes, ranks, pictures, configuration, "
+        "environment. Several runs are compared.",
+    )
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="folder of a run, or above several")
+    add("-o", "--output", default="report.html", metavar="FILE", help="default: report.html")
+    add("--metric", metavar="TAG", help="scalar to compare by (default: that of checkpoints)")
+    options = parser.parse_args(arguments)
     needed = ("tensorboard", "jinja2", "yaml", "matplotlib")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
@@ -31,25 +41,3 @@ def main(arguments: Sequence[str]) -> int:
     counted = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     print(f"{output}: {counted}, {len(page) / 1e6:.1f} MB")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lightning-ring report",
-        description="Write one HTML page, which needs no network, of what a run logged to "
-        "TensorBoard and keeps in its folder: result, curves, where a step's time goes, ranks, "
-        "pictures, configuration, environment. Several runs are compared.",
-    )
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        help="folder of a run, or above several, such as a sweep's",
-    )
-    parser.add_argument(
-        "-o", "--output", default="report.html", metavar="FILE", help="default: report.html"
-    )
-    parser.add_argument(
-        "--metric", metavar="TAG", help="scalar to compare by (default: what checkpoints go by)"
-    )
-    return parser

@@ -18,25 +18,18 @@ from lightning_ring.comm.timing import Mark, now, seconds_between
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.monitor.step_times import PHASES, StepRecord, StepTimer
-from lightning_ring.tools.plan.profile import Gradient, Model, Phases, Profile, Run, write_profile
+from lightning_ring.tools.plan.inputs import Gradient, Model, Phases, Profile, Run, write_profile
 
 
 class RingProfile(Callback):
-    """Writes a profile of ``steps`` training steps to ``path``, for ``lightning-ring plan``.
+    """Writes a profile of ``steps`` training steps, after ``warmup`` others, to ``path``, for
+    ``lightning-ring plan``.
 
     With any strategy on one rank, with ``strategy="ring"`` on any number, of which the slowest
     rank is recorded. Rank 0 writes the file. Training goes on as it was; while it records, each
-    gradient costs a clock read (on CUDA an event).
-
-    Args:
-        path: The file; its folder exists.
-        steps: Recorded.
-        warmup: Steps before those.
-
-    Raises:
-        ConfigurationError: When training starts: the path cannot be written, or steps cannot be
-            told apart (manual optimization, accumulated gradients, another strategy on several
-            ranks).
+    gradient costs a clock read (on CUDA an event). Raises `ConfigurationError` when training starts
+    where the path cannot be written, or steps cannot be told apart (manual optimization,
+    accumulated gradients, another strategy on several ranks).
     """
 
     def __init__(self, path: str | os.PathLike[str], steps: int = 20, warmup: int = 10) -> None:
@@ -44,9 +37,7 @@ class RingProfile(Callback):
             raise ConfigurationError(
                 f"RingProfile needs steps >= 1 and warmup >= 0, got {steps} and {warmup}."
             )
-        self.path = Path(path)
-        self.steps = steps
-        self.warmup = warmup
+        self.path, self.steps, self.warmup = Path(path), steps, warmup
         self._hooks: dict[Tensor, RemovableHandle] = {}
         self._ready: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
         self._steps: list[StepRecord] = []
@@ -54,11 +45,9 @@ class RingProfile(Callback):
         self._seen = 0
         self._timer: StepTimer | None = None
 
-    # -- what Lightning calls
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            # before the strategy does: its own hook may send a bucket
+            # Before the strategy does: its own hook may send a bucket.
             self._watch(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -71,7 +60,8 @@ class RingProfile(Callback):
         self._timer = StepTimer.attach(trainer, self._on_step)
 
     def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
-        self._began = now(trainer.strategy.root_device) if self._recording else None
+        records = self._timer is not None and self._seen >= self.warmup
+        self._began = now(trainer.strategy.root_device) if records else None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._seen += 1
@@ -89,36 +79,23 @@ class RingProfile(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._stop(trainer)
 
-    # -- recording
-
-    @property
-    def _recording(self) -> bool:
-        return self._timer is not None and self._seen >= self.warmup
-
     def _problem(self, trainer: Trainer, module: LightningModule) -> str:
-        """What stands in the way; empty if nothing."""
+        """What it cannot do; empty if nothing stands in the way."""
         writable = os.access(self.path.absolute().parent, os.W_OK) and not self.path.is_dir()
-        strategy, ranks = trainer.strategy, trainer.world_size
+        batches, strategy = trainer.accumulate_grad_batches, trainer.strategy
         algorithm = getattr(strategy, "algorithm", None)
         if trainer.is_global_zero and not writable:
             return "be written. Name a file in a folder that is there."
         if not module.automatic_optimization:
+            return "record manual optimization: Lightning does not say when backward begins."
+        if batches != 1:
+            return f"record steps of several batches: accumulate_grad_batches is {batches}. Set 1."
+        averages = algorithm is not None and not algorithm.steps_alone and not algorithm.sharded
+        if trainer.world_size > 1 and not averages:
             return (
-                "record manual optimization, where Lightning does not announce where backward "
-                "begins and ends."
+                f"record {type(algorithm or strategy).__name__} on {trainer.world_size} ranks. "
+                "Record with strategy='ring', or on one rank; both predict the others."
             )
-        if trainer.accumulate_grad_batches != 1:
-            return (
-                "record steps of several batches, and accumulate_grad_batches is "
-                f"{trainer.accumulate_grad_batches}. Record without accumulation."
-            )
-        if algorithm is None or algorithm.steps_alone or algorithm.sharded:
-            other = type(strategy if algorithm is None else algorithm).__name__
-            if ranks > 1:
-                return (
-                    f"record {other} on {ranks} ranks. Record with strategy='ring', or on one "
-                    "rank: `lightning-ring plan` predicts from that."
-                )
         return ""
 
     def _watch(self, module: LightningModule) -> None:
@@ -132,7 +109,7 @@ class RingProfile(Callback):
             self._ready[name].append((self._began, now(param.device)))
 
     def _on_step(self, record: StepRecord) -> None:
-        if self._recording:
+        if self._seen >= self.warmup:
             self._steps.append(record)
 
     def _stop(self, trainer: Trainer) -> None:
@@ -143,16 +120,14 @@ class RingProfile(Callback):
             self._timer.detach(trainer, self._on_step)
         self._timer = self._began = None
 
-    # -- what comes out
-
     def _write(self, trainer: Trainer, module: LightningModule) -> None:
-        gradients = self._gradients(module)
         strategy: Any = trainer.strategy
         if is_gpu(device := strategy.root_device):
             gpu_module(device).synchronize(device)
+        gradients = self._gradients(module)
         steps = [record.times() for record in self._steps]
         middle = {part: median(getattr(one, part) for one in steps) for part in (*PHASES, "other")}
-        # backward ends with its last gradient, and waits for nobody
+        # Backward ends with its last gradient, and waits for nobody.
         phases = Phases(**middle | {"backward": gradients[-1].ready})
         if trainer.world_size > 1:
             everyones = strategy.communicator.all_gather_object(
@@ -175,16 +150,15 @@ class RingProfile(Callback):
         """In the order in which backward produced them. A parameter that got none still travels,
         and holds its bucket back until backward ends.
         """
+        if not self._ready:
+            raise ConfigurationError(
+                "RingProfile saw no gradient in the steps it recorded: there is nothing to plan."
+            )
         ready = {
             name: median(seconds_between(*pair, None) for pair in pairs)
             for name, pairs in self._ready.items()
         }
-        if not ready:
-            raise ConfigurationError(
-                "RingProfile saw no gradient in the steps it recorded: there is nothing to plan."
-            )
-        last = max(ready.values())
-        found = []
+        last, found = max(ready.values()), []
         for name, param in module.named_parameters():
             if param.requires_grad:
                 dtype, at = str(param.dtype).removeprefix("torch."), ready.get(name, last)

@@ -164,8 +164,7 @@ def take(folder: Path, catalogue: Catalogue, which: tuple[str, int, int]) -> Non
 def make_catalogue(folder: Path, catalogue: Catalogue) -> None:
     """Make it in ``folder`` unless it is there. An interrupted call leaves no half of it.
 
-    Raises:
-        ConfigurationError: ``folder`` holds something else.
+    Raises `ConfigurationError`: ``folder`` holds something else.
     """
     wanted, record = asdict(catalogue), folder / RECORD
     if folder.exists():

@@ -16,8 +16,7 @@ from recipes.data.tensors import BatchedTensors, TensorImages, stratified_split
 def load_digits() -> tuple[Tensor, Tensor]:
     """Images ``[1797, 1, 8, 8]``, float32 in [0, 1], and labels ``[1797]``, int64.
 
-    Raises:
-        ConfigurationError: scikit-learn, or the file that it bundles, is missing.
+    Raises `ConfigurationError`: scikit-learn, or the file that it bundles, is missing.
     """
     try:
         from sklearn import datasets
@@ -74,10 +73,8 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def augmented_digits(copies: int) -> dict[str, Images]:
-    """``train``, ``val`` and ``test``: ``copies`` augmented images of each scan in the recipe's
-    split.
-
-    Copies of a scan never cross the split. The same on every call.
+    """``train``, ``val`` and ``test``: ``copies`` augmented images of each scan, which never cross
+    the recipe's split. The same on every call.
     """
     images, labels = load_digits()
     generator = torch.Generator().manual_seed(0)

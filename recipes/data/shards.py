@@ -239,8 +239,7 @@ def number_as(names: list[str], dataset: ShardDataset, whose: str) -> None:
     Args:
         whose: The names, for the error: "X has".
 
-    Raises:
-        ConfigurationError: An image of ``dataset`` is of another class.
+    Raises `ConfigurationError`: an image of ``dataset`` is of another class.
     """
     if dataset.classes == names:
         return

@@ -207,8 +207,7 @@ class ShardedHead(nn.Module):
     def set_optimizer(self, make: Callable[[list[Tensor]], Optimizer]) -> None:
         """Build the optimizer of this rank's weights.
 
-        Raises:
-            ConfigurationError: It looks at whole tensors, of which a rank has a part.
+        Raises `ConfigurationError`: it looks at whole tensors, of which a rank has a part.
         """
         assert self.weight is not None, "join() comes first"
         self.optimizer = make([self.weight])
@@ -250,8 +249,7 @@ class ShardedHead(nn.Module):
     def load(self, state: dict[str, Any]) -> None:
         """Take this rank's classes out of `state`'s result of any number of ranks.
 
-        Raises:
-            ConfigurationError: It is of other classes, or of embeddings of another length.
+        Raises `ConfigurationError`: it is of other classes, or of embeddings of another length.
         """
         expected = (self.num_classes, self.embedding_size)
         if tuple(state["weight"].shape) != expected:

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from lightning_ring.cli import plan
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import RingProfile
-from lightning_ring.tools.plan.profile import read_profile
+from lightning_ring.tools.plan.inputs import read_profile
 from tests.checks.models import assert_all_ranks_equal, ddp, trainer
 from tests.checks.slow_model import Slow, batches, weights
 

@@ -32,6 +32,7 @@ def test_runs_of_one_second_get_folders_of_their_own(tmp_path):
     assert [new_folder(f"{tmp_path}/logs/run") for _ in range(3)] == [
         f"{tmp_path}/logs/{name}" for name in ("run", "run_2", "run_3")
     ]
+    assert (tmp_path / "logs" / "latest").resolve().name == "run_3"
     (tmp_path / "file").touch()
     assert new_folder(f"{tmp_path}/file/run") == f"{tmp_path}/file/run", "Hydra reports the error"
 

@@ -47,7 +47,7 @@ def accuracy_of(output: str) -> float:
 
 
 def only_run_folder(name: str) -> Path:
-    folders = list(Path("logs", name).iterdir())
+    folders = [path for path in Path("logs", name).iterdir() if not path.is_symlink()]
     assert len(folders) == 1, folders
     return folders[0]
 

@@ -5,6 +5,8 @@ and JSON.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -23,13 +25,11 @@ from lightning_ring.host.accelerator import COLLECTIVES, gpu_kind, gpu_module, i
 from lightning_ring.job.job import connect
 from lightning_ring.job.members import pick_gpu
 from lightning_ring.job.ranks import RankInfo, discover_ranks
-from lightning_ring.tools.bench import COPY
+from lightning_ring.tools.bench import COPY, MOST_RESIDUAL
 from lightning_ring.tools.bench.contenders import open_contenders
 from lightning_ring.tools.bench.measure import Timing, measure
-from lightning_ring.tools.plan.profile import json_text
 
 GB = 1e9
-MOST_RESIDUAL = 0.5  # of a fit that is believed
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -125,8 +125,7 @@ def bench_json(
     """Seconds, bytes, bytes a second throughout; a ``copy`` has the name of the collective it was
     measured beside.
 
-    A bandwidth that does not show in the times, because they do not grow with the size, is
-    infinite.
+    A bandwidth that does not show in the times, because they do not grow with the size, is `None`.
     """
     size = world["world_size"]
     return {
@@ -145,7 +144,13 @@ def bench_json(
             }
             for timing in timings
         ],
-        "models": list(models),
+        "models": [
+            {
+                **model,
+                "bandwidth": model["bandwidth"] if math.isfinite(model["bandwidth"]) else None,
+            }
+            for model in models
+        ],
     }
 
 
@@ -194,7 +199,7 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
         print(*model_lines(models), sep="\n", flush=True)
         if options.json is not None:
             content = bench_json(timings, models, world, missing)
-            Path(options.json).write_text(json_text(content))
+            Path(options.json).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     control.barrier()  # a rank that ended now would be taken for one that failed
     for communicator in (*contenders.values(), control):
         communicator.close()

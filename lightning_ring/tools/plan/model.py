@@ -12,50 +12,29 @@ not over when backward ends is exposed.
 - 16 bits halve the bytes of float32. ``LocalSGD(k)`` pays one all-reduce of the parameters in k
   steps.
 - Cores that compute while they should send are not in the model: a collective among busy CPUs takes
-  longer than α says. ``benchmarks/step/plan.py`` compares predictions with runs.
+  longer than α says. ``python -m benchmarks.step.plan`` compares predictions with runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from lightning_ring.comm.cost import (
     FIRST_BUCKET_MB,
-    CostModel,
     default_cap_mb,
     num_nested_pieces,
     number_by_size,
 )
-from lightning_ring.tools.plan.profile import Gradient, Profile
+from lightning_ring.tools.plan.inputs import PASSES, Gradient, Link, Profile
 
 MIB = 2**20
-PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What a message costs, by collective; bandwidth is a rank's inside a node, and a whole
-    host's between nodes.
-    """
-
-    name: str
-    costs: Mapping[str, CostModel]
-
-    @classmethod
-    def of(cls, name: str, cost: CostModel) -> Link:
-        return cls(name, dict.fromkeys(PASSES, cost))
-
-    def seconds(self, collective: str, num_bytes: float, num_ranks: int) -> float:
-        return self.costs[collective].seconds(num_bytes, num_ranks, collective)
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """``world_size`` ranks, ``ranks_per_node`` consecutive ones on each node; fewer than that
-    are on one node.
-    """
+    """``world_size`` ranks, ``ranks_per_node`` consecutive ones on each node, or all on one."""
 
     world_size: int
     ranks_per_node: int
@@ -75,14 +54,11 @@ class Cluster:
 class Settings:
     """The arguments of `RingStrategy` that the prediction depends on.
 
-    Attributes:
-        topology: ``"auto"`` or ``"flat"``.
-        sixteen_bits: ``compression="bf16"`` or ``"fp16"``, which send the same bytes.
-        bucket_cap_mb: `None`: the default, which depends on device and number of ranks.
-        local_steps: Of ``LocalSGD``; `None`: gradients are averaged at every step.
+    ``sixteen_bits`` are bf16 or fp16, which send the same bytes. Without ``bucket_cap_mb`` buckets
+    have the default size, which depends on device and number of ranks. ``local_steps`` are those of
+    ``LocalSGD``; without them gradients are averaged at every step.
     """
 
-    topology: str = "auto"
     sharded: bool = False
     sixteen_bits: bool = False
     bucket_cap_mb: float | None = None
@@ -95,10 +71,6 @@ class PlannedBucket:
 
     members: Sequence[Gradient]
     num_bytes: float
-
-    @property
-    def ready(self) -> float:
-        return self.members[-1].ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +88,13 @@ class PredictedStep:
         return self.alone / self.seconds
 
 
-def nests(profile: Profile, cluster: Cluster, settings: Settings) -> bool:
-    """Whether `RingStrategy` takes a ring in each node and rings across nodes."""
-    several = cluster.num_nodes > 1 and cluster.local_size > 1
-    return several and settings.topology != "flat" and profile.run.device == "cpu"
-
-
 def predict(profile: Profile, cluster: Cluster, settings: Settings) -> PredictedStep:
     """A step of ``profile``'s model on ``cluster``."""
     phases, size = profile.phases, cluster.world_size
     if size == 1:
         return PredictedStep(1, phases.alone, 0.0, phases.alone)
-    nested = nests(profile, cluster, settings)
-    if profile.run.device == "cpu" and cluster.num_nodes > 1 and not nested:
-        # one ring over several nodes uses TCP inside a node as well
-        cluster = replace(cluster, node=cluster.network)
+    # On CPUs `RingStrategy` takes a ring in each node and rings across nodes.
+    nested = profile.run.device == "cpu" and cluster.num_nodes > 1 and cluster.local_size > 1
     wire = partial(_ends, cluster, nested)
     if settings.local_steps is not None:
         parameters = sum(gradient.num_bytes for gradient in profile.gradients)
@@ -139,7 +103,7 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Predicted
     cap = settings.bucket_cap_mb or default_cap_mb(profile.run.device, size)
     buckets = cut_buckets(profile.gradients, cap, settings.sixteen_bits)
     collective = "reduce_scatter" if settings.sharded else "all_reduce"
-    reduced = wire(collective, [(bucket.ready, bucket.num_bytes) for bucket in buckets])[-1]
+    reduced = wire(collective, [(one.members[-1].ready, one.num_bytes) for one in buckets])[-1]
     if not settings.sharded:
         exposed = max(0.0, reduced - phases.backward)
         return PredictedStep(size, phases.alone + exposed, exposed, phases.alone)
@@ -156,9 +120,7 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Predicted
 def cut_buckets(
     gradients: Sequence[Gradient], cap_mb: float, sixteen_bits: bool
 ) -> list[PlannedBucket]:
-    """As `gradients.bucket.plan_buckets` cuts them: one dtype to a bucket, in the order in which
-    they can leave.
-    """
+    """As `plan_buckets` cuts them: one dtype to a bucket, in the order in which they can leave."""
     found: list[PlannedBucket] = []
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         members = [gradient for gradient in gradients if gradient.dtype == dtype]
@@ -175,8 +137,8 @@ def cut_buckets(
 def _ends(
     cluster: Cluster, nested: bool, collective: str, messages: Iterable[tuple[float, float]]
 ) -> list[float]:
-    """When each message is over, of which it is known when it is ready and how many bytes it has.
-    They pass through stages, each of which takes one at a time, first in, first out.
+    """When each of ``messages``, seconds at which it is ready and bytes, is over. They pass through
+    stages, each of which takes one at a time, first in, first out.
     """
     local, nodes = cluster.local_size, cluster.num_nodes
     stages = [_flat_stage(collective, cluster)]
@@ -216,11 +178,10 @@ def _flat_stage(collective: str, cluster: Cluster) -> Callable[[float], float]:
 
 
 def _delay_of_forward(profile: Profile, gathered: Iterable[tuple[float, PlannedBucket]]) -> float:
-    """How long forward waits for parameters, which set out when the optimizer has ended and are
-    ``gathered`` at these times.
+    """How long forward waits for parameters, ``gathered`` at these times after the optimizer.
 
-    Forward is taken for backward run the other way: the parameter whose gradient came last is
-    needed first, and the times between them keep their proportion.
+    Forward is backward run the other way: the parameter whose gradient came last is needed first,
+    and the times between them keep their proportion.
     """
     phases = profile.phases
     between = phases.data + phases.copy + phases.other
@@ -234,9 +195,7 @@ def _delay_of_forward(profile: Profile, gathered: Iterable[tuple[float, PlannedB
 
 
 def world_sizes(ranks_per_node: int, most: int = 10_000) -> list[int]:
-    """1, 2, 4, ... ranks of one node, then 1, 2, 4, ... nodes, then as many nodes as hold
-    ``most`` ranks.
-    """
+    """1, 2, 4, ... ranks of one node, then 1, 2, 4, ... nodes, then ``most`` ranks."""
     in_a_node = [size for power in range(14) if (size := 1 << power) <= ranks_per_node]
     nodes = [size for power in range(14) if (size := ranks_per_node << power) <= most]
     return sorted({*in_a_node, *nodes, max(1, most // ranks_per_node) * ranks_per_node})

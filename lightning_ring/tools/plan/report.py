@@ -1,21 +1,13 @@
-"""The plan as lines of text and as JSON: a table, and the change that saves most in it."""
+"""The plan as lines of text: a table, and the changes that save most in it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
-from lightning_ring.tools.plan.model import (
-    MIB,
-    Cluster,
-    Link,
-    PredictedStep,
-    Settings,
-    nests,
-    predict,
-)
-from lightning_ring.tools.plan.profile import Profile
+from lightning_ring.tools.bench import MOST_RESIDUAL
+from lightning_ring.tools.plan.inputs import Link, Profile
+from lightning_ring.tools.plan.model import MIB, Cluster, PredictedStep, Settings, predict
 
 Table = Mapping[str, Sequence[PredictedStep]]
 
@@ -32,28 +24,21 @@ NOTES = (
 )
 
 
-def ways(profile: Profile, cluster: Cluster) -> dict[str, Settings]:
-    """What `RingStrategy` can do that is predicted, by its argument."""
-    found = {AS_IT_IS: Settings(), "algorithm=Sharded()": Settings(sharded=True)}
-    if nests(profile, cluster, Settings()):
-        found["topology='flat'"] = Settings("flat")
-    if any(gradient.dtype == "float32" for gradient in profile.gradients):
-        found["compression='bf16'"] = Settings(sixteen_bits=True)
-    return found | {f"LocalSGD({steps})": Settings(local_steps=steps) for steps in (8, 32)}
-
-
 def tabulate(profile: Profile, clusters: Sequence[Cluster]) -> Table:
-    chosen = ways(profile, clusters[-1])
+    """What `RingStrategy` can do that is predicted, by its argument, on each of ``clusters``."""
+    ways = {AS_IT_IS: Settings(), "algorithm=Sharded()": Settings(sharded=True)}
+    if any(gradient.dtype == "float32" for gradient in profile.gradients):
+        ways["compression='bf16'"] = Settings(sixteen_bits=True)
+    ways |= {f"LocalSGD({steps})": Settings(local_steps=steps) for steps in (8, 32)}
     return {
         way: [predict(profile, cluster, settings) for cluster in clusters]
-        for way, settings in chosen.items()
+        for way, settings in ways.items()
     }
 
 
 def changes(profile: Profile, cluster: Cluster) -> list[tuple[str, float]]:
     """Arguments of `RingStrategy`, and the share of a step that each saves; the best first."""
-    table = tabulate(profile, [cluster])
-    steps = {way: found.seconds for way, (found,) in table.items()}
+    steps = {way: found.seconds for way, (found,) in tabulate(profile, [cluster]).items()}
     now = steps.pop(AS_IT_IS)
     caps = {cap: predict(profile, cluster, Settings(bucket_cap_mb=cap)).seconds for cap in CAPS_MB}
     best = min(caps, key=caps.__getitem__)
@@ -71,11 +56,26 @@ def heading(profile: Profile, network: Link, node: Link | None) -> Iterator[str]
     )
     parts = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in asdict(phases).items())
     yield f"a step of one rank alone takes {1e3 * phases.alone:.1f} ms: {parts}"
-    for where, link in (("between nodes", network), ("in a node", node)):
-        if link is not None:
-            cost = link.costs["all_reduce"]
-            alpha, speed = 1e6 * cost.alpha_seconds, cost.bandwidth / 1e9
-            yield f"{where}: {link.name}: {alpha:,.4g} µs a message, {speed:.3g} GB/s"
+    links = [("between nodes", network)] + ([("in a node", node)] if node is not None else [])
+    for where, link in links:
+        cost = link.costs["all_reduce"]
+        alpha, speed = 1e6 * cost.alpha_seconds, cost.bandwidth / 1e9
+        yield f"{where}: {link.name}: {alpha:,.4g} µs a message, {speed:.3g} GB/s"
+    for where, link in links:
+        yield from warnings(run.device, where, link)
+
+
+def warnings(device: str, where: str, link: Link) -> Iterator[str]:
+    if link.device and (link.device == "cpu") != (device == "cpu"):
+        yield (
+            f"warning: {link.name}, {where}, was measured on {link.device}, and the profile was "
+            f"recorded on {device}. Measure it with `lightning-ring bench --device {device}`."
+        )
+    if link.residual > MOST_RESIDUAL:
+        yield (
+            f"warning: the times of {link.name}, {where}, are up to {link.residual:.0%} away from "
+            "its α and B, and this plan is no better. Measure again on an idle machine."
+        )
 
 
 def table_lines(table: Table) -> Iterator[str]:
@@ -106,21 +106,3 @@ def advice(now: PredictedStep, found: Sequence[tuple[str, float]], data: float) 
     share = data / now.seconds
     if share > max(waits, WORTH):
         yield f"{share:.0%} of the step waits for data, which is more: ask GapMeter why."
-
-
-def as_json(
-    profile: Profile,
-    links: Mapping[str, Link | None],
-    table: Table,
-    at: int,
-    found: Sequence[tuple[str, float]],
-) -> dict[str, Any]:
-    """Seconds and bytes a second throughout; a bandwidth may be infinite."""
-    predictions = {
-        way: [asdict(step) | {"efficiency": step.efficiency} for step in steps]
-        for way, steps in table.items()
-    }
-    described = {name: link and asdict(link) for name, link in links.items()}
-    parts = {name: asdict(getattr(profile, name)) for name in ("model", "run", "phases")}
-    advised = {"at": at, "saves": dict(found)}
-    return parts | described | {"predictions": predictions, "changes": advised}

@@ -15,15 +15,20 @@ from matplotlib.ticker import MaxNLocator
 
 NUM_COLOURS, DASHES = 6, ("-", (0, (5, 2)), (0, (1.5, 2)), (0, (6, 2, 1.5, 2)))
 NUM_LINES = NUM_COLOURS * len(DASHES)  # that can be told apart
-# of a longer line, which is drawn as their means, with a band from least to greatest value
-_NUM_INTERVALS = 200
+_NUM_INTERVALS = 200  # of a longer line, which is drawn by the means of each
+_TEXT = "#0000fe"  # stands for the page's colour of text; #0100N0 for its colour number N
 _STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 9,
     "axes.linewidth": 0.6,
     "axes.formatter.limits": (-3, 5),
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.alpha": 0.25,
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _TEXT),
 }
-_TEXT = "#0000fe"  # stands for the page's colour of text; #0100N0 for its colour number N
 
 
 def line_chart(
@@ -43,19 +48,17 @@ def line_chart(
         marker = "o" if len(array) <= _NUM_INTERVALS // 4 else None
         dashes = DASHES[number // NUM_COLOURS % len(DASHES)]
         axes.plot(x, middle, marker=marker, markersize=2.5, lw=1.4, linestyle=dashes, **look)
-        if len(array) > _NUM_INTERVALS:
-            axes.fill_between(x, low, high, alpha=0.2, lw=0, **look)
+        axes.fill_between(x, low, high, alpha=0.2, lw=0, **look)
         lost = array[~np.isfinite(array[:, 1]), 0][:_NUM_INTERVALS]
         edge = np.full(len(lost), 0.97)
         axes.plot(lost, edge, "x", ms=5, transform=axes.get_xaxis_transform(), **look)
     axes.set(xlabel="step", yscale="log" if log else "linear")
+    notes = ["log scale"] if log else []
+    for axis, numbers in ((axes.xaxis, steps), (axes.yaxis, finite)):
+        if not (log and axis is axes.yaxis) and (numbers == np.round(numbers)).all():
+            axis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     if log:
         axes.yaxis.set_major_formatter("{x:g}")
-    for axis, numbers in ((axes.xaxis, steps), (axes.yaxis, finite)):
-        whole = numbers.size and (numbers == np.round(numbers)).all()
-        if whole and not (log and axis is axes.yaxis):
-            axis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    notes = ["log scale"] if log else []
     if max(map(len, arrays.values())) > _NUM_INTERVALS:
         notes.append("line: mean, band: least to greatest value")
     if num_lost := values.size - finite.size:
@@ -101,13 +104,7 @@ def intervals(points: np.ndarray) -> np.ndarray:
 def _axes(width: float, height: float) -> tuple[Figure, Any]:
     with rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
-        axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_TEXT)
-    axes.tick_params(colors=_TEXT, width=0.6)
-    axes.xaxis.label.set_color(_TEXT)
-    axes.grid(True, axis="y", alpha=0.25, lw=0.6)
-    return figure, axes
+        return figure, figure.add_subplot()
 
 
 def _colour(number: int) -> str:
@@ -124,7 +121,7 @@ def _figure(figure: Figure, title: str, notes: str) -> Markup:
     text = re.sub(whole, "", text, flags=re.DOTALL).replace("xlink:href", "href")
     text = re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", text, count=5)
     text = re.sub(r'id="(run-\d+)"', r'class="\1"', text)
-    # the same in every chart
+    # The same in every chart.
     text = re.sub(r' id="[A-Za-z0-9.]+_[\w.]*"| font-family: [^;"]+;?', "", text)
     text = re.sub(r"#0100(\d)0\b", r"var(--c\1)", text.replace(_TEXT, "var(--soft)"))
     head = Markup('<figure class="chart"><figcaption>{} <small>{}</small></figcaption>')

@@ -7,7 +7,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -25,12 +25,11 @@ _LOWER_IS_BETTER = re.compile(r"loss|error|perplexity|mae|mse|nll", re.IGNORECAS
 _LEARNING_RATE = re.compile(r"(ring/)?lr[-/]|.*learning_rate")
 _THROUGHPUT = re.compile(r"ring/.*(images|samples|items)_per_second$")
 _NOT_DRAWN = re.compile(r"epoch$|hp_metric$|best/|test|.*world_size$")
-# they overlap the parts of a step
-_NO_PART = re.compile(r"(^|_)(step|hidden|slowest|behind)(_|$)|^communication$")
-# in their colours
+# They overlap the parts of a step, or lie between two steps.
+_NO_PART = re.compile(r"(^|_)(step|hidden|slowest|behind|standstill)(_|$)|^communication$")
+# In their colours.
 _PARTS = ("forward", "backward", "exposed communication", "data", "optimizer", "copy", "other")
 _MOST_PICTURE_BYTES = 6_000_000
-_NUM_STRETCHES = 10  # of a single run, whose steps' parts are compared
 _MOST_SETTINGS = 5  # columns of the table of runs
 
 Runs = Sequence[LoggedRun]
@@ -118,41 +117,33 @@ def _best(run: LoggedRun, tag: str | None, sign: int) -> tuple[int | None, float
 
 
 def settings(runs: Runs) -> Rows:
-    """What differs: what the command lines set, else the first of the configurations'."""
-    given = {name for run in runs for name in run.overrides}
-    differ, _ = _compared({run.name: {**run.overrides, **run.config} for run in runs})
+    """The first that differ."""
+    differ, _ = _compared({run.name: run.config for run in runs})
     names = [name for name in differ if not name.startswith("ring/")]
-    chosen = [name for name in names if name in given] or names
-    return {name: differ[name] for name in chosen[:_MOST_SETTINGS]}
+    return {name: differ[name] for name in names[:_MOST_SETTINGS]}
 
 
 def _compared(values: Mapping[str, Mapping[str, str]]) -> tuple[Rows, Mapping[str, str]]:
-    """What differs between runs, by name a value a run; and what is the same in all that have
-    any.
-    """
+    """What differs between runs, a value a run; and what is the same in all that have any."""
     names = dict.fromkeys(name for own in values.values() for name in own)
     rows = {name: [own.get(name, "–") for own in values.values() if own] for name in names}
     differ = {name: row for name, row in rows.items() if len(set(row)) > 1}
     return differ, {name: row[0] for name, row in rows.items() if name not in differ}
 
 
-def step_parts(run: LoggedRun, steps: Iterable[int] | None = None) -> dict[str, float]:
-    """Mean milliseconds of each part of a step, over the logged ``steps``."""
-    chosen, found = None if steps is None else set(steps), {}
+def step_parts(run: LoggedRun) -> dict[str, float]:
+    """Mean milliseconds of each part of a step."""
+    found = {}
     for tag, points in run.scalars.items():
         part = re.fullmatch(r"ring/(?:.*/)?(.+)_ms", tag)
-        if part is None or _NO_PART.search(part[1]):
-            continue
-        logged = [point.value for point in points if chosen is None or point.step in chosen]
-        if values := [value for value in logged if math.isfinite(value)]:
+        values = [point.value for point in points if math.isfinite(point.value)]
+        if part is not None and values and not _NO_PART.search(part[1]):
             found[part[1].replace("_", " ")] = statistics.fmean(values)
     return found
 
 
 def slowest_ranks(run: LoggedRun) -> list[tuple[int, float, float]]:
-    """Rank, the share of logged steps in which it was the slowest, and its median milliseconds
-    behind in them.
-    """
+    """Rank, the share of logged steps in which it was slowest, and median ms behind in them."""
     behind = "ring/slowest_rank_behind_ms/rank_"
     by_rank = {
         int(tag.removeprefix(behind)): [point.value for point in points]
@@ -186,24 +177,17 @@ def _tags(runs: Runs) -> list[str]:
 
 
 def _curves(runs: Runs, metric: str | None) -> list[list[Markup]]:
-    """The most telling ones, the other ones, and those of the step and the machine."""
+    """The most telling ones, and the other ones, those of the step and the machine last."""
     tags = [tag for tag in _tags(runs) if not _NOT_DRAWN.match(tag)]
-    rates = [tag for tag in tags if _LEARNING_RATE.match(tag)]
-    # LearningRateMonitor logs the same rates
-    rates = [tag for tag in rates if tag.startswith("ring/")] or rates
-    machine = [tag for tag in tags if tag.startswith("ring/")]
-    others = [tag for tag in tags if tag not in machine and not _LEARNING_RATE.match(tag)]
-    training = [tag for tag in others if not _VALIDATION.match(tag)]
-    training.sort(key=lambda tag: ("loss" not in tag, len(tag)))
+    tags.sort(key=lambda tag: (tag.startswith("ring/"), "loss" not in tag))
+    training = [tag for tag in tags if not _VALIDATION.match(tag)][:1]
+    rates = [tag for tag in tags if _LEARNING_RATE.match(tag)][:1]
     speeds = [tag for tag in tags if _THROUGHPUT.match(tag)]
     sizes = [tag for tag in _tags(runs) if tag.endswith("world_size") and _changes(runs, tag)]
-    telling = [*training[:1], *([metric] if metric else []), *speeds, *rates[:1], *sizes]
-    found: list[list[Markup]] = []
-    drawn: set[str] = set()
-    for group in (telling, [*training, *others, *rates], machine):
-        found.append([_chart(runs, tag) for tag in dict.fromkeys(group) if tag not in drawn])
-        drawn.update(group)
-    return found
+    asked = [metric] if metric is not None else []
+    telling = dict.fromkeys([*training, *asked, *speeds, *rates, *sizes])
+    others = [tag for tag in tags if tag not in telling]
+    return [[_chart(runs, tag) for tag in group] for group in (telling, others)]
 
 
 def _changes(runs: Runs, tag: str) -> bool:
@@ -220,14 +204,8 @@ def _chart(runs: Runs, tag: str) -> Markup:
 
 
 def _step_time(runs: Runs) -> tuple[Markup, list[str], Mapping[str, Mapping[str, float]]] | None:
-    """A chart, and its parts and rows: one a run, or for a single run one a stretch of steps."""
-    found = {run.name: step_parts(run) for run in runs}
-    if len(runs) == 1:
-        steps = [point.step for point in runs[0].scalars.get("ring/step_ms", ())]
-        size = math.ceil(len(steps) / _NUM_STRETCHES) or 1
-        parts = [steps[start : start + size] for start in range(0, len(steps), size)]
-        found = {f"steps {part[0]:,} to {part[-1]:,}": step_parts(runs[0], part) for part in parts}
-    rows = {label: parts for label, parts in found.items() if parts}
+    """A chart, its parts, and a row a run."""
+    rows = {run.name: parts for run in runs if (parts := step_parts(run))}
     logged = {part for parts in rows.values() for part in parts}
     names = [*(part for part in _PARTS if part in logged), *sorted(logged.difference(_PARTS))]
     return (charts.bar_chart(rows, names), names, rows) if rows else None

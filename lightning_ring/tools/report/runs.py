@@ -1,6 +1,4 @@
-"""Runs as they lie on disk: TensorBoard's event files, Hydra's configuration, hparams.yaml and
-result.json.
-"""
+"""Runs as they lie on disk: TensorBoard's event files, and hparams.yaml beside them."""
 
 from __future__ import annotations
 
@@ -17,9 +15,8 @@ import yaml
 
 from lightning_ring.errors import ConfigurationError
 
-# texts of `lightning_ring.monitor.dashboard`
+# Texts of `lightning_ring.monitor.dashboard`.
 ENVIRONMENT, END = "ring/environment/text_summary", "ring/end/text_summary"
-_NUM_FOLDERS_UP = 3  # from event files to a configuration: FOLDER/lightning_logs/version_0
 
 
 class Fit(NamedTuple):
@@ -42,8 +39,6 @@ class LoggedRun:
     scalars: Mapping[str, list[Any]] = field(default_factory=dict)
     pictures: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
-    overrides: Mapping[str, str] = field(default_factory=dict)
-    result: Mapping[str, str] = field(default_factory=dict)
     fits: tuple[Fit, ...] = ()
 
     def last(self, tag: str) -> float | None:
@@ -51,11 +46,7 @@ class LoggedRun:
 
     @property
     def seconds(self) -> float | None:
-        """Of training: as result.json says, else from the first to the last value that was not
-        logged by a test.
-        """
-        if "seconds" in self.result:
-            return float(self.result["seconds"])
+        """Of training: between values that no test logged."""
         trained = [points for tag, points in self.scalars.items() if not tag.startswith("test")]
         times = [point.wall_time for points in trained for point in (points[0], points[-1])]
         return max(times) - min(times) if times else None
@@ -71,10 +62,12 @@ class LoggedRun:
 
     @property
     def end(self) -> str:
-        """How the run ended; "not recorded" is all that remains of one that was killed."""
-        if self.fits:
-            return self.fits[-1].end or "not recorded: killed, or still running"
-        return "finished" if "seconds" in self.result else "not recorded"
+        """How the run ended. Rank 0 of an elastic job may be another process at the end."""
+        if not self.fits:
+            return "not recorded: RingMonitor does"
+        end, deaths = self.fits[-1].end, int(self.last("ring/deaths") or 0)
+        died = f", after {deaths} rank(s) died" if deaths else ""
+        return f"{end}{died}" if end else "not recorded: killed, or still running"
 
 
 def read_runs(folders: Iterable[str | Path]) -> list[LoggedRun]:
@@ -86,10 +79,10 @@ def read_runs(folders: Iterable[str | Path]) -> list[LoggedRun]:
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise ConfigurationError(
-                f"{folder}: no such folder. Name the folder of a run (logs/NAME/DATE_TIME, or "
+                f"{folder}: no such folder. Name the folder of a run (logs/NAME/latest, or "
                 "lightning_logs/version_0), or one above several runs, such as a sweep's."
             )
-        below = {file.parent.resolve() for file in folder.rglob("*.tfevents.*")}
+        below = {file.parent.resolve() for file in folder.resolve().rglob("*.tfevents.*")}
         if not below:
             raise ConfigurationError(
                 f"{folder} holds no TensorBoard event files (*.tfevents.*), in no folder below it "
@@ -97,8 +90,7 @@ def read_runs(folders: Iterable[str | Path]) -> list[LoggedRun]:
                 "the folder that it writes to."
             )
         found |= dict.fromkeys(sorted(below, key=_numbers_by_value))
-    runs = zip(found, _names(list(found)), strict=True)
-    return [_read_run(folder, name) for folder, name in runs]
+    return [_read_run(*pair) for pair in zip(found, _names(list(found)), strict=True)]
 
 
 def _numbers_by_value(path: Path) -> list[str]:
@@ -106,42 +98,36 @@ def _numbers_by_value(path: Path) -> list[str]:
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """Paths below the folder above all, without the overrides that all have; of a single one its
-    last two parts.
-    """
+    """Paths below the folder above all; of a single one its last two parts."""
     if len(folders) == 1:
         return ["/".join(folders[0].parts[-2:])]
     above = os.path.commonpath(folders)
-    words = [os.path.relpath(folder, above).split(",") for folder in folders]
-    shared = set.intersection(*map(set, words))
-    return [",".join(word for word in own if word not in shared) or ",".join(own) for own in words]
+    return [os.path.relpath(folder, above) for folder in folders]
 
 
 def _read_run(folder: Path, name: str) -> LoggedRun:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
-    # how many of each tag are kept; 0: all
+    # How many of each tag are kept; 0: all.
     sizes = {"scalars": 0, "tensors": 0, "images": 1, "histograms": 1, "compressedHistograms": 1}
     events = EventAccumulator(str(folder), size_guidance=sizes, purge_orphaned_data=False).Reload()
     tags = events.Tags()
-    # a run that went on from a checkpoint logged some steps twice: the later value counts
+    # A run that went on from a checkpoint logged some steps twice: the later value counts.
     by_step = {tag: {one.step: one for one in events.Scalars(tag)} for tag in tags["scalars"]}
     starts, ends = (
         events.Tensors(tag) if tag in tags["tensors"] else [] for tag in (ENVIRONMENT, END)
     )
-    above = (folder, *folder.parents[:_NUM_FOLDERS_UP])
-    home = next((one for one in above if (one / ".hydra").is_dir()), folder)
-    words = _read(home / ".hydra" / "overrides.yaml")
-    overrides = [str(word).partition("=") for word in words if isinstance(words, list)]
-    result = _read(home / "result.json")
+    # The run's folder may have been moved since its paths were written.
+    path = re.compile(rf"\S*/{re.escape(folder.name)}(?=/|$)")
+    config = {
+        key: path.sub("RUN", value) for key, value in _flatten(_read(folder / "hparams.yaml"))
+    }
     return LoggedRun(
         name,
         scalars={tag: [own[step] for step in sorted(own)] for tag, own in by_step.items() if own},
         pictures={tag: events.Images(tag)[-1] for tag in tags["images"]},
-        config=_config(home, folder),
-        overrides={key.lstrip("+~"): value for key, _, value in overrides},
-        result=result if isinstance(result, dict) else {},
+        config=config,
         fits=tuple(_fits(starts, ends)),
     )
 
@@ -159,21 +145,8 @@ def _text(event: Any) -> str:
     return b"".join(event.tensor_proto.string_val).decode(errors="replace")
 
 
-def _config(home: Path, folder: Path) -> dict[str, str]:
-    """Hydra's configuration; hparams.yaml adds what interpolations became, and what the strategy
-    was given.
-    """
-    files = (home / ".hydra" / "config.yaml", folder / "hparams.yaml")
-    flat = {name: value for file in files for name, value in _flatten(_read(file))}
-    hydra = dict(_flatten(_read(home / ".hydra" / "hydra.yaml")))
-    written = hydra.get("hydra.runtime.output_dir", str(home))  # the run may have been moved since
-    return {name: value.replace(written, "RUN") for name, value in flat.items()}
-
-
 def _read(path: Path) -> Any:
-    """A file of YAML, or of JSON, which is YAML. All values are texts, whatever their tags
-    (``!!python/object`` and the like) would make of them.
-    """
+    """YAML whose values are texts, whatever their tags (``!!python/object``) would make of them."""
     try:
         return yaml.load(path.read_text(), yaml.BaseLoader) if path.is_file() else {}
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lightning_ring.comm.cost import CostModel
+from lightning_ring.tools.plan.inputs import Gradient, Model, Phases, Profile, Run
 from lightning_ring.tools.plan.model import Link
-from lightning_ring.tools.plan.profile import Gradient, Model, Phases, Profile, Run
 
 MIB = 2**20
 

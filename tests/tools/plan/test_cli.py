@@ -16,10 +16,15 @@ from lightning_ring.cli import plan
 from lightning_ring.comm.cost import CostModel
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.tools.bench import COLLECTIVES, session
-from lightning_ring.tools.plan.networks import NETWORKS, parse_link, read_bench
-from lightning_ring.tools.plan.profile import json_text, read_profile, write_profile
+from lightning_ring.tools.plan.inputs import (
+    NETWORKS,
+    parse_link,
+    read_bench,
+    read_profile,
+    write_profile,
+)
 from tests.processes import clean_env
-from tests.tools.plan.profiles import gradient, profile, several
+from tests.tools.plan.inputss import gradient, profile, several
 
 
 @pytest.fixture
@@ -53,9 +58,9 @@ def test_a_profile_that_cannot_be_written_leaves_the_old_one(
     assert [file.name for file in tmp_path.iterdir()] == ["p.json"]
 
 
-def test_table_and_json(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--network", "10gbit", "--node", "30,200", "--ranks-per-node", "8"]
-    assert dispatcher.main(["plan", path, *asked, "--json", str(tmp_path / "out.json")]) == 0
+    assert dispatcher.main(["plan", path, *asked]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [line for line in lines if line.strip() and line.split()[-1].endswith("%")]
     ranks = [int(row.split()[0].replace(",", "")) for row in rows]
@@ -64,33 +69,27 @@ def test_table_and_json(path: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert any(line.startswith("assumed: every rank as fast") for line in lines)
     assert any(line.startswith("not predicted, measure them: int8") for line in lines)
     assert not any("warning" in line for line in lines)
-    found = json.loads((tmp_path / "out.json").read_text())
-    sizes = {
-        way: [step["world_size"] for step in steps] for way, steps in found["predictions"].items()
-    }
-    ways = ("RingStrategy()", "topology='flat'", "algorithm=Sharded()", "compression='bf16'")
-    assert sizes == dict.fromkeys((*ways, "LocalSGD(8)", "LocalSGD(32)"), ranks)
-    assert found["changes"]["at"] == 64
-    assert "bucket_cap_mb=" in " ".join(found["changes"]["saves"])
+    ways = ("RingStrategy()", "algorithm=Sharded()", "compression='bf16'", "LocalSGD(8)")
+    assert all(any(way in line for line in lines) for way in (*ways, "LocalSGD(32)"))
+    assert any(line.startswith("on 64 ranks ") for line in lines)
 
 
-def strictly(path: Path) -> Any:
-    """What any reader of JSON makes of a file; Python's takes Infinity too, which is none."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} in {path}")
-
-    return json.loads(path.read_text(), parse_constant=refuse)
-
-
-def test_a_bandwidth_without_limit_is_null(path: str, tmp_path: Path) -> None:
-    model = {"backend": "auto", "alpha_seconds": 1e-4, "bandwidth": None}
-    models = [model | {"collective": name} for name in COLLECTIVES]
-    (tmp_path / "bench.json").write_text(json.dumps({"models": models}))
-    words = [path, "--network", str(tmp_path / "bench.json")]
-    assert plan.main([*words, "--json", str(tmp_path / "out.json")]) == 0
-    costs = strictly(tmp_path / "out.json")["network"]["costs"]
-    assert costs["all_gather"] == {"alpha_seconds": 1e-4, "bandwidth": None}
+def test_a_link_that_misleads_is_a_warning(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for device, residual, warned in (
+        ("cpu", 0.5, ()),
+        ("NVIDIA H200", 0.1, ("was measured on NVIDIA H200, and the profile was recorded on cpu",)),
+        ("cpu", 11.0, ("are up to 1100% away from its α and B",)),
+    ):
+        model = {"backend": "auto", "alpha_seconds": 1e-4, "bandwidth": 1e9, "residual": residual}
+        models = [model | {"collective": name} for name in COLLECTIVES]
+        content = {"world": {"device": device}, "models": models}
+        (tmp_path / "bench.json").write_text(json.dumps(content))
+        assert plan.main([path, "--network", str(tmp_path / "bench.json")]) == 0
+        said = capsys.readouterr().out
+        assert said.count("warning: ") == len(warned)
+        assert all(words in said for words in warned)
 
 
 @pytest.mark.parametrize(
@@ -98,13 +97,13 @@ def test_a_bandwidth_without_limit_is_null(path: str, tmp_path: Path) -> None:
     [
         ("--network carrier-pigeon", "--network carrier-pigeon: is no network. Measure yours"),
         ("--network 5,-1", "a speed more than 0"),
-        ("--network nowhere.json", "nowhere.json: No such file"),
+        ("--network nowhere.json", "No such file"),
         ("--network 1gbit --ranks 0", "--ranks 0: must be from 1 to 10,000"),
-        ("--network 1gbit --ranks 2,many", "'many' is no number of ranks"),
+        ("--network 1gbit --ranks 2,many", "--ranks 2,many: write numbers of ranks"),
         ("--network 1gbit --ranks-per-node 0", "--ranks-per-node 0: must be"),
         ("--network 1gbit --ranks-per-node 8", "8 ranks a node: say how those talk"),
         ("--network 1gbit --node 30,200 --ranks-per-node 8 --ranks 12", "such as 8"),
-        ("--network 1gbit --json /nowhere/x.json", "--json /nowhere/x.json: cannot be written"),
+        ("--network ib-hdr", "--network ib-hdr: is no network. Measure yours"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(
@@ -122,9 +121,9 @@ def without(key: str) -> Any:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda content: content.update(format=1), "has format 1, and this lightning_ring reads 2"),
+        (lambda content: content.update(format=1), "no profile of lightning_ring in format 2"),
         (lambda content: content.update(kind="shopping list"), "no profile of lightning_ring"),
-        (without("phases"), "KeyError: 'phases'"),
+        (without("phases"), "KeyError('phases')"),
         (lambda content: content["phases"].pop("other"), "TypeError"),
     ],
 )
@@ -161,7 +160,7 @@ def test_links_by_name_number_and_measurement(tmp_path: Path) -> None:
     written = session.bench_json(
         [], [*models[:3], models[3] | {"bandwidth": math.inf}, *models[4:]], {"world_size": 2}, {}
     )
-    (tmp_path / "bench.json").write_text(json_text(written))
+    (tmp_path / "bench.json").write_text(json.dumps(written, allow_nan=False))
     assert read_bench(str(tmp_path / "bench.json")).costs["all_reduce"] == CostModel(1e-5, math.inf)
     (tmp_path / "bench.json").write_text(json.dumps({"models": models[:2]}))
     with pytest.raises(ConfigurationError, match="holds no α and B for all"):

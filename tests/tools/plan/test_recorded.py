@@ -19,11 +19,11 @@ from benchmarks.step.plan import WAYS
 from lightning_ring.cli import plan
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import RingProfile, StepTimer
-from lightning_ring.tools.plan.profile import read_profile, write_profile
+from lightning_ring.tools.plan.inputs import read_profile, write_profile
 from tests.battery import Battery, check_names
 from tests.checks.slow_model import Slow, batches, weights
 from tests.processes import run
-from tests.tools.plan.profiles import profile, several
+from tests.tools.plan.inputss import profile, several
 
 MODULE = "tests.checks.profile"
 

@@ -13,11 +13,10 @@ def write_run(
     folder: Path,
     scalars: Mapping[str, Sequence[float]],
     *,
-    overrides: Sequence[str] = (),
     config: str = "",
     pictures: Sequence[str] = (),
 ) -> Path:
-    """Values at steps 0, 1, ...; a picture a tag; Hydra's files where there is a ``config``."""
+    """Values at steps 0, 1, ...; a picture a tag; ``config`` as hparams.yaml."""
     with SummaryWriter(str(folder)) as writer:
         for tag, values in scalars.items():
             for step, value in enumerate(values):
@@ -26,9 +25,5 @@ def write_run(
             for step in range(3):
                 writer.add_image(tag, numpy.full((1, 8 + step, 8), 0.5), step)
     if config:
-        (folder / ".hydra").mkdir()
-        (folder / ".hydra" / "config.yaml").write_text(config)
-        (folder / ".hydra" / "overrides.yaml").write_text(
-            "".join(f"- {word}\n" for word in overrides) or "[]"
-        )
+        (folder / "hparams.yaml").write_text(config)
     return folder

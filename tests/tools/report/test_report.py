@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ring.cli import main as dispatcher
 from lightning_ring.monitor import RingMonitor
 from lightning_ring.tools.report import page as report_page
-from lightning_ring.tools.report.page import choose_metric, settings, slowest_ranks, write_page
-from lightning_ring.tools.report.runs import read_runs
+from lightning_ring.tools.report.page import (
+    choose_metric,
+    settings,
+    slowest_ranks,
+    step_parts,
+    write_page,
+)
+from lightning_ring.tools.report.runs import Fit, read_runs
 from tests.monitor.browser import NAMES, executable, open_page
 from tests.tools.report.made_up import write_run
 
@@ -80,8 +87,8 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_run(
             folder / name,
             {"train/loss": losses, "val/loss": losses, **rest},
-            overrides=[f"optimizer.lr={name}", "seed=1"],
-            config=f"optimizer: {{lr: {name}}}\ncallbacks: {{checkpoint: {{monitor: val/loss}}}}\n",
+            config=f"optimizer: {{lr: {name}}}\ncallbacks: {{checkpoint: {{monitor: val/loss}}}}\n"
+            "seed: 1\n",
             pictures=["val/confusion"],
         )
     return folder
@@ -123,7 +130,7 @@ def test_a_trained_run_has_every_section_and_asks_for_nothing_else(trained: Path
     ] == []
     assert not re.search(r"https?:|url\((?!#)|@import|<script", page)
     text = words(page)
-    shown = ("best val_loss", "train_loss", "steps 5", "finished", "lightning_logs")
+    shown = ("best val_loss", "train_loss", "forward", "finished", "lightning_logs")
     assert [words for words in (*shown, torch.__version__) if words not in text] == []
     assert "width" in text, "hparams.yaml"
     assert "ring/buckets of a step, lightning_logs/version_0, step 5" in text
@@ -136,6 +143,11 @@ def test_runs_are_sorted_by_the_metric_and_what_differs_is_named(sweep: Path) ->
     assert settings(runs) == {"optimizer.lr": ["2", "10"]}, "not the seed, which is the same"
     table = words(write_page(runs)).partition("end")[2]
     assert re.search(r"10 10 0\.5 1 1 .* 2 2 2 3 2 ", table)
+
+
+def test_standing_still_is_no_part_of_a_step(tmp_path: Path) -> None:
+    write_run(tmp_path, {"ring/forward_ms": [2.0, 4.0], "ring/standstill_ms": [500.0]})
+    assert step_parts(read_runs([tmp_path])[0]) == {"forward": 3.0}
 
 
 def test_the_slowest_ranks_are_named(sweep: Path) -> None:
@@ -208,44 +220,38 @@ def test_a_run_that_went_on_shows_each_fit_and_the_later_value_of_a_step(
         ("3", ""),
     ]
     assert run.end == "not recorded: killed, or still running"
-    assert [point.value for point in run.scalars["val/loss"]] == [2.0]
+    (one,) = run.scalars["val/loss"]
+    assert one.value == 2.0
+    died = replace(
+        run, fits=(Fit(0, {}, "finished"),), scalars=run.scalars | {"ring/deaths": [one]}
+    )
+    assert died.end == "finished, after 2 rank(s) died", "rank 0 was another process at the end"
     page = write_page([run])
     assert "ring/world_size" in words(page), "it changed"
     assert "PeerFailedError: &lt;b&gt;rank 3" in page
 
 
 def test_a_damaged_folder_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    write_run(tmp_path, {"val/loss": [1.0] * 50}, config="a: [1")
+    write_run(tmp_path, {"val/loss": [1.0] * 50})
     (events,) = tmp_path.glob("*.tfevents.*")
     events.write_bytes(events.read_bytes()[:-300])
     (tmp_path / "hparams.yaml").write_text(
         "c: !!python/object/apply:os.system ['false']\nd: !x {e: 1}\n"
     )
-    (tmp_path / "result.json").write_text("{")
     (run,) = read_runs([tmp_path])
     assert 30 < len(run.scalars["val/loss"]) < 50
-    assert run.config == {
-        "config.yaml": "cannot be read: ParserError",
-        "c": '["false"]',
-        "d.e": "1",
-    }
-    assert (run.end, run.overrides) == ("not recorded", {})
+    assert run.config == {"c": '["false"]', "d.e": "1"}
+    assert run.end == "not recorded: RingMonitor does"
+    (tmp_path / "hparams.yaml").write_text("a: [1")
+    (run,) = read_runs([tmp_path])
+    assert run.config == {"hparams.yaml": "cannot be read: ParserError"}
 
 
 def test_a_moved_run_differs_in_no_path(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        config = "dirpath: ${hydra:runtime.output_dir}/checkpoints"
-        folder = write_run(tmp_path / name, {"val/loss": [1.0]}, config=config)
-        written = f"hydra: {{runtime: {{output_dir: /old/{name}}}}}"
-        (folder / ".hydra" / "hydra.yaml").write_text(written)
-        (tmp_path / name / "hparams.yaml").write_text(f"dirpath: /old/{name}/checkpoints")
+        config = f"dirpath: /old/{name}/checkpoints"
+        write_run(tmp_path / name, {"val/loss": [1.0]}, config=config)
     assert [run.config for run in read_runs([tmp_path])] == [{"dirpath": "RUN/checkpoints"}] * 2
-
-
-def test_names_hold_what_differs(tmp_path: Path) -> None:
-    for lr in ("0.1", "0.2"):
-        write_run(tmp_path / f"{lr}_lr={lr},epochs=5", {"val/loss": [1.0]})
-    assert [run.name for run in read_runs([tmp_path])] == ["0.1_lr=0.1", "0.2_lr=0.2"]
 
 
 def test_more_runs_than_can_be_told_apart(tmp_path: Path) -> None:
