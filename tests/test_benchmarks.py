@@ -20,14 +20,15 @@ import torch
 from benchmarks.elastic.outlive import Outcome, outcome
 from benchmarks.elastic.outlive_rank import DEADLY
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import delayed, thread_ranks, trainer_ways
+from benchmarks.gpu import checks, delayed, no_waits, thread_ranks, trainer_ways
 from benchmarks.gpu.__main__ import NAMES
-from benchmarks.gpu.tests import GPU_TESTS, JPEG_TESTS
-from benchmarks.step import compare as step
+from benchmarks.gpu.stages import GPU_TESTS, JPEG_TESTS
+from benchmarks.step import __main__ as step
 from benchmarks.turns import Conductor
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.backends import nccl
+from lightning_ring.gradients.compression import FP32
 from tests.comm.backends import fake_nccl
 from tests.processes import ROOT, run
 
@@ -173,7 +174,7 @@ def test_without_a_gpu_the_gpu_benchmark_says_so_in_one_line() -> None:
     result = run([sys.executable, "-m", "benchmarks.gpu"])
     assert result.returncode == 77
     assert result.stdout.splitlines() == [
-        "no NVIDIA GPU that torch can use on this machine: nothing was measured"
+        "no NVIDIA GPU that torch can use here: nothing was measured"
     ]
 
 
@@ -187,19 +188,25 @@ def test_the_gpu_benchmark_walks_its_whole_way_on_the_cpu(tmp_path: Path) -> Non
     ended = {row["stage"]: row["exit"] for row in rows if "exit" in row}
     assert ended == dict.fromkeys(set(NAMES) - {"tests", "counters"}, 0)
     by_stage = {name: [row for row in rows if row["stage"] == name] for name in NAMES}
-    ways = {row["way"]: row["ok"] for row in by_stage["ways"] if "way" in row}
-    assert len(ways) == 35
-    assert ways.keys() > {"ring", "ring, onebit", "ring_sharded, LAMB", "ring_local"}
-    told = {row["way"]: row["told"] for row in by_stage["waits"] if "way" in row}
-    assert {"ring", "ring_sharded, int8"} < told.keys()
-    checks = {row["check"]: row["ok"] for row in rows if "check" in row}
-    assert checks.keys() > {"ring, 4 ranks", "sharded, LAMB, 3 ranks", "terngrad, 3 ranks"}
-    assert checks.keys() > {"delayed sharded, recorded", "ddp trains as plain does"}
-    assert all({*ways.values(), *checks.values()})
-    assert {*told.values()} == {"no host waits"}
-    timed = {(row["gb_s"], row["contender"]) for row in by_stage["delayed"] if "gb_s" in row}
-    names = ("plain", "ddp", "ring", "sharded")
-    assert timed == {(gb_s, name) for gb_s in (10, 25, 50) for name in names}
+    checked = {
+        name: {row["check"]: row["ok"] for row in by_stage[name] if "check" in row}
+        for name in ("ways", "waits", "ranks", "delayed")
+    }
+    assert {name: len(found) for name, found in checked.items()} == {
+        "ways": 35,
+        "waits": 29,
+        "ranks": 33,
+        "delayed": 12,
+    }
+    assert all(ok for found in checked.values() for ok in found.values())
+    assert checked["ways"].keys() > {"ring", "ring, onebit", "ring_sharded, LAMB", "ring_local"}
+    assert checked["waits"].keys() > {"ring", "ring_sharded, int8"}
+    assert checked["ranks"].keys() > {
+        "ring, 4 ranks",
+        "sharded, LAMB, 3 ranks",
+        "terngrad, 3 ranks",
+    }
+    assert "delayed sharded, recorded" in checked["delayed"]
     for fact in ("share_of_copy", "host_ms", "code"):
         assert any(fact in row for row in by_stage["bandwidth"]), fact
     assert "of the time of ddp" in (tmp_path / "log.txt").read_text()
@@ -217,7 +224,7 @@ def test_a_stage_that_hangs_or_fails_stops_no_other(
         "STAGES",
         [
             [gpu.Stage("a", 3, "hangs"), gpu.Stage("b", 30, "fails")],
-            [gpu.Stage("c", 30, "benchmarks.gpu.ceilings"), gpu.Stage("d", 30, "fails")],
+            [gpu.Stage("c", 30, gpu.SHORT, "ceilings"), gpu.Stage("d", 30, "fails")],
         ],
     )
     asked = argparse.Namespace(device="cpu", tiny=True, budget=60.0, stages=list("abc"), lines=3)
@@ -234,7 +241,7 @@ def test_wrong_sums_among_thread_ranks_are_rows_that_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(fake_nccl, "reduced", lambda rows, op: rows[-1].clone())
-    assert thread_ranks.main(["--device", "cpu"]) == 1
+    assert thread_ranks.main("cpu", tiny=True) == 1
     rows = {row["check"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
     wrong = {name for name, row in rows.items() if not row["ok"]}
     # these codes travel by other collectives than sums
@@ -250,16 +257,16 @@ def test_who_does_not_wait_for_a_delayed_collective_fails_its_check(
 ) -> None:
     monkeypatch.setattr(nccl, "dist", fake_nccl.FakeDistributed())
     check = partial(delayed.small, "cpu", algorithm)
-    assert thread_ranks.row("waits", check)["ok"]
+    assert checks.row("waits", check)["ok"]
     monkeypatch.setattr(delayed.LateWork, "wait", lambda self: True)
-    assert not thread_ranks.row("does not wait", check)["ok"]
+    assert not checks.row("does not wait", check)["ok"]
 
 
 def test_under_a_delayed_collective_reads_are_nan_and_writes_are_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(nccl, "dist", fake_nccl.FakeDistributed())
-    comm, flat = delayed.ring_over(delayed.Wire("cpu", 10)), torch.arange(5.0)
+    comm, flat = delayed.ring_over("cpu"), torch.arange(5.0)
     for start in (comm.all_reduce_, comm.reduce_scatter_, comm.all_gather_, comm.broadcast_):
         work = start(flat)
         assert flat.isnan().all()
@@ -269,28 +276,42 @@ def test_under_a_delayed_collective_reads_are_nan_and_writes_are_lost(
         assert torch.equal(flat, torch.arange(5.0))
 
 
-def test_a_way_of_the_trainer_that_fails_says_where_and_hides_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    broken = trainer_ways.Way("broken", 0.0, {"compression": "no such"})
-    monkeypatch.setattr(
-        trainer_ways, "ways", lambda device: [broken, trainer_ways.Way("ring", 0.0)]
-    )
+def test_a_check_that_fails_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_ways, "train", _train_without_trainer)
-    first, second = trainer_ways.compare("cpu", 1)
+    first, second = (
+        checks.row(way.name, partial(trainer_ways.compare, way, "cpu", {}))
+        for way in (
+            trainer_ways.Way("broken", 0.0, {"compression": "no such"}),
+            trainer_ways.Way("ring", 0.0),
+        )
+    )
     assert (first["ok"], second["ok"]) == (False, False)  # the second has not moved
     assert "ConfigurationError" in first["error"]
-    assert "lightning_ring" in first["frame"]
+    assert first["at"].startswith("options.py:")
     assert second["bits"]
 
 
-def _train_without_trainer(
-    way: trainer_ways.Way, strategy: Any, device: str, steps: int
-) -> torch.Tensor:
+def _train_without_trainer(way: trainer_ways.Way, strategy: Any, device: str) -> torch.Tensor:
     if strategy:
         trainer_ways.forced(**strategy)
     L.seed_everything(3, verbose=False)
-    return trainer_ways._flat(trainer_ways.Net())
+    return trainer_ways.flat(trainer_ways.Net())
+
+
+class Broken(FP32):
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return True
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("called a synchronizing CUDA operation")
+
+
+@pytest.mark.ranks
+def test_a_way_that_waits_is_named_with_its_line() -> None:
+    way = no_waits.Way(Averaging, {"compression": Broken()})
+    found = checks.row("broken", partial(no_waits.train, way, "cpu"))
+    assert found["error"] == "ValueError: called a synchronizing CUDA operation"
+    assert found["at"].startswith("gradients/delivery.py:")
 
 
 def test_turns_are_compared_by_their_means() -> None:
@@ -304,7 +325,7 @@ MISSING = """
 import sys
 sys.modules.update(dict.fromkeys(("pytorch_metric_learning", "simplejpeg")))
 import pytest
-from benchmarks.gpu.tests import selection
+from benchmarks.gpu.stages import selection
 class Missing:
     @pytest.hookimpl(tryfirst=True)
     def pytest_load_initial_conftests(self):

@@ -1,37 +1,25 @@
-"""The numbers of several ranks on one GPU: ``python -m benchmarks.gpu.thread_ranks``, under 70 s.
+"""The numbers of several ranks on one GPU: ``python -m benchmarks.gpu --stages ranks``.
 
 NCCL refuses two ranks on one GPU. Here 2 to 4 ranks are threads of one process, each with a stream
 of its own. Gradients, messages and norms go through the real NCCL backend of lightning_ring, over a
 fake of NCCL (`tests/comm/backends/fake_nccl.py`): it computes what NCCL computes on a stream of its
 own, after the streams of the callers and late, so that a rank which does not wait reads old values.
 
-Each check prints one line of JSON: ``check``, ``ok``, ``seconds``, and ``largest`` (the largest
-difference found) beside the ``allowed`` one, or ``error`` with the innermost line of lightning_ring
-that raised it. A check that fails stops no other; the exit code is then 1, and 77 without a GPU.
-
 It proves, on the GPU's own kernels and streams: averages, sharded steps, mirrors, the decision of a
 loss scaler, and what compressors send, with more ranks than one. It does not prove NCCL between
 peers, autograd's thread for the GPU (a backward runs in its rank's thread here, because the ranks
-would wait for each other in that one), or any speed.
-
-``--device cpu`` walks the same way without streams.
+would wait for each other in that one), or any speed. On a CPU there are no streams.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import math
-import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +29,7 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW
 
-import lightning_ring
+from benchmarks.gpu.checks import Check, report, within, worse
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.backends.nccl import NCCLCommunicator
@@ -61,8 +49,6 @@ from lightning_ring.optim import LAMB
 from tests.comm.backends.fake_nccl import CPUTensorsOverNCCL, over_fake_nccl
 from tests.thread_ranks import ThreadCommunicator, run_ranks
 
-NO_GPU = 77  # what test harnesses take for "skipped"
-PACKAGE = Path(lightning_ring.__file__).parent
 TIMEOUT = timedelta(seconds=20)  # of the ranks of one run
 STEPS = 4
 INFINITE_AT = 2  # step, counted from 0
@@ -75,8 +61,9 @@ COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "dgc": lambda: DGC(0.05, warmup_steps=0, min_numel=0),
 }
 
-Found = tuple[float, float]  # the largest difference, and the allowed one
+Found = dict[str, Any]
 Make = Callable[[Any], torch.optim.Optimizer]
+MakeAlgorithm = Callable[[], Averaging | Sharded]
 
 
 class ThreadRanks:
@@ -110,16 +97,9 @@ class ThreadRanks:
 
 def net_of(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1),
-        nn.Tanh(),
-        nn.Conv2d(16, 24, 3, stride=2),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(216, 37),
-        nn.Tanh(),
-        nn.Linear(37, 5),
-    )
+    first, second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 24, 3, stride=2)
+    linear = nn.Flatten(), nn.Linear(216, 37), nn.Tanh(), nn.Linear(37, 5)
+    net = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), *linear)
     return net.to(dtype, memory_format=torch.channels_last)
 
 
@@ -174,13 +154,13 @@ def train(
         if algorithm is not None:
             algorithm.after_commit()
     result = {}
-    if not isinstance(algorithm, Sharded):
-        result["gradients"] = flat_of([p.grad for p in net.parameters()])  # type: ignore[misc]
-    else:
+    if isinstance(algorithm, Sharded):
         algorithm.wait_parameters()
+        if algorithm.mirrors_shards:
+            result["mirrors"] = differences_of_mirrors(algorithm)
+    else:
+        result["gradients"] = flat_of([p.grad for p in net.parameters()])  # type: ignore[misc]
     result["parameters"] = flat_of(list(net.parameters()))
-    if isinstance(algorithm, Sharded) and algorithm.mirrors_shards:
-        result["mirrors"] = differences_of_mirrors(algorithm)
     if algorithm is not None:
         algorithm.detach()
     return result
@@ -189,14 +169,12 @@ def train(
 def differences_of_mirrors(algorithm: Sharded) -> Tensor:
     """A mirror has stepped with the gradients that it received, its owner with its own."""
     assert algorithm._mirrors is not None
-    mirrors = algorithm._mirrors.by_param
-    return flat_of(
-        [
-            mirrors[part.param].weight.detach() - mirrors[part.param].part(bucket.flat)
-            for bucket in algorithm._attached.buckets
-            for part in bucket.shards
-        ]
-    )
+    found = []
+    for bucket in algorithm._attached.buckets:
+        for part in bucket.shards:
+            mirror = algorithm._mirrors.by_param[part.param]
+            found.append(mirror.weight.detach() - mirror.part(bucket.flat))
+    return flat_of(found)
 
 
 def flat_of(tensors: list[Tensor]) -> Tensor:
@@ -206,7 +184,7 @@ def flat_of(tensors: list[Tensor]) -> Tensor:
 def training(
     ranks: ThreadRanks,
     world_size: int,
-    algorithm: Callable[[], Averaging | Sharded],
+    algorithm: MakeAlgorithm,
     make: Make,
     allowed: float,
     *,
@@ -223,19 +201,19 @@ def training(
         recorded = RecordedCommunicator(comm, [lambda record: None])
         return train(recorded, net, ranks.device, algorithm(), make, **features)
 
-    found = ranks.run(world_size, rank)
-    largest = 0.0
+    found, largest = ranks.run(world_size, rank), 0.0
+    same_bits([[result["parameters"]] for result in found])
     for result in found:
-        assert torch.equal(result["parameters"], found[0]["parameters"]), (
-            "ranks hold different bits"
-        )
         for name, values in result.items():
             largest = worse(largest, float((values - expected.get(name, 0)).abs().max()))
-    return largest, allowed
+    return within(largest, allowed)
 
 
-def worse(one: float, other: float) -> float:
-    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+def same_bits(found: list[list[Tensor]]) -> list[Tensor]:
+    for result in found:
+        for one, other in zip(result, found[0], strict=True):
+            assert torch.equal(one, other), "ranks hold different bits"
+    return found[0]
 
 
 def mirrored() -> Sharded:
@@ -248,37 +226,28 @@ def mirrored() -> Sharded:
 
 
 def scaled(
-    comm: Communicator,
-    net: nn.Module,
-    device: str,
-    algorithm: Averaging | Sharded,
-    layer: str,
-    *,
-    fused: bool,
+    comm: Communicator, net: nn.Module, device: str, algorithm: Any, layer: str, *, fused: bool
 ) -> list[tuple[float, Tensor]]:
     """For each step the scale after it, and the parameters. On rank 1 a gradient of ``layer``
     becomes infinite. A fused optimizer unscales, and skips, in its own step.
     """
     net = copy.deepcopy(net).to(device)
-    optimizer = (
-        AdamW(net.parameters(), lr=0.01, fused=True) if fused else SGD(net.parameters(), 0.1)
-    )
+    fused_adam = partial(AdamW, lr=0.01, fused=True)
+    optimizer = (fused_adam if fused else partial(SGD, lr=0.1))(net.parameters())
     algorithm.attach(net, [optimizer], comm)
     scaler = torch.amp.GradScaler(device, init_scale=16.0, growth_interval=100)
+    bias: Any = net.get_submodule(layer).bias
     steps = []
     for step in range(STEPS + 1):
         inputs = batches(step, torch.float32).chunk(comm.world_size)[comm.rank].to(device)
         with algorithm.forward():
             loss = net(inputs).square().mean()
         optimizer.zero_grad()
-        handle = None
-        if step == INFINITE_AT and comm.rank == 1:
-            bias = net.get_submodule(layer).bias
-            handle = bias.register_hook(lambda grad: grad * torch.inf)  # type: ignore[operator]
+        factor = torch.inf if step == INFINITE_AT and comm.rank == 1 else 1.0
+        handle = bias.register_hook(lambda grad, factor=factor: grad * factor)
         with algorithm.backward():
             scaler.scale(loss).backward()
-        if handle is not None:
-            handle.remove()
+        handle.remove()
         algorithm.before_step(optimizer, has_closure=False)
         if not fused:
             scaler.unscale_(optimizer)
@@ -291,72 +260,72 @@ def scaled(
     return steps
 
 
-def scaler(
-    ranks: ThreadRanks, algorithm: Callable[[], Averaging | Sharded], *, fused: bool
-) -> Found:
+def scaler(ranks: ThreadRanks, algorithm: MakeAlgorithm, *, fused: bool) -> Found:
     """An infinity on one rank skips the step on all."""
     net = net_of(torch.float32)
     for layer in ("0", "7"):  # of different ranks' shards
         fn = partial(scaled, net=net, device=ranks.device, layer=layer, fused=fused)
         found = ranks.run(3, lambda comm: fn(comm, algorithm=algorithm()))  # noqa: B023
+        same_bits([[params for _, params in steps] for steps in found])
         for steps in found:
             scales = [scale for scale, _ in steps]
             assert scales == [16, 16, 8, 8, 8], f"scales are {scales}"
-            for number, ((_, before), (_, after)) in enumerate(pairwise(steps), 1):
-                assert torch.equal(before, after) == (number == INFINITE_AT), f"step {number}"
-                assert after.isfinite().all(), f"step {number} is not finite"
-            for (_, one), (_, other) in zip(steps, found[0], strict=True):
-                assert torch.equal(one, other), "ranks hold different bits"
-    return 0.0, 0.0
+        for number, ((_, before), (_, after)) in enumerate(pairwise(found[0]), 1):
+            assert torch.equal(before, after) == (number == INFINITE_AT), f"step {number}"
+            assert after.isfinite().all(), f"step {number} is not finite"
+    return {}
 
 
 # -- messages
 
 
 def averages(comm: Communicator, compressor: Compressor, device: str, steps: int) -> list[Tensor]:
-    """The averaged gradients of each step, on the CPU. With one seed all steps have the same."""
+    """The averaged gradients of each step, on the CPU. With more than `STEPS` steps all of them
+    have the same gradients.
+    """
     params = [Parameter(torch.zeros(shape, device=device)) for shape in SHAPES]
     named = [(f"p{index}", param) for index, param in enumerate(params)]
     recorded = RecordedCommunicator(comm, [lambda record: None])
     reducer = Reducer(recorded, named, bucket_cap_mb=0.1, compressor=compressor)
     found = []
     for step in range(steps):
-        seed = 100 * comm.rank + (step if steps == STEPS else 0)
-        generator = torch.Generator().manual_seed(seed)
-        gradients = [torch.randn(shape, generator=generator).to(device) for shape in SHAPES]
+        gradients = drawn(100 * comm.rank + (step if steps == STEPS else 0))
         for param in params:
             param.grad = None
         with reducer.backward():
-            torch.stack(
-                [(p * g).sum() for p, g in zip(params, gradients, strict=True)]
-            ).sum().backward()
+            pairs = zip(params, gradients, strict=True)
+            torch.stack([(p * grad.to(device)).sum() for p, grad in pairs]).sum().backward()
         found.append(flat_of([p.grad for p in params]).cpu())  # type: ignore[misc]
     reducer.remove()
     return found
 
 
-def same_bits(found: list[list[Tensor]]) -> list[Tensor]:
-    for result in found:
-        for one, other in zip(result, found[0], strict=True):
-            assert torch.equal(one, other), "ranks hold different bits"
-    return found[0]
+def drawn(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def both(
+    ranks: ThreadRanks, make: Callable[[], Compressor], world_size: int, steps: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Averages on the device, and of the same compressor on the CPU, over a ring."""
+    expected = run_ranks(world_size, lambda comm: averages(comm, make(), "cpu", steps))[0]
+    return same_bits(
+        ranks.run(world_size, lambda comm: averages(comm, make(), ranks.device, steps))
+    ), expected
 
 
 def messages(ranks: ThreadRanks, make: Callable[[], Compressor], world_size: int) -> Found:
-    """The share of averages that differ from those of the same compressor on the CPU, over a ring.
+    """The share of averages that differ from those on the CPU.
 
     A value on the border between two codes may fall to either side, and so may one of two that
     compete for a place among the largest.
     """
-    expected = run_ranks(world_size, lambda comm: averages(comm, make(), "cpu", STEPS))[0]
-    found = same_bits(
-        ranks.run(world_size, lambda comm: averages(comm, make(), ranks.device, STEPS))
-    )
     share = 0.0
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(*both(ranks, make, world_size, STEPS), strict=True):
         near = (ours - theirs).abs() <= 1e-4 * theirs.abs().max()
         share = max(share, 1 - float(near.double().mean()))
-    return share, 1e-3
+    return within(share, 1e-3)
 
 
 def random_messages(ranks: ThreadRanks) -> Found:
@@ -364,20 +333,12 @@ def random_messages(ranks: ThreadRanks) -> Found:
 
     The difference is relative to the error on the CPU.
     """
-    steps, make = 20, partial(TernGrad, clip=math.inf, min_numel=0)
-    exact = torch.stack(
-        [
-            flat_of([torch.randn(shape, generator=generator) for shape in SHAPES])
-            for generator in (torch.Generator().manual_seed(100 * rank) for rank in range(3))
-        ]
-    ).mean(0)
-    expected = run_ranks(3, lambda comm: averages(comm, make(), "cpu", steps))[0]
-    found = same_bits(ranks.run(3, lambda comm: averages(comm, make(), ranks.device, steps)))
-    errors = [
-        float((torch.stack(means).mean(0) - exact).norm() / exact.norm())
-        for means in (found, expected)
-    ]
-    return abs(errors[0] / errors[1] - 1), 0.05
+    make = partial(TernGrad, clip=math.inf, min_numel=0)
+    exact = torch.stack([flat_of(drawn(100 * rank)) for rank in range(3)]).mean(0)
+    ours, theirs = (
+        float((torch.stack(means).mean(0) - exact).norm()) for means in both(ranks, make, 3, 20)
+    )
+    return within(abs(ours / theirs - 1), 0.05)
 
 
 def sixteen_bits(ranks: ThreadRanks, dtype: torch.dtype) -> Found:
@@ -387,10 +348,8 @@ def sixteen_bits(ranks: ThreadRanks, dtype: torch.dtype) -> Found:
     """
     largest = 0.0
     for numel in (4096, 4099):
-        inputs = [
-            (torch.randn(numel, generator=torch.Generator().manual_seed(rank)) + 3).to(dtype)
-            for rank in range(3)
-        ]
+        seeds = [torch.Generator().manual_seed(rank) for rank in range(3)]
+        inputs = [(torch.randn(numel, generator=seed) + 3).to(dtype) for seed in seeds]
         exact = torch.stack([tensor.double() for tensor in inputs]).mean(0)
 
         def rank(comm: NCCLCommunicator) -> list[Tensor]:
@@ -403,94 +362,42 @@ def sixteen_bits(ranks: ThreadRanks, dtype: torch.dtype) -> Found:
         for average in same_bits(ranks.run(3, rank)):
             factor = float(average.double() @ exact / (exact @ exact))
             largest = worse(largest, abs(factor - 1))
-    return largest, 1e-4
+    return within(largest, 1e-4)
 
 
 # -- all
 
 
-def checks(ranks: ThreadRanks) -> Iterator[tuple[str, Callable[[], Found]]]:
+def checks(ranks: ThreadRanks) -> Iterator[tuple[str, Check]]:
     """By value: what a training of several ranks needs first."""
     sgd: Make = partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
     adamw: Make = partial(AdamW, lr=0.01, eps=1e-4)
     lamb: Make = partial(LAMB, lr=0.01, eps=1e-3)
     ring, sharded = partial(Averaging, bucket_cap_mb=0.02), partial(Sharded, bucket_cap_mb=0.02)
-    run = partial(training, ranks)
+    run, floats = partial(training, ranks), {"dtype": torch.float32}
     for size in (2, 3, 4):
         yield f"ring, {size} ranks", partial(run, size, ring, sgd, 1e-12)
-    yield "ring, LAMB", partial(run, 3, ring, lamb, 2e-5, dtype=torch.float32)
+    yield "ring, LAMB", partial(run, 3, ring, lamb, 2e-5, **floats)
     for size in (2, 3):
-        name = f"{size} ranks"
-        yield f"sharded, AdamW, {name}", partial(run, size, sharded, adamw, 1e-9)
-        yield (
-            f"sharded, LAMB, {name}",
-            partial(run, size, sharded, lamb, 2e-5, dtype=torch.float32),
-        )
+        yield f"sharded, AdamW, {size} ranks", partial(run, size, sharded, adamw, 1e-9)
+        yield f"sharded, LAMB, {size} ranks", partial(run, size, sharded, lamb, 2e-5, **floats)
     yield "sharded, mirrors", partial(run, 3, mirrored, sgd, 1e-12)
+    both_features = {"accumulates": True, "clips": True}
     for name, algorithm in (("ring", ring), ("sharded", sharded)):
-        yield (
-            f"{name}, accumulation and clipping",
-            partial(run, 3, algorithm, sgd, 1e-12, accumulates=True, clips=True),
-        )
+        whole = partial(run, 3, algorithm, sgd, 1e-12, **both_features)
+        yield f"{name}, accumulation and clipping", whole
         yield f"{name}, loss scaler", partial(scaler, ranks, algorithm, fused=False)
         yield f"{name}, loss scaler, fused", partial(scaler, ranks, algorithm, fused=True)
     for dtype in (torch.bfloat16, torch.float16):
         yield f"averages, {dtype}", partial(sixteen_bits, ranks, dtype)
     for name, make in COMPRESSORS.items():
-        # one rank first: kernels are compiled by one thread
+        # One rank first: kernels are compiled by one thread.
         for size in (1, 2, 3):
             yield f"{name}, {size} rank{'s'[: size - 1]}", partial(messages, ranks, make, size)
     yield "terngrad, 3 ranks", partial(random_messages, ranks)
 
 
-def row(name: str, check: Callable[[], Found]) -> dict[str, Any]:
-    began = time.monotonic()
-    try:
-        largest, allowed = check()
-        outcome: dict[str, Any] = {
-            "ok": largest <= allowed,
-            "largest": largest,
-            "allowed": allowed,
-        }
-    except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        outcome = {"ok": False, "error": told[:500], "at": innermost(error)}
-    return {"check": name, **outcome, "seconds": round(time.monotonic() - began, 2)}
-
-
-def innermost(error: BaseException) -> str:
-    """Where in lightning_ring it was raised, or in the check."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if PACKAGE in Path(frame.filename).parents] or frames
-    file = Path(own[-1].filename)
-    return f"{file.parent.name}/{file.name}:{own[-1].lineno}, {own[-1].name}"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.thread_ranks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="the models are small anyway")
-    parser.add_argument("--seconds", type=float, default=50, help="after which no check begins")
-    asked = parser.parse_args(arguments)
-    if asked.device == "cuda" and not torch.cuda.is_available():
-        print("no NVIDIA GPU that torch can use on this machine", file=sys.stderr)
-        return NO_GPU
+def main(device: str, tiny: bool) -> int:
     torch.backends.cudnn.allow_tf32 = False
-    until, failed = time.monotonic() + asked.seconds, False
     with pytest.MonkeyPatch.context() as patch:
-        for name, check in checks(ThreadRanks(asked.device, patch)):
-            if time.monotonic() > until:
-                found: dict[str, Any] = {"check": name, "ok": False, "error": "out of time"}
-            else:
-                found = row(name, check)
-            failed |= not found["ok"]
-            print(json.dumps(found), flush=True)
-    return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return report(checks(ThreadRanks(device, patch)), seconds=80)

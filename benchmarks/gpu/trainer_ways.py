@@ -1,26 +1,19 @@
-"""Every way of the Trainer on one GPU over real NCCL: ``python -m benchmarks.gpu.trainer_ways``.
+"""Every way of the Trainer on one GPU over real NCCL: ``python -m benchmarks.gpu --stages ways``.
 
 One rank trains a small network with ``force_communication=True``, so that all buckets and
-collectives run, and again on a plain single device with the same seed. A line of JSON for each way
-says whether the parameters agree: ``way``, ``ok``, ``bits`` (the same bits), ``difference``
-(relative norm), ``moved`` (by training), ``tolerance``, ``seconds``, or ``error`` and the innermost
-``frame`` in `lightning_ring`. A way that fails hides no other. The exit code is 1 if one failed.
-
-``--device cpu`` walks the same ways over Gloo, without a loss scaler.
+collectives run, and again on a plain single device with the same seed. A line for each way says
+whether the parameters agree: ``ok``, ``bits`` (the same bits), ``largest`` (relative norm of the
+difference), ``allowed``, ``moved`` (by training). On a CPU the same ways run over Gloo, without a
+loss scaler.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
-import sys
 import tempfile
-import time
-import traceback
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +24,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.gpu.checks import report, within
 from lightning_ring import RingStrategy
 from lightning_ring.algorithms.local import LocalSGD
 from lightning_ring.algorithms.sharded import Sharded
@@ -38,7 +32,7 @@ from lightning_ring.gradients.compression import DGC, PowerSGD
 from lightning_ring.optim import LAMB, LARS
 
 SAME, CLOSE, ROUNDED, APPROXIMATE = 0.0, 1e-5, 1e-2, 0.3
-MOVED = 1e-4
+MOVED, STEPS = 1e-4, 3
 # Formats that send less than the gradient, and the error of it later: they train, on a way of
 # their own.
 ONWARD = ("onebit", "terngrad", "topk", DGC(momentum=0.0))
@@ -62,15 +56,8 @@ class Net(L.LightningModule):
     def __init__(self, optimizer: str = "sgd", channels_last: bool = False, compiler: str = ""):
         super().__init__()
         self.optimizer = optimizer
-        self.body = nn.Sequential(
-            nn.Conv2d(3, 8, 3, bias=False),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(288, 40),
-            nn.Tanh(),
-            nn.Linear(40, 4),
-        )
+        convolution = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()
+        self.body = nn.Sequential(*convolution, nn.Linear(288, 40), nn.Tanh(), nn.Linear(40, 4))
         if channels_last:
             self.body.to(memory_format=torch.channels_last)
         if compiler:
@@ -134,17 +121,15 @@ def _name(wire: Any) -> str:
     return wire if isinstance(wire, str) else type(wire).__name__
 
 
-def train(way: Way, strategy: Any, device: str, steps: int) -> Tensor:
+def train(way: Way, strategy: Any, device: str) -> Tensor:
     """The parameters after two epochs, the second in another Trainer if the way resumes."""
-    images, labels = _data(8 * steps)
-    settings = {
+    generator = torch.Generator().manual_seed(7)
+    images = torch.randn(8 * STEPS, 3, 8, 8, generator=generator)
+    labels = torch.randint(0, 4, (len(images),), generator=generator)
+    unwanted = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    settings = dict.fromkeys(("use_distributed_sampler", *unwanted), False) | {
         "accelerator": "gpu" if device == "cuda" else "cpu",
         "devices": 1,
-        "use_distributed_sampler": False,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
         "log_every_n_steps": 2,
         # Else Lightning looks for one, and raises where mpi4py has no MPI library.
         "plugins": [LightningEnvironment()] if strategy is None else None,
@@ -161,7 +146,7 @@ def train(way: Way, strategy: Any, device: str, steps: int) -> Tensor:
             trainer.fit(module, loader, ckpt_path=saved)
             saved = Path(folder, "saved.ckpt")
             trainer.save_checkpoint(saved)
-    return _flat(module)
+    return flat(module)
 
 
 def forced(**arguments: Any) -> RingStrategy:
@@ -171,68 +156,29 @@ def forced(**arguments: Any) -> RingStrategy:
     return RingStrategy(force_communication=True, **arguments)
 
 
-def _data(num: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    images = torch.randn(num, 3, 8, 8, generator=generator)
-    return images, torch.randint(0, 4, (num,), generator=generator)
-
-
-def _flat(module: nn.Module) -> Tensor:
+def flat(module: nn.Module) -> Tensor:
     return torch.cat([param.detach().double().cpu().reshape(-1) for param in module.parameters()])
 
 
-def compare(device: str, steps: int) -> Iterator[dict[str, Any]]:
+def compare(way: Way, device: str, plain: dict[str, Tensor]) -> dict[str, Any]:
+    """``plain`` keeps what a plain device has trained, by what is asked of Trainer and module."""
     L.seed_everything(3, verbose=False)
-    start = _flat(Net())
-    plain: dict[str, Tensor] = {}
-    for way in ways(device):
-        began = time.perf_counter()
-        line: dict[str, Any] = {"way": way.name, "ok": False, "tolerance": way.tolerance}
-        try:
-            key = str((way.trainer, way.module))
-            if key not in plain:
-                plain[key] = train(way, None, device, steps)
-            trained = train(way, way.strategy, device, steps)
-            norm = plain[key].norm()
-            line["difference"] = float((trained - plain[key]).norm() / norm)
-            line["moved"] = float((trained - start).norm() / norm)
-            line["bits"] = torch.equal(trained, plain[key])
-            # Parameters that do not move agree, too.
-            line["ok"] = line["difference"] <= way.tolerance and line["moved"] > MOVED
-        except Exception as error:
-            line["error"] = f"{type(error).__name__}: {error}"[:600]
-            line["frame"] = _innermost_frame(error)
-        line["seconds"] = round(time.perf_counter() - began, 2)
-        yield line
+    start, key = flat(Net()), str((way.trainer, way.module))
+    if key not in plain:
+        plain[key] = train(way, None, device)
+    trained, norm = train(way, way.strategy, device), plain[key].norm()
+    found = within(float((trained - plain[key]).norm() / norm), way.tolerance)
+    moved = float((trained - start).norm() / norm)
+    # Parameters that do not move agree, too.
+    found["ok"] = found["ok"] and moved > MOVED
+    return found | {"moved": moved, "bits": torch.equal(trained, plain[key])}
 
 
-def _innermost_frame(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "lightning_ring" in Path(frame.filename).parts]
-    last = (ours or frames)[-1]
-    return f"{last.filename}:{last.lineno} in {last.name}: {last.line}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.trainer_ways",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="the model is small anyway")
-    device = parser.parse_args().device
+def main(device: str, tiny: bool) -> int:
     warnings.filterwarnings("ignore")
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_ring"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # The same kernels in both runs: else the same bits cannot be asked for.
     torch.backends.cudnn.deterministic = True
-    failed = 0
-    for line in compare(device, steps=3):
-        print(json.dumps(line), flush=True)
-        failed += not line["ok"]
-    return int(failed > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    plain: dict[str, Tensor] = {}
+    return report((way.name, partial(compare, way, device, plain)) for way in ways(device))

@@ -14,5 +14,5 @@ from tests.processes import run
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_every_way_of_training_gives_what_a_plain_device_gives() -> None:
-    done = run([sys.executable, "-m", "benchmarks.gpu.trainer_ways"], timeout=280)
+    done = run([sys.executable, "-m", "benchmarks.gpu", "--stages", "ways"], timeout=280)
     assert done.returncode == 0, done.stdout

@@ -24,7 +24,7 @@ from lightning_ring.tools.plan.inputs import (
     write_profile,
 )
 from tests.processes import clean_env
-from tests.tools.plan.inputss import gradient, profile, several
+from tests.tools.plan.profiles import gradient, profile, several
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from lightning_ring.tools.plan.model import (
     world_sizes,
 )
 from lightning_ring.tools.plan.report import AS_IT_IS, advice, changes, tabulate
-from tests.tools.plan.inputss import MIB, gradient, link, profile, several
+from tests.tools.plan.profiles import MIB, gradient, link, profile, several
 
 ONE = profile(gradient("w", 8, 0.1), data=0.004, other=0.006)
 

@@ -23,7 +23,7 @@ from lightning_ring.tools.plan.inputs import read_profile, write_profile
 from tests.battery import Battery, check_names
 from tests.checks.slow_model import Slow, batches, weights
 from tests.processes import run
-from tests.tools.plan.inputss import profile, several
+from tests.tools.plan.profiles import profile, several
 
 MODULE = "tests.checks.profile"
 
