@@ -23,6 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import Self
+
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 240.0  # for all jobs' imports and first collectives
 TURN_SECONDS = 60.0
@@ -38,52 +40,74 @@ def prepare() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
-class Conductor:
-    """Lets jobs that it starts train in turns; a context manager that leaves none behind.
+class Processes:
+    """Commands that run until they end or this context manager does; it leaves none behind.
 
-    Args:
-        folder: Where its socket and the jobs' output go.
+    Their output goes to files in ``folder``. They share a session: Linux shares the cores out by
+    session first, then by process.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self.folder = folder
+        self.running: list[subprocess.Popen[bytes]] = []
+
+    def start(self, command: Sequence[str], **environ: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{len(self.running)}.log").open("wb") as log:
+            process = subprocess.Popen(
+                list(command),
+                env=os.environ | environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=os.setpgrp,
+            )
+        self.running.append(process)
+        return process
+
+    def output(self, number: int) -> str:
+        """The last lines that a command and its processes have written."""
+        return (self.folder / f"{number}.log").read_text(errors="replace")[-3000:]
+
+    def outputs(self) -> str:
+        return "\n".join(map(self.output, range(len(self.running))))
+
+    def wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        for process in self.running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in self.running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+            self.wait(10.0)
+
+
+class Conductor(Processes):
+    """Lets jobs that it starts train in turns. Its socket lies in ``folder`` too."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         self._ranks: dict[str, list[Any]] = {}
         self._door = socket.socket(socket.AF_UNIX)
         self._door.bind(str(folder / "turns"))
         self._door.listen(64)
 
-    def __enter__(self) -> Conductor:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self._door.close()
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-        for process in self._processes:
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        super().__exit__(*error)
 
-    def start(self, commands: Sequence[Sequence[str]], jobs: Sequence[str], num_ranks: int) -> None:
+    def open(self, commands: Sequence[Sequence[str]], jobs: Sequence[str], num_ranks: int) -> None:
         """Run ``commands``, and wait until all ``num_ranks`` ranks of each of ``jobs`` are about
         to train.
         """
-        for number, command in enumerate(commands):
-            with (self._folder / f"{number}.log").open("wb") as log:
-                process = subprocess.Popen(
-                    list(command),
-                    env={**os.environ, "TURNS_SOCKET": str(self._folder / "turns")},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    # one session: Linux shares the cores out by session first, then by process
-                    preexec_fn=os.setpgrp,
-                )
-            self._processes.append(process)
+        for command in commands:
+            self.start(command, TURNS_SOCKET=str(self.folder / "turns"))
         self._ranks = {name: [] for name in jobs}
         until = time.monotonic() + START_SECONDS
         while any(len(ranks) < num_ranks for ranks in self._ranks.values()):
@@ -104,13 +128,9 @@ class Conductor:
         self._ranks[json.loads(stream.readline())].append(stream)
 
     def _check_alive(self) -> None:
-        for number, process in enumerate(self._processes):
+        for number, process in enumerate(self.running):
             if code := process.poll():
-                raise SystemExit(f"a job ended with exit code {code}:\n{self._output(number)}")
-
-    def _output(self, number: int) -> str:
-        """The last lines that a command and its processes have written."""
-        return (self._folder / f"{number}.log").read_text(errors="replace")[-3000:]
+                raise SystemExit(f"a job ended with exit code {code}:\n{self.output(number)}")
 
     def turn(self, job: str, num_steps: int) -> list[float]:
         """Seconds of each of ``num_steps`` steps of ``job`` on its slowest rank, after one that
@@ -121,8 +141,7 @@ class Conductor:
     def finish(self) -> dict[str, list[Any]]:
         """Let every job end; returns what its ranks say of themselves (`Turns.facts`)."""
         facts = {job: self._ask(job, 0) for job in self._ranks}
-        for process in self._processes:
-            process.wait(timeout=TURN_SECONDS)
+        self.wait(TURN_SECONDS)
         self._check_alive()
         return facts
 
@@ -139,9 +158,8 @@ class Conductor:
             if not line:
                 time.sleep(1.0)  # its launcher says why
                 self._check_alive()
-                outputs = "\n".join(self._output(number) for number in range(len(self._processes)))
-                # its launcher waits for the others
-                raise SystemExit(f"{job}: a rank left in mid-turn, or hangs:\n{outputs}")
+                # Its launcher waits for the others.
+                raise SystemExit(f"{job}: a rank left in mid-turn, or hangs:\n{self.outputs()}")
             answers.append(json.loads(line))
         return answers
 

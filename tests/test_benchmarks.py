@@ -55,7 +55,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.ranks
 def test_jobs_take_turns_and_only_timed_steps_count(job: list[str], tmp_path: Path) -> None:
     with Conductor(tmp_path) as conductor:
-        conductor.start([[*job, "a"], [*job, "b"]], "ab", num_ranks=1)
+        conductor.open([[*job, "a"], [*job, "b"]], "ab", num_ranks=1)
         times = [conductor.turn(name, 3) for name in "abba"]
         facts = conductor.finish()
     assert [len(turn) for turn in times] == [3, 3, 3, 3]
@@ -76,7 +76,7 @@ def test_a_job_that_fails_is_an_error_with_its_output_and_ends_the_others(
     fails = [sys.executable, "-c", "raise ValueError('no such photo')"]
     said = r"(?s)a job ended with exit code 1:.*no such photo"
     with pytest.raises(SystemExit, match=said), Conductor(tmp_path) as conductor:
-        conductor.start([[*job, "a"], fails], "ab", num_ranks=1)
+        conductor.open([[*job, "a"], fails], "ab", num_ranks=1)
     until = time.monotonic() + 60
     while any(str(tmp_path) in cmdline for cmdline in command_lines()):
         assert time.monotonic() < until, "job a still runs"
@@ -91,7 +91,7 @@ def test_a_rank_that_leaves_while_its_launcher_waits_is_an_error_with_its_output
     waits = [sys.executable, "-c", f"import time; from benchmarks.turns import Turns; {leaves}"]
     said = r"(?s)b: a rank left in mid-turn, or hangs:.*no such photo"
     with Conductor(tmp_path) as conductor:
-        conductor.start([[*job, "a"], waits], "ab", num_ranks=1)
+        conductor.open([[*job, "a"], waits], "ab", num_ranks=1)
         with pytest.raises(SystemExit, match=said):
             conductor.turn("b", 3)
 

@@ -16,11 +16,11 @@ from omegaconf import OmegaConf
 from benchmarks.hosts import why_not
 from benchmarks.wires.rank import StepsOfAll
 from benchmarks.wires.study import (
+    Cell,
     Method,
     Run,
     Settings,
     bits_per_second,
-    cell_of,
     cells_on_record,
     seconds_until,
     table,
@@ -53,7 +53,7 @@ def test_the_table_says_what_was_not_reached() -> None:
     never = [result("lost", seed, [(1.0, 0.5)]) for seed in range(2)] + [
         result("lost", 2, [(1.0, 0.9)])
     ]
-    cells = [cell_of(results, 0.7) for results in (slow, fast, never)]
+    cells = [Cell.of(results, 0.7) for results in (slow, fast, never)]
     rows = [
         [word.strip() for word in row.split("|")[1:-1]] for row in table(cells, "DDP").splitlines()
     ]

@@ -11,9 +11,7 @@ a GPU codes a GiB of gradients.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-import timeit
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from benchmarks.step.optim import ms_of
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work
 from lightning_ring.gradients.compression import DGC, Compressor, Int8, OneBit, TernGrad, TopK
 from lightning_ring.gradients.compression.between_nodes import messages
@@ -132,20 +131,15 @@ def speeds(num_bytes: int, rounds: int) -> None:
 
 
 def code_speeds(
-    device: str, num_bytes: int, copy_gb_s: float | None = None, num_ranks: int = 4
+    device: str, num_bytes: int, copy_gb_s: float, num_ranks: int = 4
 ) -> Iterator[dict[str, object]]:
-    """GB/s of memory, read and written, at which a rank's whole bucket is coded, by code.
+    """GB/s of memory, read and written, at which a rank's whole bucket is coded, by code, and its
+    share of ``copy_gb_s``, the bandwidth of a copy. ``num_bytes`` of gradients should be many times
+    the GPU's cache.
 
     ``aligned`` are rows of messages as they are now; ``unaligned`` ones begin at any multiple of 4
     bytes, as they did, and so do the gradients. ``average`` decodes the messages of all ranks for
     one shard.
-
-    Args:
-        device: ``"cuda"``, or ``"cpu"`` to walk the same way.
-        num_bytes: Of the gradients: many times the GPU's cache.
-        copy_gb_s: Bandwidth of a copy, read and written, of which the speeds are also told as
-            shares.
-        num_ranks: Rows of messages.
     """
     length = shard_length(num_bytes // 4, num_ranks)
     numel = length * num_ranks
@@ -163,28 +157,11 @@ def code_speeds(
             }
             told: dict[str, object] = {"code": name, "rows": rows, "ranks": num_ranks}
             for way, (call, num_value_bytes) in calls.items():
-                speed = (num_value_bytes + num_message_bytes) / median_seconds(call, device) / 1e9
+                call()  # compiles its kernel
+                speed = (num_value_bytes + num_message_bytes) / ms_of(call, device, 20) / 1e6
                 told[f"{way}_gb_s"] = round(speed, 1)
-                if copy_gb_s is not None:
-                    told[f"{way}_of_copy"] = round(speed / copy_gb_s, 3)
+                told[f"{way}_of_copy"] = round(speed / copy_gb_s, 3)
             yield told
-
-
-def median_seconds(call: Callable[[], None], device: str, rounds: int = 20) -> float:
-    """Of ``rounds`` calls; on a GPU between events, none of which waits for the host."""
-    for _ in range(3):
-        call()
-    if device == "cpu":
-        return statistics.median(timeit.repeat(call, number=1, repeat=rounds))
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(50_000_000)  # 25 ms and more, in which the host comes to lead
-    for begin, end in events:
-        begin.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
 
 
 def main() -> None:

@@ -111,7 +111,7 @@ def measure(asked: argparse.Namespace) -> None:
     seconds: dict[str, list[float]] = {job: [] for job in jobs}
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder, Conductor(Path(folder)) as conductor:
-        conductor.start(list(started.values()), jobs, asked.ranks)
+        conductor.open(list(started.values()), jobs, asked.ranks)
         for number in range(asked.rounds + WARM_UP):
             for job in jobs if number % 2 else jobs[::-1]:
                 times = conductor.turn(job, asked.steps)

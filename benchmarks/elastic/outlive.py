@@ -20,11 +20,10 @@ other, and the libraries take turns.
   time limits: a rank is dead 5 s after its last heartbeat, and late ranks are waited for 10 s. With
   ``:1s`` both are 1 s.
 - ``horovod``: `hvd.elastic` over Gloo under ``horovodrun``, ``--min-np`` one rank less, its state
-  committed after each step; with ``:every5`` after every fifth, and after the others only changes
-  of hosts are asked for. All else is horovodrun's default: Gloo waits 30 s for a message (with
-  ``:5s`` 5 s), hosts are listed anew every second, and the whole host of a rank that fails is left
-  out for good. Each rank is therefore on a host of its own. They are names of 127.0.0.1
-  (127.0.0.01, 127.0.0.001), on which Horovod starts ranks without ssh.
+  committed after each step. All else is horovodrun's default: Gloo waits 30 s for a message, hosts
+  are listed anew every second, and the whole host of a rank that fails is left out for good. Each
+  rank is therefore on a host of its own. They are names of 127.0.0.1 (127.0.0.01, 127.0.0.001), on
+  which Horovod starts ranks without ssh.
 
 PYTHON are interpreters that have these two.
 """
@@ -32,10 +31,8 @@ PYTHON are interpreters that have these two.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
 import socket
 import statistics
 import subprocess
@@ -48,7 +45,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.elastic.outlive_rank import DEADLY, STEPS
-from benchmarks.turns import prepare
+from benchmarks.turns import Processes, prepare
 
 JOB_SECONDS = 600.0  # of a job that comes no further
 END_SECONDS = 40.0  # for a job's end after its last step, and after SIGTERM
@@ -65,75 +62,33 @@ class Outcome:
     join: float = 0.0  # the longest step of a survivor afterwards, in which another process joins
 
 
-class Job:
-    """The processes of a job, each the leader of a session; a context manager that leaves none
-    behind.
-    """
+class Job(Processes):
+    """The processes of a job, which trains up to the step ``last``."""
 
     def __init__(self, folder: Path, last: int = STEPS) -> None:
-        self._folder = folder
-        self._last = last  # step
-        self._processes: list[subprocess.Popen[bytes]] = []
+        super().__init__(folder)
+        self._last = last
         self._servers: list[subprocess.Popen[bytes]] = []
 
     def serve(self, *command: str) -> None:
         """Start a process that does not end by itself."""
-        self.start(*command)
-        self._servers.append(self._processes.pop())
+        self._servers.append(self.start(command))
 
-    def start(self, *command: str, **environ: str) -> None:
-        number = len(self._processes) + len(self._servers)
-        with (self._folder / f"{number}.log").open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                env=os.environ | environ,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._processes.append(process)
+    def train(self) -> None:
+        """Return once a process has finished the last step, and the others had time to end.
 
-    def wait(self) -> None:
-        """Return once a process has finished the last step.
-
-        Raises:
-            SystemExit: None has, and all have ended, or nothing came in time.
+        Raises `SystemExit`: none has, and all have ended, or nothing came in time.
         """
         until = time.monotonic() + JOB_SECONDS
-        while not any(
-            steps[-1][0] >= self._last for steps in finished_steps(self._folder).values()
-        ):
-            if (
-                all(process.poll() is not None for process in self._processes)
-                or time.monotonic() > until
-            ):
-                logs = "\n".join(
-                    path.read_text(errors="replace")[-2000:] for path in self._folder.glob("*.log")
-                )
-                raise SystemExit(f"a job came to no end:\n{logs}")
+        ranks = [process for process in self.running if process not in self._servers]
+        while all(steps[-1][0] < self._last for steps in finished_steps(self.folder).values()):
+            ended = all(process.poll() is not None for process in ranks)
+            if ended or time.monotonic() > until:
+                raise SystemExit(f"a job came to no end:\n{self.outputs()}")
             time.sleep(0.05)
-
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._wait_for_ends()
-        self._processes += self._servers
-        for end in (subprocess.Popen.terminate, kill_session):
-            for process in self._processes:
-                end(process)
-            self._wait_for_ends()
-
-    def _wait_for_ends(self) -> None:
         until = time.monotonic() + END_SECONDS
-        for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, until - time.monotonic()))
-
-
-def kill_session(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        while any(process.poll() is None for process in ranks) and time.monotonic() < until:
+            time.sleep(0.05)
 
 
 def rank(loop: str, folder: Path, asked: argparse.Namespace) -> list[str]:
@@ -142,38 +97,19 @@ def rank(loop: str, folder: Path, asked: argparse.Namespace) -> list[str]:
 
 
 def ring_elastic(job: Job, folder: Path, asked: argparse.Namespace, backend: str) -> None:
-    ringrun = [
-        sys.executable,
-        "-m",
-        "lightning_ring.cli.ringrun",
-        "-n",
-        str(asked.ranks),
-        "--min-ranks",
-        "1",
-        *(["--respawn"] if asked.join else []),
-    ]
-    job.start(*ringrun, sys.executable, *rank("ring_elastic", folder, asked), "--backend", backend)
+    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", str(asked.ranks)]
+    ringrun += ["--min-ranks", "1"] + (["--respawn"] if asked.join else [])
+    trains = [sys.executable, *rank("ring_elastic", folder, asked), "--backend", backend]
+    job.start([*ringrun, *trains])
 
 
 def torchelastic(job: Job, folder: Path, asked: argparse.Namespace) -> None:
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--max-restarts",
-        "3",
-    ]
-    # else ranks that start again meet in the store of those before, and connect to addresses of the
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--max-restarts", "3", "--nproc-per-node", str(asked.ranks)]
+    # Else ranks that start again meet in the store of those before, and connect to addresses of the
     # dead: https://github.com/pytorch/pytorch/issues/135712
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    job.start(
-        *torchrun,
-        "--nproc-per-node",
-        str(asked.ranks),
-        *rank("torchelastic", folder, asked),
-        **own_store,
-    )
+    job.start([*torchrun, *rank("torchelastic", folder, asked)], **own_store)
 
 
 def torchft(
@@ -189,22 +125,17 @@ def torchft(
         command = [asked.torchft, *rank("torchft", folder, asked), "--number", str(number)]
         if asked.join and number == 1:
             command = ["sh", "-c", '"$@"; "$@"', "sh", *command]  # once more after its death
-        job.start(*command, TORCHFT_LIGHTHOUSE=f"http://localhost:{port}")
+        job.start(command, TORCHFT_LIGHTHOUSE=f"http://localhost:{port}")
 
 
-def horovod(
-    job: Job, folder: Path, asked: argparse.Namespace, gloo: int = 30, commit_every: int = 1
-) -> None:
-    """``gloo`` is a time limit in seconds."""
+def horovod(job: Job, folder: Path, asked: argparse.Namespace) -> None:
     hosts = folder / "hosts"
     listed = "".join(f"echo 127.0.0.{'0' * number}1:1\n" for number in range(asked.ranks))
     hosts.write_text(f"#!/bin/sh\n{listed}")
     hosts.chmod(0o755)
     horovodrun = [str(Path(asked.horovod).with_name("horovodrun")), "-np", str(asked.ranks)]
     horovodrun += ["--min-np", str(asked.ranks - 1), "--host-discovery-script", str(hosts)]
-    horovodrun += ["--gloo-timeout-seconds", str(gloo)]
-    command = [asked.horovod, *rank("horovod", folder, asked), "--commit-every", str(commit_every)]
-    job.start(*horovodrun, *command)
+    job.start([*horovodrun, asked.horovod, *rank("horovod", folder, asked)])
 
 
 Start = Callable[[Job, Path, argparse.Namespace], None]
@@ -215,8 +146,6 @@ CONTENDERS: dict[str, Start] = {
     "torchft": torchft,
     "torchft:1s": lambda *job: torchft(*job, heartbeats=1000, join=1000),
     "horovod": horovod,
-    "horovod:5s": lambda *job: horovod(*job, gloo=5),
-    "horovod:every5": lambda *job: horovod(*job, commit_every=5),
 }
 PEERS = ("torchft", "horovod")  # each runs under an interpreter of its own
 
@@ -233,9 +162,11 @@ def finished_steps(folder: Path) -> dict[int, list[tuple[int, float]]]:
 
 def outcome(died: float, processes: Sequence[Sequence[tuple[int, float]]]) -> Outcome:
     """What the steps of the processes of a job tell, one of which died in step `DEADLY`."""
-    before = [
-        later[1] - earlier[1] for steps in processes for earlier, later in pairs_until(steps, died)
-    ]
+    before = []
+    for steps in processes:
+        # The first steps make buckets and connections.
+        known = [when for step, when in steps if 2 < step < DEADLY and when <= died]
+        before += [later - earlier for earlier, later in pairwise(known)]
     afterwards = [
         (step, when)
         for steps in processes
@@ -259,22 +190,12 @@ def longest_step(steps: Sequence[tuple[int, float]], died: float) -> float:
     return max((b - a for a, b in pairwise(later)), default=0.0) if survived else 0.0
 
 
-def pairs_until(
-    steps: Sequence[tuple[int, float]], died: float
-) -> Iterator[tuple[tuple[int, float], tuple[int, float]]]:
-    """Neighbours among the steps before the death, without the first ones, which make buckets
-    and connections.
-    """
-    known = [(step, when) for step, when in steps if 2 < step < DEADLY and when <= died]
-    return pairwise(known)
-
-
 def run(start: Start, asked: argparse.Namespace) -> Outcome:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with Job(folder, asked.steps) as job:
             start(job, folder, asked)
-            job.wait()
+            job.train()
         return outcome(float((folder / "died").read_text()), list(finished_steps(folder).values()))
 
 
@@ -299,26 +220,15 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--mib", type=float, default=256.0, help="of gradients")
-    parser.add_argument("--jobs", type=int, default=5, help="of each")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument(
-        "--join", action="store_true", help="another process takes the place of the dead one"
-    )
-    parser.add_argument(
-        "--contenders", nargs="+", choices=CONTENDERS, help="by default all that are there"
-    )
-    parser.add_argument(
-        "--torchft",
-        metavar="PYTHON",
-        help="interpreter with torchft; its lighthouse lies beside it",
-    )
-    parser.add_argument(
-        "--horovod",
-        metavar="PYTHON",
-        help="interpreter with horovod; its horovodrun lies beside it",
-    )
+    add = parser.add_argument
+    add("--ranks", type=int, default=4)
+    add("--mib", type=float, default=256.0, help="of gradients")
+    add("--jobs", type=int, default=5, help="of each")
+    add("--steps", type=int, default=STEPS)
+    add("--join", action="store_true", help="another process takes the place of the dead one")
+    add("--contenders", nargs="+", choices=CONTENDERS, help="by default all that are there")
+    add("--torchft", metavar="PYTHON", help="interpreter with torchft, its lighthouse beside it")
+    add("--horovod", metavar="PYTHON", help="interpreter with horovod, its horovodrun beside it")
     asked = parser.parse_args()
     prepare()
     missing = tuple(peer for peer in PEERS if not getattr(asked, peer))

@@ -26,9 +26,7 @@ SAVE_EVERY = 5  # steps, where a restart needs a checkpoint: two finished steps 
 
 
 class Watch:
-    """Writes when this process finished which step, by the clock that all processes of a host
-    share.
-    """
+    """Writes when this process finished which step, by the host's clock."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -182,10 +180,7 @@ def horovod(watch: Watch, asked: argparse.Namespace) -> None:
             optimizer.step()
             state.step += 1
             watch.finished(state.step)
-            if state.step % asked.commit_every == 0:
-                state.commit()
-            else:
-                state.check_host_updates()
+            state.commit()
 
     train(hvd.elastic.TorchState(net, optimizer, step=0))
 
@@ -209,7 +204,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--backend", default="auto", help="of ring_elastic")
     parser.add_argument("--number", type=int, help="of torchft's replica group")
-    parser.add_argument("--commit-every", type=int, default=1, help="steps, of horovod")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     LOOPS[asked.loop](Watch(asked.folder), asked)

@@ -76,15 +76,13 @@ def steps(device: str, tiny: bool) -> int:
     """
     options = ["--device", device]
     rows = {"batch 256": ["--batch", "256"], "batch 8": ["--batch", "8", "--image", "64"]}
-    row = compare.Row(
-        "resnet50", CONTENDERS, ((CONTENDERS[1], "ddp", 1.01),), ranks=1, by_turn=True
-    )
+    row = compare.Row("resnet50", CONTENDERS, ranks=1, steps=10, rounds=6, by_turn=True)
+    if device == "cuda":
+        row = replace(row, start="exec")
     if tiny:
-        rows = {"tiny": []}
-        row = replace(row, model="tiny", steps=2, rounds=1, start="fork")
+        rows, row = {"tiny": []}, replace(row, model="tiny", steps=2, rounds=1)
     else:
         options += ["--precision", "bf16-mixed", "--channels-last"]
-        row = replace(row, steps=10, rounds=6, start="exec")
     for name, more in rows.items():
         seconds, facts = compare.measure(row, [*options, *more])
         print(*compare.report(row, seconds, facts), sep="\n", flush=True)

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import random
+import socket
 import statistics
 import sys
 import tempfile
@@ -26,99 +27,58 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import hosts
-from benchmarks.step import forked
 from benchmarks.turns import Conductor, prepare
+from lightning_ring.job.rendezvous.greeting import reserve_port
 
 
 @dataclass(frozen=True)
 class Row:
-    """``asked``: ours, the peer, and the share of the peer's time that is asked for, at most."""
+    """The first of ``contenders`` is the peer of the others."""
 
     model: str
     contenders: tuple[str, ...]
-    asked: tuple[tuple[str, str, float], ...] = ()
     ranks: int = 2
     num_hosts: int = 1
     rate: str = "1gbit"
-    asked_state: tuple[tuple[str, str, float], ...] = ()
     steps: int = 4  # a turn
     rounds: int = 8
     start: str = "fork"  # "exec": one process a job; "ringrun"
-    options: tuple[str, ...] = ()  # of `step_rank`
+    options: tuple[str, ...] = ()  # of `benchmarks.step.rank`
     by_turn: bool = False  # compare means of turns, where not every step costs the same
 
 
 _ALONE = "alone:keep_freed_memory=True"
 _TRACED = f"ring:timeline={tempfile.gettempdir()}/ring-step-trace.json"
+_WITH_ALONE = ("ddp", "ring", _ALONE)
+_SHARDED_TOO = ("ddp", "ring", "ring_sharded", _ALONE)
+_AS_AUTO = ("auto", "ring:keep_freed_memory=False", "ring")
+_MONITORED = ("ring:monitor=False", "ring", _TRACED)
+# A loader with a sampler, which an elastic job needs; it has a launcher that outlives its ranks.
+_SAMPLED = ("--logger", "--sampled", "--batch", "4")
+_ELASTIC = Row("resnet18", ("ring", "ring_elastic"), start="ringrun", options=_SAMPLED)
+# Of 50 steps one is logged.
+_LOGGED = Row("resnet18", _MONITORED, steps=50, options=("--logger",), by_turn=True)
 
 ROWS = {
-    "one_node": Row("resnet18", ("ddp", "ring", _ALONE), (("ring", "ddp", 0.88),)),
-    "two_hosts": Row(
-        "resnet18",
-        ("ddp", "ring", "ring_sharded", _ALONE),
-        (("ring", "ddp", 0.98), ("ring_sharded", "ddp", 0.92)),
-        num_hosts=2,
-        steps=3,
-        rounds=5,
-    ),
-    "two_hosts_bf16": Row(
-        "resnet18",
-        ("ddp", "ring:compression=bf16"),
-        (("ring:compression=bf16", "ddp", 0.65),),
-        num_hosts=2,
-    ),
-    "four_ranks": Row(
-        "resnet18",
-        ("ddp", "ring"),
-        (("ring", "ddp", 0.50),),
-        ranks=4,
-        num_hosts=2,
-        steps=2,
-        rounds=5,
-    ),
-    "many_small": Row("many_small", ("ddp", "ring", _ALONE), (("ring", "ddp", 0.8),), steps=40),
-    "one_process": Row(
-        "resnet18",
-        ("auto", "ring:keep_freed_memory=False", "ring"),
-        (("ring:keep_freed_memory=False", "auto", 1.01), ("ring", "auto", 1.01)),
-        ranks=1,
-        steps=5,
-        rounds=16,
-        by_turn=True,
-    ),
-    "monitor": Row(
-        "resnet18",
-        ("ring:monitor=False", "ring", _TRACED),
-        (("ring", "ring:monitor=False", 1.01), (_TRACED, "ring:monitor=False", 1.01)),
-        steps=50,  # of which one is logged
-        options=("--logger",),
-        by_turn=True,
-    ),
-    "elastic": Row(
-        "resnet18",
-        ("ring", "ring_elastic"),
-        (("ring_elastic", "ring", 1.01),),
-        steps=50,
-        rounds=12,
-        start="ringrun",  # an elastic job has a launcher that outlives its ranks
-        options=("--logger", "--sampled", "--batch", "4"),
-        by_turn=True,
-    ),
-    "state": Row(
-        "resnet18",
-        ("ring", "ring_sharded"),
-        asked_state=(("ring_sharded", "ring", 0.55),),
-        steps=2,
-        rounds=2,
-    ),
+    "one_node": Row("resnet18", _WITH_ALONE),
+    "two_hosts": Row("resnet18", _SHARDED_TOO, num_hosts=2, steps=3, rounds=5),
+    "two_hosts_bf16": Row("resnet18", ("ddp", "ring:compression=bf16"), num_hosts=2),
+    "four_ranks": Row("resnet18", ("ddp", "ring"), ranks=4, num_hosts=2, steps=2, rounds=5),
+    "many_small": Row("many_small", _WITH_ALONE, steps=40),
+    "one_process": Row("resnet18", _AS_AUTO, ranks=1, steps=5, rounds=16, by_turn=True),
+    "monitor": _LOGGED,
+    "elastic": replace(_ELASTIC, steps=50, rounds=12, by_turn=True),
+    "state": Row("resnet18", ("ring", "ring_sharded"), steps=2, rounds=2),
 }
+# Until this process ends, the ports of its jobs are given to nobody.
+_RESERVED: list[socket.socket] = []
 
 
 def measure(
     row: Row, options: Sequence[str] = ()
 ) -> tuple[dict[str, list[float]], dict[str, list[Any]]]:
-    """Seconds of every step by contender, and what its ranks say of themselves. ``options`` go
-    to `step_rank`.
+    """Seconds of every step by contender, and what its ranks say of themselves. ``options`` are
+    those of `benchmarks.step.rank`.
     """
     prepare()
     seconds: dict[str, list[float]] = {name: [] for name in row.contenders}
@@ -127,7 +87,7 @@ def measure(
         commands(row, options) as started,
         Conductor(Path(folder)) as conductor,
     ):
-        conductor.start(started, row.contenders, row.ranks)
+        conductor.open(started, row.contenders, row.ranks)
         for number in range(row.rounds + 1):
             first = number % len(row.contenders)
             for name in row.contenders[first:] + row.contenders[:first]:
@@ -159,8 +119,12 @@ def commands(row: Row, options: Sequence[str]) -> Iterator[list[list[str]]]:
             addresses = ["127.0.0.1"]
             if opened is not None:
                 addresses = [opened.address(name) for name in opened.names]
-            plan = forked.plan(row.contenders, arguments, row.ranks, addresses)
-            fork = [*python, "benchmarks.step.forked", plan]
+            reserved = {name: reserve_port() for name in row.contenders}
+            _RESERVED.extend(reserved.values())
+            ports = {name: one.getsockname()[1] for name, one in reserved.items()}
+            job = {"jobs": ports, "arguments": arguments, "ranks": row.ranks}
+            job |= {"hosts": len(addresses), "master": addresses[0]}
+            fork = [*python, "benchmarks.step.rank", "--fork", json.dumps(job)]
             if opened is None:
                 yield [[*fork, "0"]]
                 return
@@ -179,18 +143,15 @@ def report(row: Row, seconds: dict[str, list[float]], facts: dict[str, list[Any]
         numbers = [1e3 * statistics.median(times), 1e3 * min(times), 1e3 * p95, state]
         yield f"| {name} | " + " | ".join(f"{number:.1f}" for number in numbers) + " |"
     yield ""
-    asked = {(ours, peer): f"; asked: at most {limit:.2f}" for ours, peer, limit in row.asked}
     peer = row.contenders[0]
     for ours in row.contenders[1:]:
         ratio = statistics.median(seconds[ours]) / statistics.median(seconds[peer])
-        yield f"- {ours}: {ratio:.3f} of the time of {peer}{asked.get((ours, peer), '')}"
+        mine, theirs = (max(fact["state_bytes"] for fact in facts[name]) for name in (ours, peer))
+        state = f", {mine / theirs:.3f} of its optimizer state" if theirs else ""
+        yield f"- {ours}: {ratio:.3f} of the time of {peer}{state}"
         if row.by_turn:
             middle, low, high = ratio_of_turns(seconds[ours], seconds[peer], row.steps)
             yield f"  by means of turns {middle:.4f}, 95 % of medians {low:.4f} to {high:.4f}"
-    for ours, peer, limit in row.asked_state:
-        mine, theirs = (max(fact["state_bytes"] for fact in facts[name]) for name in (ours, peer))
-        share = f"{mine / theirs:.3f} of the optimizer state of {peer}"
-        yield f"- {ours}: {share}; asked: at most {limit:.2f}"
 
 
 def ratio_of_turns(

@@ -19,13 +19,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from lightning_ring.optim import LAMB, LARS
-from lightning_ring.optim.engine import compiler, fused, runners, triton_kernel
+from lightning_ring.optim.engine import compiler
 
 Shapes = list[tuple[int, ...]]
 Step = Callable[[], Any]
@@ -33,20 +32,10 @@ Step = Callable[[], Any]
 
 def resnet50() -> Shapes:
     """Parameter shapes of torchvision's ResNet-50: 25.6 million in 161 tensors."""
+    from torchvision.models import resnet50 as build
 
-    def convolution(out: int, into: int, kernel: int) -> Shapes:
-        return [(out, into, kernel, kernel), (out,), (out,)]  # and its batch normalization
-
-    shapes = convolution(64, 3, 7)
-    into = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            shapes += convolution(width, into, 1) + convolution(width, width, 3)
-            shapes += convolution(4 * width, width, 1)
-            if block == 0:
-                shapes += convolution(4 * width, into, 1)
-            into = 4 * width
-    return [*shapes, (1000, 2048), (1000,)]
+    with torch.device("meta"):
+        return [tuple(param.shape) for param in build().parameters()]
 
 
 def bert_base() -> Shapes:
@@ -169,53 +158,25 @@ SETTINGS: dict[str, tuple[type[LAMB] | type[LARS], dict[str, float]]] = {
     "LARS": (LARS, {"lr": 1.0, "momentum": 0.9, "weight_decay": 1e-4}),
 }
 TINY: Shapes = [(64, 64), (64,), (1,)]
-BLOCKS = (1024, 2048)  # elements; float32 parameters get 1024
-
-
-class _NoKernels:
-    """Stands for the module of Triton kernels and launches nothing."""
-
-    def __getitem__(self, _: Any) -> _NoKernels:
-        return self
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        pass
-
-
-def _no_kernels(*_: Any) -> _NoKernels:
-    return _NoKernels()
 
 
 def host_ms(name: str, shapes: Shapes, device: str = "cpu", num_steps: int = 300) -> float:
-    """Median milliseconds of the host for one fused step of ``name`` without its Triton launches.
-
-    On the CPU the small operations around the launches are computed, not launched, and the time is
-    the processor's, which other processes do not lengthen by taking turns.
+    """Median milliseconds that the host takes for one fused step of ``name``: on a GPU to launch
+    it, while the GPU has nothing else to do.
     """
     optimizer_class, settings = SETTINGS[name]
-    params = make_params(shapes, device)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    clock = time.perf_counter if device == "cuda" else time.thread_time
+    optimizer = optimizer_class(make_params(shapes, device), fused=device == "cuda", **settings)
     times = []
-    # The fused way means Triton on the CPU, too, where its interpreter is asked for.
-    with (
-        mock.patch.object(runners, "interpreting_triton", return_value=True),
-        mock.patch.object(runners, "triton_is_here", return_value=True),
-        mock.patch.object(fused, "_module", _no_kernels),
-    ):
-        optimizer = optimizer_class(params, fused=True, **settings)
-        for _ in range(num_steps + 10):
-            if device == "cuda":
-                torch.cuda.synchronize()
-            start = clock()
-            optimizer.step()
-            times.append(clock() - start)
-    torch.set_num_threads(threads)
+    for _ in range(num_steps + 10):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        optimizer.step()
+        times.append(time.perf_counter() - start)
     return statistics.median(times[10:]) * 1e3
 
 
-def _ms(call: Step, device: str, num_calls: int, num_rounds: int = 7) -> float:
+def ms_of(call: Step, device: str, num_calls: int, num_rounds: int = 7) -> float:
     """Median over rounds of the milliseconds of one call, on the device's clock."""
 
     def now() -> Any:
@@ -244,7 +205,7 @@ def copy_bandwidth(device: str = "cuda", num_bytes: int = 2 << 30) -> float:
     """
     source = torch.randn(num_bytes // 4, device=device)  # zeros could be copied faster
     target = torch.empty_like(source)
-    return 2 * num_bytes / _ms(lambda: target.copy_(source), device, 10) / 1e6
+    return 2 * num_bytes / ms_of(lambda: target.copy_(source), device, 10) / 1e6
 
 
 def captured_step(optimizer: torch.optim.Optimizer, device: str) -> Step:
@@ -268,26 +229,17 @@ def graph_rows(
     models: dict[str, Shapes], bandwidth: float, device: str = "cuda", num_calls: int = 20
 ) -> Iterator[dict[str, Any]]:
     """Replays of LAMB and LARS: ms, GB/s of the bytes that the rule must move, and their share of
-    ``bandwidth`` (see `copy_bandwidth`), for each model and size of block.
+    ``bandwidth`` (see `copy_bandwidth`), for each model.
     """
     for model, shapes in models.items():
         params = make_params(shapes, device)
         count = sum(param.numel() for param in params)
         for name, (optimizer_class, settings) in SETTINGS.items():
-            for block in BLOCKS:
-                # The kernels count in bytes of the widest tensor, which is float32 here.
-                with mock.patch.object(triton_kernel, "BLOCK_BYTES", 4 * block):
-                    optimizer = optimizer_class(params, capturable=device == "cuda", **settings)
-                    ms = _ms(captured_step(optimizer, device), device, num_calls)
-                gb_per_s = BYTES_PER_PARAMETER[name] * count / ms / 1e6
-                yield {
-                    "optimizer": name,
-                    "model": model,
-                    "block": block,
-                    "ms": ms,
-                    "gb_per_s": gb_per_s,
-                    "share_of_copy": gb_per_s / bandwidth,
-                }
+            optimizer = optimizer_class(params, capturable=device == "cuda", **settings)
+            ms = ms_of(captured_step(optimizer, device), device, num_calls)
+            speed = BYTES_PER_PARAMETER[name] * count / ms / 1e6
+            found = {"optimizer": name, "model": model, "ms": ms, "gb_per_s": speed}
+            yield found | {"share_of_copy": speed / bandwidth}
 
 
 def steps_for_a_profiler(num_steps: int, device: str) -> None:

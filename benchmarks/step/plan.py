@@ -8,7 +8,7 @@ takes there.
    that two ranks share.
 3. From these two the model predicts every row; nothing is fitted to the rows themselves.
 4. Ranks on the hosts replay the step: sleeps instead of computation, which two cores cannot do for
-   four hosts, and the real reducer, sharding and communicators (`benchmarks.step.plan_rank`).
+   four hosts, and the real reducer, sharding and communicators.
 
 needs Linux, root, ip and tc: the hosts are network namespaces (`benchmarks.hosts`). The exit code
 is 1 where an error is above --tolerance.
@@ -19,21 +19,42 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from benchmarks.hosts import Hosts, mpirun_path, open_hosts, why_not
 from benchmarks.turns import prepare
-from lightning_ring.tools.plan.inputs import read_bench, read_profile
-from lightning_ring.tools.plan.model import Cluster, Link, Settings, predict
+from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.algorithms.local import LocalSGD
+from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.cost import default_cap_mb
+from lightning_ring.gradients.compression import COMPRESSORS
+from lightning_ring.job.communicators import open_communicator
+from lightning_ring.job.job import connect
+from lightning_ring.job.ranks import discover_ranks
+from lightning_ring.tools.plan.inputs import Gradient, Link, Profile, read_bench, read_profile
+from lightning_ring.tools.plan.model import Cluster, Settings, predict
 
 _SIZES = "64K,256K,512K,1M,4M,16M"
 _SECONDS = 200
+_TIMEOUT = timedelta(seconds=60)
+_WARMUP = 3  # the first backward orders buckets, the second connects
+_LATE = 1e-3  # seconds that a forward may be behind without having waited
 # what runs on the hosts: topology, ranks a host, strategies
 _LAYOUTS = {"flat": ("flat", 1), "hierarchical": ("hierarchical", 2)}
 WAYS = {
@@ -90,7 +111,6 @@ def record(folder: Path) -> str:
 
 def record_in_process(path: str) -> None:
     import lightning as L
-    import torch
 
     from benchmarks.step.rank import MODELS, OneBatch, Trained
     from lightning_ring.monitor import RingProfile
@@ -147,7 +167,7 @@ def measure(
     num_ranks = len(hosts.names) * ranks_per_host
     out = folder / "out.json"
     words = [str(path), str(out), topology, str(asked.steps), *asked.ways]
-    run(hosts.mpirun(num_ranks, sys.executable, "-m", "benchmarks.step.plan_rank", *words))
+    run(hosts.mpirun(num_ranks, sys.executable, "-m", "benchmarks.step.plan", "--rank", *words))
     cluster = Cluster(num_ranks, ranks_per_host, *links)
     for way, (seconds, processor) in json.loads(out.read_text()).items():
         step = predict(read_profile(path), cluster, WAYS[way])
@@ -159,23 +179,179 @@ def measure(
 
 
 def run(command: Sequence[str]) -> None:
-    """
-    Raises:
-        SystemExit: It failed, or took too long; with its output.
-    """
+    """Raises `SystemExit`: it failed, or took too long; with its output."""
     prepare()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         output, _ = process.communicate(timeout=_SECONDS)
-    except BaseException as error:
+    except BaseException:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=10)
-        if isinstance(error, subprocess.TimeoutExpired):
-            raise SystemExit(f"not over after {_SECONDS} s: {' '.join(command)}") from None
         raise
     if process.returncode:
         raise SystemExit(f"exit code {process.returncode}: {' '.join(command)}\n{output}")
+
+
+# -- a rank on one of the hosts
+
+
+class Pace:
+    """When forward and backward, had they computed, would be where they are."""
+
+    def __init__(self) -> None:
+        self.due = 0.0
+        self.backward_began = 0.0
+
+    def begin_step(self) -> None:
+        self.due = time.perf_counter()
+
+    def work(self, seconds: float) -> None:
+        now = time.perf_counter()
+        if now > self.due + _LATE:  # it waited for parameters, which no work made up for
+            self.due = now
+        self.due += seconds
+        sleep_until(self.due)
+
+
+def sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.perf_counter()))
+
+
+class Produce(torch.autograd.Function):
+    """The identity, with a gradient for ``weight`` that is there ``ready`` seconds after
+    backward began.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Layer) -> Tensor:
+        ctx.layer = layer
+        return x.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        layer = ctx.layer
+        sleep_until(layer.pace.backward_began + layer.ready)
+        # Memory of its own: ring_sharded makes a gradient that is held unreadable.
+        return grad, layer.gradient.clone(), None
+
+
+class Layer(nn.Module):
+    def __init__(self, gradient: Gradient, seconds: float, pace: Pace, zeros: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(gradient.numel))
+        self.ready = gradient.ready
+        self.seconds = seconds
+        self.pace = pace
+        self.gradient = zeros[: gradient.numel]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.pace.work(self.seconds)
+        out: Tensor = Produce.apply(x, self.weight, self)
+        return out
+
+
+class SleepingOptimizer(torch.optim.Optimizer):
+    """Its step takes as long as the recorded one, in proportion to what it is given."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, seconds_an_element: float) -> None:
+        super().__init__(params, {"seconds_an_element": seconds_an_element})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            num_elements = sum(param.numel() for param in group["params"] if param.grad is not None)
+            time.sleep(num_elements * group["seconds_an_element"])
+
+
+def build(profile: Profile, pace: Pace) -> nn.Sequential:
+    """Layers in the order of forward, which is backward's, reversed; times keep their
+    proportion.
+    """
+    phases, gradients = profile.phases, profile.gradients[::-1]
+    zeros = torch.zeros(max(gradient.numel for gradient in gradients))
+    nexts = [*(gradient.ready for gradient in gradients[1:]), 0.0]
+    share = phases.forward / phases.backward
+    layers = [
+        Layer(gradient, share * (gradient.ready - following), pace, zeros)
+        for gradient, following in zip(gradients, nexts, strict=True)
+    ]
+    return nn.Sequential(*layers)
+
+
+def busy_seconds() -> float:
+    """Processor time of this machine so far, over all cores and processes, with interrupts."""
+    words = Path("/proc/stat").read_text().split()[1:8]
+    user, nice, system, _idle, _iowait, *interrupts = map(int, words)
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+
+
+def make(way: str, cap_mb: float) -> Algorithm:
+    if way == "local_sgd_8":
+        return LocalSGD(8)
+    compression = COMPRESSORS["bf16"].build() if way == "bf16" else None
+    build = Sharded if way == "ring_sharded" else Averaging
+    return build(bucket_cap_mb=cap_mb, compression=compression)
+
+
+def replay(profile: Profile, comm: Communicator, way: str, steps: int) -> tuple[list[float], float]:
+    """Seconds of each step, and processor seconds a step of all ranks together."""
+    phases, pace = profile.phases, Pace()
+    model = build(profile, pace)
+    num_elements = sum(gradient.numel for gradient in profile.gradients)
+    optimizer = SleepingOptimizer(model.parameters(), phases.optimizer / num_elements)
+    cap = default_cap_mb("cpu", comm.world_size)
+    algorithm = make(way, cap)
+    algorithm.attach(model, [optimizer], comm, print)
+    if isinstance(algorithm, Sharded):
+        algorithm.overlaps = True
+    seconds = []
+    x = torch.zeros(1, requires_grad=True)
+    for number in range(_WARMUP + steps):
+        if number == _WARMUP:
+            comm.barrier()
+            busy = busy_seconds()
+        began = time.perf_counter()
+        time.sleep(phases.data + phases.copy + phases.other)
+        pace.begin_step()
+        algorithm.begin_batch()
+        with algorithm.forward():
+            loss = model(x)
+        pace.backward_began = time.perf_counter()
+        with algorithm.backward():
+            loss.backward()
+        algorithm.before_step(optimizer, has_closure=False)
+        optimizer.step()
+        algorithm.after_step(optimizer)
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - began)
+    comm.barrier()
+    busy = busy_seconds() - busy
+    algorithm.detach()
+    return seconds[_WARMUP:], busy / steps
+
+
+def run_rank(path: str, out: str, topology: str, steps: str, *ways: str) -> None:
+    """What each rank on a host does; rank 0 writes the seconds of each way's steps to ``out``."""
+    torch.set_num_threads(1)
+    profile, cpu = read_profile(path), torch.device("cpu")
+    info = discover_ranks()
+    job = connect(info, cpu, _TIMEOUT)
+    comm = open_communicator(job, "auto", cpu, _TIMEOUT, _TIMEOUT, topology)
+    found = {}
+    for way in ways:
+        everyones = comm.all_gather_object(replay(profile, comm, way, int(steps)))
+        times, (busy, *_) = zip(*everyones, strict=True)
+        found[way] = [max(step) for step in zip(*times, strict=True)], busy
+    if info.rank == 0:
+        Path(out).write_text(json.dumps(found))
+    comm.barrier()  # a rank that ended now would be taken for one that failed
+    comm.close()
+
+
+# -- the command
 
 
 def main() -> int:
@@ -196,7 +372,11 @@ def main() -> int:
     add("--tolerance", type=float, default=0.15)
     add("--json", metavar="FILE")
     add("--record", metavar="FILE", help=argparse.SUPPRESS)
+    add("--rank", nargs="+", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.rank:
+        run_rank(*asked.rank)
+        return 0
     if asked.record:
         record_in_process(asked.record)
         return 0

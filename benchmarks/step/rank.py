@@ -1,9 +1,13 @@
-"""One rank of one job of `benchmarks/step/compare.py` and `benchmarks/gpu/steps.py`: trains through
-`L.Trainer`, in turns.
+"""One rank of one job of `benchmarks.step`: trains through `L.Trainer`, in turns.
 
 ``python -m benchmarks.step.rank MODEL CONTENDER``. Contenders are written like ``ddp``, ``ring`` or
 ``ring:backend=gloo,bucket_cap_mb=4``: a strategy, and arguments of `RingStrategy`. Of those the
 others know ``keep_freed_memory=True``, which gives them what is ring's default.
+
+``--fork JOBS HOST`` forks all ranks that several jobs have on one host from one process that has
+imported Lightning once, which takes longer than what is measured; nothing of torch's threads, MPI
+or CUDA has started by then. A rank finds its place in torchrun's variables, which Lightning's DDP
+and lightning_ring both read.
 """
 
 from __future__ import annotations
@@ -12,9 +16,12 @@ import argparse
 import ast
 import atexit
 import gc
+import json
 import logging
 import os
 import shutil
+import signal
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -59,16 +66,16 @@ def resnet(name: str, num_classes: int) -> nn.Module:
     return model
 
 
-# name: model, shape of a sample, default batch a rank
+def tiny() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 10))
+
+
+# Name: model, shape of a sample, default batch of a rank.
 MODELS: dict[str, Any] = {
     "resnet18": (lambda: resnet("resnet18", 1000), (3, 64, 64), 16),
     "resnet50": (lambda: resnet("resnet50", 1000), (3, 224, 224), 256),
     "many_small": (lambda: ManySmall(500), (1000,), 1),
-    "tiny": (
-        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 10)),
-        (3, 8, 8),
-        4,
-    ),
+    "tiny": (tiny, (3, 8, 8), 4),
 }
 
 
@@ -246,5 +253,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
 
 
+def fork(job: dict[str, Any], host: int) -> int:
+    """Run this host's ranks of all jobs; 1 if one failed, which ends the others."""
+    pids = set()
+    for name in job["jobs"]:
+        for rank in range(host, job["ranks"], job["hosts"]):
+            pid = os.fork()
+            if pid == 0:
+                if job["ranks"] > 1:
+                    os.environ.update(place(job, name, rank))
+                main([*job["arguments"], name])
+                sys.exit(0)
+            pids.add(pid)
+    code = 0
+    while pids:
+        pid, status = os.wait()
+        pids.discard(pid)
+        if status and not code:
+            code = 1
+            for other in pids:
+                os.kill(other, signal.SIGTERM)
+    return code
+
+
+def place(job: dict[str, Any], name: str, rank: int) -> dict[str, str]:
+    """torchrun's variables of one rank; ranks are round-robin over the hosts."""
+    node, local_rank = rank % job["hosts"], rank // job["hosts"]
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": job["ranks"],
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": len(range(node, job["ranks"], job["hosts"])),
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": job["hosts"],
+        "MASTER_PORT": job["jobs"][name],
+    }
+    found = {variable: str(number) for variable, number in numbers.items()}
+    return found | {"TORCHELASTIC_RUN_ID": name, "MASTER_ADDR": job["master"]}
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "--fork":
+        sys.exit(fork(json.loads(sys.argv[2]), int(sys.argv[3])))
     main()

@@ -62,19 +62,10 @@ def network(hidden: int) -> nn.Module:
     """Images ``[batch, 1, 8, 16]`` to logits. Most of its bytes are in one matrix, as in many
     recognisers.
     """
-    return nn.Sequential(
-        nn.Conv2d(1, 32, kernel_size=3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * 32, hidden),
-        nn.LayerNorm(hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, hidden),
-        nn.LayerNorm(hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, 100),
-    )
+    convolution = nn.Conv2d(1, 32, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+    first = nn.Flatten(), nn.Linear(32 * 32, hidden), nn.LayerNorm(hidden), nn.ReLU()
+    second = nn.Linear(hidden, hidden), nn.LayerNorm(hidden), nn.ReLU()
+    return nn.Sequential(*convolution, *first, *second, nn.Linear(hidden, 100))
 
 
 def batches(

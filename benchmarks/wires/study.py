@@ -65,8 +65,7 @@ class Run:
 def execute(run: Run, settings: Settings) -> Result:
     """Train on hosts of this machine's own network. Returns a line of the record.
 
-    Raises:
-        RuntimeError: There can be no such hosts here, or the ranks failed.
+    Raises `RuntimeError`: there can be no such hosts here, or the ranks failed.
     """
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, open_hosts(settings["hosts"], run.rate) as hosts:
@@ -109,10 +108,9 @@ def study(config: dict[str, Any], folder: Path) -> str:
 
 
 def line(result: Result, target: float) -> str:
-    slow = ", slow rank" if result["straggler"] else ""
     until = f"{seconds_until(result['curve'], target):.1f} s to {target}"
     said = f"accuracy {result['accuracy']:.4f}, {result['bytes_per_step'] / 1e3:,.0f} kB a step"
-    return f"{result['rate']}{slow}: {result['method']}, seed {result['seed']}: {until}, {said}"
+    return f"{wire_of(result)}: {result['method']}, seed {result['seed']}: {until}, {said}"
 
 
 # -- tables
@@ -130,22 +128,26 @@ class Cell:
     accuracies: tuple[float, ...]
     kilobytes_per_step: float
 
+    @classmethod
+    def of(cls, results: Sequence[Result], target: float) -> Cell:
+        """Of the results of all seeds."""
+        first = results[0]
+        return cls(
+            first["method"],
+            wire_of(first),
+            statistics.median(seconds_until(result["curve"], target) for result in results),
+            tuple(result["accuracy"] for result in results),
+            statistics.median(result["bytes_per_step"] for result in results) / 1e3,
+        )
+
+
+def wire_of(result: Result) -> str:
+    return f"{result['rate']}{', slow rank' if result['straggler'] else ''}"
+
 
 def seconds_until(curve: Sequence[Sequence[float]], target: float) -> float:
     """Training time of the first evaluation with an accuracy of ``target`` or more."""
     return next((seconds for seconds, accuracy in curve if accuracy >= target), float("inf"))
-
-
-def cell_of(results: Sequence[Result], target: float) -> Cell:
-    """Of the results of all seeds."""
-    first = results[0]
-    return Cell(
-        first["method"],
-        f"{first['rate']}{', slow rank' if first['straggler'] else ''}",
-        statistics.median(seconds_until(result["curve"], target) for result in results),
-        tuple(result["accuracy"] for result in results),
-        statistics.median(result["bytes_per_step"] for result in results) / 1e3,
-    )
 
 
 def cells_on_record(
@@ -161,7 +163,7 @@ def cells_on_record(
         for method in methods:
             keys = [Run(method, rate, straggler, seed).key(settings) for seed in seeds]
             if found := [record[key] for key in keys if key in record]:
-                cells.append(cell_of(found, target))
+                cells.append(Cell.of(found, target))
     return cells
 
 
@@ -185,36 +187,36 @@ def table(cells: Sequence[Cell], baseline: str) -> str:
 
     Bytes and accuracies are those of all wires and seeds. The last row has the number of seeds.
     """
+    by_place = {(cell.method, cell.wire): cell for cell in cells}
     wires = list(dict.fromkeys(cell.wire for cell in cells))
-    by_method: dict[str, dict[str, Cell]] = {}
-    for cell in cells:
-        by_method.setdefault(cell.method, {})[cell.wire] = cell
     rows = []
-    for method, row in by_method.items():
-        kilobytes = [cell.kilobytes_per_step for cell in row.values()]
-        found = [100 * accuracy for cell in row.values() for accuracy in cell.accuracies]
+    for method in dict.fromkeys(cell.method for cell in cells):
+        row = [cell for cell in cells if cell.method == method]
+        found = [100 * accuracy for cell in row for accuracy in cell.accuracies]
         spread = statistics.stdev(found) if len(found) > 1 else 0.0
-        least, most = f"{min(kilobytes):,.0f}", f"{max(kilobytes):,.0f}"
-        sent = f"{least} to {most}" if max(kilobytes) > 1.05 * min(kilobytes) else most
-        times = [_time(row.get(wire), by_method.get(baseline, {}).get(wire)) for wire in wires]
+        sent = span([cell.kilobytes_per_step for cell in row], 1.05)
+        times = []
+        for wire in wires:
+            cell, of = by_place.get((method, wire)), by_place.get((baseline, wire))
+            times.append("" if cell is None else time_of(cell, of))
         rows.append([method, sent, f"{statistics.mean(found):.1f} ± {spread:.1f}", *times])
-    rows.append(["seeds", "", "", *(_num_seeds(cells, wire) for wire in wires)])
+    seeds = [[len(cell.accuracies) for cell in cells if cell.wire == wire] for wire in wires]
+    rows.append(["seeds", "", "", *map(span, seeds)])
     return markdown(["method", "kB a step", "test accuracy, %", *wires], rows)
 
 
-def _num_seeds(cells: Sequence[Cell], wire: str) -> str:
-    numbers = [len(cell.accuracies) for cell in cells if cell.wire == wire]
+def span(numbers: Sequence[float], apart: float = 1.0) -> str:
+    """The least and the greatest, if that is more than ``apart`` times as much."""
     least, most = min(numbers), max(numbers)
-    return f"{most}" if least == most else f"{least} to {most}"
+    return f"{least:,.0f} to {most:,.0f}" if most > apart * least else f"{most:,.0f}"
 
 
-def _time(cell: Cell | None, of: Cell | None) -> str:
-    if cell is None:
-        return ""
+def time_of(cell: Cell, baseline: Cell | None) -> str:
     if cell.seconds == float("inf"):
         return "not reached"
-    share = cell.seconds / of.seconds if of is not None else 0.0  # of what was not reached either
-    return f"{cell.seconds:.1f} ({share:.2f})" if share else f"{cell.seconds:.1f}"
+    reached = baseline is not None and baseline.seconds < float("inf")
+    share = f" ({cell.seconds / baseline.seconds:.2f})" if reached else ""
+    return f"{cell.seconds:.1f}{share}"
 
 
 @hydra.main(version_base="1.3", config_path=".", config_name="wires")
