@@ -7,7 +7,7 @@ and with Fabric, and ``"ring_elastic"`` with the Trainer. `distribute` serves pl
 from typing import TYPE_CHECKING, Any
 
 from lightning_ring.errors import RingError
-from lightning_ring.host.posix import require_posix
+from lightning_ring.host import require_posix
 from lightning_ring.integrations.registration import register_strategies
 
 if TYPE_CHECKING:

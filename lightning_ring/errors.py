@@ -55,6 +55,20 @@ class SampleError(RingError):
     """A sample cannot be read or decoded, or its data set raised; the message names it."""
 
 
+class HorovodInternalError(RingError):
+    """A collective failed, on every rank: tensors that do not fit together, or a rank that is
+    gone.
+    """
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Ranks wait to take part. ``skip_sync``: those that are left hold the same state already."""
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__(f"other ranks take part from here on (skip_sync={skip_sync})")
+        self.skip_sync = skip_sync
+
+
 def check_arguments(name: str, works: bool, expected: str, **given: object) -> None:
     """Raise `ConfigurationError` unless the arguments ``given`` to ``name`` work together."""
     if not works:

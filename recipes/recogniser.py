@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.retrieval import NothingToFindError, retrieval_metrics
-from lightning_ring.retrieval.metrics import Items
+from lightning_ring.retrieval import Items, NothingToFindError, retrieval_metrics
 from recipes.from_configuration import FromConfiguration
 from recipes.recognition.sharded_head import KEY, ShardedHead
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_ring.errors import RingError
-from lightning_ring.host.posix import require_posix
+from lightning_ring.host import require_posix
 
 # name: (module with `main(arguments) -> int`, its purpose)
 COMMANDS = {

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     output = Path(options.output)
     check_output("-o", output)
-    from lightning_ring.tools.report.page import write_page
+    from lightning_ring.tools.report import write_page
     from lightning_ring.tools.report.runs import read_runs
 
     runs = read_runs(options.runs)

@@ -5,7 +5,7 @@ device.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_ring.host.posix import require_posix
+from lightning_ring.host import require_posix
 
 if TYPE_CHECKING:
     from lightning_ring.data.loading.images import image_loader

@@ -1,5 +1,6 @@
 """Horovod's API for PyTorch, over the ring: ``import lightning_ring.horovod as hvd``."""
 
+from lightning_ring.errors import HorovodInternalError, HostsUpdatedInterrupt
 from lightning_ring.horovod import elastic
 from lightning_ring.horovod.builds import (
     ccl_built,
@@ -44,7 +45,6 @@ from lightning_ring.horovod.context import (
     start_timeline,
     stop_timeline,
 )
-from lightning_ring.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from lightning_ring.horovod.functions import (
     allgather_object,
     broadcast_object,

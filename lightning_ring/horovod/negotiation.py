@@ -26,11 +26,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from lightning_ring.comm.alarm import Alarm
+from lightning_ring.comm.collective_queue import Alarm
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work
 from lightning_ring.comm.waiting import CHECK_SECONDS, SLEEP_SHARE, WaitPolicy, ranks_text
-from lightning_ring.errors import RingError
-from lightning_ring.horovod.errors import HorovodInternalError
+from lightning_ring.errors import HorovodInternalError, RingError
 from lightning_ring.horovod.execution import Agreed, Planner, RoundPlan
 from lightning_ring.horovod.pending import ALL_LEAVE, CAPACITY, HEAD, NO_NEWS, STAYS, Pending
 from lightning_ring.horovod.requests import GRADIENTS, JOIN, Meta, Submission, problem_of

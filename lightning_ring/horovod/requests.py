@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ring.horovod.errors import HorovodInternalError
+from lightning_ring.errors import HorovodInternalError
 
 JOIN = "join"  # the name and the kind of `join`
 # the kind, and the beginning of the name, of what `DistributedOptimizer` announces

@@ -23,8 +23,7 @@ from lightning_ring.elastic.recovery import (
     VIEW_SECONDS,
     is_from_a_peer,
 )
-from lightning_ring.errors import ConfigurationError, RingError
-from lightning_ring.horovod.errors import HorovodInternalError
+from lightning_ring.errors import ConfigurationError, HorovodInternalError, RingError
 from lightning_ring.horovod.variables import cpu_backend
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job

@@ -9,7 +9,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_ring.host.posix import fcntl
+from lightning_ring.host import fcntl
 
 TAKEN = "another job is writing it now"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # network file systems without locks

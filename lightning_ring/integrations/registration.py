@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_ring.algorithms import ALGORITHMS, algorithm_class
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.host.posix import require_posix
+from lightning_ring.host import require_posix
 
 ELASTIC = "ring_elastic"
 

@@ -15,14 +15,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.hooks import StepHooks, UncopiedHook
 from lightning_ring.algorithms.optional import (
     ShardsState,
     load_optimizer_state_dict,
     optimizer_state_dict,
     show_averages,
 )
-from lightning_ring.algorithms.step_hooks import StepHooks
-from lightning_ring.algorithms.uncopied_hook import UncopiedHook
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener, RecordedCommunicator
 from lightning_ring.comm.replicate import (

@@ -16,7 +16,7 @@ from lightning_ring.algorithms.sharded.elementwise import check_can_be_sharded
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard_bounds
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.optim import LAMB, LARS
-from lightning_ring.retrieval.neighbours import gather_rows, row_counts
+from lightning_ring.retrieval import gather_rows, row_counts
 
 Margin = Literal["none", "cosface", "arcface"]
 BLOCK = 1024  # classes whose first weights come from one generator, and rows that travel at a time

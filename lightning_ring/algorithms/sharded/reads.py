@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
+from lightning_ring.algorithms.hooks import UncopiedHook
 from lightning_ring.algorithms.sharded.parameters import ShardedParameters
-from lightning_ring.algorithms.uncopied_hook import UncopiedHook
 from lightning_ring.gradients.memory import current_stream
 
 

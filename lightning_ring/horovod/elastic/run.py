@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lightning_ring.elastic.recovery import NUM_ATTEMPTS
+from lightning_ring.errors import HostsUpdatedInterrupt
 from lightning_ring.horovod.collectives import barrier
 from lightning_ring.horovod.context import elastic_views, reset
 from lightning_ring.horovod.elastic.state import State
-from lightning_ring.horovod.errors import HostsUpdatedInterrupt
 
 T = TypeVar("T")
 

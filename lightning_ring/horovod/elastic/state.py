@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from lightning_ring.errors import HorovodInternalError, HostsUpdatedInterrupt
 from lightning_ring.horovod.context import newcomers_wait, rank
 from lightning_ring.horovod.elastic.sampler import ElasticSampler
-from lightning_ring.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from lightning_ring.horovod.functions import (
     allgather_object,
     broadcast_object,

@@ -1,1 +1,222 @@
-"""Reports on runs: one HTML page of what TensorBoard's event files and the run's folder hold."""
+"""Reports on runs, one HTML page: what runs are compared by, and what the page's template shows."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.tools.report import charts
+from lightning_ring.tools.report.runs import LoggedRun
+
+_VALIDATION = re.compile(r"val|eval|dev(?![a-z])")
+_LOWER_IS_BETTER = re.compile(r"loss|error|perplexity|mae|mse|nll", re.IGNORECASE)
+_LEARNING_RATE = re.compile(r"(ring/)?lr[-/]|.*learning_rate")
+_THROUGHPUT = re.compile(r"ring/.*(images|samples|items)_per_second$")
+_NOT_DRAWN = re.compile(r"epoch$|hp_metric$|best/|test|.*world_size$")
+# They overlap the parts of a step, or lie between two steps.
+_NO_PART = re.compile(r"(^|_)(step|hidden|slowest|behind|standstill)(_|$)|^communication$")
+# In their colours.
+_PARTS = ("forward", "backward", "exposed communication", "data", "optimizer", "copy", "other")
+_MOST_PICTURE_BYTES = 6_000_000
+_MOST_SETTINGS = 5  # columns of the table of runs
+
+Runs = Sequence[LoggedRun]
+Rows = Mapping[str, Sequence[str]]
+
+
+def write_page(given: Runs, asked: str | None = None) -> str:
+    """HTML of one run, or of several, sorted by the metric that was ``asked`` for, or by what
+    checkpoints go by.
+
+    Raises `ConfigurationError`: no run logged ``asked``.
+    """
+    tag, sign = choose_metric(given, asked)
+    best = {run.name: _best(run, tag, sign) for run in given}
+    runs = sorted(given, key=lambda run: sign * best[run.name][1])
+    first = runs[: charts.NUM_LINES]
+    # in the given order, so that colours do not depend on the metric
+    drawn = [run for run in given if run in first]
+    pictures = _pictures(drawn)
+    sizes = accumulate(len(picture.encoded_image_string) for *_, picture in pictures)
+    num_shown = sum(size <= _MOST_PICTURE_BYTES for size in sizes)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "short": short,
+        "slowest_ranks": slowest_ranks,
+        "when": lambda seconds: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)),
+        "duration": lambda seconds: timedelta(seconds=round(seconds)),
+        "base64": lambda data: base64.b64encode(data).decode(),
+    }
+    return environment.get_template("page.html").render(
+        now=time.time(),
+        runs=runs,
+        drawn=drawn,
+        key=charts.key,
+        tag=tag,
+        lower_is_better=sign > 0,
+        best=best,
+        settings=settings(runs),
+        tests=[test for test in _tags(runs) if test.startswith("test") and test[-6:] != "images"],
+        samples_per_second=samples_per_second,
+        curves=_curves(drawn, tag),
+        step_time=_step_time(drawn),
+        pictures=pictures[:num_shown],
+        num_left_out=len(pictures) - num_shown,
+        most_megabytes=_MOST_PICTURE_BYTES // 1_000_000,
+        configuration=_compared({run.name: run.config for run in runs}),
+        environment=_compared({run.name: run.environment for run in runs}),
+    )
+
+
+def choose_metric(runs: Runs, asked: str | None) -> tuple[str | None, int]:
+    """A tag, and 1 where less is better, else -1. ``asked``, else what checkpoints go by, else a
+    validation metric.
+    """
+    tags = _tags(runs)
+    if asked is not None and asked not in tags:
+        of_users = ", ".join(tag for tag in tags if not tag.startswith("ring/"))
+        raise ConfigurationError(
+            f"--metric {asked}: no run logged it. Logged were: {of_users or 'no scalars'}."
+        )
+    found = [asked] if asked is not None else [tag for tag in tags if _VALIDATION.match(tag)]
+    if not found:
+        return None, 1
+    monitored = [run.config.get("callbacks.checkpoint.monitor") for run in runs]
+    num_runs = {tag: sum(tag in run.scalars for run in runs) for tag in found}
+    tag = max(found, key=lambda tag: (monitored.count(tag), num_runs[tag]))
+    modes = [run.config.get("callbacks.checkpoint.mode", "min") for run in runs if tag in monitored]
+    lower = "min" in modes if modes else bool(_LOWER_IS_BETTER.search(tag))
+    return tag, 1 if lower else -1
+
+
+def _best(run: LoggedRun, tag: str | None, sign: int) -> tuple[int | None, float]:
+    """Step and value of the first of the best; the worst there can be where all are NaN."""
+    points = [point for point in run.scalars.get(tag or "", ()) if not math.isnan(point.value)]
+    if not points:
+        return None, sign * math.inf
+    best = min(points, key=lambda point: sign * point.value)
+    return best.step, best.value
+
+
+def settings(runs: Runs) -> Rows:
+    """The first that differ."""
+    differ, _ = _compared({run.name: run.config for run in runs})
+    names = [name for name in differ if not name.startswith("ring/")]
+    return {name: differ[name] for name in names[:_MOST_SETTINGS]}
+
+
+def _compared(values: Mapping[str, Mapping[str, str]]) -> tuple[Rows, Mapping[str, str]]:
+    """What differs between runs, a value a run; and what is the same in all that have any."""
+    names = dict.fromkeys(name for own in values.values() for name in own)
+    rows = {name: [own.get(name, "–") for own in values.values() if own] for name in names}
+    differ = {name: row for name, row in rows.items() if len(set(row)) > 1}
+    return differ, {name: row[0] for name, row in rows.items() if name not in differ}
+
+
+def step_parts(run: LoggedRun) -> dict[str, float]:
+    """Mean milliseconds of each part of a step."""
+    found = {}
+    for tag, points in run.scalars.items():
+        part = re.fullmatch(r"ring/(?:.*/)?(.+)_ms", tag)
+        values = [point.value for point in points if math.isfinite(point.value)]
+        if part is not None and values and not _NO_PART.search(part[1]):
+            found[part[1].replace("_", " ")] = statistics.fmean(values)
+    return found
+
+
+def slowest_ranks(run: LoggedRun) -> list[tuple[int, float, float]]:
+    """Rank, the share of logged steps in which it was slowest, and median ms behind in them."""
+    behind = "ring/slowest_rank_behind_ms/rank_"
+    by_rank = {
+        int(tag.removeprefix(behind)): [point.value for point in points]
+        for tag, points in run.scalars.items()
+        if tag.startswith(behind)
+    }
+    num_steps = sum(map(len, by_rank.values()))
+    rows = [(rank, len(ms) / num_steps, statistics.median(ms)) for rank, ms in by_rank.items()]
+    return sorted(rows, key=lambda row: -row[1])
+
+
+def samples_per_second(run: LoggedRun) -> float | None:
+    """The median, of all ranks together."""
+    for tag in filter(_THROUGHPUT.match, run.scalars):
+        if values := [one.value for one in run.scalars[tag] if math.isfinite(one.value)]:
+            return statistics.median(values)
+    return None
+
+
+def short(value: float | None) -> str:
+    if value is None:
+        return "–"
+    size = abs(value)
+    if not math.isfinite(value) or size == 0 or 1e-3 <= size < 1e5:
+        return f"{value:,.4g}" if size < 1e4 else f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def _tags(runs: Runs) -> list[str]:
+    return list(dict.fromkeys(tag for run in runs for tag in run.scalars))
+
+
+def _curves(runs: Runs, metric: str | None) -> list[list[Markup]]:
+    """The most telling ones, and the other ones, those of the step and the machine last."""
+    tags = [tag for tag in _tags(runs) if not _NOT_DRAWN.match(tag)]
+    tags.sort(key=lambda tag: (tag.startswith("ring/"), "loss" not in tag))
+    training = [tag for tag in tags if not _VALIDATION.match(tag)][:1]
+    rates = [tag for tag in tags if _LEARNING_RATE.match(tag)][:1]
+    speeds = [tag for tag in tags if _THROUGHPUT.match(tag)]
+    sizes = [tag for tag in _tags(runs) if tag.endswith("world_size") and _changes(runs, tag)]
+    asked = [metric] if metric is not None else []
+    telling = dict.fromkeys([*training, *asked, *speeds, *rates, *sizes])
+    others = [tag for tag in tags if tag not in telling]
+    return [[_chart(runs, tag) for tag in group] for group in (telling, others)]
+
+
+def _changes(runs: Runs, tag: str) -> bool:
+    return any(len({point.value for point in run.scalars.get(tag, ())}) > 1 for run in runs)
+
+
+def _chart(runs: Runs, tag: str) -> Markup:
+    lines = {
+        number: [(point.step, point.value) for point in run.scalars[tag]]
+        for number, run in enumerate(runs)
+        if tag in run.scalars
+    }
+    return charts.line_chart(tag, lines, log="loss" in tag.lower())
+
+
+def _step_time(runs: Runs) -> tuple[Markup, list[str], Mapping[str, Mapping[str, float]]] | None:
+    """A chart, its parts, and a row a run."""
+    rows = {run.name: parts for run in runs if (parts := step_parts(run))}
+    logged = {part for parts in rows.values() for part in parts}
+    names = [*(part for part in _PARTS if part in logged), *sorted(logged.difference(_PARTS))]
+    return (charts.bar_chart(rows, names), names, rows) if rows else None
+
+
+def _pictures(runs: Runs) -> list[tuple[str, int, Any]]:
+    """Tag, number of the run, picture; nearest neighbours and confusions first."""
+    tags = {tag for run in runs for tag in run.pictures}
+    return [
+        (tag, number, run.pictures[tag])
+        for tag in sorted(tags, key=lambda tag: ("nearest" not in tag, tag))
+        for number, run in enumerate(runs)
+        if tag in run.pictures
+    ]

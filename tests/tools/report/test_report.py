@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring.cli import main as dispatcher
 from lightning_ring.monitor import RingMonitor
-from lightning_ring.tools.report import page as report_page
-from lightning_ring.tools.report.page import (
+from lightning_ring.tools import report as report_page
+from lightning_ring.tools.report import (
     choose_metric,
     settings,
     slowest_ranks,

@@ -1,7 +1,8 @@
-"""Calls an algorithm before and after the step of every optimizer in the process."""
+"""Hooks on all optimizers of the process, and on a module without its copies."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -36,3 +37,19 @@ class StepHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+class UncopiedHook:
+    """Calls ``hook``. A copy of the module, also a pickled one, has in its place a hook that
+    does nothing.
+    """
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        return self._hook(*args)
+
+    def __reduce__(self) -> Any:
+        # it takes any arguments, returns None, and is found where lightning_ring is not installed
+        return getattr, (0, "__init__")
