@@ -287,7 +287,7 @@ def test_a_check_that_fails_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert (first["ok"], second["ok"]) == (False, False)  # the second has not moved
     assert "ConfigurationError" in first["error"]
-    assert first["at"].startswith("options.py:")
+    assert first["at"].startswith("algorithms/averaging.py:")
     assert second["bits"]
 
 
