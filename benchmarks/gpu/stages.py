@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -34,7 +35,6 @@ JPEG_TESTS = ("tests/data/test_loader.py",)  # need simplejpeg, and are left out
 # With `force_communication` alone would come the monitor, which is no collective.
 FORCED = "force_communication=True,monitor=False"
 CONTENDERS = ("ddp", f"ring:{FORCED}", f"ring_sharded:{FORCED}", "ring", "auto")
-# Of the first step, whose kernels are left out.
 LAMB_KERNELS = "regex:^(scalars|measure|add_up|rates|move)$"
 SECTIONS = ("SpeedOfLight", "Occupancy", "LaunchStats", "MemoryWorkloadAnalysis")
 
@@ -45,20 +45,16 @@ def tell(**found: object) -> None:
 
 def ceilings(device: str, tiny: bool) -> int:
     """What this GPU and its software are, how fast it copies, and that NCCL sums."""
-    found = {name for name in PACKAGES if importlib.util.find_spec(name)}
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES if name in found}
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     tell(python=platform.python_version(), cores=os.cpu_count(), **versions)
     if device == "cpu":
         return 0
     card, gpu = torch.cuda.get_device_properties(0), torch.device("cuda", 0)
-    memory = round(card.total_memory / 2**30, 1)
-    bandwidth = round(optim.copy_bandwidth())
-    tell(
-        card=card.name,
-        memory_gib=memory,
-        processors=card.multi_processor_count,
-        copy_gb_s=bandwidth,
-    )
+    tell(card=card.name, memory_gib=round(card.total_memory / 2**30, 1))
+    tell(processors=card.multi_processor_count, copy_gb_s=round(optim.copy_bandwidth()))
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=gpu)
     ones = torch.ones(4, device=gpu)
     dist.all_reduce(ones)
@@ -127,6 +123,7 @@ def counters(device: str, tiny: bool) -> int:
         print("ncu is not on the PATH: nothing was counted", file=sys.stderr)
         return 1
     sections = [word for name in SECTIONS for word in ("--section", name)]
+    # The first step's kernels are left out.
     kernels = ["--kernel-name", LAMB_KERNELS, "--launch-skip", "10", "--launch-count", "5"]
     lamb = [sys.executable, "-m", "benchmarks.step.optim", "--steps", "4"]
     command = [ncu, "--clock-control", "none", *sections, *kernels, *lamb]
