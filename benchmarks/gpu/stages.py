@@ -96,8 +96,9 @@ def bandwidth(device: str, tiny: bool) -> int:
     models = {"tiny": optim.TINY} if tiny else {name: make() for name, make in optim.MODELS.items()}
     for row in optim.graph_rows(models, copy, device, num_calls=1 if tiny else 20):
         tell(**row)
+    first, num_steps = next(iter(models.values())), 3 if tiny else 300
     for name in optim.SETTINGS:
-        tell(optimizer=name, host_ms=optim.host_ms(name, next(iter(models.values())), device))
+        tell(optimizer=name, host_ms=optim.host_ms(name, first, device, num_steps))
     for told in code_speeds(device, 2**16 if tiny else 2**30, copy):
         tell(**told)
     return 0
