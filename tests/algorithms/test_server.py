@@ -152,33 +152,6 @@ def test_a_closure_an_unused_and_a_frozen_parameter() -> None:
         assert torch.equal(found[:2], torch.ones(2))  # the extra one comes first
 
 
-@pytest.mark.parametrize("mode", ["bulk", "async"])
-def test_a_frozen_parameter_keeps_its_momentum_in_the_next_training(mode: Any) -> None:
-    """Until then the servers hold those of the first batch: freezing one is an error."""
-
-    def rank(comm: Any) -> bool:
-        net, algorithm = network(), ParameterServer(mode=mode)
-        steps = OPTIMIZERS["sgd"](net)
-        for frozen in (False, True):
-            net[0].weight.requires_grad_(not frozen)
-            algorithm.attach(net, [steps], comm)
-            for step in range(3):
-                one_step(net, steps, algorithm, comm.rank, step)
-            comm.barrier()
-            net[0].weight.requires_grad_(frozen)
-            with pytest.raises(ConfigurationError, match="frozen, unfrozen or added after the"):
-                algorithm.begin_batch()
-            saved = algorithm.optimizer_state_dict(steps, is_rank_zero=True)
-            algorithm.detach()
-            momentum = steps.state[net[0].weight]["momentum_buffer"].clone()
-            assert len(saved["state"]) == len(steps.state) == 4
-            if not frozen:
-                before = momentum
-        return torch.equal(before, momentum)
-
-    assert all(run_ranks(2, rank))
-
-
 def test_ranks_with_different_numbers_of_steps_end_with_the_same_weights() -> None:
     """Each has its epochs, after which all show the servers' weights; one rank has no batch in
     the second.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import warnings
 from collections.abc import Sequence
@@ -97,21 +96,6 @@ def check_modules_and_optimizers_that_are_set_up_one_by_one() -> None:
     both = torch.optim.Adam([*kept[0].parameters(), *kept[1].parameters()])
     with pytest.raises(ConfigurationError, match="several modules that were set up one by one"):
         fabric.setup_optimizers(both)
-
-
-def check_a_copy_of_a_module_trains_alone() -> None:
-    for algorithm in ("ring", "ring_sharded"):
-        fabric, net = ring(algorithm), network()
-        model, optimizer = fabric.setup(net, sgd(net))
-        loss_of(model(batches(1)[0])).backward()
-        optimizer.step()
-        fabric.strategy.wait_parameters()
-        for copied in (copy.deepcopy(model), copy.deepcopy(net)):
-            assert all(map(torch.equal, copied.parameters(), net.parameters()))
-            if RANK == 0:
-                fabric.backward(loss_of(copied(batches(1)[0])))
-                sgd(copied).step()
-        fabric.barrier()
 
 
 def check_collectives() -> None:

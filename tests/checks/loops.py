@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch.optim import Optimizer
 
 from lightning_ring import distribute
 from lightning_ring.errors import ConfigurationError, ModelMismatchError, RingError
-from lightning_ring.gradients.compression import Compressor, Int8
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 torch.set_num_threads(1)
@@ -38,24 +36,6 @@ def batches(number: int) -> list[Tensor]:
 
 def loss_of(output: Tensor) -> Tensor:
     return (output - 0.5).square().mean()
-
-
-def accumulate(
-    forward: Callable[[Tensor], Tensor],
-    module: nn.Module,
-    optimizer: Optimizer,
-    no_sync: Callable[[], Any],
-    clip: Callable[..., Any],
-) -> None:
-    """Three micro-batches a step, and a clipped norm."""
-    inputs = batches(9)
-    for step in range(9):
-        with no_sync() if step % 3 < 2 else nullcontext():
-            loss_of(forward(inputs[step])).backward()
-        if step % 3 == 2:
-            clip(module.parameters(), 0.05)
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def train(forward: Callable[[Tensor], Tensor], *optimizers: Optimizer, number: int = 4) -> None:
@@ -115,47 +95,6 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 
 def adamw(module: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(module.parameters(), lr=0.05)
-
-
-def _accumulated(algorithm: str) -> tuple[nn.Module, nn.Module]:
-    model, reference = network(norm=True, seed=RANK), network(norm=True, seed=0)
-    optimizer = sgd(model)
-    with distribute(model, optimizer, algorithm=algorithm, bucket_cap_mb=0.0005) as training:
-        wrapped = DistributedDataParallel(reference)
-        accumulate(wrapped, reference, sgd(reference), wrapped.no_sync, nn.utils.clip_grad_norm_)
-        accumulate(model, model, optimizer, training.no_sync, training.clip_grad_norm_)
-    return model, reference
-
-
-def check_sharded_averages_in_8_bits_train_as_whole_ones() -> None:
-    """Blocks begin elsewhere in a bucket's shards, so that values are rounded otherwise."""
-
-    def trained(algorithm: str, compression: Compressor | None) -> Tensor:
-        module = network()
-        optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
-        with distribute(
-            module, optimizer, algorithm=algorithm, compression=compression
-        ) as training:
-            train(module, optimizer, number=6)
-            training.wait_parameters()
-        return nn.utils.parameters_to_vector(module.parameters()).detach()
-
-    exact, whole, sharded = (
-        trained("ring", None),
-        *(trained(name, Int8(0)) for name in ("ring", "ring_sharded")),
-    )
-    moved = (exact - nn.utils.parameters_to_vector(network().parameters())).norm()
-    for rounded in (whole, sharded):
-        assert 0 < (rounded - exact).norm() < 0.03 * moved, ((rounded - exact).norm(), moved)
-    assert all(torch.equal(other, sharded) for other in MPI.COMM_WORLD.allgather(sharded))
-
-
-def check_accumulation_and_clipping_equal_ddp() -> None:
-    assert_same(*_accumulated("ring"))
-
-
-def check_sharded_accumulation_and_clipping_equal_ddp() -> None:
-    assert_same(*_accumulated("ring_sharded"), tolerance=1e-6)  # norms are summed in another order
 
 
 def check_two_modules_equal_ddp() -> None:
@@ -244,72 +183,6 @@ def check_a_thawed_module_that_is_not_called_whole_is_an_error() -> None:
         training.barrier()
 
 
-def check_a_backward_that_raised_is_as_if_it_had_not_been() -> None:
-    """In the last backward of an accumulation, after gradients were sent, in one layer or the
-    other.
-    """
-    for algorithm in ("ring", "ring_sharded"):
-        model, reference = network(), network()
-        planted = _plant_failures(model)
-        optimizer, plain = adamw(model), adamw(reference)
-        with distribute(model, optimizer, algorithm=algorithm, bucket_cap_mb=0.0005) as training:
-            wrapped = DistributedDataParallel(reference)
-            for number, inputs in enumerate(batches(8)):
-                fails = {0: [model[0]], 3: [model[0]], 4: [model[2]]}.get(number, [])
-                with training.no_sync():
-                    loss_of(model(inputs)).backward()
-                planted[:] = fails
-                with pytest.raises(ValueError, match="planted") if fails else nullcontext():
-                    loss_of(model(inputs)).backward()
-                planted.clear()
-                if number == 4:
-                    with pytest.raises(RingError, match=r"a backward raised .* call zero_grad\(\)"):
-                        optimizer.step()
-                if not fails:
-                    with wrapped.no_sync():
-                        loss_of(wrapped(inputs)).backward()
-                    loss_of(wrapped(inputs)).backward()
-                    optimizer.step()
-                    plain.step()
-                optimizer.zero_grad()
-                plain.zero_grad()
-        assert_same(model, reference, tolerance=0.0 if algorithm == "ring" else 1e-6)
-
-
-def _plant_failures(model: nn.Sequential) -> list[nn.Module]:
-    """The backward of a layer in the returned list raises."""
-    planted: list[nn.Module] = []
-
-    def fail(layer: nn.Module) -> None:
-        if layer in planted:
-            raise ValueError("planted")
-
-    for layer in (model[0], model[2]):
-        layer.weight.register_hook(lambda _, layer=layer: fail(layer))
-    return planted
-
-
-def check_an_optimizer_in_a_hook_of_backward_is_an_error() -> None:
-    for algorithm in ("ring", "ring_sharded"):
-        for late in (False, True):  # the hooks of lightning_ring come last, or first
-            model = network()
-            optimizers = {param: torch.optim.SGD([param], 0.1) for param in model.parameters()}
-            if not late:
-                _step_in_backward(model, optimizers)
-            training = distribute(model, list(optimizers.values()), algorithm=algorithm)
-            if late:
-                _step_in_backward(model, optimizers)
-            with pytest.raises(RingError, match="SGD steps inside backward") as caught:
-                loss_of(model(batches(1)[0])).backward()
-            assert len(set(MPI.COMM_WORLD.allgather(str(caught.value)))) == 1
-            training.close()
-
-
-def _step_in_backward(model: nn.Module, optimizers: dict[nn.Parameter, Optimizer]) -> None:
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
-
-
 def check_modules_that_change_during_the_training_are_an_error() -> None:
     """What would step other values than the averages, without a word: by a message, on every
     rank.
@@ -366,34 +239,6 @@ def check_modules_that_change_during_the_training_are_an_error() -> None:
                 with pytest.raises(kind, match=message):
                     change(training, net, optimizer)
                 optimizer.zero_grad()
-
-
-def check_buffers_and_gradients_of_samples_that_come_later() -> None:
-    """A mask that each rank draws, and `torch.func` over all parameters, in a training of a
-    module without buffers.
-    """
-    for algorithm in ("ring", "ring_sharded"):
-        net = network()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-        def of_sample(params: dict[str, Tensor], x: Tensor, net: nn.Module = net) -> Tensor:
-            return loss_of(torch.func.functional_call(net, params, (x,)))
-
-        with distribute(net, optimizer, algorithm=algorithm) as training:
-            for inputs in batches(3):
-                optimizer.zero_grad()
-                training.wait_parameters()
-                params = {name: param.detach().clone() for name, param in net.named_parameters()}
-                each = torch.func.vmap(torch.func.grad(of_sample), (None, 0))(params, inputs)
-                loss_of(net(inputs)).backward()
-                for name, param in net.named_parameters() if algorithm == "ring" else ():
-                    average = training.all_reduce(each[name].mean(0))
-                    torch.testing.assert_close(param.grad, average, rtol=1e-4, atol=1e-6)
-                optimizer.step()
-            net.register_buffer("mask", torch.full((3,), float(RANK)))
-            loss_of(net(inputs)).backward()
-            optimizer.step()
-            assert not net.get_buffer("mask").any()
 
 
 def check_a_compiled_module_trains_and_its_state_is_whole() -> None:

@@ -158,21 +158,6 @@ def check_a_rank_that_sleeps_is_named_slowest_with_its_sleep() -> None:
         assert "slowest" in report.bar()
 
 
-def check_waiting_for_the_buffers_of_a_late_rank_is_communication() -> None:
-    strategy = RingStrategy(broadcast_buffers="step", **FORCED)
-    slow = SlowLoader(*data(48).tensors) if RANK == SIZE - 1 else data(48)
-    report = monitored(
-        Classifier(batch_norm=True),
-        DataLoader(slow, batch_size=4),
-        strategy,
-        use_distributed_sampler=False,
-    )
-    assert report.rows[0].times.exposed > 0.5 * SLEEP
-    assert report.rows[0].times.other < 0.5 * SLEEP
-    assert report.slowest[0] == SIZE - 1
-    assert report.slowest[1] > 0.5 * SLEEP
-
-
 def check_every_rank_has_the_same_report_and_its_parts_add_up() -> None:
     for strategy in (ring(False, **FORCED), ring(True, **FORCED)):
         report = monitored(Classifier(), strategy=strategy, log_every_n_steps=3)
@@ -285,10 +270,6 @@ def check_all_kinds_of_fits(tmp_path: Path) -> None:
     )
     bare.fit(Quiet(), loader())
     assert not any(isinstance(one, RingMonitor) for one in bare.callbacks)
-
-
-def check_compiled_modules() -> None:
-    assert monitored(torch.compile(Quiet(), backend="eager")).rows[RANK].times.forward > 0
 
 
 @by_world_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,17 +77,6 @@ class Given(L.LightningDataModule):
 
     # images of the classes, of others, and some that are only found
     test_dataloader = val_dataloader
-
-
-class NoPair(Given):
-    """No class has two of the images that are evaluated."""
-
-    def val_dataloader(self) -> DataLoader:
-        part = TensorDataset(*images(CLASSES, 1))
-        sampler = each_once(CLASSES, RANK, SIZE)
-        return DataLoader(part, even_batch_size(CLASSES, SIZE, 1), sampler=sampler)
-
-    test_dataloader = val_dataloader  # type: ignore[assignment]
 
 
 def alone(model: Recogniser) -> Recogniser:
@@ -188,25 +176,6 @@ def check_sharded_head_trains_resumes_and_is_tested_as_in_one_process(tmp_path: 
     torch.testing.assert_close(whole, one.sharded_head.weight.detach(), rtol=1e-4, atol=1e-5)
 
 
-def check_own_losses_look_at_a_ranks_own_images() -> None:
-    model = recogniser()
-    one, batch, total = alone(model), images(EACH * SIZE, seed=0), torch.zeros(())
-    for rank in range(SIZE):
-        total = (
-            total
-            + one.training_step(
-                tuple(column[rank * EACH : (rank + 1) * EACH] for column in batch), 0
-            )
-            / SIZE
-        )
-    total.backward()
-    expected = torch.cat(
-        [(p - 0.5 * p.grad).detach().flatten() for p in one.embedder.parameters()]
-    ).double()
-    after(model)
-    torch.testing.assert_close(parameters(model.embedder), expected, rtol=1e-5, atol=1e-6)
-
-
 def check_strategies_under_which_the_loss_of_all_ranks_would_be_wrong_are_refused() -> None:
     sharded, gathering = recogniser(metric_loss=loss("sharded")), recogniser(gather_embeddings=True)
     remembering = recogniser(metric_loss=loss("supcon", memory=99))
@@ -251,29 +220,3 @@ def check_evaluation_counts_each_image_once() -> None:
                 assert abs(logged - value) < 1e-6, (name, gallery, metric, logged, value)
     assert "test_unseen/accuracy" not in metrics  # nothing was trained to name those classes
     assert not [name for name in metrics if "training" in name or "unseen_unseen" in name]
-
-
-def check_without_two_images_of_a_class_retrieval_is_left_out_with_a_warning() -> None:
-    model = recogniser(classification_weight=1.0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        (metrics,) = trainer(RingStrategy()).test(model, datamodule=NoPair(), verbose=False)
-    left_out = [
-        str(one.message) for one in caught if "left out of this evaluation" in str(one.message)
-    ]
-    assert len(left_out) == (RANK == 0)
-    assert not [name for name in metrics if "R@" in name]
-    assert "test/accuracy" in metrics, "the head is judged all the same"
-    # a few batches before training need not have a pair
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run = trainer(
-            RingStrategy(), max_steps=1, num_sanity_val_steps=1, check_val_every_n_epoch=9
-        )
-        run.fit(
-            model,
-            train_dataloaders=Given().train_dataloader(),
-            val_dataloaders=NoPair().val_dataloader(),
-        )
-    assert run.global_step == 1
-    assert not [one for one in caught if "left out of this evaluation" in str(one.message)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict
 from typing import Any
@@ -90,77 +89,6 @@ def test_what_two_ranks_ask_each_other_shares_no_connection(
     run_ranks(world_size, rank)
     ways = world_size * (world_size - 1)
     assert sorted(map(list, sent.values())) == [[3000]] * ways + [[5000]] * ways
-
-
-def test_several_questions_wait_for_no_answers_between_them() -> None:
-    second_arrived = threading.Event()
-
-    def rank(comm: ThreadCommunicator) -> None:
-        answers: list[tuple[int, list[int]]] = []
-
-        def answer(peer: int, question: Tensor) -> Tensor:
-            if question[0] == 1:
-                second_arrived.set()
-            return question + 10
-
-        def use(peer: int, index: int, theirs: Tensor) -> None:
-            assert peer == 1
-            answers.append((index, theirs.tolist()))
-            assert second_arrived.wait(30), (
-                "the second question waits for the use of the first answer"
-            )
-
-        open_requests = opened(comm, answer)
-        if comm.rank == 0:
-            questions = [
-                torch.full((length,), index, dtype=torch.uint8)
-                for index, length in enumerate((200, 3, 99))
-            ]
-            last = open_requests.ask({1: questions}, "numbers", use).wait()
-            assert answers == [(0, [10] * 200), (1, [11] * 3), (2, [12] * 99)]
-            assert last[1].tolist() == [12] * 99
-            open_requests.ask({1: questions}, "again", use).wait()
-        open_requests.close()
-
-    run_ranks(2, rank)
-
-
-def test_the_next_messages_arrive_while_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each waits until a thread gets a core, on ranks that compute, and the wire is idle
-    meanwhile.
-    """
-    expected: dict[int, list[Message]] = {0: [], 1: []}  # by rank what it receives of long messages
-    irecv = ThreadTransport.irecv
-
-    def recorded(self: ThreadTransport, tensor: Tensor, src: int, tag: int = 0) -> Message:
-        message = irecv(self, tensor, src, tag)
-        if tensor.nbytes == 3000:
-            expected[self.rank].append(message)
-        return message
-
-    def wait_for_the_second(rank: int) -> None:
-        until = time.monotonic() + 30
-        while not (len(expected[rank]) > 1 and expected[rank][1].over):
-            assert time.monotonic() < until, "the second message waits until the first one was used"
-            time.sleep(0.01)
-
-    def rank(comm: ThreadCommunicator) -> None:
-        def answer(peer: int, question: Tensor) -> Tensor:
-            wait_for_the_second(comm.rank)
-            return question + 1
-
-        def use(peer: int, index: int, theirs: Tensor) -> None:
-            wait_for_the_second(comm.rank)
-            assert theirs.tolist() == [index + 1] * 3000
-
-        open_requests = opened(comm, answer)
-        if comm.rank == 0:
-            questions = [torch.full((3000,), index, dtype=torch.uint8) for index in range(5)]
-            open_requests.ask({1: questions}, "numbers", use).wait()
-        open_requests.close()
-
-    monkeypatch.setattr(ThreadTransport, "irecv", recorded)
-    run_ranks(2, rank)
 
 
 @pytest.mark.parametrize("name", ["_receives", "_send", "_answer"])

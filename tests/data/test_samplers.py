@@ -130,14 +130,6 @@ def test_it_goes_on_with_the_same_order_on_another_number_of_ranks(make: Any) ->
     assert rest[: length - 20] == order[20 : 20 + len(rest)]
 
 
-def test_length_counts_what_was_taken_before_a_resumed_position() -> None:
-    sampler = shuffled(0, 2)
-    sampler.load_state_dict(shuffled(0, 1).state_dict(trained=21))
-    assert len(sampler) == 21 + 40
-    sampler.set_epoch(1)
-    assert len(sampler) == 51
-
-
 @pytest.mark.parametrize(
     ("remainder", "sizes"), [("repeat", [26] * 4), ("drop", [25] * 4), ("keep", [26, 25, 25, 25])]
 )
@@ -191,15 +183,6 @@ def test_a_class_is_used_up_before_one_of_its_samples_comes_again(num_samples: i
             assert len({tuple(cycle) for cycle in cycles}) > 1  # in another order
 
 
-def test_balanced_positions_are_found_in_any_round() -> None:
-    make = BalancedSampler(LABELS, num_samples=140_000, rank=0, world_size=1)
-    make.set_epoch(2)
-    order = list(make)
-    for position in (1, 65_000, 100_000, 139_998):
-        make.load_state_dict(make.state_dict() | {"position": position})
-        assert list(make) == order[position:]
-
-
 def pk(rank: int, world_size: int, p: int = 2, **kwargs: Any) -> PKSampler:
     return PKSampler(LABELS, p, 4, rank=rank, world_size=world_size, **kwargs)
 
@@ -226,18 +209,6 @@ def test_pk_steps_have_distinct_classes_and_k_of_each(world_size: int) -> None:
     assert max(of_class.values()) <= 1.3 * min(of_class.values())
 
 
-def test_pk_goes_through_a_class_without_repeating() -> None:
-    labels = np.repeat(np.arange(4), 8)
-    sampler = PKSampler(labels, 4, 4, rank=0, world_size=1)
-    groups = []
-    for epoch in range(4):
-        sampler.set_epoch(epoch)
-        groups += np.array(list(sampler)).reshape(-1, 4, 4).tolist()
-    for first, second in itertools.pairwise(groups[::1]):
-        if groups.index(first) % 2 == 0:
-            assert sorted(itertools.chain(*first, *second)) == list(range(32))
-
-
 def test_pk_goes_on_on_another_number_of_ranks() -> None:
     labels = np.repeat(np.arange(12), 6)
 
@@ -258,20 +229,6 @@ def test_pk_goes_on_on_another_number_of_ranks() -> None:
     assert first == {tuple(group) for group in groups[12:18]}
     for step in zip(*taken, strict=True):
         assert len(set(labels[np.concatenate(step)[:, 0]])) == 6
-
-
-@pytest.mark.parametrize(("p", "world_size"), [(2, 1), (2, 2), (5, 1), (3, 1)])
-def test_pk_lengths_and_positions_agree(p: int, world_size: int) -> None:
-    labels = np.repeat(np.arange(11), 9)
-    sampler = PKSampler(labels, p, 2, rank=0, world_size=world_size)
-    positions = np.concatenate([block for block, _ in sampler.blocks()])
-    assert len(positions) == len(sampler)
-    for step in range(len(sampler) // sampler.batch_size):
-        after = sampler.advanced(0, step * sampler.batch_size)
-        sampler.load_state_dict(sampler.state_dict() | {"position": after, "taken": 0})
-        assert sampler.num_left(after) == len(positions) - step * sampler.batch_size
-        assert next(sampler.blocks())[0][0] == positions[step * sampler.batch_size]
-    assert sampler.num_left(sampler.advanced(0, len(positions))) == 0
 
 
 @pytest.mark.parametrize(("classes", "width"), [(7, 4), (10, 6), (11, 4), (1, 1), (2, 2), (9, 5)])

@@ -18,7 +18,6 @@ from lightning_ring.monitor.step_times import (
     break_down,
     collective_times,
     collectives_of,
-    mean_times,
     sent_bytes,
 )
 from lightning_ring.timeline.drawing import ON_THE_WIRE, READY, WAITED_FOR, draw
@@ -89,12 +88,6 @@ def test_collectives_come_out_of_the_phase_in_which_they_cost_time() -> None:
     )
     assert sum(parts) == pytest.approx(found.total) == 30
     assert found.sent == pytest.approx(2 * (2 * 3 / 4 * 8) + 3 / 4 * 8)
-
-
-def test_a_forward_before_the_optimizers_step_takes_none_of_its_time() -> None:
-    """As in a loop of one's own, where it may take longer than the optimizer."""
-    found = break_down(step(forward=(1, 11), optimizer=(20, 24)), [], world_size=2)
-    assert (found.forward, found.optimizer, found.other) == pytest.approx((10, 4, 16))
 
 
 def test_time_in_which_two_collectives_overlap_counts_once() -> None:
@@ -233,12 +226,6 @@ def test_the_share_of_data_is_that_of_the_rank_that_holds_the_others_up() -> Non
     assert hidden.scalars()["ring/data_ms_slowest"] == 1000
 
 
-def test_bandwidth_is_that_of_the_rank_that_others_did_not_keep_waiting() -> None:
-    assert (
-        RingReport(0, [row(0, 2.0, 0.5, busy=3.0), row(1, 2.0, 0.5, busy=1.5)]).bus_bandwidth == 4e9
-    )
-
-
 def test_what_cannot_be_told_is_left_out_and_a_norm_that_is_not_finite_is_not() -> None:
     unknown = RankRow(0, 0, StepTimes.unknown(), RankMemory(1))
     report = RingReport(0, [unknown, row(1, 2.0, 0.5)], gradient_norms=[math.nan, None, 2.0])
@@ -258,16 +245,6 @@ def test_trust_ratios_are_told_by_percentiles() -> None:
     assert [
         scalars[f"ring/trust_ratio/p{percent}"] for percent in ("05", "50", "95")
     ] == pytest.approx([5, 50, 95])
-
-
-def test_the_mean_of_each_number() -> None:
-    steps = [StepTimes(data=value, total=2 * value, images=value + 1) for value in (1.0, 5.0)]
-    assert mean_times(steps) == StepTimes(data=3, total=6, images=4, steps=2)
-
-
-def test_a_row_survives_its_way_as_numbers() -> None:
-    one = row(3, 2.0, 0.5)
-    assert RankRow.from_list(one.as_list()) == one
 
 
 def test_the_chart_shows_what_was_ready_on_the_wire_and_waited_for() -> None:
@@ -296,53 +273,6 @@ def test_the_chart_shows_what_was_ready_on_the_wire_and_waited_for() -> None:
     ]
     drawn = {(round(bar.get_x()), round(bar.get_x() + bar.get_width())) for bar in axes.patches}
     assert drawn == {(round(1e3 * bar.start), round(1e3 * bar.stop)) for bar in found}
-
-
-def drawn(marks: dict[str, list[tuple[float, float]]]) -> list[tuple[str, float, float]]:
-    record = StepRecord()
-    record.began, record.total = 100.0, 20.0
-    record.marks = [(phase, *span) for phase, spans in marks.items() for span in spans]
-    return [(bar.lane, bar.start, bar.stop) for bar in bars(record, [])]
-
-
-def test_the_optimizer_is_drawn_without_the_forward_and_backward_inside_it() -> None:
-    marks = {
-        "optimizer": [(102.0, 112.0)],
-        "backward": [(106.0, 110.0)],
-        "forward": [(102.0, 106.0)],
-    }
-    marks |= {"copy": [(101.0, 102.0)], "data": [(100.0, 101.0)]}
-    assert drawn(marks) == [
-        ("data", 0.0, 1.0),
-        ("copy", 1.0, 2.0),
-        ("forward", 2.0, 6.0),
-        ("backward", 6.0, 10.0),
-        ("optimizer", 10.0, 12.0),
-    ]
-
-
-def test_a_closure_that_runs_twice_leaves_the_optimizer_what_lies_between_and_behind() -> None:
-    marks = {"optimizer": [(100.0, 110.0)], "forward": [(100.0, 101.0), (104.0, 105.0)]}
-    marks["backward"] = [(101.0, 103.0), (105.0, 107.0)]
-    assert [bar for bar in drawn(marks) if bar[0] == "optimizer"] == [
-        ("optimizer", 3.0, 4.0),
-        ("optimizer", 7.0, 10.0),
-    ]
-
-
-def test_forward_is_drawn_without_a_manual_backward_and_optimizer() -> None:
-    marks = {
-        "forward": [(100.0, 110.0)],
-        "backward": [(102.0, 105.0)],
-        "optimizer": [(106.0, 109.0)],
-    }
-    assert drawn(marks) == [
-        ("forward", 0.0, 2.0),
-        ("forward", 5.0, 6.0),
-        ("forward", 9.0, 10.0),
-        ("backward", 2.0, 5.0),
-        ("optimizer", 6.0, 9.0),
-    ]
 
 
 def test_batch_size_is_the_first_tensors_length() -> None:

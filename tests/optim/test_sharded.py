@@ -137,18 +137,6 @@ def test_equals_one_rank_with_whole_tensors(setting, way, shares):
             )
 
 
-@every_optimizer
-@every_way
-def test_the_function_may_return_the_sum(optimizer_class, way):
-    kwargs = {"lr": 0.1}
-    in_place, _, _ = train_sharded(optimizer_class, kwargs, way, [0.3], torch.float64)
-    returned, _, _ = train_sharded(
-        optimizer_class, kwargs, way, [0.3], torch.float64, in_place=False
-    )
-    for a, b in zip(in_place, returned, strict=True):
-        assert torch.equal(a, b)
-
-
 @every_way
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s[0].__name__ + "-" + "-".join(s[1]))
 def test_all_ranks_skip_a_step_that_one_cannot_take(setting, way):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.optim import LARS
-from recipes.recognition.sharded_head import BLOCK, ShardedHead
+from recipes.recognition.sharded_head import ShardedHead
 from tests.thread_ranks import run_ranks
 
 # a number of classes that no number of ranks divides; images of all ranks
@@ -133,20 +133,6 @@ def test_losses_are_those_of_pytorch_metric_learning(margin: Any, reference: Any
     torch.testing.assert_close(model(embeddings, labels), library(embeddings, labels))
 
 
-def test_first_weights_do_not_depend_on_the_number_of_ranks() -> None:
-    num = 2 * BLOCK + 5
-    whole = head(num_classes=num)
-    whole.join(None)
-
-    def part(comm: Any) -> Tensor:
-        model = head(num_classes=num)
-        model.join(comm)
-        return model.weight.detach()
-
-    assert torch.equal(torch.cat(run_ranks(3, part)), whole.weight.detach())
-    assert whole.weight.unique(dim=0).shape[0] == num
-
-
 def test_a_sample_of_the_classes_always_holds_those_of_the_batch() -> None:
     torch.manual_seed(0)
     model = head(num_classes=100, sample_rate=0.2)
@@ -164,21 +150,6 @@ def test_a_sample_of_the_classes_always_holds_those_of_the_batch() -> None:
     assert not untouched[labels].any()
     model.eval()
     assert len(model._classes(labels)[0]) == 100
-
-
-def test_more_ranks_than_classes() -> None:
-    def one(comm: Any) -> list[Tensor]:
-        model = joined(comm, num_classes=2)
-        embeddings, labels = (column.chunk(comm.world_size)[comm.rank] for column in images())
-        return [model(embeddings, labels % 2), model.predict(embeddings)]
-
-    alone = joined(num_classes=2)
-    results = run_ranks(4, one)
-    embeddings, labels = images()
-    assert all(torch.allclose(loss, alone(embeddings, labels % 2)) for loss, _ in results)
-    assert torch.equal(
-        torch.cat([predicted for _, predicted in results]), alone.predict(embeddings)
-    )
 
 
 def test_what_would_go_wrong_is_refused() -> None:

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 import recipes.train
-from recipes.start import MOST_CHARACTERS, label, new_folder
+from recipes.start import MOST_CHARACTERS, label
 from recipes.sweep import read_rows, table
 from tests import forked
 from tests.processes import ROOT, run
@@ -26,14 +26,6 @@ def test_names_fit_a_file_system_and_hydra():
     assert label("optimizer=lars,seed=2") == "_optimizer-lars-seed-2"
     assert label("data.folder=/my images/a:b,+x={y: 1}") == "_data.folder-my-images-a-b-+x-y-1-"
     assert len(label(f"data.folder={'x' * 400}")) == MOST_CHARACTERS + 1
-
-
-def test_runs_of_one_second_get_folders_of_their_own(tmp_path):
-    assert [new_folder(f"{tmp_path}/logs/run") for _ in range(3)] == [
-        f"{tmp_path}/logs/{name}" for name in ("run", "run_2", "run_3")
-    ]
-    (tmp_path / "file").touch()
-    assert new_folder(f"{tmp_path}/file/run") == f"{tmp_path}/file/run", "Hydra reports the error"
 
 
 def finished(folder: Path, overrides: list[str], metrics: dict[str, float] | None) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_ring.cli.main import main
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.timeline.recorder import BACKWARD, EXPOSED, FORWARD, STEPS, Recorder, Tracks
+from lightning_ring.timeline.recorder import BACKWARD, FORWARD, STEPS, Recorder, Tracks
 from lightning_ring.timeline.trace_files import TraceFile, gather_files, merge, read_other
 from tests.checks.trace_format import read_trace, slices, tracks
 from tests.thread_ranks import run_ranks
@@ -155,20 +155,6 @@ def test_after_a_crash_what_is_there_is_merged_and_what_is_missing_is_named(
     assert json.loads(path.read_bytes())["otherData"]["missing_ranks"] == [2, 3]
 
 
-def test_of_a_file_that_was_cut_short_whole_events_are_taken(tmp_path: Path, capfd: Any) -> None:
-    record_rank(tmp_path / "t.json", 0, 1)
-    file = tmp_path / "t.rank0.jsonl"
-    *lines, last_event, _ = file.read_bytes().splitlines(keepends=True)
-    # only the last bracket of the last event is missing
-    file.write_bytes(b"".join(lines) + last_event[:-2])
-    assert main(["timeline", str(tmp_path)]) == 0
-    assert len(read_trace(tmp_path / "t.json")) == len(lines) - 1
-    assert (
-        "not closed by rank(s) 0: their job was killed or still runs, or a copy of a file"
-        in capfd.readouterr().err
-    )
-
-
 def test_the_command_writes_where_it_is_told_and_draws(tmp_path: Path, capfd: Any) -> None:
     for rank in range(2):
         record_rank(tmp_path / "t.json", rank, 2)
@@ -206,15 +192,6 @@ def test_bad_input_of_the_command(
     assert message in capfd.readouterr().err
 
 
-def test_several_timelines_of_a_folder(tmp_path: Path, capfd: Any) -> None:
-    for name in ("a", "b-2"):
-        record_rank(tmp_path / f"{name}.json", 0, 1)
-    assert main(["timeline", str(tmp_path)]) == 0
-    assert all(read_trace(tmp_path / f"{name}.json") for name in ("a", "b-2"))
-    assert main(["timeline", str(tmp_path), "-o", str(tmp_path / "c.json")]) == 2
-    assert "several timelines: a.json, b-2.json. Name one of them" in capfd.readouterr().err
-
-
 def test_without_a_shared_folder_files_travel_to_rank_0(tmp_path: Path) -> None:
     """Rank 2's file was not written; rank 0 has a stale one of rank 1."""
     folders = [tmp_path / f"host{rank}" for rank in range(3)]
@@ -231,14 +208,3 @@ def test_without_a_shared_folder_files_travel_to_rank_0(tmp_path: Path) -> None:
     assert read_other(folders[0] / "t.rank1.jsonl")["run"] == "b"
     merged = merge(folders[0] / "t.json")
     assert (merged.ranks, merged.missing) == ([0, 1], [2])
-
-
-def test_a_slice_that_overlaps_the_last_one_of_its_track_begins_later() -> None:
-    file_tracks = Tracks(0)
-    events = [
-        json.loads(text)
-        for begin, end in [(0, 50), (10, 60), (70, 80)]
-        for text in file_tracks.slice(EXPOSED, "x", begin, end)
-    ]
-    found = [(event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
-    assert found == [(0, 0.05), (0.05, 0.01), (0.07, 0.01)]

@@ -280,31 +280,6 @@ def test_a_graph_from_before_a_step_is_an_error() -> None:
     run_ranks(2, rank)
 
 
-def test_detach_after_an_attach_that_raised_and_use_before_attach(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError("planted")
-
-    monkeypatch.setattr("lightning_ring.algorithms.sharded.algorithm.ParameterReads", fail)
-
-    def rank(comm: ThreadCommunicator) -> None:
-        algorithm = Sharded()
-        with pytest.raises(AssertionError, match=r"attach\(\) comes first"):
-            algorithm.overlaps = True
-        with pytest.raises(AssertionError, match=r"attach\(\) comes first"), algorithm.forward():
-            pass
-        module = nn.Linear(2, 2)
-        with pytest.raises(OSError, match="planted"):
-            algorithm.attach(module, [SGD(module.parameters(), 0.1)], comm)
-        algorithm.detach()
-        with algorithm.states_shown():
-            pass
-        assert not module.weight._post_accumulate_grad_hooks
-
-    run_ranks(2, rank)
-
-
 @pytest.mark.parametrize("streams", [1, 2])
 def test_parameters_read_on_several_streams_are_waited_for(
     streams: int, monkeypatch: pytest.MonkeyPatch

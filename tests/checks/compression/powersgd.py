@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,10 +9,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn import Parameter
 
 from lightning_ring.gradients.bucket import Bucket
-from lightning_ring.gradients.compression import DGC, PowerSGD
+from lightning_ring.gradients.compression import PowerSGD
 from lightning_ring.gradients.delivery import average_compressed_, prepare_compressed
 from tests.checks.compression.ways import (
-    WAYS,
     assert_same_bits,
     average,
     gradients,
@@ -140,41 +137,3 @@ def check_powersgd_equals_torchs_hook() -> None:
         torch.testing.assert_close(
             errors, state.error_dict[0][: errors.numel()], rtol=1e-4, atol=1e-4
         )
-
-
-def check_state_goes_on_at_the_same_size_and_resets_at_another() -> None:
-    comm = communicator()
-    new_powersgd = partial(PowerSGD, start_iter=1)
-    for new in (
-        new_powersgd,
-        WAYS["tenth"],
-        WAYS["onebit"],
-        partial(DGC, 0.1, warmup_steps=2, min_numel=0),
-    ):
-        whole, first, resumed, other = new(), new(), new(), new()
-        runs = [make(whole), make(first)]
-        for step in range(3):
-            for reducer, params, _ in runs:
-                send(reducer, params, gradients(comm.rank, step))
-        # through a checkpoint that rank 0 wrote
-        state = comm.broadcast_object(first.state_dict(comm))
-        in_other_buckets = new is new_powersgd  # what the others send depends on the buckets
-        reducer, params, _ = make(resumed, bucket_cap_mb=0.002 if in_other_buckets else 25)
-        # the first one decides the order of gradients
-        for step in range(0 if in_other_buckets else 2):
-            send(reducer, params, gradients(comm.rank, step))
-        assert resumed.load_state_dict(state, comm.rank, comm.world_size) is None
-        for step in range(3, 6):
-            again = send(reducer, params, gradients(comm.rank, step))
-            expected = send(runs[0][0], runs[0][1], gradients(comm.rank, step))
-            for a, b in zip(again, expected, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-        make(other)
-        problem = other.load_state_dict(state, 0, comm.world_size + 1)
-        assert problem is not None
-        assert f"of {comm.world_size} ranks" in problem
-        assert f"has {comm.world_size + 1} ranks" in problem
-        assert all(not other.residual(name).any() for name, _ in parameters())
-        assert "holds no state of" in str(other.load_state_dict({}, 0, comm.world_size))
-    for way in ("fp16", "bf16"):
-        assert WAYS[way]().state_dict(comm) == {}

@@ -74,27 +74,6 @@ def check_without_a_holder_gradients_are_views_of_one_buffer() -> None:
         assert not any(bucket.copies for bucket in reducer.buckets)
 
 
-def check_a_kept_gradient_that_is_not_zeroed_stays_the_parameters_own() -> None:
-    """As under DistributedDataParallel: what backward accumulates into is what holds the
-    average.
-    """
-    net, reference, reducer, _, _ = make()
-    with reducer.backward():
-        net(mine(batches(9))).backward()
-    reference_mean(reference, lambda x, _: reference(x), batches(9))
-    kept = [param.grad for param in net.parameters()]
-    for step in range(3):
-        xs = batches(step)
-        with fresh_gradients(net, reference, set_to_none=False):
-            pass
-        for micro in range(2):
-            with reducer.backward():
-                net(mine(xs) + micro).backward()
-            reference_mean(reference, lambda x, _: reference(x + micro), xs)  # noqa: B023
-        assert_same(net, reference)
-        assert all(param.grad is grad for param, grad in zip(net.parameters(), kept, strict=True))
-
-
 def check_a_weak_reference_ends_with_its_gradient() -> None:
     net, _, reducer, _, _ = make()
     for step in range(3):
@@ -103,16 +82,3 @@ def check_a_weak_reference_ends_with_its_gradient() -> None:
         if step == 1:
             seen = weakref.ref(net.layers[0].weight.grad)
     assert seen() is None
-
-
-def check_gradients_that_change_places_are_not_mixed_up() -> None:
-    net, reference, reducer, _, _ = make()
-    for step in range(3):
-        for module in (net, reference):
-            first, second = module.layers[0].weight, module.layers[1].weight
-            first.grad, second.grad = second.grad, first.grad
-        xs = batches(step)
-        with reducer.backward():
-            net(mine(xs)).backward()
-        reference_mean(reference, lambda x, _: reference(x), xs)
-        assert_same(net, reference)

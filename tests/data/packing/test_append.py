@@ -176,16 +176,6 @@ def test_a_generation_that_was_never_finished_is_not_read_and_made_anew(
     assert images_of(target).keys() == {*FIRST, *SECOND, "cat/7.jpg", "cat/8.jpg"}
 
 
-def test_a_damaged_index_is_not_copied_into_the_next_generation(source, target):
-    path = target / "index/000000/places.npy"
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(ShardError, match=r"places\.npy is not as it was packed"):
-        append(draw(source, SECOND), target)
-    assert read_manifest(target).generation == 0
-
-
 def test_old_generations_are_verified_too(source, target):
     append(draw(source, SECOND), target)
     stamps = target / "index/000000/stamps.npy"
@@ -214,14 +204,6 @@ def test_the_command_takes_the_sets_settings_and_says_what_it_added(source, targ
 
 
 # -- locks
-
-
-def test_a_packing_that_was_ended_after_its_manifest_is_cleared_away(source, target):
-    state = target / ".packing"
-    state.mkdir()
-    (state / "settings.json").write_text('{"generation": 0}')
-    pack(source, target)
-    assert not state.exists()
 
 
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, caplog):

@@ -98,14 +98,6 @@ def test_conversions_are_named_and_keep_the_picture(data, note):
     assert distance(decode(packed.data), expected) < 3
 
 
-def test_shrinking_names_what_it_drops():
-    assert (
-        prepare_image(encode(photo().convert("RGBA"), "PNG"), PackSettings(20, quality=90)).note
-        == "RGBA to RGB"
-    )
-    assert prepare_image(encode(PALETTE, "PNG"), PackSettings(20, quality=90)).note == "P to RGB"
-
-
 def test_a_damaged_jpeg_that_pillow_reads_is_encoded_anew():
     data = bytearray(encode(photo(3, 200, 200)))
     data[len(data) // 2 : len(data) // 2 + 4] = b"\xff\xd9\xff\xd9"
