@@ -120,29 +120,6 @@ def check_a_rank_that_sleeps_is_called_a_slow_rank_by_all() -> None:
     assert "Rank 1 takes" in report.verdict()
 
 
-class Stepping(Model):
-    """Keeps the gradients with which the optimizer steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gradients: list[float] = []
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.gradients.append(float(self.net[3].weight.grad.norm()))
-
-
-def check_the_optimizer_steps_as_often_as_in_training() -> None:
-    """An epoch has 4 batches: at its end Lightning steps, though 8 have to be accumulated."""
-    for accumulated, batches in ((3, 3), (8, 4)):
-        model = Stepping()
-        meter = measured(model, DataLoader(Images(), 16), accumulate_grad_batches=accumulated)
-        assert len(model.gradients) == 8, "6 batches of each of 4 sources are 2 steps of 3, or of 4"
-        own = 2
-        assert len(model.losses) == 8 * batches + own
-        assert all(gradient > 0 for gradient in model.gradients)
-        assert meter.report.ranks[0].batch_size == 16
-
-
 def check_without_an_optimizer_it_says_so() -> None:
     class None_(Model):
         def configure_optimizers(self) -> Any:

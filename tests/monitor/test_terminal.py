@@ -24,7 +24,6 @@ from lightning_ring.monitor.terminal import (
     NarrowTQDM,
     narrow,
     replace_bars,
-    short,
     shown_on_terminal,
     widen_terminal,
 )
@@ -180,17 +179,6 @@ def test_bars_of_80_columns_show_loss_metric_one_rate_and_the_slowest_rank(
         assert item in shown, shown
     assert "it/s" not in shown
     assert all(len(line) <= 80 for line in lines[last : last + 2])
-
-
-def test_names_on_a_bar_are_as_short_as_they_are_clear():
-    assert list(
-        short({"v_num": 3, "data": "70%", "train/loss": 0.1, "val/loss": 0.2, "val/R@1": 0.3})
-    ) == [
-        "train/loss",
-        "val/loss",
-        "R@1",
-        "data",
-    ]
 
 
 def test_only_lightnings_own_bars_become_narrow():

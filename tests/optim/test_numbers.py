@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ring.optim import LAMB
 from lightning_ring.optim.engine import fused, trace, update
-from lightning_ring.optim.engine.rule import Rule, Scalars
+from lightning_ring.optim.engine.rule import Rule
 from tests.optim.test_sent_tables import Launches, launches  # noqa: F401
 from tests.optim.ways import INTERPRETED, every_optimizer, random_params, set_random_grads
 
@@ -135,13 +135,3 @@ def test_torch_computes_the_numbers_beside_other_runners(optimizer_class: Any) -
     assert len(seen) == 1
     table = seen[0].table(trace.number_names(optimizer_class))
     assert table.shape == (2, len(trace.number_names(optimizer_class)))
-
-
-def test_a_rule_that_calls_what_kernels_lack_is_told_so() -> None:
-    class Rounding(LAMB):
-        @staticmethod
-        def rates(ratio: Any, h: Scalars) -> Scalars:
-            return Scalars(rate=torch.round(ratio))
-
-    with pytest.raises(AssertionError, match=r"a kernel knows .*torch.where"):
-        trace.rates_body(Rounding)

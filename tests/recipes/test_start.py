@@ -101,12 +101,6 @@ def test_inside_a_launcher_nothing_is_started_and_its_ranks_are_counted(composed
         check(composed())
 
 
-def test_ranks_of_ddp_have_fewer_variables(composed, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    check(composed("strategy=ddp"))
-
-
 @pytest.mark.ranks
 def test_the_recipe_trains_with_ddp_too(typed):
     short = ["trainer.max_epochs=1", "+trainer.limit_train_batches=2", "schedule.warmup=0"]

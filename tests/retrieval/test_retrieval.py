@@ -14,7 +14,6 @@ from torchmetrics.retrieval import RetrievalHitRate
 from lightning_ring.retrieval import (
     RetrievalMetrics,
     gather_rows,
-    nearest,
     retrieval_metrics,
     search,
 )
@@ -217,17 +216,6 @@ def test_items_without_another_of_their_class_ask_nothing_but_can_be_found_wrong
     assert metrics.num_without_match == 1
     assert metrics.hit_rate == {1: 0.0, 2: 1.0}  # the single one of class 1 is nearest to both
     assert metrics.as_dict() == {"R@1": 0.0, "R@2": 1.0, "MAP@R": 0.0}
-
-
-def test_average_precision_by_hand() -> None:
-    angles = torch.tensor([0.0, 10.0, 25.0, 45.0]).deg2rad()
-    embeddings = torch.stack([angles.cos(), angles.sin()], dim=1)
-    metrics = retrieval_metrics(embeddings, torch.tensor([0, 1, 0, 0]), torch.arange(4), ks=(1, 2))
-    # R is 2. The nearest two are wrong, right for 0 and for 25 degrees: (1/2) / 2; right, wrong for
-    # 45: (1/1) / 2
-    assert metrics.map_at_r == pytest.approx((0.25 + 0.25 + 0.5) / 3)
-    assert metrics.hit_rate == {1: pytest.approx(1 / 3), 2: 1.0}
-    assert nearest(embeddings[:1], embeddings, 3, exclude=torch.tensor([0])).tolist() == [[1, 2, 3]]
 
 
 def test_rows_of_any_shape_are_gathered() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.timeline.recorder import STEPS, Recorder, Tracks
+from lightning_ring.timeline.recorder import Recorder, Tracks
 from lightning_ring.timeline.trace_files import TraceFile, read_other
 from tests.processes import run
 from tests.timeline.killed_writers import OTHER, numbers, some_events
@@ -93,28 +93,6 @@ def test_a_disk_that_fails_is_an_error_and_leaves_whole_events(
     with pytest.raises(OSError, match="No space left"):
         TraceFile(tmp_path / "other.jsonl", OTHER, max_bytes=1 << 22)
     assert [child.name for child in tmp_path.iterdir()] == [path.name]
-
-
-def test_after_a_disk_that_fails_nothing_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Training may go on for a week."""
-    tracks = Tracks(0)
-    recorder = Recorder(
-        TraceFile(tmp_path / "t.rank0.jsonl", OTHER, max_bytes=1 << 22), tracks, 0.0
-    )
-    monkeypatch.setattr(
-        os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    )
-    recorder.slice(STEPS, "step 0", 0.0, 1.0)
-    recorder._thread.join(timeout=60)
-    for _ in range(3):
-        recorder.slice(STEPS, "step 1", 1.0, 2.0)
-        recorder.collective(
-            CollectiveRecord("bucket 0 (a)", "all_reduce", 4, 1.0, 1.1, 1.2, 1.3, 1.25)
-        )
-    assert not recorder._queue
-    recorder.close({})
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"traceEvents":[\n', "\x00\x01", '{"otherData":3}\n'])

@@ -23,7 +23,6 @@ from tests.checks.models import (
     fit,
     loader,
     parameters,
-    trainer,
 )
 from tests.checks.strategy.references import assert_like_ddp, both
 
@@ -90,15 +89,3 @@ def check_combined_streams_are_refused() -> None:
     for loaders in (CombinedLoader([stream, loader(24)], "min_size"), [loader(24), stream]):
         with pytest.raises(ConfigurationError, match="2 training loaders, of which one"):
             _ours(loaders)
-
-
-def check_uneven_loaders_that_are_reloaded_and_leave_the_trainer_alone() -> None:
-    class Reloading(_Several):
-        def train_dataloader(self) -> Any:
-            return CombinedLoader([loader(16), loader(32 if LAST else 24)], "min_size")
-
-    module = Reloading()
-    run = trainer("ring", use_distributed_sampler=False, reload_dataloaders_every_n_epochs=1)
-    run.fit(module)
-    assert run.global_step == 8
-    assert "dataloader" not in vars(run.fit_loop._data_source)

@@ -6,7 +6,6 @@ import copy
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -50,20 +49,6 @@ class _WithOwnSGD(Classifier):
         return _OwnSGD(self.parameters(), 0.1)
 
 
-class _Accumulating(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        with self.trainer.model.no_sync() if batch_idx % 2 == 0 else nullcontext():
-            self.manual_backward(self.loss(batch))
-        if batch_idx % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 class _WithItsOwnNoSync(Classifier):
     def no_sync(self) -> str:
         return "mine"
@@ -75,11 +60,6 @@ class _WithItsOwnNoSync(Classifier):
 @by_world_size
 def check_optimizer_that_is_no_torch_optimizer_equals_ddp() -> None:
     assert_like_ddp(*both(_WithOwnSGD, max_epochs=1))
-
-
-@by_world_size
-def check_no_sync_of_the_trainers_model_equals_ddp() -> None:
-    assert_like_ddp(*both(_Accumulating))
 
 
 def check_no_sync_is_no_part_of_the_module() -> None:
