@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring import RingFabricStrategy
-from lightning_ring.errors import ConfigurationError, RingError
+from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.monitor import RingMonitor
 from tests.checks.loops import adamw, assert_same, batches, loss_of, network, pair, sgd
@@ -168,20 +168,6 @@ def check_loaders_and_init_module_and_forward_methods() -> None:
                 optimizer.zero_grad()
         trained.append(module)
     assert_same(*trained)
-
-
-def check_ranks_with_other_numbers_of_steps_get_an_error() -> None:
-    fabric = ring()
-    model, optimizer = fabric.setup(net := network(), sgd(net))
-    for inputs in batches(2):
-        loss_of(model(inputs)).backward()
-        optimizer.step()
-    if RANK == 0:
-        with pytest.raises(RingError, match="ranks call"):
-            loss_of(model(batches(1)[0])).backward()
-    else:
-        with pytest.raises(RingError):
-            fabric.all_reduce(torch.zeros(3))
 
 
 def check_the_timeline_tells_of_steps(tmp_path: Path) -> None:

@@ -66,10 +66,7 @@ def ring_sharded(compression: str = "none") -> Sharded:
 
 WAYS: dict[str, Callable[[], Averaging | Sharded]] = {
     **{f"ring, {name}": partial(ring, name) for name in COMPRESSORS},
-    **{
-        f"ring_sharded, {name}": partial(ring_sharded, name)
-        for name in ("none", "fp16", "bf16", "int8")
-    },
+    **{f"ring_sharded, {name}": partial(ring_sharded, name) for name in CAN_SHARD},
 }
 
 

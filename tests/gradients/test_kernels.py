@@ -209,8 +209,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Launc
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("kernel", "capability"), zip(KERNELS, (80, 90, 90, 80), strict=True))
 def test_compiled_kernels_move_16_bytes_and_fill_the_gpu(
     launches: dict[str, Launch], kernel: str, capability: int, tmp_path: Path
 ) -> None:

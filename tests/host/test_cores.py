@@ -23,20 +23,6 @@ def test_cores_follow_the_quota_of_the_container(tmp_path: Path) -> None:
     assert available_cores(root=tmp_path) == 1
 
 
-def test_quota_of_a_container(tmp_path):
-    assert cgroup_quota(tmp_path) == math.inf
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert cgroup_quota(tmp_path) == math.inf
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("250000\n")
-    assert cgroup_quota(tmp_path) == 2.5
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert cgroup_quota(tmp_path) == math.inf
-    (tmp_path / "cpu.max").write_text("400000 100000\n")
-    assert cgroup_quota(tmp_path) == 4
-
-
 def test_quotas_of_all_groups_over_a_process_count(tmp_path):
     own = tmp_path / "own"
     root = tmp_path / "cgroup"

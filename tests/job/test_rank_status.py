@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.comm.waiting import WaitPolicy
-from lightning_ring.job.stalls import RankStatus, main_stack, own_status, stall_lines
+from lightning_ring.job.stalls import RankStatus, own_status, stall_lines
 from tests.thread_ranks import ThreadTransport, ThreadWorld
 
 LATE = 'all_reduce "bucket 4"'
@@ -55,37 +55,6 @@ def test_a_thousand_ranks_make_a_short_report():
     assert lines[-3].startswith("ranks 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, … are not in it either")
     assert lines[-2].startswith("ranks 500, 501, ")
     assert lines[-1].startswith("ranks 600, 601, ")
-
-
-def test_where_nobody_is_missing_all_stacks_are_shown():
-    statuses = {
-        rank: RankStatus(LATE, 60.0, stack=("train.py:9 step: loss.backward()",))
-        for rank in range(3)
-    }
-    assert stall_lines(LATE, statuses, homes(3))[-2:] == [
-        "The main thread of ranks 0, 1, 2:",
-        "    train.py:9 step: loss.backward()",
-    ]
-
-
-def test_the_main_thread_is_seen_from_another_one():
-    seen: list[tuple[str, ...]] = []
-
-    def look_until_the_main_thread_waits() -> None:
-        until = time.monotonic() + 60
-        while not any("watcher.join" in line for line in main_stack()) and time.monotonic() < until:
-            time.sleep(0.01)
-        seen.append(main_stack())
-
-    watcher = threading.Thread(target=look_until_the_main_thread_waits)
-    watcher.start()
-    watcher.join()  # the line that is seen
-    assert any(
-        line.startswith("test_rank_status.py", line.rindex("/") + 1 if "/" in line else 0)
-        for line in seen[0]
-    )
-    assert any("watcher.join()  # the line that is seen" in line for line in seen[0])
-    assert len(seen[0]) <= 8
 
 
 def test_a_rank_is_in_the_collective_that_it_called_and_later_had_finished_it():

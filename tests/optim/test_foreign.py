@@ -6,9 +6,11 @@ import pickle
 import pytest
 import torch
 
+from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.optim import LAMB, LARS
 from tests.optim.test_bad_input import OUT_OF_RANGE
 from tests.optim.ways import every_optimizer, random_params, relative_difference, set_random_grads
+from tests.thread_ranks import run_ranks
 
 timm = pytest.importorskip("timm.optim")
 DECAYS = ({"weight_decay": 0.01}, {"weight_decay": 0.0})
@@ -178,3 +180,39 @@ def test_keys_that_schedulers_and_scripts_add_stay(optimizer_class):
     saved["param_groups"][0] |= {"max_lr": 0.2, "lr_scale": 0.5}
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["lr_scale"] == 0.5
+
+
+def test_sharded_lamb_goes_on_from_timms_too():
+    theirs, params = torch.nn.Linear(8, 4), torch.ones(2, 8)
+    optimizer = timm.Lamb(theirs.parameters(), lr=0.02, max_grad_norm=None)
+
+    def step(net, optimizer):
+        net(params).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step(theirs, optimizer)
+    weights, state = copy.deepcopy(theirs.state_dict()), copy.deepcopy(optimizer.state_dict())
+    for _ in range(3):
+        step(theirs, optimizer)
+
+    def rank(comm):
+        net = torch.nn.Linear(8, 4)
+        net.load_state_dict(weights)
+        ours = LAMB(net.parameters())
+        sharded = Sharded()
+        sharded.attach(net, [ours], comm, warn=pytest.fail)
+        sharded.load_optimizer_state_dict(ours, state)
+        for _ in range(3):
+            with sharded.forward(wait=True):
+                loss = net(params).square().mean()
+            with sharded.backward():
+                loss.backward()
+            ours.step()
+            ours.zero_grad()
+        sharded.wait_parameters()
+        for a, b in zip(net.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+    run_ranks(2, rank)

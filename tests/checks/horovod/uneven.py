@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lightning_ring.horovod as hvd
 from lightning_ring.gradients.compression import Int8
 from tests.checks.horovod.world import RANK, SIZE, assert_equal_everywhere, distributed, total
-from tests.checks.loops import assert_same, network
+from tests.checks.loops import network
 
 EPOCHS = [[0, 3, 1, 2], [2, 1, 2, 0]]  # batches by rank; in the first epoch rank 0 has none
 
@@ -89,51 +89,6 @@ def check_join_takes_part_in_gradients_with_zeros() -> None:
             join_equals_zeros(
                 embedding, loss_of_embedding, sparse_as_dense=sparse_as_dense, backwards=backwards
             )
-    hvd.shutdown()
-
-
-def check_join_takes_part_for_several_optimizers() -> None:
-    """Of one backward, and of a backward each; what a rank has accumulated by itself stays."""
-    hvd.init()
-    models = [network(seed=seed) for seed in (0, 1)]
-    expected = copy.deepcopy(models)
-    optimizers = [distributed(one) for one in models]
-    halved = network(seed=2)
-    accumulating = distributed(halved, backward_passes_per_step=2)
-    loss_of_linear(halved, inputs_of(RANK, 9, 0)).backward()
-    mine = [param.grad.clone() for param in halved.parameters() if param.grad is not None]
-
-    def train(models: list[nn.Module], rank: int, together: bool, scale: float) -> None:
-        losses = [loss_of_linear(model, inputs_of(rank, 0, 0)) * scale for model in models]
-        for loss in [sum(losses, torch.zeros(()))] if together else losses:
-            loss.backward()
-
-    plain = [torch.optim.SGD(one.parameters(), lr=0.1) for one in expected]
-    for together in (True, False, True):
-        joins_first = int(together) == RANK
-        for everyone in (True, False):
-            if everyone or not joins_first:
-                train(models, RANK, together, 1.0)
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            for rank in range(SIZE):
-                if everyone or rank != int(together):
-                    train(expected, rank, together, 1 / SIZE)
-            for one in plain:
-                one.step()
-                one.zero_grad()
-        last = hvd.join()
-        assert last != int(together)
-        for model, reference in zip(models, expected, strict=True):
-            hvd.broadcast_parameters(model.state_dict(), root_rank=last)
-            assert_same(model, reference, tolerance=1e-6)
-    assert all(
-        torch.equal(param.grad, grad) for param, grad in zip(halved.parameters(), mine, strict=True)
-    )
-    loss_of_linear(halved, inputs_of(RANK, 9, 1)).backward()  # the second pass: all ranks reduce
-    accumulating.step()
-    assert_equal_everywhere(halved.parameters())
     hvd.shutdown()
 
 

@@ -83,14 +83,6 @@ def test_pictures_depend_on_the_position_alone(folder: ImageFolder, transform: A
         assert not torch.equal(images(begun), whole)
 
 
-def test_training_draws_from_torchs_generator_as_if_no_thread_did(folder: ImageFolder) -> None:
-    torch.manual_seed(0)
-    expected = [torch.rand(3) for _ in range(6)]
-    torch.manual_seed(0)
-    drawn = [torch.rand(3) for _ in make(folder, sample_transform=TRANSFORMS["many"])]
-    assert all(torch.equal(a, b) for a, b in zip(drawn, expected, strict=True))
-
-
 def test_every_function_of_torch_that_takes_a_generator_is_given_one() -> None:
     takers = {
         schema.name.removeprefix("aten::")
@@ -125,17 +117,8 @@ def drops_out(image: Tensor) -> Tensor:
     return functional.dropout(image.float()).to(torch.uint8)
 
 
-def turns_in_place(image: Tensor) -> Tensor:
-    return image.transpose(1, 2)
-
-
 def fails(image: Tensor) -> Tensor:
     raise KeyError("no such colour")
-
-
-def test_a_view_of_the_image_itself_is_no_trouble(folder: ImageFolder) -> None:
-    turned = images(make(folder, sample_transform=turns_in_place))
-    assert torch.equal(turned, images(make(folder)).transpose(2, 3))
 
 
 @pytest.mark.parametrize(
