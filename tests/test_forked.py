@@ -1,7 +1,5 @@
 """A forked rank ends, is signalled and is started as a process of its own is."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -27,13 +25,13 @@ SLEEPS = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
         ("import atexit; atexit.register(print, 'why'); raise SystemExit(4)", 4),
     ],
 )
-def test_it_ends_as_python_does(code: str, returncode: int) -> None:
+def test_it_ends_as_python_does(code, returncode):
     plain, rank = (run([*python, "-c", code]) for python in ([sys.executable], forked.python()))
     assert plain.returncode == rank.returncode == returncode
     assert plain.stdout.splitlines()[-1:] == rank.stdout.splitlines()[-1:]
 
 
-def test_its_libraries_are_there_and_this_package_is_not() -> None:
+def test_its_libraries_are_there_and_this_package_is_not():
     code = (
         "import sys; print('lightning' in sys.modules, 'lightning_ring' in sys.modules, sys.argv)"
     )
@@ -41,7 +39,7 @@ def test_its_libraries_are_there_and_this_package_is_not() -> None:
 
 
 @pytest.mark.parametrize("ended", ["by SIGTERM", "with its small process", "with its session"])
-def test_no_rank_outlives_its_small_process(ended: str) -> None:
+def test_no_rank_outlives_its_small_process(ended):
     process = subprocess.Popen(
         [*forked.python(), "-c", SLEEPS],
         env=clean_env(),

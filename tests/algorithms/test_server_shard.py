@@ -1,19 +1,15 @@
 """One parameter server by itself: delay compensation, averages, parts of parameters."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD
 
 from lightning_ring.algorithms.parts import parts_of
 from lightning_ring.algorithms.server.server import WeightServer, settings_of
 
 
-def server_of(num_workers: int, **how: Any) -> tuple[WeightServer, list[Tensor]]:
+def server_of(num_workers, **how):
     """A server of one parameter, and where a worker's weights go."""
     weight = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64))
     server = WeightServer(SGD([weight], 0.1), [weight], *parts_of([weight], 1), num_workers, **how)
@@ -24,7 +20,7 @@ SETTINGS = settings_of(SGD([nn.Parameter(torch.zeros(1))], 0.1))
 
 
 @pytest.mark.parametrize("compensation", [None, 0.3])
-def test_delay_compensation_is_equation_10_of_the_paper(compensation: float | None) -> None:
+def test_delay_compensation_is_equation_10_of_the_paper(compensation):
     """w ← w - lr · (g + λ g ⊙ g ⊙ (w - w_r)), for pushes that come in an order of their own;
     three workers.
     """

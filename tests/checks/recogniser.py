@@ -1,19 +1,15 @@
 """Checks of the recogniser on real ranks: against one process on the whole batch."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring import RingStrategy
@@ -30,7 +26,7 @@ from tests.processes import ROOT
 ITEMS, CLASSES, EACH = 26, 5, 6
 
 
-def recogniser(**options: Any) -> Recogniser:
+def recogniser(**options):
     """Without BatchNorm in the embedder, so that a rank's part of a batch is treated as in the
     whole batch.
     """
@@ -40,7 +36,7 @@ def recogniser(**options: Any) -> Recogniser:
     return Recogniser(embedder, 8, CLASSES, partial(torch.optim.SGD, lr=0.5), **options)
 
 
-def loss(name: str, **changes: Any) -> nn.Module:
+def loss(name, **changes):
     """As ``loss=NAME`` of the configuration."""
     config = OmegaConf.load(ROOT / "configs" / "loss" / f"{name}.yaml")
     config = OmegaConf.merge(
@@ -48,11 +44,11 @@ def loss(name: str, **changes: Any) -> nn.Module:
     )
     torch.manual_seed(4)
     config.loss.update(changes)
-    made: nn.Module = instantiate(config.loss)
+    made = instantiate(config.loss)
     return made
 
 
-def images(num: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def images(num, seed):
     generator = torch.Generator().manual_seed(seed)
     return (
         torch.randn(num, 3, 2, 2, generator=generator),
@@ -64,12 +60,12 @@ def images(num: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 class Given(L.LightningDataModule):
     """Trains on ``EACH`` images a rank; evaluates ``ITEMS``, in uneven parts."""
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         batch = images(EACH * SIZE, seed=0)
         mine = TensorDataset(*(column[RANK * EACH : (RANK + 1) * EACH] for column in batch))
         return DataLoader(mine, batch_size=EACH, sampler=each_once(EACH, 0, 1))
 
-    def val_dataloader(self) -> list[DataLoader]:
+    def val_dataloader(self):
         sets = [TensorDataset(*images(ITEMS, seed)) for seed in (1, 2, 3)]
         size = even_batch_size(ITEMS, SIZE, 4)
         sampler = each_once(ITEMS, RANK, SIZE)
@@ -79,7 +75,7 @@ class Given(L.LightningDataModule):
     test_dataloader = val_dataloader
 
 
-def alone(model: Recogniser) -> Recogniser:
+def alone(model):
     """A copy that believes to be one process, and logs nothing."""
     one = copy.deepcopy(model)
     one.log = lambda *_, **__: None  # type: ignore[method-assign]
@@ -87,13 +83,13 @@ def alone(model: Recogniser) -> Recogniser:
     return one
 
 
-def after(model: Recogniser, steps: int = 1, **options: Any) -> L.Trainer:
+def after(model, steps=1, **options):
     run = trainer(RingStrategy(), max_steps=steps, max_epochs=steps, limit_val_batches=0, **options)
     run.fit(model, datamodule=Given())
     return run
 
 
-def in_one_process(model: Recogniser, steps: int = 1) -> Recogniser:
+def in_one_process(model, steps=1):
     """A copy of ``model``, trained on the batch of all ranks."""
     one = alone(model)
     pictures, labels, indices = images(EACH * SIZE, seed=0)
@@ -105,7 +101,7 @@ def in_one_process(model: Recogniser, steps: int = 1) -> Recogniser:
     return one
 
 
-def check_gathered_losses_equal_one_process_on_the_whole_batch() -> None:
+def check_gathered_losses_equal_one_process_on_the_whole_batch():
     for file in sorted((ROOT / "configs" / "loss").glob("*.yaml")):
         if file.stem == "sharded":
             continue
@@ -120,8 +116,8 @@ def check_gathered_losses_equal_one_process_on_the_whole_batch() -> None:
         )
 
 
-def check_memory_holds_the_images_of_all_ranks_and_survives_a_checkpoint(tmp_path: Path) -> None:
-    def fresh() -> Recogniser:
+def check_memory_holds_the_images_of_all_ranks_and_survives_a_checkpoint(tmp_path):
+    def fresh():
         return recogniser(
             gather_embeddings=True, metric_loss=loss("multi_similarity", memory=EACH * SIZE + 5)
         )
@@ -138,8 +134,8 @@ def check_memory_holds_the_images_of_all_ranks_and_survives_a_checkpoint(tmp_pat
     torch.testing.assert_close(mine.embedding_memory, others.embedding_memory, rtol=1e-4, atol=1e-5)
 
 
-def check_sharded_head_trains_resumes_and_is_tested_as_in_one_process(tmp_path: Path) -> None:
-    def fresh() -> Recogniser:
+def check_sharded_head_trains_resumes_and_is_tested_as_in_one_process(tmp_path):
+    def fresh():
         return recogniser(metric_loss=loss("sharded", margin="cosface", size=0.2, scale=8))
 
     one = alone(fresh())
@@ -176,7 +172,7 @@ def check_sharded_head_trains_resumes_and_is_tested_as_in_one_process(tmp_path: 
     torch.testing.assert_close(whole, one.sharded_head.weight.detach(), rtol=1e-4, atol=1e-5)
 
 
-def check_strategies_under_which_the_loss_of_all_ranks_would_be_wrong_are_refused() -> None:
+def check_strategies_under_which_the_loss_of_all_ranks_would_be_wrong_are_refused():
     sharded, gathering = recogniser(metric_loss=loss("sharded")), recogniser(gather_embeddings=True)
     remembering = recogniser(metric_loss=loss("supcon", memory=99))
     for model, strategy, options, message in (
@@ -193,7 +189,7 @@ def check_strategies_under_which_the_loss_of_all_ranks_would_be_wrong_are_refuse
             )
 
 
-def check_evaluation_counts_each_image_once() -> None:
+def check_evaluation_counts_each_image_once():
     model = recogniser(classification_weight=1.0)
     tested = trainer(RingStrategy()).test(model, datamodule=Given(), verbose=False)
     metrics = {name: value for part in tested for name, value in part.items()}

@@ -2,8 +2,6 @@
 differ.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -21,7 +19,7 @@ from tests.thread_ranks import run_ranks
 class Everything(nn.Module):
     """Parameters and buffers of every kind that a model may hold."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         super().__init__()
         g = torch.Generator().manual_seed(seed)
         self.weight = nn.Parameter(torch.randn(5, 3, generator=g))
@@ -38,11 +36,11 @@ class Everything(nn.Module):
         self.register_buffer("phase", torch.randn(3, dtype=torch.complex64, generator=g))
 
 
-def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+def tensors(module):
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def assert_same(one: nn.Module, other: nn.Module) -> None:
+def assert_same(one, other):
     for name, tensor in tensors(one).items():
         assert torch.equal(tensor, tensors(other)[name]), name
 
@@ -66,7 +64,7 @@ def test_all_ranks_get_every_tensor_of_the_source(world_size, message_bytes, mon
         assert_same(module, Everything(src))
 
 
-def trained(seed: int, optimizer_class: type, steps: int, **kwargs):
+def trained(seed, optimizer_class, steps, **kwargs):
     torch.manual_seed(seed)
     model = nn.Linear(3, 2)
     optimizer = optimizer_class(model.parameters(), **kwargs)

@@ -1,43 +1,36 @@
 """Questions between ranks that are threads: lengths, order, errors, and the end."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ring.comm import requests
-from lightning_ring.comm.requests import Answer, Requests
 from lightning_ring.errors import CollectiveError
-from tests.thread_ranks import Message, ThreadCommunicator, ThreadTransport, run_ranks
+from tests.thread_ranks import ThreadTransport, run_ranks
 
 LENGTHS = (0, 1, 99, 100, 101, 250)
 
 
-def numbered(length: int, asking: int, asked: int) -> Tensor:
+def numbered(length, asking, asked):
     return (torch.arange(length) + 10 * asking + asked).to(torch.uint8)
 
 
-def opened(comm: ThreadCommunicator, answer: Answer) -> Requests:
+def opened(comm, answer):
     found = comm.open_requests(answer)
     found.start()
     return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_rank_asks_all_at_once_and_gets_the_answers_in_order(
-    world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rank_asks_all_at_once_and_gets_the_answers_in_order(world_size, monkeypatch):
     monkeypatch.setattr(requests, "_PIECE_BYTES", 100)
 
-    def rank(comm: ThreadCommunicator) -> None:
-        asked: dict[int, list[int]] = {peer: [] for peer in range(world_size)}
+    def rank(comm):
+        asked = {peer: [] for peer in range(world_size)}
 
-        def answer(peer: int, question: Tensor) -> Tensor:
+        def answer(peer, question):
             assert torch.equal(question, numbered(question.numel(), peer, comm.rank))
             asked[peer].append(question.numel())
             return torch.cat([question, question.flip(0)])
@@ -63,21 +56,19 @@ def test_every_rank_asks_all_at_once_and_gets_the_answers_in_order(
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_what_two_ranks_ask_each_other_shares_no_connection(
-    world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_two_ranks_ask_each_other_shares_no_connection(world_size, monkeypatch):
     """Over a shared one Gloo sends a long message only when the other rank's own long message
     has passed.
     """
-    sent: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+    sent = defaultdict(set)
     isend = ThreadTransport.isend
 
-    def recorded(self: ThreadTransport, tensor: Tensor, dst: int, tag: int = 0) -> Message:
+    def recorded(self, tensor, dst, tag=0):
         if tensor.nbytes in (3000, 5000):
             sent[self.connection, self.rank, dst].add(tensor.nbytes)
         return isend(self, tensor, dst, tag)
 
-    def rank(comm: ThreadCommunicator) -> None:
+    def rank(comm):
         open_requests = opened(comm, lambda peer, question: torch.zeros(5000, dtype=torch.uint8))
         questions = {peer: [torch.zeros(3000, dtype=torch.uint8)] for peer in range(world_size)}
         open_requests.ask(
@@ -92,15 +83,13 @@ def test_what_two_ranks_ask_each_other_shares_no_connection(
 
 
 @pytest.mark.parametrize("name", ["_receives", "_send", "_answer"])
-def test_a_thread_that_cannot_answer_any_more_breaks_its_rank(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_cannot_answer_any_more_breaks_its_rank(name, monkeypatch):
     """Else the other one would wait for the timeout."""
 
-    def fails(*_: Any, **__: Any) -> Any:
+    def fails(*_, **__):
         raise MemoryError("no memory")
 
-    def rank(comm: ThreadCommunicator) -> None:
+    def rank(comm):
         open_requests = opened(comm, lambda peer, question: question)
         if comm.rank == 0:
             while True:

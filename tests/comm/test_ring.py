@@ -1,10 +1,7 @@
 """The ring against a plain reduction, on thread-ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.exchange import all_reduce_directly_, broadcast_
@@ -17,7 +14,7 @@ LENGTHS = [0, 1, 7, 1024, 5003]  # 0, 1, 7: some ranks get an empty shard
 SMALL_PIECES = 256  # bytes, so that short tensors travel in many pieces too
 
 
-def assert_reduced(outputs: list[Tensor], inputs: list[Tensor], op: ReduceOp) -> None:
+def assert_reduced(outputs, inputs, op):
     torch.testing.assert_close(outputs[0], plain(inputs, op), **tolerance(inputs[0].dtype))
     for output in outputs:
         assert torch.equal(output, outputs[0])  # all ranks hold the same bits

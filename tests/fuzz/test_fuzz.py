@@ -2,30 +2,28 @@
 ``python -m tests.fuzz --seeds 0:1000``.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections import Counter
 
 import pytest
 
-from tests.fuzz.program import AXES, Program, draw
+from tests.fuzz.program import AXES, draw
 from tests.processes import run
 
 SECONDS = 240  # two cores need some 35 s
 
 
-def drawn(program: Program) -> set[str]:
+def drawn(program):
     choices = {f"{axis}: {program.choice(axis)}" for axis in AXES}
     return choices | {*program.blocks, *program.hooks, f"{program.ranks} ranks"}
 
 
-def covering(num: int, among: int) -> list[int]:
+def covering(num, among):
     """Seeds that draw every option together: the rarest options first."""
     left = {seed: drawn(draw(seed)) for seed in range(among)}
     seeds_of = Counter(option for options in left.values() for option in options)
-    seeds: list[int] = []
+    seeds = []
     while len(seeds) < num:
         seeds.append(max(left, key=lambda seed: sum(1 / seeds_of[each] for each in left[seed])))
         known = left.pop(seeds[-1])
@@ -36,13 +34,13 @@ def covering(num: int, among: int) -> list[int]:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(SECONDS + 30)
-def test_strategies_agree() -> None:
+def test_strategies_agree():
     seeds = ",".join(map(str, covering(34, among=1000)))
     result = run([sys.executable, "-m", "tests.fuzz", "--seeds", seeds], timeout=SECONDS)
     assert result.returncode == 0, result.stdout
 
 
-def test_every_seed_is_a_script_and_every_option_is_drawn() -> None:
+def test_every_seed_is_a_script_and_every_option_is_drawn():
     programs = [draw(seed) for seed in range(700)]
     for program in programs[:50]:
         ast.parse(program.script())
@@ -51,6 +49,6 @@ def test_every_seed_is_a_script_and_every_option_is_drawn() -> None:
         assert found >= {name for name, option in options.items() if option.weight}, axis
 
 
-def test_a_seed_is_one_program() -> None:
+def test_a_seed_is_one_program():
     assert draw(17) == draw(17)
     assert draw(17).script() != draw(18).script()

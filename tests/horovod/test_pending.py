@@ -1,7 +1,5 @@
 """Numbers of names, and which requests a mask tells: without ranks."""
 
-from __future__ import annotations
-
 import torch
 
 from lightning_ring.horovod.execution import Agreed, batches
@@ -10,7 +8,7 @@ from lightning_ring.horovod.requests import Meta
 SHORT = Meta("allreduce", ((3,),), (torch.float32,), "Sum")
 
 
-def test_short_tensors_of_one_kind_travel_together() -> None:
+def test_short_tensors_of_one_kind_travel_together():
     metas = {
         "empty": SHORT._replace(shapes=((0,),)),
         "group": SHORT._replace(shapes=((2**20,), (1,)), dtypes=(torch.float32,) * 2),

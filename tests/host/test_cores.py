@@ -1,14 +1,11 @@
 """Cores that a process may use: affinity and processor quotas of control groups."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 from lightning_ring.host.cores import available_cores, cgroup_quota
 
 
-def test_cores_follow_the_quota_of_the_container(tmp_path: Path) -> None:
+def test_cores_follow_the_quota_of_the_container(tmp_path):
     unlimited = available_cores(root=tmp_path)
     assert unlimited >= 1
     (tmp_path / "cpu.max").write_text("max 100000\n")

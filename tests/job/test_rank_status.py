@@ -1,11 +1,8 @@
 """What is said about a collective that is late, from the ranks' statuses."""
 
-from __future__ import annotations
-
 import threading
 import time
 from datetime import timedelta
-from typing import Any
 
 from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.comm.waiting import WaitPolicy
@@ -15,7 +12,7 @@ from tests.thread_ranks import ThreadTransport, ThreadWorld
 LATE = 'all_reduce "bucket 4"'
 
 
-def homes(world_size: int) -> dict[int, dict[str, Any]]:
+def homes(world_size):
     return {
         rank: {"rank": rank, "host": f"node{rank // 4}", "pid": 100 + rank}
         for rank in range(world_size)
@@ -23,9 +20,7 @@ def homes(world_size: int) -> dict[int, dict[str, Any]]:
 
 
 def test_the_cause_comes_first_and_ranks_at_the_same_place_share_a_line():
-    statuses: dict[int, RankStatus] = {
-        rank: RankStatus(LATE, 60.0, progress="step 17") for rank in range(12)
-    }
+    statuses = {rank: RankStatus(LATE, 60.0, progress="step 17") for rank in range(12)}
     for rank in (1, 9):
         stack = ("train.py:3 load: open(path)",)
         statuses[rank] = RankStatus(last='all_reduce "bucket 3"', progress="step 17", stack=stack)
@@ -65,7 +60,7 @@ def test_a_rank_is_in_the_collective_that_it_called_and_later_had_finished_it():
     ]
     assert own_status(policy, str).collective == own_status(policy, str).last == ""
 
-    def broken() -> str:
+    def broken():
         raise RuntimeError("the trainer is being taken apart")
 
     waiting = threading.Thread(target=comms[0].barrier)

@@ -1,7 +1,5 @@
 """What is concluded from steps and rows that are made up, so that every number is known."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -23,7 +21,7 @@ from lightning_ring.monitor.step_times import (
 from lightning_ring.timeline.drawing import ON_THE_WIRE, READY, WAITED_FOR, draw
 
 
-def step(**marks: tuple[float, float]) -> StepRecord:
+def step(**marks):
     """Of 30 s, from 100 on."""
     record = StepRecord()
     record.began, record.total = 100.0, 30.0
@@ -33,14 +31,7 @@ def step(**marks: tuple[float, float]) -> StepRecord:
     return record
 
 
-def collective(
-    called: float,
-    returned: float,
-    waited: tuple[float, float],
-    ended: float,
-    kind: str = "all_reduce",
-    name: str = "a",
-) -> CollectiveRecord:
+def collective(called, returned, waited, ended, kind="all_reduce", name="a"):
     record = CollectiveRecord(name, kind, nbytes=8, called=100 + called, returned=100 + returned)
     record.waited_from, record.waited_until, record.ended = (
         100 + waited[0],
@@ -58,7 +49,7 @@ AUTOMATIC = {
 }
 
 
-def test_collectives_come_out_of_the_phase_in_which_they_cost_time() -> None:
+def test_collectives_come_out_of_the_phase_in_which_they_cost_time():
     record = step(**AUTOMATIC)
     told = [
         # under way 12 to 19.5: lost 0.5 in backward, then 2
@@ -90,7 +81,7 @@ def test_collectives_come_out_of_the_phase_in_which_they_cost_time() -> None:
     assert found.sent == pytest.approx(2 * (2 * 3 / 4 * 8) + 3 / 4 * 8)
 
 
-def test_time_in_which_two_collectives_overlap_counts_once() -> None:
+def test_time_in_which_two_collectives_overlap_counts_once():
     told = [
         collective(10, 10, (21, 23), ended=16),
         collective(11, 11, (23, 24), ended=15),  # in another lane: over before the first
@@ -109,7 +100,7 @@ def test_time_in_which_two_collectives_overlap_counts_once() -> None:
     ]
 
 
-def test_backward_of_manual_optimization_comes_out_of_forward_and_out_of_a_closure() -> None:
+def test_backward_of_manual_optimization_comes_out_of_forward_and_out_of_a_closure():
     record = step(forward=(0.0, 20.0))
     for phase, begin, end in (("backward", 2, 5), ("backward", 7, 11), ("optimizer", 6, 12)):
         record.begin(phase, 100.0 + begin)
@@ -126,17 +117,17 @@ def test_backward_of_manual_optimization_comes_out_of_forward_and_out_of_a_closu
 class Event:
     """Of a GPU, at a time of its own clock, in seconds."""
 
-    def __init__(self, at: float) -> None:
+    def __init__(self, at):
         self.at = at
 
-    def elapsed_time(self, other: Event) -> float:
+    def elapsed_time(self, other):
         return 1e3 * (other.at - self.at)
 
-    def query(self) -> bool:
+    def query(self):
         return True
 
 
-def test_on_a_gpu_events_tell_the_times_of_phases_and_collectives() -> None:
+def test_on_a_gpu_events_tell_the_times_of_phases_and_collectives():
     record = step(data=(0.0, 2.0))
     for phase, begin, end in (("forward", 1, 5), ("backward", 5, 13), ("optimizer", 0.5, 16)):
         record.begin(phase, Event(begin))
@@ -160,19 +151,11 @@ def test_on_a_gpu_events_tell_the_times_of_phases_and_collectives() -> None:
         ("broadcast", 8),
     ],
 )
-def test_bytes_are_counted_as_nccl_tests_do(kind: str, sent: float) -> None:
+def test_bytes_are_counted_as_nccl_tests_do(kind, sent):
     assert sent_bytes(collective(0, 0, (0, 0), 0, kind=kind), world_size=4) == sent
 
 
-def row(
-    rank: int,
-    total: float,
-    exposed: float,
-    busy: float = 1.0,
-    steps: int = 10,
-    images: float = 32,
-    data_share: float = 0.1,
-) -> RankRow:
+def row(rank, total, exposed, busy=1.0, steps=10, images=32, data_share=0.1):
     times = StepTimes(
         data=data_share * total,
         exposed=exposed,
@@ -185,7 +168,7 @@ def row(
     return RankRow(rank, 0, times, RankMemory(1e9 * (rank + 1)))
 
 
-def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
+def test_the_slowest_rank_is_the_one_that_waits_least():
     report = RingReport(7, [row(0, 2.0, 0.5), row(1, 2.0, 0.1), row(2, 2.0, 0.6), row(3, 2.0, 0.4)])
     rank, behind = report.slowest
     assert (rank, behind) == (1, pytest.approx(1.9 - 1.5))
@@ -205,7 +188,7 @@ def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
     assert "ring/cuda_peak_gb" not in scalars
 
 
-def test_the_share_of_data_is_that_of_the_rank_that_holds_the_others_up() -> None:
+def test_the_share_of_data_is_that_of_the_rank_that_holds_the_others_up():
     """One loader is late, and seven ranks stand in the all-reduce; the mean would say 12 % of a
     step.
     """
@@ -226,7 +209,7 @@ def test_the_share_of_data_is_that_of_the_rank_that_holds_the_others_up() -> Non
     assert hidden.scalars()["ring/data_ms_slowest"] == 1000
 
 
-def test_what_cannot_be_told_is_left_out_and_a_norm_that_is_not_finite_is_not() -> None:
+def test_what_cannot_be_told_is_left_out_and_a_norm_that_is_not_finite_is_not():
     unknown = RankRow(0, 0, StepTimes.unknown(), RankMemory(1))
     report = RingReport(0, [unknown, row(1, 2.0, 0.5)], gradient_norms=[math.nan, None, 2.0])
     scalars = report.scalars()
@@ -240,14 +223,14 @@ def test_what_cannot_be_told_is_left_out_and_a_norm_that_is_not_finite_is_not() 
     assert "ring/step_ms" in nameless.scalars()
 
 
-def test_trust_ratios_are_told_by_percentiles() -> None:
+def test_trust_ratios_are_told_by_percentiles():
     scalars = RingReport(0, [row(0, 1.0, 0.0)], trust_ratios=torch.arange(101.0)).scalars()
     assert [
         scalars[f"ring/trust_ratio/p{percent}"] for percent in ("05", "50", "95")
     ] == pytest.approx([5, 50, 95])
 
 
-def test_the_chart_shows_what_was_ready_on_the_wire_and_waited_for() -> None:
+def test_the_chart_shows_what_was_ready_on_the_wire_and_waited_for():
     pytest.importorskip("matplotlib")
     found = bars(
         step(**AUTOMATIC),
@@ -275,7 +258,7 @@ def test_the_chart_shows_what_was_ready_on_the_wire_and_waited_for() -> None:
     assert drawn == {(round(1e3 * bar.start), round(1e3 * bar.stop)) for bar in found}
 
 
-def test_batch_size_is_the_first_tensors_length() -> None:
+def test_batch_size_is_the_first_tensors_length():
     images = [torch.ones(7, 3), torch.ones(9)]
     assert first_dimension({"scale": torch.tensor(1.0), "images": images}) == 7
     with pytest.raises(TypeError, match="Give the callback batch_size="):

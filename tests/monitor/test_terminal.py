@@ -1,7 +1,5 @@
 """Progress in the terminal that mpirun gives its ranks, and where there is none."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty
@@ -34,7 +32,7 @@ def terminal(monkeypatch):
     """Makes standard output a new pseudo-terminal of so many columns."""
     opened = []
 
-    def make(columns: int) -> int:
+    def make(columns):
         ours, theirs = pty.openpty()
         opened.extend([ours, theirs])
         make.screen = ours
@@ -75,7 +73,7 @@ def test_mpiruns_terminal_is_none_where_it_leads_into_a_file(terminal, monkeypat
 
 
 class Progress(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(2, 1)
 
@@ -84,7 +82,7 @@ class Progress(L.LightningModule):
         self.log("loss", loss, prog_bar=True)
         return loss
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.print("said by the module")
 
     def configure_optimizers(self):
@@ -162,7 +160,7 @@ def test_bars_of_80_columns_show_loss_metric_one_rate_and_the_slowest_rank(
     loaders = [torch.utils.data.DataLoader(torch.ones(6, 2)) for _ in range(2)]
     seen = bytearray()
 
-    def read() -> None:  # meanwhile, because a terminal holds few bytes
+    def read():  # meanwhile, because a terminal holds few bytes
         while b"the end" not in seen:
             seen.extend(os.read(terminal.screen, 4096))
 

@@ -19,11 +19,7 @@ from tests.optim.ways import (
 
 SHAPES = [(40, 7), (300,), (1,), (), (0,), (70_001,)]
 # Where each tensor is cut, as shares of its length: ranks get equal, ragged and empty slices.
-CUTS = {
-    "one rank": [],
-    "ragged": [0.1, 0.15, 0.9],
-    "empty first and last": [0.0, 0.4, 1.0],
-}
+CUTS = {"one rank": [], "ragged": [0.1, 0.15, 0.9], "empty first and last": [0.0, 0.4, 1.0]}
 SETTINGS = [
     (LARS, {"lr": 0.5, "weight_decay": 0.01}),
     (

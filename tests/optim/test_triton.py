@@ -13,12 +13,7 @@ import torch
 from lightning_ring.optim.engine.fused import FusedCudaRunner
 from lightning_ring.optim.engine.parameter_list import TensorKind
 from lightning_ring.optim.engine.trace import measure_body, move_body
-from lightning_ring.optim.engine.triton_kernel import (
-    CHUNK,
-    NUM_WARPS,
-    block_size,
-    compile_module,
-)
+from lightning_ring.optim.engine.triton_kernel import CHUNK, NUM_WARPS, block_size, compile_module
 from tests.optim.ways import (
     INTERPRETED,
     every_optimizer,
@@ -62,12 +57,7 @@ def test_under_the_interpreter():
 interpreted = pytest.mark.skipif(
     not INTERPRETED, reason="test_under_the_interpreter runs this with TRITON_INTERPRET=1"
 )
-TOLERANCE = {
-    torch.float64: 1e-12,
-    torch.float32: 2e-6,
-    torch.bfloat16: 2e-2,
-    torch.float16: 2e-3,
-}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 every_dtype = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 
 

@@ -1,9 +1,6 @@
 """The catalogue: what is drawn, how often, and what a folder may hold."""
 
-from __future__ import annotations
-
 import hashlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ from recipes.data.catalogue import SPLITS, Catalogue, make_catalogue, photograph
 TINY = Catalogue(2, 2, 4, 2, 1, 1, 2, size=32)
 
 
-def digests(folder: Path) -> dict[str, str]:
+def digests(folder):
     files = sorted(folder.rglob("*.jpg"))
     return {
         str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
@@ -24,7 +21,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
+def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made") / "catalogue"
     make_catalogue(folder, TINY)
     return folder

@@ -1,7 +1,5 @@
 """Every configuration file composes, and what it describes can be built."""
 
-from __future__ import annotations
-
 import inspect
 import json
 
@@ -21,7 +19,7 @@ from lightning_ring.errors import ConfigurationError
 from tests.processes import ROOT
 
 
-def options(group: str) -> list[str]:
+def options(group):
     return sorted(file.stem for file in (ROOT / "configs" / group).glob("*.yaml"))
 
 

@@ -1,7 +1,5 @@
 """The digits: their split, the batch of a rank, and evaluation that counts every image once."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from types import SimpleNamespace
@@ -16,7 +14,7 @@ from recipes.data.digits import Digits, load_digits
 from recipes.data.tensors import each_once, stratified_split
 
 
-def build(batch_size: int = 64, world_size: int = 1, rank: int = 0) -> Digits:
+def build(batch_size=64, world_size=1, rank=0):
     data = Digits(batch_size)
     data.trainer = SimpleNamespace(world_size=world_size, global_rank=rank)
     data.setup("fit")

@@ -1,7 +1,5 @@
 """The large-batch study, on a budget of seconds."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -24,7 +22,7 @@ TINY = [
 ]
 
 
-def compose_study(*overrides: str) -> dict:
+def compose_study(*overrides):
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         return OmegaConf.to_container(
             compose("large_batch", overrides=list(overrides)), resolve=True

@@ -1,7 +1,5 @@
 """The pictures in TensorBoard, and that they show what is so."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

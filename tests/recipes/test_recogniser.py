@@ -1,7 +1,5 @@
 """The recogniser on two ranks, and what it refuses."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -12,18 +10,18 @@ from lightning_ring.errors import ConfigurationError
 from recipes.models import SmallResNet
 from recipes.recogniser import Recogniser
 from recipes.recognition.losses import MetricLoss
-from tests.battery import Battery, check_names
+from tests.battery import check_names
 
 MODULE = "tests.checks.recogniser"
 
 
 @pytest.mark.parametrize("check", check_names(MODULE))
-def test_recogniser_on_two_ranks(battery: Battery, check: str) -> None:
+def test_recogniser_on_two_ranks(battery, check):
     battery(MODULE, 2, check)
 
 
 @pytest.mark.parametrize(("classification", "metric"), [(0, 0), (-1, 1), (1, -1)])
-def test_losses_that_leave_nothing_to_train_are_refused(classification, metric) -> None:
+def test_losses_that_leave_nothing_to_train_are_refused(classification, metric):
     weights = {
         "classification_weight": classification,
         "metric_weight": metric,
@@ -33,7 +31,7 @@ def test_losses_that_leave_nothing_to_train_are_refused(classification, metric) 
         Recogniser(torch.nn.Identity(), 8, 5, partial(torch.optim.SGD, lr=1), None, **weights)
 
 
-def test_a_memory_is_for_losses_between_embeddings_and_holds_a_batch() -> None:
+def test_a_memory_is_for_losses_between_embeddings_and_holds_a_batch():
     with pytest.raises(
         ConfigurationError, match="given with ArcFaceLoss, expected a positive memory"
     ):
@@ -43,7 +41,7 @@ def test_a_memory_is_for_losses_between_embeddings_and_holds_a_batch() -> None:
         loss(torch.randn(6, 8), torch.arange(6))
 
 
-def test_embeddings_have_unit_length_at_any_size() -> None:
+def test_embeddings_have_unit_length_at_any_size():
     model = Recogniser(SmallResNet(3, 16, [4, 8]), 16, 5, partial(torch.optim.SGD, lr=1))
     for size in (32, 48):
         embeddings = model(torch.randn(3, 3, size, size))

@@ -2,8 +2,6 @@
 it.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 
@@ -23,7 +21,7 @@ def _no_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def started_by_torchrun(monkeypatch, ranks: str) -> None:
+def started_by_torchrun(monkeypatch, ranks):
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):

@@ -7,12 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ring.optim import LAMB, LARS
-from lightning_ring.schedules import (
-    WarmupLR,
-    warmup_cosine,
-    warmup_multistep,
-    warmup_poly,
-)
+from lightning_ring.schedules import WarmupLR, warmup_cosine, warmup_multistep, warmup_poly
 from tests.optim.ways import random_params, relative_difference, set_random_grads
 
 SCHEDULE = warmup_poly(total=20, warmup=5, start_factor=0.1)

@@ -1,10 +1,7 @@
 """PowerSGD: against torch's own hook, and what it keeps between steps."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import Parameter
 
@@ -22,7 +19,7 @@ from tests.checks.compression.ways import (
 from tests.checks.world import communicator, open_gloo
 
 
-def check_a_step_that_is_not_finite_leaves_no_trace_in_powersgd() -> None:
+def check_a_step_that_is_not_finite_leaves_no_trace_in_powersgd():
     compressor = PowerSGD(start_iter=0)
     reducer, params, _ = make(compressor)
     mine = gradients(communicator().rank)
@@ -42,7 +39,7 @@ def check_a_step_that_is_not_finite_leaves_no_trace_in_powersgd() -> None:
         assert all(grad.isfinite().all() for grad in got)
 
 
-def check_powersgd_original_is_sent_and_error() -> None:
+def check_powersgd_original_is_sent_and_error():
     comm = communicator()
     compressor = PowerSGD(rank=2, start_iter=1)
     reducer, params, _ = make(compressor)
@@ -72,7 +69,7 @@ def check_powersgd_original_is_sent_and_error() -> None:
         assert not any(compressor.residual(name).any() for name in ("vector", "scalar"))
 
 
-def as_rows(gradient: Tensor) -> Tensor:
+def as_rows(gradient):
     """The gradient of a weight as PowerSGD sees it: a row an output, in the order of memory."""
     order = (0, 2, 3, 1) if gradient.dim() == 4 else (0, 1)
     return gradient.permute(order).reshape(gradient.shape[0], -1).clone()
@@ -81,23 +78,23 @@ def as_rows(gradient: Tensor) -> Tensor:
 class HookBucket:
     """What torch's hook asks of a `GradBucket`, which has no constructor."""
 
-    def __init__(self, flat: Tensor, views: list[Tensor]) -> None:
+    def __init__(self, flat, views):
         self._flat, self._views = flat, views
 
-    def buffer(self) -> Tensor:
+    def buffer(self):
         return self._flat
 
-    def index(self) -> int:
+    def index(self):
         return 0
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self):
         return self._views
 
-    def is_last(self) -> bool:
+    def is_last(self):
         return True
 
 
-def check_powersgd_equals_torchs_hook() -> None:
+def check_powersgd_equals_torchs_hook():
     """The same factors in, the same gradients and errors out, over several steps with warm
     start.
     """

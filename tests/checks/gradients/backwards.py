@@ -1,7 +1,5 @@
 """When gradients travel: in every kind of backward each is averaged once, on all ranks."""
 
-from __future__ import annotations
-
 from tests.checks.gradients.nets import (
     assert_same,
     batches,
@@ -13,7 +11,7 @@ from tests.checks.gradients.nets import (
 from tests.checks.world import communicator
 
 
-def check_first_bucket_leaves_before_the_last_gradient() -> None:
+def check_first_bucket_leaves_before_the_last_gradient():
     net, _, reducer, comm, _ = make()
     with reducer.backward():
         net(mine(batches())).backward()
@@ -28,7 +26,7 @@ def check_first_bucket_leaves_before_the_last_gradient() -> None:
     assert comm.produced_when_sent == sorted(comm.produced_when_sent)
 
 
-def check_gradients_in_several_parts_on_one_rank_alone() -> None:
+def check_gradients_in_several_parts_on_one_rank_alone():
     """The other ranks have no backward that would show it."""
     net, reference, reducer, comm, warnings = make(reentrant=True)
     for step in range(2):
@@ -45,7 +43,7 @@ def check_gradients_in_several_parts_on_one_rank_alone() -> None:
     assert len(warnings) == 1, warnings
 
 
-def check_accumulation_travels_once() -> None:
+def check_accumulation_travels_once():
     net, reference, reducer, comm, _ = make()
     for window in range(2):
         with fresh_gradients(net, reference, set_to_none=window == 0):
@@ -67,7 +65,7 @@ def check_accumulation_travels_once() -> None:
         assert_same(net, reference)
 
 
-def check_request_to_stop_reaches_all_ranks() -> None:
+def check_request_to_stop_reaches_all_ranks():
     net, _, reducer, _, _ = make()
     last = communicator().world_size - 1
     for step in range(3):
@@ -79,7 +77,7 @@ def check_request_to_stop_reaches_all_ranks() -> None:
         assert not reducer.agreed_to_stop()  # asked and answered
 
 
-def check_divides_by_the_ranks_that_hold_data() -> None:
+def check_divides_by_the_ranks_that_hold_data():
     net, reference, reducer, _, _ = make()
     xs = batches()
     size = communicator().world_size

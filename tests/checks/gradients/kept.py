@@ -2,14 +2,9 @@
 there is no copy.
 """
 
-from __future__ import annotations
-
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from tests.checks.gradients.nets import (
     assert_same,
@@ -21,11 +16,11 @@ from tests.checks.gradients.nets import (
 )
 
 
-def _memory(tensor: Tensor) -> int:
+def _memory(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
-KEEP: dict[str, Callable[[Tensor], Any]] = {
+KEEP = {
     "the tensor": lambda grad: grad,
     "an alias": lambda grad: grad.detach(),
     "a slice": lambda grad: grad.view(-1)[1:],
@@ -35,7 +30,7 @@ KEEP: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def check_gradients_that_are_kept_stay() -> None:
+def check_gradients_that_are_kept_stay():
     for name, keep in KEEP.items():
         net, reference, reducer, _, _ = make()
         kept, expected = [], []
@@ -61,7 +56,7 @@ def check_gradients_that_are_kept_stay() -> None:
                 )
 
 
-def check_without_a_holder_gradients_are_views_of_one_buffer() -> None:
+def check_without_a_holder_gradients_are_views_of_one_buffer():
     for set_to_none in (True, False):
         net, _, reducer, _, _ = make()
         for step in range(5):
@@ -74,7 +69,7 @@ def check_without_a_holder_gradients_are_views_of_one_buffer() -> None:
         assert not any(bucket.copies for bucket in reducer.buckets)
 
 
-def check_a_weak_reference_ends_with_its_gradient() -> None:
+def check_a_weak_reference_ends_with_its_gradient():
     net, _, reducer, _, _ = make()
     for step in range(3):
         with fresh_gradients(net), reducer.backward():

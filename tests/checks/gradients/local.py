@@ -2,8 +2,6 @@
 they leave.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -22,7 +20,7 @@ from tests.checks.gradients.nets import (
 from tests.checks.world import communicator
 
 
-def check_local_backward_on_one_rank_sends_nothing() -> None:
+def check_local_backward_on_one_rank_sends_nothing():
     net, reference, reducer, comm, _ = make()
     for step in range(3):
         comm.sent.clear()
@@ -42,7 +40,7 @@ def check_local_backward_on_one_rank_sends_nothing() -> None:
         assert_same(net, reference)
 
 
-def check_another_backward_or_step_is_an_error_on_every_rank() -> None:
+def check_another_backward_or_step_is_an_error_on_every_rank():
     for backend in (
         ("gloo", "mpi", "shared memory") + ("hierarchical",) * (WORLD.size == 4)
         if WORLD.size > 1
@@ -62,7 +60,7 @@ def check_another_backward_or_step_is_an_error_on_every_rank() -> None:
                 reducer.remove()
 
 
-def _train(reducer: Reducer, net: nn.Linear, *, extra_step: bool) -> None:
+def _train(reducer, net, *, extra_step):
     for step in range(4):
         reducer.num_steps = int(extra_step and step == 2)
         with reducer.backward():

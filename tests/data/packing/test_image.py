@@ -1,7 +1,5 @@
 """One image on its way into a shard."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
@@ -14,7 +12,7 @@ SIXTEEN_BITS = Image.fromarray(np.linspace(0, 65535, 120 * 80).reshape(80, 120).
 PALETTE = photo().convert("P")
 
 
-def distance(a: Image.Image, b: Image.Image) -> float:
+def distance(a, b):
     """Mean difference of two images, in levels of 255."""
     assert a.size == b.size
     return float(

@@ -1,7 +1,5 @@
 """A packing that something ends goes on to the bytes that it would have written."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
