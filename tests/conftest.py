@@ -26,7 +26,6 @@ LONG = (
     "gradients/test_compression.py",
     "comm/test_backends.py",
     "integrations/lightning/elastic/test_fit.py",
-    "elastic/test_training.py",
     "launch/test_remote.py",
     "gradients/test_reducer.py",
     "comm/test_hierarchical.py",
