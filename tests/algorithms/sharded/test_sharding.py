@@ -4,9 +4,7 @@ ranks' batches.
 
 import copy
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from torch.optim import (
     Adamax,
     AdamW,
     NAdam,
-    Optimizer,
     RAdam,
     RMSprop,
     Rprop,
@@ -32,7 +29,6 @@ from lightning_ring.optim import LAMB
 from tests.thread_ranks import run_ranks
 
 STEPS = 4
-Make = Callable[[Any], Optimizer]
 OPTIMIZERS = {
     "sgd": lambda params: SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
     "lamb": lambda params: LAMB(params, lr=0.01, max_grad_norm=0.1, foreach=True),
