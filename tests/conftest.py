@@ -17,37 +17,32 @@ from tests.processes import SEGMENTS
 # Files that take a minute or more on a busy machine. With xdist they begin, so that none of them is
 # left to the end.
 LONG = (
-    *(
-        "integrations/lightning/test_strategy.py",
-        "optim/test_triton.py",
-        "slurm/test_slurm.py",
-        "chaos/test_chaos.py",
-    ),
-    *(
-        "integrations/lightning/test_sharded.py",
-        "gradients/test_compression.py",
-        "comm/test_backends.py",
-    ),
-    *(
-        "integrations/lightning/elastic/test_fit.py",
-        "elastic/test_training.py",
-        "gradients/test_reducer.py",
-    ),
-    *(
-        "comm/test_hierarchical.py",
-        "integrations/lightning/test_jobs.py",
-        "fuzz/test_fuzz.py",
-        "job/test_jobs.py",
-    ),
-    *(
-        "recipes/test_train.py",
-        "recipes/test_sweep.py",
-        "tools/doctor/test_faults.py",
-        "horovod/test_horovod.py",
-    ),
-    # without ranks, of 5 s or more
-    *("optim/test_battery.py", "job/test_watch.py"),
-    *("algorithms/sharded/test_sharding.py", "comm/backends/test_thread.py"),
+    "integrations/lightning/test_strategy.py",
+    "optim/test_triton.py",
+    "slurm/test_slurm.py",
+    "chaos/test_chaos.py",
+    "job/test_link.py",
+    "integrations/lightning/test_sharded.py",
+    "gradients/test_compression.py",
+    "comm/test_backends.py",
+    "integrations/lightning/elastic/test_fit.py",
+    "launch/test_remote.py",
+    "gradients/test_reducer.py",
+    "comm/test_hierarchical.py",
+    "integrations/lightning/test_jobs.py",
+    "fuzz/test_fuzz.py",
+    "job/test_jobs.py",
+    "job/test_stalls.py",
+    "recipes/test_train.py",
+    "recipes/test_sweep.py",
+    "tools/doctor/test_faults.py",
+    "monitor/test_dashboard.py",
+    "horovod/test_horovod.py",
+    # Without ranks, of 5 s or more.
+    "optim/test_battery.py",
+    "job/test_watch.py",
+    "algorithms/sharded/test_sharding.py",
+    "comm/backends/test_thread.py",
 )
 OWN_SEGMENTS = pytest.StashKey[str]()
 

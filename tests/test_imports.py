@@ -9,7 +9,6 @@ import ast
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +31,7 @@ class Room:
     imports: str = ""
 
     @property
-    def allowed(self) -> set[str]:
+    def allowed(self):
         return {"errors", *self.imports.split()}
 
 
@@ -111,7 +110,7 @@ ROOMS = {
 }
 
 
-def table() -> str:
+def table():
     """The rooms as a table in Markdown."""
     lines = ["| question | room | contents | may import |", "|---|---|---|---|"]
     for name, room in ROOMS.items():
@@ -121,26 +120,26 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def with_table(page: str) -> str:
+def with_table(page):
     """``page`` with today's table between its two marks."""
     before, rest = page.split("<!-- rooms -->\n")
     _, after = rest.split("<!-- /rooms -->")
     return f"{before}<!-- rooms -->\n{table()}\n<!-- /rooms -->{after}"
 
 
-def test_the_page_has_the_table_of_rooms() -> None:
+def test_the_page_has_the_table_of_rooms():
     page = PAGE.read_text()
     assert page == with_table(page), "`python -m tests.test_imports` writes it"
     assert len(page.splitlines()) <= 200
 
 
-def test_every_room_is_in_the_table() -> None:
+def test_every_room_is_in_the_table():
     there = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in PACKAGE.rglob("*.py")}
     assert there == set(ROOMS)
 
 
-def imported(module: Path) -> set[str]:
-    names: set[str] = set()
+def imported(module):
+    names = set()
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -150,7 +149,7 @@ def imported(module: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_imports_point_one_way(room: str) -> None:
+def test_imports_point_one_way(room):
     for module in [PACKAGE / f"{room}.py", *(PACKAGE / room).rglob("*.py")]:
         names = imported(module) if module.exists() else set()
         if room not in MAY_IMPORT_LIGHTNING:
@@ -161,7 +160,7 @@ def test_imports_point_one_way(room: str) -> None:
         assert rooms <= ROOMS[room].allowed | {room}, module
 
 
-def run_code(code: str) -> str:
+def run_code(code):
     result = subprocess.run(
         [sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=240
     )
@@ -173,7 +172,7 @@ def run_code(code: str) -> str:
 @pytest.mark.parametrize(
     "order", ["import lightning_ring, lightning.pytorch", "import lightning, lightning_ring"]
 )
-def test_importing_the_package_registers_ring_in_any_order_and_starts_no_mpi(order: str) -> None:
+def test_importing_the_package_registers_ring_in_any_order_and_starts_no_mpi(order):
     code = (
         f"{order}; import sys; from lightning.pytorch.strategies import StrategyRegistry as r; "
         "assert 'ring' in r; assert 'mpi4py' not in sys.modules; assert "
@@ -185,7 +184,7 @@ def test_importing_the_package_registers_ring_in_any_order_and_starts_no_mpi(ord
 
 
 @pytest.mark.ranks
-def test_importing_a_strategy_loads_what_a_rank_trains_with_and_nothing_else() -> None:
+def test_importing_a_strategy_loads_what_a_rank_trains_with_and_nothing_else():
     code = (
         "import sys; from lightning_ring import RingStrategy; "
         "print(*(name for name in sys.modules if name.startswith('lightning_ring.')))"
@@ -199,7 +198,7 @@ def test_importing_a_strategy_loads_what_a_rank_trains_with_and_nothing_else() -
     assert len(loaded) <= 120
 
 
-def test_importing_the_package_imports_neither_lightning_nor_torch() -> None:
+def test_importing_the_package_imports_neither_lightning_nor_torch():
     print_names = "print(sorted(sys.modules.keys() & {'lightning', 'torch', 'mpi4py'}))"
     modules = (
         "lightning_ring, lightning_ring.cli.ringrun, lightning_ring.cli.doctor, "
@@ -209,7 +208,7 @@ def test_importing_the_package_imports_neither_lightning_nor_torch() -> None:
 
 
 @pytest.mark.ranks
-def test_packing_needs_no_torch_and_what_the_data_room_names_is_there() -> None:
+def test_packing_needs_no_torch_and_what_the_data_room_names_is_there():
     code = (
         "import sys, lightning_ring.data.packing.run, lightning_ring.data.shards; "
         "assert 'torch' not in sys.modules; "
@@ -220,7 +219,7 @@ def test_packing_needs_no_torch_and_what_the_data_room_names_is_there() -> None:
 
 
 @pytest.mark.ranks
-def test_the_strategy_itself_may_be_imported_first() -> None:
+def test_the_strategy_itself_may_be_imported_first():
     assert (
         run_code(
             "from lightning_ring.integrations.lightning.strategy import RingStrategy as R; "
@@ -234,7 +233,7 @@ def test_the_strategy_itself_may_be_imported_first() -> None:
 @pytest.mark.parametrize(
     "order", ["lightning_ring, pytorch_lightning", "pytorch_lightning, lightning_ring"]
 )
-def test_the_trainer_of_the_other_package_says_which_package_to_use(order: str) -> None:
+def test_the_trainer_of_the_other_package_says_which_package_to_use(order):
     code = f"import {order}; pytorch_lightning.Trainer(strategy='ring', accelerator='cpu')"
     result = subprocess.run(
         [sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=240

@@ -7,11 +7,9 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from lightning_ring import ElasticStrategy, RingStrategy
@@ -24,11 +22,11 @@ from tests.thread_ranks import run_ranks
 START = new_network()
 
 
-def vector(net: nn.Module) -> Tensor:
+def vector(net):
     return parameters_to_vector(net.parameters()).detach().clone()
 
 
-def turns(world_size: int, number: int) -> list[int]:
+def turns(world_size, number):
     """The rank of each step, in an order in which one rank takes twice as many."""
     return [(0, *range(world_size))[turn % (world_size + 1)] for turn in range(number)]
 
@@ -36,20 +34,20 @@ def turns(world_size: int, number: int) -> list[int]:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_steps_in_an_order_of_their_own_are_those_of_the_formula(
-    world_size: int, optimizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    world_size, optimizer, monkeypatch
+):
     """The ranks take turns, so that it is known which averages come before which step."""
     parts = world_size - 1
     monkeypatch.setattr(gossip, "num_gossip_parts", lambda num_bytes: parts)
     order = turns(world_size, 13)
-    averages: list[tuple[int, int]] = []  # in their order
+    averages = []  # in their order
 
     class Noting(AsynchronousGossip):
-        def _answer(self, peer: int, question: Tensor) -> Tensor:
+        def _answer(self, peer, question):
             averages.append((peer, self._communicator.rank))
             return super()._answer(peer, question)
 
-    def rank(comm: Any) -> list[Tensor]:
+    def rank(comm):
         net, algorithm = copy.deepcopy(START), Noting(seed=4)
         steps = OPTIMIZERS[optimizer](net)
         algorithm.attach(net, [steps], comm)
@@ -100,8 +98,8 @@ def test_steps_in_an_order_of_their_own_are_those_of_the_formula(
 
 
 @pytest.mark.parametrize("overlap", [0, None])
-def test_a_slow_rank_holds_nobody_up_and_averages_leave_no_trace(overlap: int | None) -> None:
-    def rank(comm: Any, *, slow: int, through: threading.Event) -> tuple[Tensor, Tensor, float]:
+def test_a_slow_rank_holds_nobody_up_and_averages_leave_no_trace(overlap):
+    def rank(comm, *, slow, through):
         net, algorithm = copy.deepcopy(START), AsynchronousGossip(overlap=overlap)
         steps = OPTIMIZERS["sgd"](net)
         algorithm.attach(net, [steps], comm)
@@ -140,23 +138,23 @@ class Late(AsynchronousGossip):
 
     may_answer: threading.Event
 
-    def _answer(self, peer: int, question: Tensor) -> Tensor:
+    def _answer(self, peer, question):
         assert self.may_answer.wait(50), "the other one waits"
         return super()._answer(peer, question)
 
 
 @pytest.mark.parametrize(("overlap", "num_steps"), [(None, 3), (3, 3), (1, 1), (0, 0)])
-def test_steps_go_on_while_an_average_is_on_its_way(overlap: int | None, num_steps: int) -> None:
+def test_steps_go_on_while_an_average_is_on_its_way(overlap, num_steps):
     """Then each rank has half of the other's, and both keep their own."""
     may_answer = threading.Event()
 
-    def rank(comm: Any) -> list[Tensor]:
+    def rank(comm):
         net, algorithm = copy.deepcopy(START), Late(overlap=overlap)
         algorithm.may_answer = may_answer
         steps = OPTIMIZERS["sgd"](net)
         algorithm.attach(net, [steps], comm)
 
-        def step() -> None:
+        def step():
             algorithm.begin_batch()
             loss(net, comm.rank, algorithm.num_steps).backward()
             steps.step()
@@ -187,10 +185,10 @@ def test_steps_go_on_while_an_average_is_on_its_way(overlap: int | None, num_ste
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
-def test_a_step_beyond_the_overlap_waits_for_the_average(overlap: int) -> None:
+def test_a_step_beyond_the_overlap_waits_for_the_average(overlap):
     may_answer, begins, has_ended = threading.Event(), threading.Event(), threading.Event()
 
-    def rank(comm: Any) -> None:
+    def rank(comm):
         net, algorithm = copy.deepcopy(START), Late(overlap=overlap)
         algorithm.may_answer = may_answer
         steps = OPTIMIZERS["sgd"](net)
@@ -215,8 +213,8 @@ def test_a_step_beyond_the_overlap_waits_for_the_average(overlap: int) -> None:
     run_ranks(2, rank)
 
 
-def test_a_request_to_stop_is_met_by_all_ranks() -> None:
-    def rank(comm: Any) -> list[tuple[int, bool]]:
+def test_a_request_to_stop_is_met_by_all_ranks():
+    def rank(comm):
         net, algorithm = copy.deepcopy(START), AsynchronousGossip()
         steps = OPTIMIZERS["sgd"](net)
         algorithm.attach(net, [steps], comm)
@@ -243,15 +241,11 @@ def test_a_request_to_stop_is_met_by_all_ranks() -> None:
     assert found[0] in ([(1, True)], [(2, True)])
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_what_cannot_work_is_refused():
     for overlap in (-1, 0.5, True, "1"):
         with pytest.raises(ConfigurationError, match="expected a number of steps, or None"):
             AsynchronousGossip(overlap=overlap)  # type: ignore[arg-type]
-    for arguments in (
-        {"uneven": "join"},
-        {"broadcast_buffers": "step"},
-        {"compression": "int8"},
-    ):
+    for arguments in ({"uneven": "join"}, {"broadcast_buffers": "step"}, {"compression": "int8"}):
         with pytest.raises(ConfigurationError, match="AsynchronousGossip"):
             RingStrategy(algorithm=AsynchronousGossip(), **arguments)
     with pytest.raises(ConfigurationError, match="AsynchronousGossip"):

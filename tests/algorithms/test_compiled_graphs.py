@@ -1,7 +1,5 @@
 """A compiled model: collectives start before its backward ends."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

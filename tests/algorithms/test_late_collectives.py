@@ -1,26 +1,21 @@
 """Every way of training over collectives that run as late as a GPU's streams let them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm import recording
 from lightning_ring.comm.backends import nccl
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.gradients.compression import DGC, Int8, OneBit, PowerSGD, TernGrad, TopK
-from lightning_ring.gradients.compression.compressor import Compressor
 from tests.comm.backends.late_nccl import over_late_nccl
 from tests.thread_ranks import run_ranks
 
 CAP = 0.001
-COMPRESSORS: dict[str, Callable[[], Compressor | str | None]] = {
+COMPRESSORS = {
     "none": lambda: None,
     "fp16": lambda: "fp16",
     "bf16": lambda: "bf16",
@@ -36,7 +31,7 @@ COMPRESSORS: dict[str, Callable[[], Compressor | str | None]] = {
 class Net(nn.Module):
     """Rank 1 leaves a layer out: flags tell it of the others' gradients."""
 
-    def __init__(self, *, sparse: bool) -> None:
+    def __init__(self, *, sparse):
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(30, 8, sparse=sparse)
@@ -44,21 +39,14 @@ class Net(nn.Module):
         self.layers = nn.Sequential(*layers)
         self.more = nn.Linear(8, 8)
 
-    def forward(self, words: Tensor, rank: int) -> Tensor:
+    def forward(self, words, rank):
         hidden = self.words(words)
         if rank == 0:
             hidden = self.more(hidden)
         return self.layers(hidden).square().mean()
 
 
-def train(
-    comm: Communicator,
-    net: Net,
-    algorithm: Averaging | Sharded,
-    *,
-    sparse: bool = False,
-    accumulates: bool = False,
-) -> Tensor:
+def train(comm, net, algorithm, *, sparse=False, accumulates=False):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     algorithm.attach(net, [optimizer], comm)
     for step in range(4):
@@ -82,13 +70,13 @@ def train(
     return weights
 
 
-def mirrored() -> Sharded:
+def mirrored():
     algorithm = Sharded(bucket_cap_mb=CAP)
     algorithm.mirrors_shards = True
     return algorithm
 
 
-def check(monkeypatch, make, **options) -> None:
+def check(monkeypatch, make, **options):
     results = []
     for late in (False, True):
         with monkeypatch.context() as patch:
@@ -129,14 +117,14 @@ def test_accumulated(monkeypatch, algorithm):
     check(monkeypatch, lambda: algorithm(bucket_cap_mb=CAP), accumulates=True)
 
 
-def early_write(comm: Communicator) -> None:
+def early_write(comm):
     tensor = torch.ones(8)
     work = comm.all_reduce_(tensor)
     tensor.zero_()
     work.wait()
 
 
-def freed_input(comm: Communicator) -> None:
+def freed_input(comm):
     """The work of torch alone, which a side stream has waited for."""
     tensor, group = torch.ones(8), comm._comm._group
     work = nccl.dist.all_reduce(tensor, op=nccl.dist.ReduceOp.SUM, group=group, async_op=True)
@@ -147,11 +135,7 @@ def freed_input(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        (early_write, "written while"),
-        (freed_input, "freed before"),
-    ],
+    ("broken", "message"), [(early_write, "written while"), (freed_input, "freed before")]
 )
 def test_a_path_that_breaks_the_rule_is_found(monkeypatch, broken, message):
     connect = over_late_nccl(monkeypatch)

@@ -140,24 +140,6 @@ def test_another_number_of_ranks_goes_on_from_the_average() -> None:
     assert num_steps == 4
 
 
-def test_parameters_that_are_thawed_within_a_round() -> None:
-    def rank(comm: Any) -> Tensor:
-        net, algorithm = network(), DiLoCo(3)
-        net[0].requires_grad_(False)
-        steps = OPTIMIZERS["sgd"](net)
-        algorithm.attach(net, [steps], comm)
-        for step in range(6):
-            one_step(net, steps, algorithm, comm.rank)
-            if step == 1:
-                algorithm.show_averages()
-                net[0].requires_grad_(True)
-        return parameters_to_vector(net.parameters()).detach()
-
-    first, other = run_ranks(2, rank)
-    assert torch.equal(first, other)
-    assert not torch.equal(first, parameters_to_vector(network().parameters()))
-
-
 @pytest.mark.parametrize(
     ("make", "agreed"), [(lambda: LocalSGD(3, warmup_steps=1), 6), (lambda: Gossip("pairs"), 5)]
 )

@@ -80,28 +80,6 @@ def test_a_parameter_that_is_frozen_within_a_round_is_averaged(
         assert torch.equal(later, last)
 
 
-def test_a_frozen_parameter_within_a_round_is_in_the_checkpoint() -> None:
-    def rank(comm: Any) -> tuple[Tensor, Tensor]:
-        algorithm = LocalSGD(4)
-        net, steps = begin(algorithm, comm)
-        for step in range(3):
-            if step == 2:
-                net[0].weight.requires_grad_(False)
-            one_step(net, steps, algorithm, comm.rank)
-        algorithm.show_averages()
-        other, resumed = copy.deepcopy(net), LocalSGD(4)
-        again = OPTIMIZERS["sgd"](other)
-        resumed.attach(other, [again], comm)
-        assert resumed.load_state_dict(comm.broadcast_object(algorithm.state_dict())) == ""
-        one_step(net, steps, algorithm, comm.rank)
-        one_step(other, again, resumed, comm.rank)
-        return flat(net), flat(other)
-
-    (straight, again), (other, _) = run_ranks(2, rank)
-    assert torch.equal(straight, again)
-    assert torch.equal(straight, other)
-
-
 @pytest.mark.parametrize(
     "make",
     [lambda: LocalSGD(4), lambda: DiLoCo(4), Gossip, AsynchronousGossip],

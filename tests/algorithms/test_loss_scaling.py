@@ -1,7 +1,5 @@
 """A loss scaler among thread-ranks: an infinite gradient on one rank skips the step on all."""
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 

@@ -2,19 +2,14 @@
 test.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parameters_to_vector
-from torch.optim import SGD, Adafactor, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, AdamW
 
 from lightning_ring import ElasticStrategy, RingStrategy
 from lightning_ring.algorithms.server import ParameterServer
@@ -29,7 +24,7 @@ from tests.thread_ranks import run_ranks
 
 MODULE = "tests.checks.server"
 NUM_STEPS = 7
-OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+OPTIMIZERS = {
     "sgd": lambda net: SGD(net.parameters(), 0.05, momentum=0.9),
     "adamw": lambda net: AdamW(
         [{"params": [*net.parameters()][:2], "lr": 0.02}, {"params": [*net.parameters()][2:]}]
@@ -42,13 +37,11 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 START = new_network()  # once: threads that seed torch disturb each other
 
 
-def network() -> nn.Module:
+def network():
     return copy.deepcopy(START)
 
 
-def one_step(
-    net: nn.Module, optimizer: Optimizer, algorithm: ParameterServer, rank: int, step: int
-) -> None:
+def one_step(net, optimizer, algorithm, rank, step):
     algorithm.begin_batch()
     value = loss(net, rank, step)
     value.backward()
@@ -58,13 +51,11 @@ def one_step(
     optimizer.zero_grad()
 
 
-def vector(net: nn.Module) -> Tensor:
+def vector(net):
     return parameters_to_vector(net.parameters()).detach().clone()
 
 
-def sequential(
-    optimizer: str, world_size: int, lr: Callable[[int], float] | None = None
-) -> tuple[Tensor, Any]:
+def sequential(optimizer, world_size, lr=None):
     """One process that steps the mean of all ranks' gradients."""
     net = network()
     steps = OPTIMIZERS[optimizer](net)
@@ -83,10 +74,8 @@ def sequential(
     ("world_size", "servers"), [(2, None), (3, None), (3, 1), (4, 2), (5, None)]
 )
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_bulk_is_the_step_with_the_mean_in_one_process(
-    world_size: int, optimizer: str, servers: int | None
-) -> None:
-    def rank(comm: Any) -> tuple[Tensor, Any, Any]:
+def test_bulk_is_the_step_with_the_mean_in_one_process(world_size, optimizer, servers):
+    def rank(comm):
         net, algorithm = network(), ParameterServer(servers)
         steps = OPTIMIZERS[optimizer](net)
         algorithm.attach(net, [steps], comm)
@@ -112,10 +101,10 @@ def test_bulk_is_the_step_with_the_mean_in_one_process(
     torch.testing.assert_close(found[0][1]["state"], state["state"], rtol=1e-4, atol=1e-6)
 
 
-def test_a_closure_an_unused_and_a_frozen_parameter() -> None:
+def test_a_closure_an_unused_and_a_frozen_parameter():
     """As one process does it: an unused parameter and a frozen one keep their values."""
 
-    def trained(algorithm: ParameterServer | None, comm: Any) -> Tensor:
+    def trained(algorithm, comm):
         net = network()
         net.extra = nn.Parameter(torch.ones(2))
         net.empty = nn.Parameter(torch.ones(0, 2))  # which has momentum too
@@ -129,7 +118,7 @@ def test_a_closure_an_unused_and_a_frozen_parameter() -> None:
                 algorithm.begin_batch()
                 algorithm.before_step(steps, has_closure=True)
 
-            def closure(step: int = step) -> Tensor:
+            def closure(step=step):
                 steps.zero_grad()
                 value = (
                     torch.stack([loss(net[:3], rank, step) for rank in ranks]).mean()
@@ -152,39 +141,12 @@ def test_a_closure_an_unused_and_a_frozen_parameter() -> None:
         assert torch.equal(found[:2], torch.ones(2))  # the extra one comes first
 
 
-@pytest.mark.parametrize("mode", ["bulk", "async"])
-def test_a_frozen_parameter_keeps_its_momentum_in_the_next_training(mode: Any) -> None:
-    """Until then the servers hold those of the first batch: freezing one is an error."""
-
-    def rank(comm: Any) -> bool:
-        net, algorithm = network(), ParameterServer(mode=mode)
-        steps = OPTIMIZERS["sgd"](net)
-        for frozen in (False, True):
-            net[0].weight.requires_grad_(not frozen)
-            algorithm.attach(net, [steps], comm)
-            for step in range(3):
-                one_step(net, steps, algorithm, comm.rank, step)
-            comm.barrier()
-            net[0].weight.requires_grad_(frozen)
-            with pytest.raises(ConfigurationError, match="frozen, unfrozen or added after the"):
-                algorithm.begin_batch()
-            saved = algorithm.optimizer_state_dict(steps, is_rank_zero=True)
-            algorithm.detach()
-            momentum = steps.state[net[0].weight]["momentum_buffer"].clone()
-            assert len(saved["state"]) == len(steps.state) == 4
-            if not frozen:
-                before = momentum
-        return torch.equal(before, momentum)
-
-    assert all(run_ranks(2, rank))
-
-
-def test_ranks_with_different_numbers_of_steps_end_with_the_same_weights() -> None:
+def test_ranks_with_different_numbers_of_steps_end_with_the_same_weights():
     """Each has its epochs, after which all show the servers' weights; one rank has no batch in
     the second.
     """
 
-    def rank(comm: Any) -> list[Tensor]:
+    def rank(comm):
         net, algorithm = network(), ParameterServer(mode="async")
         steps = OPTIMIZERS["sgd"](net)
         algorithm.attach(net, [steps], comm)
@@ -203,8 +165,8 @@ def test_ranks_with_different_numbers_of_steps_end_with_the_same_weights() -> No
     assert not torch.equal(found[0][0], found[0][1])
 
 
-def test_a_rank_without_a_batch_is_an_error_in_bulk_mode() -> None:
-    def rank(comm: Any) -> None:
+def test_a_rank_without_a_batch_is_an_error_in_bulk_mode():
+    def rank(comm):
         net, algorithm = network(), ParameterServer()
         steps = OPTIMIZERS["sgd"](net)
         algorithm.attach(net, [steps], comm)
@@ -219,12 +181,12 @@ def test_a_rank_without_a_batch_is_an_error_in_bulk_mode() -> None:
 
 
 @pytest.mark.parametrize("mode", ["bulk", "async"])
-def test_a_request_to_stop_is_met_by_all_ranks(mode: Any) -> None:
+def test_a_request_to_stop_is_met_by_all_ranks(mode):
     """Also while one rank is already at the end of its epoch, where nobody can stop: at the next
     step of all.
     """
 
-    def rank(comm: Any) -> list[tuple[int, int]]:
+    def rank(comm):
         net, algorithm = network(), ParameterServer(mode=mode)
         steps = OPTIMIZERS["sgd"](net)
         algorithm.attach(net, [steps], comm)
@@ -251,8 +213,8 @@ def test_a_request_to_stop_is_met_by_all_ranks(mode: Any) -> None:
         assert found in ([[(2, 0)], [(2, 0)]], [[(2, 1)], [(2, 0)]])
 
 
-def test_changes_by_other_code_are_an_error() -> None:
-    def rank(comm: Any) -> None:
+def test_changes_by_other_code_are_an_error():
+    def rank(comm):
         net, algorithm = network(), ParameterServer()
         steps = OPTIMIZERS["sgd"](net)
         algorithm.attach(net, [steps], comm)
@@ -265,8 +227,8 @@ def test_changes_by_other_code_are_an_error() -> None:
         run_ranks(2, rank)
 
 
-def test_a_state_of_which_servers_would_not_learn_is_an_error() -> None:
-    def rank(comm: Any) -> None:
+def test_a_state_of_which_servers_would_not_learn_is_an_error():
+    def rank(comm):
         net, algorithm = network(), ParameterServer()
         steps = OPTIMIZERS["adamw"](net)
         algorithm.attach(net, [steps], comm)
@@ -281,13 +243,13 @@ def test_a_state_of_which_servers_would_not_learn_is_an_error() -> None:
         run_ranks(2, rank)
 
 
-def test_an_error_of_the_servers_optimizer_ends_the_job() -> None:
+def test_an_error_of_the_servers_optimizer_ends_the_job():
     class Failing(SGD):
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             if any(param.grad is not None for param in self.param_groups[0]["params"]):
                 raise ValueError("no such step")
 
-    def rank(comm: Any) -> None:
+    def rank(comm):
         net, algorithm = network(), ParameterServer(1)
         steps = Failing(net.parameters(), 0.1)
         algorithm.attach(net, [steps], comm)
@@ -336,13 +298,13 @@ def test_an_error_of_the_servers_optimizer_ends_the_job() -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused(make: Callable[[], Any], words: str) -> None:
+def test_what_cannot_work_is_refused(make, words):
     with pytest.raises(ConfigurationError, match=words):
         make()
 
 
-def attached(algorithm: ParameterServer, num_optimizers: int = 1, kind: Any = SGD) -> None:
-    def rank(comm: Any) -> None:
+def attached(algorithm, num_optimizers=1, kind=SGD):
+    def rank(comm):
         net = network()
         algorithm.attach(net, [kind(net.parameters(), 0.1) for _ in range(num_optimizers)], comm)
 
@@ -351,19 +313,15 @@ def attached(algorithm: ParameterServer, num_optimizers: int = 1, kind: Any = SG
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("check", check_names(MODULE))
-def test_on_real_ranks(battery: Any, check: str) -> None:
+def test_on_real_ranks(battery, check):
     battery(MODULE, 2, check)  # of which bulk mode has the bits of "ring"
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("arguments", "victim", "step"),
-    [
-        ("1, 'bulk'", 0, 3),
-        ("1, 'async'", 1, 3),
-    ],
+    ("arguments", "victim", "step"), [("1, 'bulk'", 0, 3), ("1, 'async'", 1, 3)]
 )
-def test_a_killed_rank_ends_the_job(arguments: str, victim: int, step: int, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_job(arguments, victim, step, tmp_path):
     """The only server, and a worker that nobody waits for."""
     script = tmp_path / "script.py"
     script.write_text(

@@ -1,13 +1,8 @@
 """`DiLoCo` with fragments, overlap and few bits against the formula in NumPy."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from lightning_ring.algorithms.local import DiLoCo
@@ -17,16 +12,7 @@ from tests.algorithms.local_training import NUM_STEPS, OPTIMIZERS, loss, network
 from tests.thread_ranks import run_ranks
 
 
-def streaming_reference(
-    world_size: int,
-    *,
-    every: int,
-    warmup: int,
-    fragments: list[list[int]],
-    overlap: int,
-    share: float,
-    bits: int,
-) -> list[list[Tensor]]:
+def streaming_reference(world_size, *, every, warmup, fragments, overlap, share, bits):
     """Algorithm 2 of Streaming DiLoCo in NumPy, with SGD of learning rate 0.05 and momentum 0.9 as
     inner optimizer.
 
@@ -37,8 +23,8 @@ def streaming_reference(
     w = [[p.detach().numpy() for p in net.parameters()] for net in nets]
     inner = [[np.zeros_like(value) for value in own] for own in w]
     anchor, velocity = [value.copy() for value in w[0]], [np.zeros_like(value) for value in w[0]]
-    under_way: dict[int, list[np.ndarray]] = {}
-    found: list[list[Tensor]] = [[] for _ in nets]
+    under_way = {}
+    found = [[] for _ in nets]
     for step in range(1, NUM_STEPS + 1):
         gradients = []
         for rank, net in enumerate(nets):
@@ -77,14 +63,14 @@ def streaming_reference(
     return found
 
 
-def test_a_checkpoint_of_other_ranks_begins_a_new_round_without_what_was_on_its_way() -> None:
-    def start(comm: Any) -> tuple[DiLoCo, nn.Module, Any]:
+def test_a_checkpoint_of_other_ranks_begins_a_new_round_without_what_was_on_its_way():
+    def start(comm):
         net, algorithm = network(), DiLoCo(4, fragments=2, overlap=3)
         optimizer = OPTIMIZERS["adamw"](net)
         algorithm.attach(net, [optimizer], comm)
         return algorithm, net, optimizer
 
-    def save(comm: Any) -> dict[str, Any]:
+    def save(comm):
         algorithm, net, optimizer = start(comm)
         for _ in range(6):
             one_step(net, optimizer, algorithm, comm.rank)
@@ -93,7 +79,7 @@ def test_a_checkpoint_of_other_ranks_begins_a_new_round_without_what_was_on_its_
     state = run_ranks(3, save)[0]
     assert state["under_way"].keys() == {0, 1}
 
-    def load(comm: Any) -> Tensor:
+    def load(comm):
         algorithm, net, optimizer = start(comm)
         assert "in a new round" in algorithm.load_state_dict(comm.broadcast_object(state))
         assert algorithm.num_steps == 4
@@ -107,7 +93,7 @@ def test_a_checkpoint_of_other_ranks_begins_a_new_round_without_what_was_on_its_
     assert first.isfinite().all()
 
 
-def two_legs(values: list[np.ndarray], bits: int) -> np.ndarray:
+def two_legs(values, bits):
     """The average of the ranks' vectors; each shard's messages to its owner and back are
     rounded.
     """
@@ -122,7 +108,7 @@ def two_legs(values: list[np.ndarray], bits: int) -> np.ndarray:
     )
 
 
-def rounded(values: np.ndarray, bits: int) -> np.ndarray:
+def rounded(values, bits):
     """To 8 bits, or to 4 in E3M0, in blocks of 256 with the scale of the largest."""
     out = values.copy()
     for start in range(0, len(values), 256) if bits < 32 else ():
@@ -171,9 +157,7 @@ def rounded(values: np.ndarray, bits: int) -> np.ndarray:
     ],
     ids=["plain", "fragments", "overlap", "all of it in 4 bits", "8 bits"],
 )
-def test_equals_the_formula_of_streaming_diloco(
-    world_size: int, algorithm: DiLoCo, settings: dict[str, Any]
-) -> None:
+def test_equals_the_formula_of_streaming_diloco(world_size, algorithm, settings):
     if isinstance(algorithm._compressor, BetweenNodes):
         algorithm._compressor.min_numel = 0  # the network has 66 parameters
     found = trained(world_size, algorithm, "sgd")

@@ -2,24 +2,19 @@
 `tests.battery`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-from torch import Tensor
 
 from lightning_ring.comm.backends.gloo import GlooCommunicator, open_torch_communicator
 from lightning_ring.comm.backends.shared_memory.communicator import open_shared_memory
-from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
+from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError, RingError
 from lightning_ring.job.communicators import open_hierarchical
@@ -50,18 +45,18 @@ class MPIBootstrap:
     rank = WORLD.rank
     world_size = WORLD.size
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj):
         return WORLD.allgather(obj)
 
 
 @contextlib.contextmanager
-def opened(backend: str, timeout: float = 60.0) -> Iterator[Communicator]:
+def opened(backend, timeout=60.0):
     """A new communicator over all ranks."""
     policy = WaitPolicy(timedelta(seconds=timeout))
     if backend == "mpi":
         from lightning_ring.comm.backends.mpi import MPICommunicator
 
-        comm: Communicator = MPICommunicator(policy=policy)
+        comm = MPICommunicator(policy=policy)
     elif backend == "shared memory":
         shared = open_shared_memory(MPIBootstrap(), policy)
         assert shared is not None
@@ -76,18 +71,18 @@ def opened(backend: str, timeout: float = 60.0) -> Iterator[Communicator]:
     comm.close()
 
 
-def each(backends: Sequence[str] = BACKENDS) -> Iterator[Communicator]:
+def each(backends=BACKENDS):
     for backend in backends:
         with opened(backend) as comm:
             yield comm
 
 
-def assert_same_everywhere(comm: Communicator, tensor: Tensor) -> None:
+def assert_same_everywhere(comm, tensor):
     for other in WORLD.allgather(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()):
         assert other == tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def check_every_dtype_and_op_equals_a_plain_reduction() -> None:
+def check_every_dtype_and_op_equals_a_plain_reduction():
     for comm in each(EVERY_DTYPE):
         outputs = []
         for dtype, op in allowed():
@@ -100,7 +95,7 @@ def check_every_dtype_and_op_equals_a_plain_reduction() -> None:
         assert_same_everywhere(comm, torch.cat(outputs))
 
 
-def check_tensors_of_inference_mode() -> None:
+def check_tensors_of_inference_mode():
     """Lightning evaluates in that mode; changing its tensors in a thread that is not in it is an
     error.
     """
@@ -119,7 +114,7 @@ def check_tensors_of_inference_mode() -> None:
         assert objects == list(range(comm.world_size))
 
 
-def check_average_of_two_ranks_has_the_bits_of_distributed_data_parallel() -> None:
+def check_average_of_two_ranks_has_the_bits_of_distributed_data_parallel():
     for comm in each():
         mine = torch.randn(70_001, generator=torch.Generator().manual_seed(comm.rank))
         theirs = mine / comm.world_size  # what DistributedDataParallel does, with Gloo
@@ -131,7 +126,7 @@ def check_average_of_two_ranks_has_the_bits_of_distributed_data_parallel() -> No
         assert_same_everywhere(comm, mine)
 
 
-def check_the_halves() -> None:
+def check_the_halves():
     for comm in each(EVERY_DTYPE):
         outputs = []
         for dtype in FLOATS + INTEGERS + COMPLEX:
@@ -150,7 +145,7 @@ def check_the_halves() -> None:
         assert_same_everywhere(comm, torch.cat(outputs))
 
 
-def check_16_bit_sums_are_taken_in_float32_and_rounded_once() -> None:
+def check_16_bit_sums_are_taken_in_float32_and_rounded_once():
     # which rounds once a level
     for comm in each([backend for backend in BACKENDS if backend != "hierarchical"]):
         for dtype, op, numel in itertools.product(
@@ -174,7 +169,7 @@ def check_16_bit_sums_are_taken_in_float32_and_rounded_once() -> None:
                 )
 
 
-def check_many_in_flight() -> None:
+def check_many_in_flight():
     for comm in each():
         tensors = [torch.full((1 + 3000 * index,), float(comm.rank + index)) for index in range(30)]
         works = [
@@ -187,7 +182,7 @@ def check_many_in_flight() -> None:
             assert works[index].done()
 
 
-def check_gather_exchange_and_broadcast() -> None:
+def check_gather_exchange_and_broadcast():
     for comm in each():
         ranks = range(comm.world_size)
         for dtype in (
@@ -220,7 +215,7 @@ def check_gather_exchange_and_broadcast() -> None:
         comm.barrier()
 
 
-def check_objects() -> None:
+def check_objects():
     for comm in each():
         mine = {
             "rank": comm.rank,
@@ -240,7 +235,7 @@ def check_objects() -> None:
             comm.barrier()
 
 
-def check_barrier_waits_for_the_last() -> None:
+def check_barrier_waits_for_the_last():
     for comm in each():
         if comm.rank == comm.world_size - 1:
             time.sleep(0.3)
@@ -250,7 +245,7 @@ def check_barrier_waits_for_the_last() -> None:
         assert left >= max(WORLD.allgather(arrived))
 
 
-def check_different_tensors_are_an_error_on_every_rank() -> None:
+def check_different_tensors_are_an_error_on_every_rank():
     for backend in BACKENDS if WORLD.size > 1 else []:
         for numel, dtype in (
             (1000 + 1000 * (WORLD.rank == 1), torch.float32),
@@ -267,7 +262,7 @@ def check_different_tensors_are_an_error_on_every_rank() -> None:
                 assert again.value is caught.value
 
 
-def check_other_calls_are_an_error_on_every_rank() -> None:
+def check_other_calls_are_an_error_on_every_rank():
     for backend in BACKENDS if WORLD.size > 1 else []:
         with opened(backend) as comm:
             mine = (
@@ -287,11 +282,11 @@ class _Unpickled:
 
     seen = False
 
-    def __setstate__(self, state: object) -> None:
+    def __setstate__(self, state):
         _Unpickled.seen = True
 
 
-def check_objects_of_different_calls_are_an_error_before_they_are_unpickled() -> None:
+def check_objects_of_different_calls_are_an_error_before_they_are_unpickled():
     sent = _Unpickled()
     sent.some = "state"  # type: ignore[attr-defined]
     for backend in BACKENDS if WORLD.size > 1 else []:
@@ -307,7 +302,7 @@ def check_objects_of_different_calls_are_an_error_before_they_are_unpickled() ->
     assert not _Unpickled.seen
 
 
-def check_past_the_timeout_the_collective_and_the_missing_rank_are_named() -> None:
+def check_past_the_timeout_the_collective_and_the_missing_rank_are_named():
     for backend in BACKENDS if WORLD.size > 1 else []:
         with opened(backend) as comm:
             comm._policy.timeout = timedelta(seconds=1.5)  # type: ignore[attr-defined]
@@ -323,13 +318,13 @@ def check_past_the_timeout_the_collective_and_the_missing_rank_are_named() -> No
             WORLD.Barrier()
 
 
-def check_the_check_ends_a_wait() -> None:
+def check_the_check_ends_a_wait():
     for backend in BACKENDS if WORLD.size > 1 else []:
         with opened(backend, timeout=80) as comm:
             if comm.rank != 1:
                 begin = time.monotonic()
 
-                def check(begin: float = begin) -> None:
+                def check(begin=begin):
                     if time.monotonic() > begin + 0.2:
                         raise PeerFailedError("rank 1 was killed by signal 9")
 
@@ -341,7 +336,7 @@ def check_the_check_ends_a_wait() -> None:
             WORLD.Barrier()
 
 
-def check_refusals() -> None:
+def check_refusals():
     for comm in each():
         for tensor in (
             torch.ones(4, 4).t(),
@@ -357,7 +352,7 @@ def check_refusals() -> None:
         comm.barrier()  # nothing was broken
 
 
-def check_closed_twice() -> None:
+def check_closed_twice():
     for comm in each():
         tensor = torch.ones(500_000)
         work = comm.all_reduce_(tensor)

@@ -5,7 +5,6 @@ if it had not run.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import lightning as L
 import pytest
@@ -21,36 +20,36 @@ SLOW = 0.01  # seconds an image, where a step of 16 takes some hundredths withou
 
 
 class Images(Dataset):
-    def __init__(self, per_image: Any = None) -> None:
+    def __init__(self, per_image=None):
         self.per_image = per_image
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 128
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         if self.per_image is not None:
             self.per_image()
         generator = torch.Generator().manual_seed(index)
         return torch.rand(3, 8, 8, generator=generator), index % 10
 
 
-def slow_disk() -> None:
+def slow_disk():
     time.sleep(SLOW)
 
 
-def heavy_transform() -> None:
+def heavy_transform():
     until = time.thread_time() + SLOW
     while time.thread_time() < until:
         pass
 
 
-def costly_collate(items: list[Any]) -> Any:
+def costly_collate(items):
     time.sleep(16 * SLOW)
     return default_collate(items)
 
 
 class Model(L.LightningModule):
-    def __init__(self, slow_rank: int | None = None) -> None:
+    def __init__(self, slow_rank=None):
         super().__init__()
         self.net = torch.nn.Sequential(
             torch.nn.Conv2d(3, 4, 3),
@@ -62,9 +61,9 @@ class Model(L.LightningModule):
         self.scale: Tensor
         self.register_buffer("scale", torch.ones(()), persistent=False)
         self.slow_rank = slow_rank
-        self.losses: list[float] = []
+        self.losses = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         if self.global_rank == self.slow_rank:
             time.sleep(0.15)
         loss = (
@@ -75,18 +74,18 @@ class Model(L.LightningModule):
         self.losses.append(loss.item())
         return loss
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         return {"no": "tensor"}
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         assert state == {"no": "tensor"}
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
-def measured(model: Model, loader: DataLoader, **arguments: Any) -> GapMeter:
+def measured(model, loader, **arguments):
     meter = GapMeter(steps=6, rounds=1, only=True)
     run = trainer(max_epochs=1, callbacks=[meter], **arguments)
     run.fit(model, loader)
@@ -95,57 +94,34 @@ def measured(model: Model, loader: DataLoader, **arguments: Any) -> GapMeter:
     return meter
 
 
-def check_a_slow_disk_is_called_reading() -> None:
+def check_a_slow_disk_is_called_reading():
     report = measured(Model(), DataLoader(Images(slow_disk), 16)).report
     assert report.bottleneck == "reading", report.table()
     assert report.gap > 0.3
     assert report.wait_p95 >= report.wait_p50 > 0.3
 
 
-def check_a_heavy_transform_is_called_decoding_and_transforms() -> None:
+def check_a_heavy_transform_is_called_decoding_and_transforms():
     report = measured(Model(), DataLoader(Images(heavy_transform), 16)).report
     assert report.bottleneck == "decoding and transforms", report.table()
 
 
-def check_one_worker_with_a_costly_collate_is_called_handing_over() -> None:
+def check_one_worker_with_a_costly_collate_is_called_handing_over():
     loader = DataLoader(Images(), 16, num_workers=1, collate_fn=costly_collate)
     report = measured(Model(), loader).report
     assert report.bottleneck == "handing over", report.table()
 
 
-def check_a_rank_that_sleeps_is_called_a_slow_rank_by_all() -> None:
+def check_a_rank_that_sleeps_is_called_a_slow_rank_by_all():
     report = measured(Model(slow_rank=1), DataLoader(Images(), 16)).report
     assert report.bottleneck == "a slow rank", report.table()
     assert report.slow_rank == 1
     assert "Rank 1 takes" in report.verdict()
 
 
-class Stepping(Model):
-    """Keeps the gradients with which the optimizer steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gradients: list[float] = []
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.gradients.append(float(self.net[3].weight.grad.norm()))
-
-
-def check_the_optimizer_steps_as_often_as_in_training() -> None:
-    """An epoch has 4 batches: at its end Lightning steps, though 8 have to be accumulated."""
-    for accumulated, batches in ((3, 3), (8, 4)):
-        model = Stepping()
-        meter = measured(model, DataLoader(Images(), 16), accumulate_grad_batches=accumulated)
-        assert len(model.gradients) == 8, "6 batches of each of 4 sources are 2 steps of 3, or of 4"
-        own = 2
-        assert len(model.losses) == 8 * batches + own
-        assert all(gradient > 0 for gradient in model.gradients)
-        assert meter.report.ranks[0].batch_size == 16
-
-
-def check_without_an_optimizer_it_says_so() -> None:
+def check_without_an_optimizer_it_says_so():
     class None_(Model):
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return []
 
     with pytest.raises(
@@ -154,7 +130,7 @@ def check_without_an_optimizer_it_says_so() -> None:
         measured(None_(), DataLoader(Images(), 16))
 
 
-def check_training_gives_the_numbers_it_gives_without_the_meter() -> None:
+def check_training_gives_the_numbers_it_gives_without_the_meter():
     for accumulated in (1, 3):
         losses, weights = [], []
         for callbacks in ([], [GapMeter(steps=4, rounds=1)]):

@@ -1,10 +1,5 @@
 """Checks of samplers and loaders under a real Trainer, on real ranks."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import lance
 import lightning as L
 import numpy as np
@@ -13,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from mpi4py import MPI
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ring.data import (
@@ -21,7 +16,6 @@ from lightning_ring.data import (
     DeviceTransform,
     ImageFolder,
     LanceImages,
-    Loader,
     PKSampler,
     RandomResizedCrop,
     ShuffledSampler,
@@ -38,12 +32,12 @@ LABELS = np.repeat(np.arange(9), [3, 50, 7, 12, 20, 4, 16, 9, 30])
 class Recorder(L.LightningModule):
     """Trains one layer; notes each step's samples and loss."""
 
-    def __init__(self, features: int = 1) -> None:
+    def __init__(self, features=1):
         super().__init__()
         self.net = nn.Linear(features, 3)
-        self.steps: list[tuple[list[int], float]] = []
+        self.steps = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         images, labels, indices = (
             batch if isinstance(batch, (tuple, list)) else (batch.view(-1, 1), batch % 3, batch)
         )
@@ -51,7 +45,7 @@ class Recorder(L.LightningModule):
         self.steps.append((indices.tolist(), float(loss.detach())))
         return loss
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
 
 
@@ -64,19 +58,17 @@ class EndAt(Callback):
     trained on.
     """
 
-    def __init__(self, step: int, path: Path) -> None:
+    def __init__(self, step, path):
         self.step = step
         self.path = path
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == self.step:
             trainer.save_checkpoint(self.path)
             raise Ended
 
 
-def ended(run: L.Trainer, module: L.LightningModule, loader: Any) -> None:
+def ended(run, module, loader):
     try:
         run.fit(module, loader)
     except Ended:
@@ -84,13 +76,13 @@ def ended(run: L.Trainer, module: L.LightningModule, loader: Any) -> None:
     raise AssertionError("the run went on")
 
 
-def check_samplers_in_an_ordinary_dataloader() -> None:
+def check_samplers_in_an_ordinary_dataloader():
     samplers = {
         "balanced": lambda **ranks: BalancedSampler(LABELS, seed=2, **ranks),
         "p x k": lambda **ranks: PKSampler(LABELS, 2, 4, seed=2, **ranks),
         "shuffled": lambda **ranks: ShuffledSampler(len(LABELS), seed=2, **ranks),
     }
-    data: Any = list(range(len(LABELS)))
+    data = list(range(len(LABELS)))
     for make in samplers.values():
         for strategy in ("ring", ddp()):
             module, sampler = Recorder(), make()
@@ -109,11 +101,11 @@ def check_samplers_in_an_ordinary_dataloader() -> None:
                 assert len(set.union(*classes)) == 2 * SIZE
 
 
-def images(folder: Path, **ranks: int) -> Loader:
+def images(folder, **ranks):
     return loader_of(ImageFolder(folder), **ranks)
 
 
-def loader_of(source: Any, **ranks: int) -> Loader:
+def loader_of(source, **ranks):
     return image_loader(
         source,
         ShuffledSampler(len(source), seed=5, **ranks),  # type: ignore[arg-type]
@@ -126,19 +118,19 @@ def loader_of(source: Any, **ranks: int) -> Loader:
     )
 
 
-def folder_of_images(tmp_path: Path) -> Path:
+def folder_of_images(tmp_path):
     if RANK == 0:
         write_folder(tmp_path / "images", classes=3, images=8, size=(24, 32))
     WORLD.Barrier()
     return tmp_path / "images"
 
 
-def module() -> Recorder:
+def module():
     torch.manual_seed(1)
     return Recorder(3 * 8 * 8)
 
 
-def check_killed_in_mid_epoch_it_resumes_exactly(tmp_path: Path) -> None:
+def check_killed_in_mid_epoch_it_resumes_exactly(tmp_path):
     folder = folder_of_images(tmp_path)
     whole = module()
     trainer("ring", max_epochs=3).fit(whole, images(folder))
@@ -159,7 +151,7 @@ def check_killed_in_mid_epoch_it_resumes_exactly(tmp_path: Path) -> None:
         )
 
 
-def check_checkpoints_of_lightnings_own_callback_resume_exactly(tmp_path: Path) -> None:
+def check_checkpoints_of_lightnings_own_callback_resume_exactly(tmp_path):
     folder = folder_of_images(tmp_path)
     for every in (
         {"every_n_train_steps": 1},
@@ -181,7 +173,7 @@ def check_checkpoints_of_lightnings_own_callback_resume_exactly(tmp_path: Path) 
             assert resumed.steps == whole.steps[done:], (path, resumed.steps, whole.steps)
 
 
-def check_it_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+def check_it_resumes_on_another_number_of_ranks(tmp_path):
     folder = folder_of_images(tmp_path)
     step, path = 24 // (2 * SIZE) // 2, tmp_path / "ranks.ckpt"
     begun = module()
@@ -205,14 +197,14 @@ def check_it_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert before + order == expected
 
 
-def check_a_lance_data_set_that_has_grown_is_resumed_at_its_version(tmp_path: Path) -> None:
+def check_a_lance_data_set_that_has_grown_is_resumed_at_its_version(tmp_path):
     folder, uri, path = (
         ImageFolder(folder_of_images(tmp_path)),
         tmp_path / "photos.lance",
         tmp_path / "half.ckpt",
     )
 
-    def append() -> None:
+    def append():
         if RANK == 0:
             table = pa.table({"image": folder.read_many(range(24)), "label": folder.labels})
             lance.write_dataset(
@@ -220,7 +212,7 @@ def check_a_lance_data_set_that_has_grown_is_resumed_at_its_version(tmp_path: Pa
             )
         WORLD.Barrier()
 
-    def fit(version: int | None, **options: Any) -> Recorder:
+    def fit(version, **options):
         trained = module()
         photos = LanceImages(lance.dataset(uri, version=version))
         trainer("ring", max_epochs=2).fit(trained, loader_of(photos), weights_only=False, **options)

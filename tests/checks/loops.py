@@ -1,64 +1,39 @@
 """Plain loops through `distribute` on real ranks, beside torch's DistributedDataParallel."""
 
-from __future__ import annotations
-
 import copy
 import io
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 from mpi4py import MPI
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from lightning_ring import distribute
 from lightning_ring.errors import ConfigurationError, ModelMismatchError, RingError
-from lightning_ring.gradients.compression import Compressor, Int8
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 torch.set_num_threads(1)
 
 
-def network(*, norm: bool = False, seed: int = 3) -> nn.Sequential:
+def network(*, norm=False, seed=3):
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(6, 16), *([nn.BatchNorm1d(16)] if norm else []), nn.Tanh(), nn.Linear(16, 3)
     )
 
 
-def batches(number: int) -> list[Tensor]:
+def batches(number):
     """Other ones on each rank."""
     numbers = torch.Generator().manual_seed(100 + RANK)
     return [torch.randn(8, 6, generator=numbers) for _ in range(number)]
 
 
-def loss_of(output: Tensor) -> Tensor:
+def loss_of(output):
     return (output - 0.5).square().mean()
 
 
-def accumulate(
-    forward: Callable[[Tensor], Tensor],
-    module: nn.Module,
-    optimizer: Optimizer,
-    no_sync: Callable[[], Any],
-    clip: Callable[..., Any],
-) -> None:
-    """Three micro-batches a step, and a clipped norm."""
-    inputs = batches(9)
-    for step in range(9):
-        with no_sync() if step % 3 < 2 else nullcontext():
-            loss_of(forward(inputs[step])).backward()
-        if step % 3 == 2:
-            clip(module.parameters(), 0.05)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def train(forward: Callable[[Tensor], Tensor], *optimizers: Optimizer, number: int = 4) -> None:
+def train(forward, *optimizers, number=4):
     for inputs in batches(number):
         loss_of(forward(inputs)).backward()
         for optimizer in optimizers:
@@ -66,11 +41,7 @@ def train(forward: Callable[[Tensor], Tensor], *optimizers: Optimizer, number: i
             optimizer.zero_grad()
 
 
-def adversaries(
-    generate: Callable[[Tensor], Tensor],
-    judge: Callable[[Tensor], Tensor],
-    optimizers: Sequence[Optimizer],
-) -> None:
+def adversaries(generate, judge, optimizers):
     """A GAN: each network has a loss of its own; the generator's passes through the other one."""
     for inputs in batches(5):
         real, noise = inputs[:, :3].contiguous(), inputs
@@ -82,14 +53,14 @@ def adversaries(
         optimizers[0].step()
 
 
-def pair() -> tuple[nn.Module, nn.Module]:
+def pair():
     torch.manual_seed(11)
     return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)), nn.Sequential(
         nn.Linear(3, 12), nn.Linear(12, 1)
     )
 
 
-def assert_same(found: nn.Module, expected: nn.Module, tolerance: float = 0.0) -> None:
+def assert_same(found, expected, tolerance=0.0):
     """Bit for bit on two ranks, with ``found`` equal on all ranks. DDP's buffers are those of
     rank 0.
     """
@@ -109,56 +80,15 @@ def assert_same(found: nn.Module, expected: nn.Module, tolerance: float = 0.0) -
         )
 
 
-def sgd(module: nn.Module) -> torch.optim.SGD:
+def sgd(module):
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
 
-def adamw(module: nn.Module) -> torch.optim.AdamW:
+def adamw(module):
     return torch.optim.AdamW(module.parameters(), lr=0.05)
 
 
-def _accumulated(algorithm: str) -> tuple[nn.Module, nn.Module]:
-    model, reference = network(norm=True, seed=RANK), network(norm=True, seed=0)
-    optimizer = sgd(model)
-    with distribute(model, optimizer, algorithm=algorithm, bucket_cap_mb=0.0005) as training:
-        wrapped = DistributedDataParallel(reference)
-        accumulate(wrapped, reference, sgd(reference), wrapped.no_sync, nn.utils.clip_grad_norm_)
-        accumulate(model, model, optimizer, training.no_sync, training.clip_grad_norm_)
-    return model, reference
-
-
-def check_sharded_averages_in_8_bits_train_as_whole_ones() -> None:
-    """Blocks begin elsewhere in a bucket's shards, so that values are rounded otherwise."""
-
-    def trained(algorithm: str, compression: Compressor | None) -> Tensor:
-        module = network()
-        optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
-        with distribute(
-            module, optimizer, algorithm=algorithm, compression=compression
-        ) as training:
-            train(module, optimizer, number=6)
-            training.wait_parameters()
-        return nn.utils.parameters_to_vector(module.parameters()).detach()
-
-    exact, whole, sharded = (
-        trained("ring", None),
-        *(trained(name, Int8(0)) for name in ("ring", "ring_sharded")),
-    )
-    moved = (exact - nn.utils.parameters_to_vector(network().parameters())).norm()
-    for rounded in (whole, sharded):
-        assert 0 < (rounded - exact).norm() < 0.03 * moved, ((rounded - exact).norm(), moved)
-    assert all(torch.equal(other, sharded) for other in MPI.COMM_WORLD.allgather(sharded))
-
-
-def check_accumulation_and_clipping_equal_ddp() -> None:
-    assert_same(*_accumulated("ring"))
-
-
-def check_sharded_accumulation_and_clipping_equal_ddp() -> None:
-    assert_same(*_accumulated("ring_sharded"), tolerance=1e-6)  # norms are summed in another order
-
-
-def check_two_modules_equal_ddp() -> None:
+def check_two_modules_equal_ddp():
     for algorithm in ("ring", "ring_sharded"):
         one, other = pair(), pair()
         optimizers = [torch.optim.Adam(module.parameters(), lr=0.05) for module in one]
@@ -178,18 +108,18 @@ def check_two_modules_equal_ddp() -> None:
 class _Halves(nn.Module):
     """Its first layer, whose gradient comes last, is used on rank 0 alone."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(2)
         self.some, self.every = nn.Linear(3, 3), nn.Linear(3, 1)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         hidden = self.some(inputs) if RANK == 0 else inputs
-        result: Tensor = self.every(hidden)
+        result = self.every(hidden)
         return result
 
 
-def check_one_backward_through_two_modules_sends_in_one_order() -> None:
+def check_one_backward_through_two_modules_sends_in_one_order():
     first, last = pair()[0], _Halves()
     reference = nn.Sequential(copy.deepcopy(first), copy.deepcopy(last))
     optimizers = [sgd(first), sgd(last)]
@@ -204,7 +134,7 @@ def check_one_backward_through_two_modules_sends_in_one_order() -> None:
     assert_same(nn.Sequential(first, last), reference)
 
 
-def check_collectives() -> None:
+def check_collectives():
     model = network()
     with distribute(model, sgd(model)) as training:
         mean = training.all_reduce(torch.tensor([float(RANK), 1.0]))
@@ -213,7 +143,7 @@ def check_collectives() -> None:
         assert training.broadcast({"rank": RANK}, src=SIZE - 1) == {"rank": SIZE - 1}
 
 
-def check_rank_0_alone_may_evaluate_and_save_between_steps() -> None:
+def check_rank_0_alone_may_evaluate_and_save_between_steps():
     model = network(norm=True)
     optimizer = sgd(model)
     with distribute(model, optimizer, algorithm="ring_sharded"):
@@ -227,7 +157,7 @@ def check_rank_0_alone_may_evaluate_and_save_between_steps() -> None:
                 copy.deepcopy(model.state_dict())
 
 
-def check_a_thawed_module_that_is_not_called_whole_is_an_error() -> None:
+def check_a_thawed_module_that_is_not_called_whole_is_an_error():
     model = network()
     model[0].requires_grad_(False)
     optimizer = sgd(model)
@@ -244,108 +174,42 @@ def check_a_thawed_module_that_is_not_called_whole_is_an_error() -> None:
         training.barrier()
 
 
-def check_a_backward_that_raised_is_as_if_it_had_not_been() -> None:
-    """In the last backward of an accumulation, after gradients were sent, in one layer or the
-    other.
-    """
-    for algorithm in ("ring", "ring_sharded"):
-        model, reference = network(), network()
-        planted = _plant_failures(model)
-        optimizer, plain = adamw(model), adamw(reference)
-        with distribute(model, optimizer, algorithm=algorithm, bucket_cap_mb=0.0005) as training:
-            wrapped = DistributedDataParallel(reference)
-            for number, inputs in enumerate(batches(8)):
-                fails = {0: [model[0]], 3: [model[0]], 4: [model[2]]}.get(number, [])
-                with training.no_sync():
-                    loss_of(model(inputs)).backward()
-                planted[:] = fails
-                with pytest.raises(ValueError, match="planted") if fails else nullcontext():
-                    loss_of(model(inputs)).backward()
-                planted.clear()
-                if number == 4:
-                    with pytest.raises(RingError, match=r"a backward raised .* call zero_grad\(\)"):
-                        optimizer.step()
-                if not fails:
-                    with wrapped.no_sync():
-                        loss_of(wrapped(inputs)).backward()
-                    loss_of(wrapped(inputs)).backward()
-                    optimizer.step()
-                    plain.step()
-                optimizer.zero_grad()
-                plain.zero_grad()
-        assert_same(model, reference, tolerance=0.0 if algorithm == "ring" else 1e-6)
-
-
-def _plant_failures(model: nn.Sequential) -> list[nn.Module]:
-    """The backward of a layer in the returned list raises."""
-    planted: list[nn.Module] = []
-
-    def fail(layer: nn.Module) -> None:
-        if layer in planted:
-            raise ValueError("planted")
-
-    for layer in (model[0], model[2]):
-        layer.weight.register_hook(lambda _, layer=layer: fail(layer))
-    return planted
-
-
-def check_an_optimizer_in_a_hook_of_backward_is_an_error() -> None:
-    for algorithm in ("ring", "ring_sharded"):
-        for late in (False, True):  # the hooks of lightning_ring come last, or first
-            model = network()
-            optimizers = {param: torch.optim.SGD([param], 0.1) for param in model.parameters()}
-            if not late:
-                _step_in_backward(model, optimizers)
-            training = distribute(model, list(optimizers.values()), algorithm=algorithm)
-            if late:
-                _step_in_backward(model, optimizers)
-            with pytest.raises(RingError, match="SGD steps inside backward") as caught:
-                loss_of(model(batches(1)[0])).backward()
-            assert len(set(MPI.COMM_WORLD.allgather(str(caught.value)))) == 1
-            training.close()
-
-
-def _step_in_backward(model: nn.Module, optimizers: dict[nn.Parameter, Optimizer]) -> None:
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
-
-
-def check_modules_that_change_during_the_training_are_an_error() -> None:
+def check_modules_that_change_during_the_training_are_an_error():
     """What would step other values than the averages, without a word: by a message, on every
     rank.
     """
 
-    def unaveraged(training: Any, net: nn.Sequential, optimizer: Optimizer) -> None:
+    def unaveraged(training, net, optimizer):
         with training.no_sync():
             loss_of(net(batches(1)[0])).backward()
         optimizer.step()
 
-    def without_a_closure(training: Any, net: nn.Sequential, optimizer: Optimizer) -> None:
+    def without_a_closure(training, net, optimizer):
         with training.no_sync():
             loss_of(net(batches(1)[0])).backward()
         optimizer.step(None)
 
-    def swapped(training: Any, net: nn.Sequential, optimizer: Optimizer) -> None:
+    def swapped(training, net, optimizer):
         torch.utils.swap_tensors(net[0].weight, nn.Parameter(torch.ones(16, 6)))
 
-    def converted(training: Any, net: nn.Sequential, optimizer: Optimizer) -> None:
+    def converted(training, net, optimizer):
         training.wait_parameters()
         net.double()
         loss_of(net(batches(1)[0].double())).backward()
 
-    def replaced(training: Any, net: nn.Sequential, optimizer: Optimizer) -> None:
+    def replaced(training, net, optimizer):
         training.wait_parameters()
         nn.utils.parametrizations.weight_norm(net[0])
         optimizer.add_param_group({"params": list(net[0].parametrizations.parameters())})
         net(batches(1)[0])
 
-    def later(training: Any, net: nn.Sequential, optimizer: Optimizer) -> None:
+    def later(training, net, optimizer):
         net.append(nn.Linear(3, 2))
         another = torch.optim.SGD(net[-1].parameters(), lr=0.1)
         loss_of(net(batches(1)[0])).backward()
         another.step()
 
-    cases: list[tuple[Callable[..., None], type[Exception], str]] = [
+    cases = [
         (unaveraged, RingError, r"the last backward was inside no_sync\(\)"),
         (without_a_closure, RingError, r"the last backward was inside no_sync\(\)"),
         (swapped, RuntimeError, "Cannot swap"),
@@ -368,35 +232,7 @@ def check_modules_that_change_during_the_training_are_an_error() -> None:
                 optimizer.zero_grad()
 
 
-def check_buffers_and_gradients_of_samples_that_come_later() -> None:
-    """A mask that each rank draws, and `torch.func` over all parameters, in a training of a
-    module without buffers.
-    """
-    for algorithm in ("ring", "ring_sharded"):
-        net = network()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-        def of_sample(params: dict[str, Tensor], x: Tensor, net: nn.Module = net) -> Tensor:
-            return loss_of(torch.func.functional_call(net, params, (x,)))
-
-        with distribute(net, optimizer, algorithm=algorithm) as training:
-            for inputs in batches(3):
-                optimizer.zero_grad()
-                training.wait_parameters()
-                params = {name: param.detach().clone() for name, param in net.named_parameters()}
-                each = torch.func.vmap(torch.func.grad(of_sample), (None, 0))(params, inputs)
-                loss_of(net(inputs)).backward()
-                for name, param in net.named_parameters() if algorithm == "ring" else ():
-                    average = training.all_reduce(each[name].mean(0))
-                    torch.testing.assert_close(param.grad, average, rtol=1e-4, atol=1e-6)
-                optimizer.step()
-            net.register_buffer("mask", torch.full((3,), float(RANK)))
-            loss_of(net(inputs)).backward()
-            optimizer.step()
-            assert not net.get_buffer("mask").any()
-
-
-def check_a_compiled_module_trains_and_its_state_is_whole() -> None:
+def check_a_compiled_module_trains_and_its_state_is_whole():
     results = []
     for algorithm in ("ring", "ring_sharded"):
         model = network()
@@ -411,7 +247,7 @@ def check_a_compiled_module_trains_and_its_state_is_whole() -> None:
     assert_same(*results)
 
 
-def check_a_copy_of_a_module_is_plain_and_whole() -> None:
+def check_a_copy_of_a_module_is_plain_and_whole():
     for algorithm in ("ring", "ring_sharded"):
         model = network()
         optimizer = adamw(model)
@@ -441,7 +277,7 @@ def check_a_copy_of_a_module_is_plain_and_whole() -> None:
             training.barrier()
 
 
-def check_sharded_optimizers_of_several_modules_of_none_and_used_again() -> None:
+def check_sharded_optimizers_of_several_modules_of_none_and_used_again():
     one, other = pair()
     both = torch.optim.AdamW([*one.parameters(), *other.parameters()])
     with distribute(one, both, algorithm="ring_sharded"):
@@ -463,7 +299,7 @@ def check_sharded_optimizers_of_several_modules_of_none_and_used_again() -> None
     assert_same(frozen, network())
 
 
-def check_what_cannot_work_is_an_error_on_every_rank() -> None:
+def check_what_cannot_work_is_an_error_on_every_rank():
     with pytest.raises(ModelMismatchError, match="the ranks hold different models"):
         distribute(nn.Linear(2 + RANK, 1))
     model = network()
@@ -479,7 +315,7 @@ def check_what_cannot_work_is_an_error_on_every_rank() -> None:
     training.close()  # twice is fine
 
 
-def check_a_timeline_is_written(tmp_path: Any) -> None:
+def check_a_timeline_is_written(tmp_path):
     import json  # deferred: this check alone
 
     model = network()

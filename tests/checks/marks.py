@@ -2,19 +2,14 @@
 check.
 """
 
-from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-
-def by_world_size(check: Callable[..., Any]) -> Callable[..., Any]:
+def by_world_size(check):
     """Its result can depend on the number of ranks: it runs on other numbers of ranks than two
     as well.
     """
     return check
 
 
-def on_one_rank(check: Callable[..., Any]) -> Callable[..., Any]:
+def on_one_rank(check):
     """It needs a job of one rank."""
     return check

@@ -2,12 +2,9 @@
 strategy by name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import warnings
-from typing import Any
 
 import lightning as L
 import torch
@@ -15,7 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.plugins.environments import MPIEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from mpi4py import MPI
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ring  # noqa: F401  registers "ring"
@@ -30,14 +27,7 @@ warnings.filterwarnings("ignore", module="lightning")
 class Classifier(L.LightningModule):
     """A perceptron (no BatchNorm unless asked) with what a check wants to see noted in ``seen``."""
 
-    def __init__(
-        self,
-        *,
-        batch_norm: bool = False,
-        dropout: float = 0.0,
-        lr: float = 0.1,
-        momentum: float = 0.9,
-    ) -> None:
+    def __init__(self, *, batch_norm=False, dropout=0.0, lr=0.1, momentum=0.9):
         super().__init__()
         norm = [nn.BatchNorm1d(16)] if batch_norm else []
         self.net = nn.Sequential(
@@ -45,28 +35,28 @@ class Classifier(L.LightningModule):
         )
         self.lr = lr
         self.momentum = momentum
-        self.seen: dict[str, list[Any]] = {"loss": [], "index": [], "gradient": [], "eval": []}
+        self.seen = {"loss": [], "index": [], "gradient": [], "eval": []}
 
-    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+    def loss(self, batch):
         return F.cross_entropy(self.net(batch[0].to(self.net[0].weight.dtype)), batch[1])
 
-    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.seen["loss"].append(loss.detach().clone())
         self.seen["index"].append(batch[2].tolist())
         self.log("loss", loss, sync_dist=True, on_epoch=True)
         return loss
 
-    def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.seen["eval"].append(batch[2].tolist())
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
     test_step = validation_step
 
-    def predict_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
+    def predict_step(self, batch, batch_idx):
         return batch[2]
 
-    def on_after_backward(self) -> None:
+    def on_after_backward(self):
         whole = [
             p.grad
             for p in self.parameters()
@@ -75,11 +65,11 @@ class Classifier(L.LightningModule):
         grads = [grad.detach().reshape(-1).double() for grad in whole]
         self.seen["gradient"].append(torch.cat(grads).clone() if grads else torch.zeros(0))
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
 
 
-def data(num: int = 48, seed: int = 0) -> TensorDataset:
+def data(num=48, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return TensorDataset(
         torch.randn(num, 8, generator=generator),
@@ -88,16 +78,16 @@ def data(num: int = 48, seed: int = 0) -> TensorDataset:
     )
 
 
-def loader(num: int = 48, batch_size: int = 4, **kwargs: Any) -> DataLoader:
+def loader(num=48, batch_size=4, **kwargs):
     return DataLoader(data(num), batch_size=batch_size, **kwargs)
 
 
-def ddp(**kwargs: Any) -> DDPStrategy:
+def ddp(**kwargs):
     """Lightning's own strategy over Gloo, on the ranks that MPI started."""
     return DDPStrategy(cluster_environment=MPIEnvironment(), process_group_backend="gloo", **kwargs)
 
 
-def trainer(strategy: Any = "ring", **kwargs: Any) -> L.Trainer:
+def trainer(strategy="ring", **kwargs):
     if isinstance(strategy, DDPStrategy) and type(strategy) is DDPStrategy:
         kwargs.setdefault("devices", SIZE)
     quiet = {
@@ -106,18 +96,11 @@ def trainer(strategy: Any = "ring", **kwargs: Any) -> L.Trainer:
         "enable_model_summary": False,
         "enable_checkpointing": False,
     }
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "max_epochs": 2,
-        "num_sanity_val_steps": 0,
-        **quiet,
-    }
+    defaults = {"accelerator": "cpu", "max_epochs": 2, "num_sanity_val_steps": 0, **quiet}
     return L.Trainer(strategy=strategy, **(defaults | kwargs))
 
 
-def fit(
-    strategy: Any, module: L.LightningModule, train: Any = None, val: Any = None, **kwargs: Any
-) -> L.Trainer:
+def fit(strategy, module, train=None, val=None, **kwargs):
     run = trainer(strategy, **kwargs)
     run.fit(
         module, loader() if train is None else train, val, ckpt_path=kwargs.pop("ckpt_path", None)
@@ -125,15 +108,15 @@ def fit(
     return run
 
 
-def parameters(module: nn.Module) -> Tensor:
+def parameters(module):
     """All parameters as one float64 vector: float32 values keep their bits."""
     return torch.cat([p.detach().reshape(-1).double() for p in module.parameters()])
 
 
-def assert_all_ranks_equal(values: Tensor) -> None:
+def assert_all_ranks_equal(values):
     digest = hashlib.blake2b(values.double().contiguous().numpy()).digest()
     assert len(set(MPI.COMM_WORLD.allgather(digest))) == 1, "ranks hold different bits"
 
 
-def relative_difference(a: Tensor, b: Tensor) -> float:
+def relative_difference(a, b):
     return float((a - b).norm() / b.norm())

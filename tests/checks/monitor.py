@@ -2,12 +2,9 @@
 what it is without.
 """
 
-from __future__ import annotations
-
 import csv
 import time
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
@@ -16,12 +13,12 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from mpi4py import MPI
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring import RingStrategy
 from lightning_ring.algorithms.sharded import Sharded
-from lightning_ring.monitor import RingMonitor, RingReport
+from lightning_ring.monitor import RingMonitor
 from lightning_ring.optim import LARS
 from tests.checks.marks import by_world_size
 from tests.checks.models import (
@@ -37,13 +34,13 @@ from tests.checks.models import (
 from tests.strategies import ring
 
 SLEEP = 0.1  # seconds, where a step takes some thousandths
-FORCED: dict[str, Any] = {"force_communication": True}  # so that one rank communicates too
+FORCED = {"force_communication": True}  # so that one rank communicates too
 
 
 class Quiet(Classifier):
     """Without `self.log`, so that gradients are all that travels."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         self.seen["loss"].append(self.loss(batch).detach())
         return self.loss(batch)
 
@@ -53,7 +50,7 @@ class Sleepy(Classifier):
     it too.
     """
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         time.sleep(SLEEP * (RANK == SIZE - 1))
         return super().training_step(batch, batch_idx)
 
@@ -61,12 +58,12 @@ class Sleepy(Classifier):
 class Adversarial(L.LightningModule):
     """Manual optimization, two optimizers, of which the second steps every other batch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
         self.one, self.other = nn.Linear(8, 4), nn.Linear(8, 4)
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         optimizers = self.optimizers()
         for optimizer, net in zip(optimizers, (self.one, self.other), strict=True):
             if net is self.other and batch_idx % 2:
@@ -78,7 +75,7 @@ class Adversarial(L.LightningModule):
             optimizer.step()
             self.untoggle_optimizer(optimizer)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return [
             torch.optim.SGD(self.one.parameters(), 0.1),
             torch.optim.Adam(self.other.parameters(), 0.1),
@@ -86,7 +83,7 @@ class Adversarial(L.LightningModule):
 
 
 class SlowLoader(TensorDataset):
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index):
         time.sleep(SLEEP / 4)  # a batch has four
         return super().__getitem__(index)
 
@@ -94,15 +91,13 @@ class SlowLoader(TensorDataset):
 class Buckets(L.Callback):
     """Sizes of the buckets, which are gone when a fit is."""
 
-    def on_train_end(self, run: L.Trainer, module: L.LightningModule) -> None:
+    def on_train_end(self, run, module):
         buckets = run.strategy.algorithm.reducer.buckets
         self.nbytes = sum(bucket.flat.nbytes for bucket in buckets)
         self.flags = sum(len(bucket.params) + 1 for bucket in buckets)
 
 
-def monitored(
-    module: L.LightningModule, train: Any = None, strategy: Any = None, **arguments: Any
-) -> RingReport:
+def monitored(module, train=None, strategy=None, **arguments):
     """The last report of a fit in which every step is logged."""
     strategy = RingStrategy(**FORCED) if strategy is None else strategy
     run = trainer(strategy, **({"max_epochs": 1, "log_every_n_steps": 1} | arguments))
@@ -112,12 +107,12 @@ def monitored(
     return report
 
 
-def monitor_of(run: L.Trainer) -> RingMonitor:
+def monitor_of(run):
     (found,) = [one for one in run.callbacks if isinstance(one, RingMonitor)]
     return found
 
 
-def parts(report: RingReport, rank: int) -> float:
+def parts(report, rank):
     times = report.rows[rank].times
     return (
         times.data
@@ -134,18 +129,18 @@ def parts(report: RingReport, rank: int) -> float:
 class Scheduled(Quiet):
     """Step k is taken with learning rate k + 1."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step + 1.0)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-def check_the_learning_rate_of_a_step_is_the_one_that_it_was_taken_with() -> None:
+def check_the_learning_rate_of_a_step_is_the_one_that_it_was_taken_with():
     report = monitored(Scheduled())
     assert report.learning_rates == ({"SGD": report.step + 1.0} if RANK == 0 else {})
 
 
-def check_a_rank_that_sleeps_is_named_slowest_with_its_sleep() -> None:
+def check_a_rank_that_sleeps_is_named_slowest_with_its_sleep():
     report = monitored(Sleepy(), log_every_n_steps=4)
     rank, behind = report.slowest
     assert rank == SIZE - 1
@@ -158,22 +153,7 @@ def check_a_rank_that_sleeps_is_named_slowest_with_its_sleep() -> None:
         assert "slowest" in report.bar()
 
 
-def check_waiting_for_the_buffers_of_a_late_rank_is_communication() -> None:
-    strategy = RingStrategy(broadcast_buffers="step", **FORCED)
-    slow = SlowLoader(*data(48).tensors) if RANK == SIZE - 1 else data(48)
-    report = monitored(
-        Classifier(batch_norm=True),
-        DataLoader(slow, batch_size=4),
-        strategy,
-        use_distributed_sampler=False,
-    )
-    assert report.rows[0].times.exposed > 0.5 * SLEEP
-    assert report.rows[0].times.other < 0.5 * SLEEP
-    assert report.slowest[0] == SIZE - 1
-    assert report.slowest[1] > 0.5 * SLEEP
-
-
-def check_every_rank_has_the_same_report_and_its_parts_add_up() -> None:
+def check_every_rank_has_the_same_report_and_its_parts_add_up():
     for strategy in (ring(False, **FORCED), ring(True, **FORCED)):
         report = monitored(Classifier(), strategy=strategy, log_every_n_steps=3)
         assert [row.rank for row in report.rows] == list(range(SIZE))
@@ -193,7 +173,7 @@ def check_every_rank_has_the_same_report_and_its_parts_add_up() -> None:
 
 
 @by_world_size
-def check_bytes_on_the_wire_are_those_of_the_buckets() -> None:
+def check_bytes_on_the_wire_are_those_of_the_buckets():
     for sharded in (False, True):
         buckets = Buckets()
         strategy = ring(sharded, **FORCED)
@@ -203,14 +183,14 @@ def check_bytes_on_the_wire_are_those_of_the_buckets() -> None:
         assert abs(report.rows[RANK].times.sent - expected) <= 1e-9 * expected
 
 
-def check_a_slow_loader_shows_as_data_wait() -> None:
+def check_a_slow_loader_shows_as_data_wait():
     report = monitored(Quiet(), DataLoader(SlowLoader(*data(48).tensors), batch_size=4))
     assert all(row.times.data > 0.9 * SLEEP for row in report.rows)
     assert report.data_share > 0.9 * SLEEP / max(row.times.total for row in report.rows)
     assert report.bar()["data"] == f"{report.data_share:.0%}"
 
 
-def check_training_is_bit_identical_without_it() -> None:
+def check_training_is_bit_identical_without_it():
     for arguments in ({}, {"algorithm": Sharded()}, {"uneven": "join"}):
         for settings in ({}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}):
             trained = []
@@ -231,7 +211,7 @@ def check_training_is_bit_identical_without_it() -> None:
 
 
 @by_world_size
-def check_gradient_norm_is_that_of_the_averages() -> None:
+def check_gradient_norm_is_that_of_the_averages():
     for sharded in (False, True):
         L.seed_everything(6, verbose=False)
         module, reference = Classifier(), Classifier()
@@ -245,7 +225,7 @@ def check_gradient_norm_is_that_of_the_averages() -> None:
         assert abs(norm - expected) < 1e-5 * expected, (norm, expected)
 
 
-def check_manual_optimization_with_two_optimizers() -> None:
+def check_manual_optimization_with_two_optimizers():
     for sharded in (False, True):
         report = monitored(Adversarial(), strategy=ring(sharded, **FORCED))
         norms = report.gradient_norms
@@ -259,7 +239,7 @@ def check_manual_optimization_with_two_optimizers() -> None:
         assert abs(parts(report, RANK) - times.total) < 1e-6 * times.total
 
 
-def check_all_kinds_of_fits(tmp_path: Path) -> None:
+def check_all_kinds_of_fits(tmp_path):
     module = Classifier()
     run = trainer(RingStrategy(**FORCED), max_epochs=1, log_every_n_steps=2, limit_train_batches=5)
     run.fit(module, loader())
@@ -287,12 +267,8 @@ def check_all_kinds_of_fits(tmp_path: Path) -> None:
     assert not any(isinstance(one, RingMonitor) for one in bare.callbacks)
 
 
-def check_compiled_modules() -> None:
-    assert monitored(torch.compile(Quiet(), backend="eager")).rows[RANK].times.forward > 0
-
-
 @by_world_size
-def check_only_one_is_added_and_none_where_nothing_communicates() -> None:
+def check_only_one_is_added_and_none_where_nothing_communicates():
     mine = RingMonitor()
     run = trainer(RingStrategy(**FORCED), max_epochs=1, callbacks=[mine])
     run.fit(Classifier(), loader())
@@ -302,7 +278,7 @@ def check_only_one_is_added_and_none_where_nothing_communicates() -> None:
     assert any(isinstance(one, RingMonitor) for one in run.callbacks) == (SIZE > 1)
 
 
-def check_steps_of_loggers_agree_and_nothing_else_is_touched(tmp_path: Path) -> None:
+def check_steps_of_loggers_agree_and_nothing_else_is_touched(tmp_path):
     bar = TQDMProgressBar()
     logger = CSVLogger(tmp_path, name="logs", version=0)
     run = trainer(
@@ -327,16 +303,16 @@ def check_steps_of_loggers_agree_and_nothing_else_is_touched(tmp_path: Path) -> 
     assert [int(row["step"]) for row in rows if row["ring/step_ms"]] == theirs
 
 
-def check_skipped_steps_are_counted() -> None:
+def check_skipped_steps_are_counted():
     class Overflowing(Classifier):
-        def __init__(self, optimizer: str) -> None:
+        def __init__(self, optimizer):
             super().__init__()
             self.optimizer = optimizer
 
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def training_step(self, batch, batch_idx):
             return self.loss(batch) * (float("inf") if batch_idx == 1 else 1.0)
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             if self.optimizer == "LARS":
                 return LARS(self.parameters(), lr=0.1, skip_nonfinite=True)
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -352,13 +328,13 @@ def check_skipped_steps_are_counted() -> None:
     assert monitored(Overflowing("SGD"), plugins=[plugin]).skipped == 1
 
 
-def check_tensorboard_pages_are_written(tmp_path: Path) -> None:
+def check_tensorboard_pages_are_written(tmp_path):
     class Named(Classifier):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.save_hyperparameters({"width": 16})
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return LARS(self.parameters(), lr=0.1)
 
     logger = TensorBoardLogger(tmp_path, name="logs", version=0)

@@ -15,11 +15,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ring import RingStrategy
-from lightning_ring.gradients import layout
-from lightning_ring.gradients.layout import BucketLayout
 from lightning_ring.monitor import RingMonitor, dashboard, ring_monitor, step_times
 from lightning_ring.monitor.ring_report import RankMemory, RankRow, RingReport, SkippedSteps
 from lightning_ring.monitor.step_times import StepTimer
@@ -33,7 +31,6 @@ from tests.checks.models import (
     parameters,
     trainer,
 )
-from tests.strategies import ring
 
 FORCED: dict[str, Any] = {"force_communication": True}
 # what fails, several at a time, each with the part that is left out then; none where a listener is
@@ -73,26 +70,6 @@ class Planted(Exception):
     pass
 
 
-class TwoOptimizers(L.LightningModule):
-    """Buckets are laid out anew between the optimizers' steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.first = nn.Linear(8, 16)
-        self.second = nn.ModuleList([nn.Linear(16, 40), nn.Linear(8, 40), nn.Linear(40, 4)])
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-            hidden = self.second[1](batch[0]) + self.second[0](self.first(batch[0]))
-            self.manual_backward(self.second[2](torch.relu(hidden)).square().mean())
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.first, self.second)], []
-
-
 def fitted(
     make: type[L.LightningModule], strategy: RingStrategy, **arguments: Any
 ) -> tuple[Tensor, list[str]]:
@@ -109,32 +86,6 @@ def fitted(
     values = parameters(module)
     assert_all_ranks_equal(values)
     return values, [str(one.message) for one in caught if "monitor" in str(one.message)]
-
-
-def assert_same(found: Tensor, expected: Tensor) -> None:
-    assert torch.equal(found, expected)
-
-
-def check_two_optimizers_whose_buckets_are_laid_out_anew() -> None:
-    for sharded in (False, True):
-        for cap in (0.0005, "auto"):
-            asked: dict[str, Any] = {"bucket_cap_mb": cap, **FORCED}
-            with (
-                patch.object(
-                    layout,
-                    "merge",
-                    lambda sizes, ready, seconds: list(range(1, len(sizes) + 1)),
-                ),
-                # between a batch's steps
-                patch.object(BucketLayout, "backwards_before_auto", 4 if sharded else 3),
-            ):
-                plain, _ = fitted(TwoOptimizers, ring(sharded, monitor=False, **asked))
-                monitor = RingMonitor()
-                found, said = fitted(TwoOptimizers, ring(sharded, **asked), callbacks=[monitor])
-            assert_same(found, plain)
-            assert not said, "nothing failed"
-            assert monitor.report is not None
-            assert all(norm is not None for norm in monitor.report.gradient_norms)
 
 
 def check_a_failure_in_any_part_leaves_it_out(tmp_path: Path) -> None:
@@ -166,7 +117,7 @@ def check_a_batch_that_cannot_be_counted() -> None:
     found, said = fitted(
         Classifier, RingStrategy(**FORCED), callbacks=[RingMonitor(batch_size=images)]
     )
-    assert_same(found, plain)
+    assert torch.equal(found, plain)
     assert len(said) == 1, said
 
 

@@ -1,20 +1,15 @@
 """Checks of the recogniser on real ranks: against one process on the whole batch."""
 
-from __future__ import annotations
-
 import copy
-import warnings
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring import RingStrategy
@@ -31,7 +26,7 @@ from tests.processes import ROOT
 ITEMS, CLASSES, EACH = 26, 5, 6
 
 
-def recogniser(**options: Any) -> Recogniser:
+def recogniser(**options):
     """Without BatchNorm in the embedder, so that a rank's part of a batch is treated as in the
     whole batch.
     """
@@ -41,7 +36,7 @@ def recogniser(**options: Any) -> Recogniser:
     return Recogniser(embedder, 8, CLASSES, partial(torch.optim.SGD, lr=0.5), **options)
 
 
-def loss(name: str, **changes: Any) -> nn.Module:
+def loss(name, **changes):
     """As ``loss=NAME`` of the configuration."""
     config = OmegaConf.load(ROOT / "configs" / "loss" / f"{name}.yaml")
     config = OmegaConf.merge(
@@ -49,11 +44,11 @@ def loss(name: str, **changes: Any) -> nn.Module:
     )
     torch.manual_seed(4)
     config.loss.update(changes)
-    made: nn.Module = instantiate(config.loss)
+    made = instantiate(config.loss)
     return made
 
 
-def images(num: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def images(num, seed):
     generator = torch.Generator().manual_seed(seed)
     return (
         torch.randn(num, 3, 2, 2, generator=generator),
@@ -65,12 +60,12 @@ def images(num: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 class Given(L.LightningDataModule):
     """Trains on ``EACH`` images a rank; evaluates ``ITEMS``, in uneven parts."""
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         batch = images(EACH * SIZE, seed=0)
         mine = TensorDataset(*(column[RANK * EACH : (RANK + 1) * EACH] for column in batch))
         return DataLoader(mine, batch_size=EACH, sampler=each_once(EACH, 0, 1))
 
-    def val_dataloader(self) -> list[DataLoader]:
+    def val_dataloader(self):
         sets = [TensorDataset(*images(ITEMS, seed)) for seed in (1, 2, 3)]
         size = even_batch_size(ITEMS, SIZE, 4)
         sampler = each_once(ITEMS, RANK, SIZE)
@@ -80,18 +75,7 @@ class Given(L.LightningDataModule):
     test_dataloader = val_dataloader
 
 
-class NoPair(Given):
-    """No class has two of the images that are evaluated."""
-
-    def val_dataloader(self) -> DataLoader:
-        part = TensorDataset(*images(CLASSES, 1))
-        sampler = each_once(CLASSES, RANK, SIZE)
-        return DataLoader(part, even_batch_size(CLASSES, SIZE, 1), sampler=sampler)
-
-    test_dataloader = val_dataloader  # type: ignore[assignment]
-
-
-def alone(model: Recogniser) -> Recogniser:
+def alone(model):
     """A copy that believes to be one process, and logs nothing."""
     one = copy.deepcopy(model)
     one.log = lambda *_, **__: None  # type: ignore[method-assign]
@@ -99,13 +83,13 @@ def alone(model: Recogniser) -> Recogniser:
     return one
 
 
-def after(model: Recogniser, steps: int = 1, **options: Any) -> L.Trainer:
+def after(model, steps=1, **options):
     run = trainer(RingStrategy(), max_steps=steps, max_epochs=steps, limit_val_batches=0, **options)
     run.fit(model, datamodule=Given())
     return run
 
 
-def in_one_process(model: Recogniser, steps: int = 1) -> Recogniser:
+def in_one_process(model, steps=1):
     """A copy of ``model``, trained on the batch of all ranks."""
     one = alone(model)
     pictures, labels, indices = images(EACH * SIZE, seed=0)
@@ -117,7 +101,7 @@ def in_one_process(model: Recogniser, steps: int = 1) -> Recogniser:
     return one
 
 
-def check_gathered_losses_equal_one_process_on_the_whole_batch() -> None:
+def check_gathered_losses_equal_one_process_on_the_whole_batch():
     for file in sorted((ROOT / "configs" / "loss").glob("*.yaml")):
         if file.stem == "sharded":
             continue
@@ -132,8 +116,8 @@ def check_gathered_losses_equal_one_process_on_the_whole_batch() -> None:
         )
 
 
-def check_memory_holds_the_images_of_all_ranks_and_survives_a_checkpoint(tmp_path: Path) -> None:
-    def fresh() -> Recogniser:
+def check_memory_holds_the_images_of_all_ranks_and_survives_a_checkpoint(tmp_path):
+    def fresh():
         return recogniser(
             gather_embeddings=True, metric_loss=loss("multi_similarity", memory=EACH * SIZE + 5)
         )
@@ -150,8 +134,8 @@ def check_memory_holds_the_images_of_all_ranks_and_survives_a_checkpoint(tmp_pat
     torch.testing.assert_close(mine.embedding_memory, others.embedding_memory, rtol=1e-4, atol=1e-5)
 
 
-def check_sharded_head_trains_resumes_and_is_tested_as_in_one_process(tmp_path: Path) -> None:
-    def fresh() -> Recogniser:
+def check_sharded_head_trains_resumes_and_is_tested_as_in_one_process(tmp_path):
+    def fresh():
         return recogniser(metric_loss=loss("sharded", margin="cosface", size=0.2, scale=8))
 
     one = alone(fresh())
@@ -188,26 +172,7 @@ def check_sharded_head_trains_resumes_and_is_tested_as_in_one_process(tmp_path: 
     torch.testing.assert_close(whole, one.sharded_head.weight.detach(), rtol=1e-4, atol=1e-5)
 
 
-def check_own_losses_look_at_a_ranks_own_images() -> None:
-    model = recogniser()
-    one, batch, total = alone(model), images(EACH * SIZE, seed=0), torch.zeros(())
-    for rank in range(SIZE):
-        total = (
-            total
-            + one.training_step(
-                tuple(column[rank * EACH : (rank + 1) * EACH] for column in batch), 0
-            )
-            / SIZE
-        )
-    total.backward()
-    expected = torch.cat(
-        [(p - 0.5 * p.grad).detach().flatten() for p in one.embedder.parameters()]
-    ).double()
-    after(model)
-    torch.testing.assert_close(parameters(model.embedder), expected, rtol=1e-5, atol=1e-6)
-
-
-def check_strategies_under_which_the_loss_of_all_ranks_would_be_wrong_are_refused() -> None:
+def check_strategies_under_which_the_loss_of_all_ranks_would_be_wrong_are_refused():
     sharded, gathering = recogniser(metric_loss=loss("sharded")), recogniser(gather_embeddings=True)
     remembering = recogniser(metric_loss=loss("supcon", memory=99))
     for model, strategy, options, message in (
@@ -224,7 +189,7 @@ def check_strategies_under_which_the_loss_of_all_ranks_would_be_wrong_are_refuse
             )
 
 
-def check_evaluation_counts_each_image_once() -> None:
+def check_evaluation_counts_each_image_once():
     model = recogniser(classification_weight=1.0)
     tested = trainer(RingStrategy()).test(model, datamodule=Given(), verbose=False)
     metrics = {name: value for part in tested for name, value in part.items()}
@@ -251,29 +216,3 @@ def check_evaluation_counts_each_image_once() -> None:
                 assert abs(logged - value) < 1e-6, (name, gallery, metric, logged, value)
     assert "test_unseen/accuracy" not in metrics  # nothing was trained to name those classes
     assert not [name for name in metrics if "training" in name or "unseen_unseen" in name]
-
-
-def check_without_two_images_of_a_class_retrieval_is_left_out_with_a_warning() -> None:
-    model = recogniser(classification_weight=1.0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        (metrics,) = trainer(RingStrategy()).test(model, datamodule=NoPair(), verbose=False)
-    left_out = [
-        str(one.message) for one in caught if "left out of this evaluation" in str(one.message)
-    ]
-    assert len(left_out) == (RANK == 0)
-    assert not [name for name in metrics if "R@" in name]
-    assert "test/accuracy" in metrics, "the head is judged all the same"
-    # a few batches before training need not have a pair
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run = trainer(
-            RingStrategy(), max_steps=1, num_sanity_val_steps=1, check_val_every_n_epoch=9
-        )
-        run.fit(
-            model,
-            train_dataloaders=Given().train_dataloader(),
-            val_dataloaders=NoPair().val_dataloader(),
-        )
-    assert run.global_step == 1
-    assert not [one for one in caught if "left out of this evaluation" in str(one.message)]

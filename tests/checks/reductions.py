@@ -1,9 +1,6 @@
 """Values for reductions, and the plain reductions that communicators are compared with."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 
 from lightning_ring.comm.communicator import ReduceOp
 
@@ -13,7 +10,7 @@ COMPLEX = [torch.complex64, torch.complex128]
 HALVES = [torch.float16, torch.bfloat16]
 
 
-def values(numel: int, dtype: torch.dtype, world_size: int) -> list[Tensor]:
+def values(numel, dtype, world_size):
     generator = torch.Generator().manual_seed(numel + world_size)
     if dtype is torch.bool:
         return [torch.rand(numel, generator=generator) < 0.5 for _ in range(world_size)]
@@ -27,7 +24,7 @@ def values(numel: int, dtype: torch.dtype, world_size: int) -> list[Tensor]:
     return [part.to(dtype) for part in real]
 
 
-def plain(inputs: list[Tensor], op: ReduceOp) -> Tensor:
+def plain(inputs, op):
     """The same reduction without a ring, in double precision."""
     dtype = inputs[0].dtype
     wide = torch.stack(
@@ -45,12 +42,12 @@ def plain(inputs: list[Tensor], op: ReduceOp) -> Tensor:
     return total.to(dtype)
 
 
-def tolerance(dtype: torch.dtype) -> dict[str, float]:
+def tolerance(dtype):
     bits = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.complex64: 1e-4}
     return {"rtol": bits.get(dtype, 1e-9), "atol": bits.get(dtype, 1e-9)}
 
 
-def allowed() -> list[tuple[torch.dtype, ReduceOp]]:
+def allowed():
     pairs = [(dtype, op) for dtype in FLOATS + INTEGERS for op in ReduceOp]
     pairs += [
         (dtype, op) for dtype in COMPLEX for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)
@@ -58,7 +55,7 @@ def allowed() -> list[tuple[torch.dtype, ReduceOp]]:
     return [*pairs, (torch.bool, ReduceOp.MIN), (torch.bool, ReduceOp.MAX)]
 
 
-def rounded_once(inputs: list[Tensor], op: ReduceOp) -> Tensor:
+def rounded_once(inputs, op):
     total = inputs[0].float()
     for tensor in inputs[1:]:
         total = total + tensor.float()

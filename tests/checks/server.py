@@ -2,20 +2,15 @@
 and Fabric.
 """
 
-from __future__ import annotations
-
 import copy
 import time
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from mpi4py import MPI
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ring import RingStrategy, distribute
@@ -40,12 +35,12 @@ RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 class Timed(Noted):
     """A slow rank waits for ``awaited`` files before its fifth batch. Its logs wait for no rank."""
 
-    def __init__(self, awaited: Sequence[Path] = ()) -> None:
+    def __init__(self, awaited=()):
         super().__init__()
         self.awaited = awaited
         self.num_batches = 0
 
-    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         if self.num_batches == 4:
             until = time.monotonic() + 60
             while missing := [file.name for file in self.awaited if not file.exists()]:
@@ -53,32 +48,32 @@ class Timed(Noted):
                 time.sleep(0.01)
         return self.loss(batch)
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         self.num_batches += 1
 
 
 class Tells(L.Callback):
     """Writes ``file`` after nine batches."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file):
         self.file = file
 
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, module, *_):
         if module.num_batches == 8:  # a callback comes before the module's own hook
             self.file.touch()
 
 
-def check_bulk_mode_has_the_bits_of_ring_in_checkpoints_too(tmp_path: Path) -> None:
+def check_bulk_mode_has_the_bits_of_ring_in_checkpoints_too(tmp_path):
     folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
 
-    def run(strategy: Any, name: str, ckpt_path: str | None = None) -> Timed:
+    def run(strategy, name, ckpt_path=None):
         L.seed_everything(5, verbose=False)
         module = Timed()
         limits = {"limit_train_batches": 4, "limit_val_batches": 1, "accumulate_grad_batches": 2}
         fit_and_save(strategy, module, folder / name, ckpt_path=ckpt_path, **limits)
         return module
 
-    def compare(found: Any, expected: Any) -> None:
+    def compare(found, expected):
         exact = {"rtol": 0.0, "atol": 0.0} if SIZE == 2 else {"rtol": 1e-4, "atol": 1e-6}
         torch.testing.assert_close(found, expected, **exact)
 
@@ -103,7 +98,7 @@ def check_bulk_mode_has_the_bits_of_ring_in_checkpoints_too(tmp_path: Path) -> N
         compare(parameters(run(strategy, "elsewhere", path)), parameters(expected))
 
 
-def check_a_slow_rank_with_fewer_batches_holds_nobody_up(tmp_path: Path) -> None:
+def check_a_slow_rank_with_fewer_batches_holds_nobody_up(tmp_path):
     """The others take their steps meanwhile, and wait at the end of the epoch, whose weights are
     those of all.
     """
@@ -137,7 +132,7 @@ def check_a_slow_rank_with_fewer_batches_holds_nobody_up(tmp_path: Path) -> None
         )
 
 
-def check_loops_over_every_backend() -> None:
+def check_loops_over_every_backend():
     inputs = batches(8)
     for backend in ("mpi", "gloo", "auto"):
         for mode in ("bulk", "async"):
@@ -159,7 +154,7 @@ def check_loops_over_every_backend() -> None:
             assert steps == {8.0 if mode == "bulk" else 8.0 * SIZE}
 
 
-def check_a_rank_without_a_batch_takes_part_in_evaluations_and_checkpoints() -> None:
+def check_a_rank_without_a_batch_takes_part_in_evaluations_and_checkpoints():
     """Once before any other batch of its own."""
     inputs = batches(8)
     for idle in (0, 1):
@@ -184,18 +179,18 @@ def check_a_rank_without_a_batch_takes_part_in_evaluations_and_checkpoints() -> 
 class Stream(IterableDataset):
     """As many samples in each of its iterations, and none in further ones."""
 
-    def __init__(self, *lengths: int) -> None:
+    def __init__(self, *lengths):
         self.lengths = list(lengths)
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         length = self.lengths.pop(0) if self.lengths else 0  # once the first sample is asked for
         yield from (data()[i] for i in range(length))
 
 
-def check_a_trainers_rank_without_a_training_batch_is_an_error_of_every_rank() -> None:
+def check_a_trainers_rank_without_a_training_batch_is_an_error_of_every_rank():
     here = 0 if RANK == SIZE - 1 else 8
 
-    def said(algorithm: Any, train: Any, steps: int = 0, **arguments: Any) -> str:
+    def said(algorithm, train, steps=0, **arguments):
         """The error after ``steps`` steps."""
         job = trainer(RingStrategy(algorithm=algorithm), use_distributed_sampler=False, **arguments)
         with pytest.raises(UnevenBatchesError) as caught:
@@ -220,9 +215,9 @@ def check_a_trainers_rank_without_a_training_batch_is_an_error_of_every_rank() -
         assert MPI.COMM_WORLD.allgather(empty) == [empty] * SIZE
 
 
-def check_fabric_saves_the_servers_weights_and_goes_on_from_them(tmp_path: Path) -> None:
+def check_fabric_saves_the_servers_weights_and_goes_on_from_them(tmp_path):
     path = MPI.COMM_WORLD.bcast(str(tmp_path / "saved.ckpt"))
-    modes: tuple[Any, ...] = ("bulk", "async")
+    modes = ("bulk", "async")
     for mode in modes:
         loop = FabricLoop(ParameterServer(mode=mode), seed=3)
         loop.train(range(4))
@@ -238,7 +233,7 @@ def check_fabric_saves_the_servers_weights_and_goes_on_from_them(tmp_path: Path)
             assert torch.equal(again.train(range(4, 8)), straight)
 
 
-def check_what_cannot_work_is_refused() -> None:
+def check_what_cannot_work_is_refused():
     bulk = RingStrategy(algorithm=ParameterServer())
     with pytest.raises(ConfigurationError, match=r"gradient_clip_val=0\.5, but ParameterServer"):
         trainer(bulk, gradient_clip_val=0.5).fit(Classifier(), loader())
@@ -248,7 +243,7 @@ def check_what_cannot_work_is_refused() -> None:
         )
 
     class Clipping(Timed):
-        def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
+        def configure_gradient_clipping(self, optimizer, **_):
             self.clip_gradients(optimizer, 0.5, "value")
 
     clipping = trainer(RingStrategy(algorithm=ParameterServer()))

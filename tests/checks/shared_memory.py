@@ -2,17 +2,13 @@
 `tests.battery`.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
 import resource
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +22,7 @@ from lightning_ring.comm.backends.shared_memory.communicator import (
     open_shared_memory,
 )
 from lightning_ring.comm.backends.shared_memory.memory import SLOT_BYTES
-from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
+from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import CollectiveError
 from lightning_ring.job.communicators import open_communicator
@@ -40,19 +36,19 @@ CPU = torch.device("cpu")
 SIZES = (SHORT_BYTES // 4 + 3, SLOT_BYTES // 4 + 1, 700_001)
 
 
-def opened(**kwargs: Any) -> SharedMemoryCommunicator:
+def opened(**kwargs):
     comm = open_shared_memory(MPIBootstrap(), WaitPolicy(timedelta(seconds=60)), **kwargs)
     assert comm is not None
     return comm
 
 
-def in_shared_memory(comm: SharedMemoryCommunicator, like: Tensor) -> Tensor:
+def in_shared_memory(comm, like):
     tensor = comm.empty(like.numel(), like.dtype, CPU).copy_(like)
     assert tensor.nbytes <= SHORT_BYTES or comm.regions.location(tensor) > 0
     return tensor
 
 
-def check_in_place_and_copied_give_the_same_bits() -> None:
+def check_in_place_and_copied_give_the_same_bits():
     comm = opened()
     for dtype, op in allowed():
         inputs = values(70_003, dtype, comm.world_size)
@@ -67,7 +63,7 @@ def check_in_place_and_copied_give_the_same_bits() -> None:
     comm.close()
 
 
-def check_the_halves_and_broadcast_in_place() -> None:
+def check_the_halves_and_broadcast_in_place():
     comm = opened()
     for numel in SIZES:
         inputs = values(numel, torch.float32, comm.world_size)
@@ -88,7 +84,7 @@ def check_the_halves_and_broadcast_in_place() -> None:
     comm.close()
 
 
-def check_views_and_ranks_that_hold_it_elsewhere() -> None:
+def check_views_and_ranks_that_hold_it_elsewhere():
     comm = opened()
     memory = comm.empty(400_000, torch.float32, CPU).zero_()
     other = comm.empty(400_000, torch.float32, CPU).zero_()
@@ -106,7 +102,7 @@ def check_views_and_ranks_that_hold_it_elsewhere() -> None:
     comm.close()
 
 
-def check_rounds_never_mix() -> None:
+def check_rounds_never_mix():
     """Many collectives in a row, of all sizes, each from another delay: a torn one would be a
     wrong sum.
     """
@@ -126,7 +122,7 @@ def check_rounds_never_mix() -> None:
     comm.close()
 
 
-def check_it_goes_on_while_nobody_waits() -> None:
+def check_it_goes_on_while_nobody_waits():
     comm = opened()
     tensor = comm.empty(2_000_000, torch.float32, CPU).fill_(1)
     if comm.rank != 0:
@@ -142,7 +138,7 @@ def check_it_goes_on_while_nobody_waits() -> None:
     comm.close()
 
 
-def check_two_communicators_reach_the_same_memory() -> None:
+def check_two_communicators_reach_the_same_memory():
     inward = opened()
     outward = opened(beside=inward)
     flat = inward.empty(300_000, torch.float32, CPU).fill_(WORLD.rank + 1)
@@ -154,7 +150,7 @@ def check_two_communicators_reach_the_same_memory() -> None:
     outward.close()
 
 
-def mapped_bytes() -> int:
+def mapped_bytes():
     """Address space of this process that is files of ours."""
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -164,7 +160,7 @@ def mapped_bytes() -> int:
     return total
 
 
-def open_files() -> int:
+def open_files():
     return sum(
         "memfd:lightning_ring" in os.readlink(path)
         for path in Path("/proc/self/fd").iterdir()
@@ -172,7 +168,7 @@ def open_files() -> int:
     )
 
 
-def check_memory_goes_with_the_last_tensor() -> None:
+def check_memory_goes_with_the_last_tensor():
     named = set(os.listdir("/dev/shm"))
     gc.collect()
     before = mapped_bytes()
@@ -197,7 +193,7 @@ def check_memory_goes_with_the_last_tensor() -> None:
     assert not {name for name in set(os.listdir("/dev/shm")) - named if "ring" in name}
 
 
-def opened_by_a_job(backend: str) -> Communicator:
+def opened_by_a_job(backend):
     job = connect(discover_ranks(), CPU, timedelta(seconds=80))
     comm = open_communicator(job, backend, CPU, timedelta(seconds=80), timedelta(seconds=60))
     total = torch.full((100_000,), 1.0)
@@ -207,15 +203,15 @@ def opened_by_a_job(backend: str) -> Communicator:
 
 
 class Records(logging.Handler):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.lines: list[str] = []
+        self.lines = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.lines.append(record.getMessage())
 
 
-def with_little_memory(run: Callable[[], None]) -> list[str]:
+def with_little_memory(run):
     """What is logged while the last rank may not make files of more than 1 MiB; memory files
     count.
     """
@@ -233,8 +229,8 @@ def with_little_memory(run: Callable[[], None]) -> list[str]:
     return records.lines
 
 
-def check_too_little_memory_for_a_communicator() -> None:
-    def run() -> None:
+def check_too_little_memory_for_a_communicator():
+    def run():
         assert open_shared_memory(MPIBootstrap()) is None
 
     lines = with_little_memory(run)
@@ -247,10 +243,10 @@ def check_too_little_memory_for_a_communicator() -> None:
         assert "travel by messages instead" in lines[0]
 
 
-def check_too_little_memory_for_a_buffer() -> None:
+def check_too_little_memory_for_a_buffer():
     comm = opened()
 
-    def run() -> None:
+    def run():
         for _ in range(2):
             tensor = comm.empty(1_000_000, torch.float32, CPU).fill_(1)
             assert comm.regions.location(tensor) == 0
@@ -267,18 +263,18 @@ def check_too_little_memory_for_a_buffer() -> None:
     comm.close()
 
 
-def check_a_job_takes_shared_memory_by_itself_and_messages_where_asked_to() -> None:
+def check_a_job_takes_shared_memory_by_itself_and_messages_where_asked_to():
     assert isinstance(opened_by_a_job("auto"), SharedMemoryCommunicator)
     assert isinstance(opened_by_a_job("gloo"), GlooCommunicator)
     assert isinstance(opened_by_a_job("mpi"), MPICommunicator)
-    chosen: list[Communicator] = []
+    chosen = []
     lines = with_little_memory(lambda: chosen.append(opened_by_a_job("auto")))
     assert isinstance(chosen[0], MPICommunicator)
     assert len(lines) == (WORLD.rank == 0)
     assert isinstance(opened_by_a_job("auto"), SharedMemoryCommunicator)
 
 
-def check_a_new_communicator_does_not_wait_for_what_a_peer_never_called() -> None:
+def check_a_new_communicator_does_not_wait_for_what_a_peer_never_called():
     """As a refit after an exception that only some ranks had: the old one's timeout is 80 s."""
     for backend in ("auto", "gloo", "mpi"):
         comm = opened_by_a_job(backend)

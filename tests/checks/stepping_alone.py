@@ -2,16 +2,8 @@
 of Fabric.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
-
-import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
 
 from lightning_ring import RingFabricStrategy
 from tests.checks.fabric import ring
@@ -22,31 +14,24 @@ from tests.checks.models import Classifier, loader, parameters, trainer
 class Noted(Classifier):
     """Notes its parameters at validations."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(batch_norm=True)
-        self.validated: list[Tensor] = []
+        self.validated = []
 
-    def on_validation_start(self) -> None:
+    def on_validation_start(self):
         self.validated.append(parameters(self))
 
 
 def fit_and_save(
-    strategy: Any,
-    module: L.LightningModule,
-    folder: Path,
-    train: Iterable[Any] | None = None,
-    *,
-    ckpt_path: str | None = None,
-    callbacks: Sequence[L.Callback] = (),
-    **arguments: Any,
-) -> None:
+    strategy, module, folder, train=None, *, ckpt_path=None, callbacks=(), **arguments
+):
     """A fit with a validation, and ``folder/epoch=N.ckpt`` of each epoch."""
     saved = ModelCheckpoint(folder, save_top_k=-1, save_on_train_epoch_end=True, filename="{epoch}")
     job = trainer(strategy, callbacks=[saved, *callbacks], enable_checkpointing=True, **arguments)
     job.fit(module, loader() if train is None else train, loader(), ckpt_path=ckpt_path)
 
 
-def saved_parameters(path: Path, module: nn.Module) -> Tensor:
+def saved_parameters(path, module):
     """Those of a checkpoint, as `parameters` has those of ``module``."""
     saved = torch.load(path, weights_only=True)["state_dict"]
     return torch.cat([saved[name].reshape(-1).double() for name, _ in module.named_parameters()])
@@ -55,14 +40,14 @@ def saved_parameters(path: Path, module: nn.Module) -> Tensor:
 class FabricLoop:
     """A network with BatchNorm and AdamW, set up by Fabric."""
 
-    def __init__(self, algorithm: Any, seed: int) -> None:
+    def __init__(self, algorithm, seed):
         self.fabric = ring(RingFabricStrategy(algorithm=algorithm))
         module = network(norm=True, seed=seed)
         self.model, self.optimizer = self.fabric.setup(
             module, torch.optim.AdamW(module.parameters(), 0.01)
         )
 
-    def train(self, steps: range) -> Tensor:
+    def train(self, steps):
         inputs = batches(8)
         for step in steps:
             self.fabric.backward(loss_of(self.model(inputs[step])))
@@ -71,5 +56,5 @@ class FabricLoop:
         return parameters(self.model)
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self):
         return {"model": self.model, "optimizer": self.optimizer}

@@ -1,14 +1,9 @@
 """Checks of the timeline in real fits on real ranks."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -34,7 +29,7 @@ from tests.strategies import ring
 WORLD = MPI.COMM_WORLD
 
 
-def train(strategy: Any, *, batches: int = 6, module: Any = None, **arguments: Any) -> Classifier:
+def train(strategy, *, batches=6, module=None, **arguments):
     module = module or Classifier()
     fit(
         strategy,
@@ -48,7 +43,7 @@ def train(strategy: Any, *, batches: int = 6, module: Any = None, **arguments: A
 
 
 @contextmanager
-def environment(**variables: str) -> Iterator[None]:
+def environment(**variables):
     os.environ.update(variables)
     try:
         yield
@@ -57,13 +52,11 @@ def environment(**variables: str) -> Iterator[None]:
             del os.environ[name]
 
 
-def steps_of(events: list[dict[str, Any]], rank: int) -> list[int]:
+def steps_of(events, rank):
     return [event["args"]["step"] for event in slices(events, "steps", rank)]
 
 
-def assert_within_steps(
-    events: list[dict[str, Any]], track: str, rank: int, slack: float = 1e3
-) -> None:
+def assert_within_steps(events, track, rank, slack=1e3):
     """Each slice lies in the step that its ``args`` name, or (new parameters) reaches into the
     next one; µs.
     """
@@ -75,7 +68,7 @@ def assert_within_steps(
         assert event["ts"] + event["dur"] <= last["ts"] + last["dur"] + slack, (track, event)
 
 
-def check_every_phase_and_bucket_of_every_step(tmp_path: Path) -> None:
+def check_every_phase_and_bucket_of_every_step(tmp_path):
     path = tmp_path / "deep" / "trace.json"
     module = train(RingStrategy(timeline=path, bucket_cap_mb=0.0005, force_communication=True))
     events = read_trace(path)
@@ -114,7 +107,7 @@ def check_every_phase_and_bucket_of_every_step(tmp_path: Path) -> None:
     ), "one host"
 
 
-def check_sharded_steps_have_both_halves(tmp_path: Path) -> None:
+def check_sharded_steps_have_both_halves(tmp_path):
     path = tmp_path / "trace.json"
     train(ring(True, timeline=path, bucket_cap_mb=0.0005, force_communication=True))
     events = read_trace(path)
@@ -133,7 +126,7 @@ def check_sharded_steps_have_both_halves(tmp_path: Path) -> None:
             assert event["ts"] >= optimizer[event["args"]["step"]]["ts"]
 
 
-def check_accumulation_compression_validation_and_checkpoints(tmp_path: Path) -> None:
+def check_accumulation_compression_validation_and_checkpoints(tmp_path):
     path = tmp_path / "trace.json"
     keep = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
     train(
@@ -164,7 +157,7 @@ def check_accumulation_compression_validation_and_checkpoints(tmp_path: Path) ->
                 )
 
 
-def check_training_is_the_same_with_it(tmp_path: Path) -> None:
+def check_training_is_the_same_with_it(tmp_path):
     results = []
     for timeline in (None, tmp_path / "trace.json"):
         L.seed_everything(3, verbose=False)
@@ -173,7 +166,7 @@ def check_training_is_the_same_with_it(tmp_path: Path) -> None:
     assert_all_ranks_equal(results[1])
 
 
-def check_fits_of_one_script_are_numbered_and_a_run_replaces_the_last(tmp_path: Path) -> None:
+def check_fits_of_one_script_are_numbered_and_a_run_replaces_the_last(tmp_path):
     path, other = tmp_path / "trace.json", tmp_path / "other.json"
     if RANK == 0:
         old = (
@@ -191,18 +184,14 @@ def check_fits_of_one_script_are_numbered_and_a_run_replaces_the_last(tmp_path: 
     assert [
         len(steps_of(read_trace(tmp_path / f"{name}.json"), 0))
         for name in ("trace", "trace-2", "other")
-    ] == [
-        2,
-        3,
-        1,
-    ]
+    ] == [2, 3, 1]
     names = {file.name for file in tmp_path.iterdir()}
     assert "trace-mine.json" in names, "no timeline: left alone"
     assert not names & {"trace.rank7.jsonl", "trace-3.json"}
     assert not [name for name in names if name.endswith(".part")]
 
 
-def check_the_environment_of_rank_0_counts(tmp_path: Path) -> None:
+def check_the_environment_of_rank_0_counts(tmp_path):
     """Plain mpirun hands no variables to other hosts: all ranks start, or none."""
     path, other = tmp_path / "trace.json", tmp_path / "other.json"
     with environment(**({"RING_TIMELINE": str(path)} if RANK == 0 else {})):
@@ -215,7 +204,7 @@ def check_the_environment_of_rank_0_counts(tmp_path: Path) -> None:
     assert not other.exists()
 
 
-def check_an_unwritable_path_is_one_error_before_the_first_step(tmp_path: Path) -> None:
+def check_an_unwritable_path_is_one_error_before_the_first_step(tmp_path):
     if RANK == 0:
         (tmp_path / f"trace.rank{SIZE - 1}.jsonl").mkdir()  # what only the last rank cannot replace
     WORLD.Barrier()
@@ -231,9 +220,9 @@ def check_an_unwritable_path_is_one_error_before_the_first_step(tmp_path: Path) 
 
 
 @contextmanager
-def said() -> Iterator[list[str]]:
+def said():
     """What this package logs."""
-    messages: list[str] = []
+    messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning_ring").addHandler(handler)
@@ -243,9 +232,7 @@ def said() -> Iterator[list[str]]:
         logging.getLogger("lightning_ring").removeHandler(handler)
 
 
-def check_a_path_that_another_job_writes_is_one_error_and_with_a_switch_a_warning(
-    tmp_path: Path,
-) -> None:
+def check_a_path_that_another_job_writes_is_one_error_and_with_a_switch_a_warning(tmp_path):
     path, switch = tmp_path / "trace.json", tmp_path / "on"
     other = {"generator": "lightning_ring", "run": "another"}
     file = (
@@ -270,13 +257,11 @@ def check_a_path_that_another_job_writes_is_one_error_and_with_a_switch_a_warnin
 class Between(L.Callback):
     """Records from batch 2 to batch 5, by hand."""
 
-    def __init__(self, path: Path, max_mb: float | None = None) -> None:
+    def __init__(self, path, max_mb=None):
         self.path, self.max_mb = path, max_mb
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        timeline: Any = trainer.strategy.timeline  # type: ignore[attr-defined]
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        timeline = trainer.strategy.timeline  # type: ignore[attr-defined]
         if batch_idx == 2:
             timeline.start(self.path, self.max_mb)
             timeline.start()  # it is on
@@ -288,7 +273,7 @@ class Between(L.Callback):
             assert not trainer.strategy.listeners  # type: ignore[attr-defined]
 
 
-def check_started_and_stopped_by_hand(tmp_path: Path) -> None:
+def check_started_and_stopped_by_hand(tmp_path):
     path = tmp_path / "trace.json"
     strategy = RingStrategy(force_communication=True, monitor=False)
     with pytest.raises(ConfigurationError, match="without a path"):
@@ -304,19 +289,17 @@ def check_started_and_stopped_by_hand(tmp_path: Path) -> None:
 class Operator(L.Callback):
     """Makes and removes a file, as somebody outside the job would."""
 
-    def __init__(self, switch: Path) -> None:
+    def __init__(self, switch):
         self.switch = switch
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if RANK == 0 and batch_idx == 5:
             self.switch.touch()
         if RANK == 0 and batch_idx == 45:
             self.switch.unlink()
 
 
-def check_switched_on_and_off_from_outside(tmp_path: Path) -> None:
+def check_switched_on_and_off_from_outside(tmp_path):
     switch = tmp_path / "on"
     with environment(RING_TIMELINE=str(tmp_path / "trace.json"), RING_TIMELINE_SWITCH=str(switch)):
         train(RingStrategy(), batches=64, callbacks=[Operator(switch)])
@@ -324,9 +307,9 @@ def check_switched_on_and_off_from_outside(tmp_path: Path) -> None:
         assert steps_of(read_trace(tmp_path / "trace.json"), rank) == list(range(20, 60))
 
 
-def check_a_largest_size(tmp_path: Path) -> None:
+def check_a_largest_size(tmp_path):
     class Chatty(Between):
-        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        def on_train_batch_end(self, trainer, *_):
             session = trainer.strategy.timeline._session  # type: ignore[attr-defined]
             for _ in range(2000 if session else 0):
                 session.recorder.slice(1, "step", 0.0, 0.0)

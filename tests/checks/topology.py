@@ -5,7 +5,6 @@ on made-up nodes.
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -16,15 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-from torch import nn
 
 from lightning_ring.comm.backends.gloo import GlooCommunicator
 from lightning_ring.comm.backends.shared_memory import memory as shared_memory
 from lightning_ring.comm.backends.shared_memory.communicator import SharedMemoryCommunicator
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
-from lightning_ring.errors import CollectiveError, ConfigurationError
-from lightning_ring.gradients.reducer import Reducer
+from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, current_job, open_job
 from lightning_ring.job.members import JobMember, info_of
@@ -202,35 +199,3 @@ def check_in_the_node_tensors_are_reduced_where_they_are() -> None:
             assert isinstance(level, SharedMemoryCommunicator)
             assert level.regions.location(flat[1000:]) > 0
             assert level.regions.location(torch.empty(300_000)) == 0
-
-
-def check_diverged_calls_are_one_error_on_every_rank() -> None:
-    with opened(BLOCKS) as comm:
-        with pytest.raises(CollectiveError, match="bucket 5") as caught:
-            comm.all_reduce_(torch.ones(90_000 + comm.rank // 3), name="bucket 5").wait()
-        assert len(set(WORLD.allgather(str(caught.value)))) == 1
-
-
-def check_training_flat_and_nested_agrees() -> None:
-    torch.manual_seed(3)
-    start = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 10))
-    inputs = torch.randn(4, 5, 16, 64)  # by rank and step
-    trained = []
-    for topology in ("flat", "hierarchical"):
-        model = copy.deepcopy(start)
-        with opened(ROUND_ROBIN, topology=topology) as comm:
-            reducer = Reducer(comm, model.named_parameters(), bucket_cap_mb=0.05)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for batch in inputs[comm.rank]:
-                optimizer.zero_grad()
-                with reducer.backward():
-                    model(batch).square().mean().backward()
-                optimizer.step()
-            reducer.remove()
-        trained.append(torch.cat([param.detach().view(-1) for param in model.parameters()]))
-        mine = trained[-1].numpy().tobytes()
-        assert all(other == mine for other in WORLD.allgather(mine))
-    torch.testing.assert_close(trained[0], trained[1], rtol=1e-6, atol=1e-6)
-    assert not torch.equal(
-        trained[0], torch.cat([param.detach().view(-1) for param in start.parameters()])
-    )

@@ -1,10 +1,6 @@
 """The Chrome trace event format, as strictly as it can be read."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 METADATA = {
     "process_name": str,
@@ -15,17 +11,17 @@ METADATA = {
 }
 
 
-def read_trace(path: Path) -> list[dict[str, Any]]:
+def read_trace(path):
     """The events of ``path``, after it was found to keep every rule."""
     trace = json.loads(
         path.read_bytes(), parse_constant=_refuse, object_pairs_hook=_without_duplicates
     )
     assert set(trace) == {"displayTimeUnit", "otherData", "traceEvents"}
     assert trace["displayTimeUnit"] == "ms"
-    threads: dict[tuple[int, int], str] = {}
-    processes: dict[int, str] = {}
-    open_until: dict[tuple[int, int], list[float]] = {}
-    latest: dict[tuple[int, int], float] = {}
+    threads = {}
+    processes = {}
+    open_until = {}
+    latest = {}
     for event in trace["traceEvents"]:
         thread = event["pid"], event["tid"]
         assert type(event["pid"]) is int
@@ -60,7 +56,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     return trace["traceEvents"]
 
 
-def slices(events: list[dict[str, Any]], track: str, pid: int) -> list[dict[str, Any]]:
+def slices(events, track, pid):
     """The slices of the thread ``track`` of rank ``pid``, without those inside others
     (``"queued"``).
     """
@@ -76,14 +72,14 @@ def slices(events: list[dict[str, Any]], track: str, pid: int) -> list[dict[str,
     ]
 
 
-def tracks(events: list[dict[str, Any]], pid: int) -> list[str]:
+def tracks(events, pid):
     return [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == pid]
 
 
-def _refuse(constant: str) -> None:
+def _refuse(constant):
     raise ValueError(f"{constant} is no JSON")
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs):
     assert len({key for key, _ in pairs}) == len(pairs), f"a key is there twice: {pairs}"
     return dict(pairs)

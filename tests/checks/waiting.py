@@ -1,7 +1,5 @@
 """What a rank's waiting takes of the cores, run on both ranks of one mpirun by `tests.battery`."""
 
-from __future__ import annotations
-
 import time
 
 import torch
@@ -13,7 +11,7 @@ WORLD = MPI.COMM_WORLD
 LATE = 1.0  # seconds; a wait that spins would take as much of a core
 
 
-def check_waiting_for_a_late_rank_takes_no_core() -> None:
+def check_waiting_for_a_late_rank_takes_no_core():
     """Neither in the thread behind, while this one could compute, nor in the one that waits in
     the end.
     """

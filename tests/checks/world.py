@@ -2,12 +2,9 @@
 rank of a battery.
 """
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from functools import cache
-from typing import Any
 
 import torch.distributed as dist
 
@@ -15,7 +12,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 @cache
-def open_gloo() -> None:
+def open_gloo():
     """torch.distributed's default group over Gloo, unless it is up; rank 0's port travels over
     MPI.
     """
@@ -39,7 +36,7 @@ def open_gloo() -> None:
 
 
 @cache
-def communicator() -> Any:
+def communicator():
     from lightning_ring.comm.waiting import WaitPolicy
 
     if os.environ.get("RING_CHECK_BACKEND", "gloo") == "mpi":

@@ -1,7 +1,5 @@
 """The dispatcher: what `lightning-ring` lists is there, and listing it imports none of it."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
@@ -12,13 +10,13 @@ from lightning_ring.cli import main as dispatcher
 from tests.processes import clean_env
 
 
-def test_every_listed_command_is_there() -> None:
+def test_every_listed_command_is_there():
     for module, what in dispatcher.COMMANDS.values():
         assert importlib.util.find_spec(module) is not None
         assert what
 
 
-def test_help_lists_the_commands_and_imports_none_of_them() -> None:
+def test_help_lists_the_commands_and_imports_none_of_them():
     code = (
         "import sys; from lightning_ring.cli.main import main\ntry: main(['--help'])\nexcept "
         "SystemExit as end: print(end.code, sorted(sys.modules.keys() & {'torch', 'lightning', "
@@ -33,9 +31,7 @@ def test_help_lists_the_commands_and_imports_none_of_them() -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["beach"], ["--bench"]])
-def test_no_command_or_an_unknown_one_ends_with_2(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_command_or_an_unknown_one_ends_with_2(words, capsys):
     with pytest.raises(SystemExit) as end:
         dispatcher.main(words)
     assert end.value.code == 2

@@ -2,20 +2,16 @@
 trains over it.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work, shard
+from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, shard
 from lightning_ring.errors import CollectiveError, ConfigurationError
 from lightning_ring.gradients.reducer import Reducer
 
@@ -23,32 +19,32 @@ from lightning_ring.gradients.reducer import Reducer
 class ListCommunicator(Communicator):
     """Ranks are threads that leave copies of their tensors in one list."""
 
-    def __init__(self, rank: int, copies: list[Any], meeting: threading.Barrier) -> None:
+    def __init__(self, rank, copies, meeting):
         self.rank, self.world_size = rank, len(copies)
         self._copies, self._meeting = copies, meeting
         self.closed = False
 
-    def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+    def all_reduce_(self, tensor, *, op=ReduceOp.SUM, name=""):
         stacked = torch.stack(self._exchange(tensor))
         tensor.copy_(stacked.sum(0) / (self.world_size if op is ReduceOp.AVG else 1))
         return CompletedWork()
 
-    def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+    def reduce_scatter_(self, flat, *, op=ReduceOp.SUM, name=""):
         return self.all_reduce_(flat, op=op, name=name)
 
-    def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
+    def all_gather_(self, flat, *, name=""):
         for index, other in zip(self.shard_indices, self._exchange(flat), strict=True):
             shard(flat, self.world_size, index).copy_(shard(other, self.world_size, index))
         return CompletedWork()
 
-    def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
+    def broadcast_(self, tensor, *, src=0, name=""):
         tensor.copy_(self._exchange(tensor)[src])
         return CompletedWork()
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
 
-    def _exchange(self, tensor: Tensor) -> list[Tensor]:
+    def _exchange(self, tensor):
         self._copies[self.rank] = tensor.detach().clone()
         self._meeting.wait(60)
         everyones = list(self._copies)
@@ -60,13 +56,11 @@ class BackwardsCommunicator(ListCommunicator):
     """Its reduce-scatter leaves the last shard on rank 0."""
 
     @property
-    def shard_indices(self) -> Sequence[int]:
+    def shard_indices(self):
         return range(self.world_size)[::-1]
 
 
-def run_ranks(
-    world_size: int, fn: Callable[[Any], Any], kind: type[ListCommunicator] = ListCommunicator
-) -> list[Any]:
+def run_ranks(world_size, fn, kind=ListCommunicator):
     copies, meeting = [None] * world_size, threading.Barrier(world_size)
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(lambda rank: fn(kind(rank, copies, meeting)), range(world_size)))
@@ -74,10 +68,8 @@ def run_ranks(
 
 @pytest.mark.parametrize("kind", [ListCommunicator, BackwardsCommunicator])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_other_methods_are_written_over_the_five(
-    world_size: int, kind: type[ListCommunicator]
-) -> None:
-    def rank(comm: ListCommunicator) -> None:
+def test_the_other_methods_are_written_over_the_five(world_size, kind):
+    def rank(comm):
         ranks = range(world_size)
         for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64):
             gathered = comm.all_gather(torch.full((2, 3), comm.rank % 2).to(dtype))
@@ -116,20 +108,20 @@ def test_the_other_methods_are_written_over_the_five(
     run_ranks(world_size, rank, kind)
 
 
-def test_a_backend_that_lacks_a_collective_cannot_be_made() -> None:
+def test_a_backend_that_lacks_a_collective_cannot_be_made():
     class Incomplete(Communicator):
-        def close(self) -> None: ...
+        def close(self): ...
 
     with pytest.raises(TypeError, match="all_gather_"):
         Incomplete()
 
 
-def test_a_plain_loop_trains_over_it_as_one_process_does() -> None:
+def test_a_plain_loop_trains_over_it_as_one_process_does():
     torch.manual_seed(0)
     start = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     xs, ys = torch.randn(20, 6, dtype=torch.float64), torch.randint(0, 3, (20,))
 
-    def train(net: nn.Module, x: Tensor, y: Tensor, reducer: Reducer | None) -> Tensor:
+    def train(net, x, y, reducer):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         for _ in range(5):
             optimizer.zero_grad()
@@ -142,7 +134,7 @@ def test_a_plain_loop_trains_over_it_as_one_process_does() -> None:
             optimizer.step()
         return torch.cat([param.detach().reshape(-1) for param in net.parameters()])
 
-    def rank(comm: ListCommunicator) -> Tensor:
+    def rank(comm):
         net = copy.deepcopy(start)
         rows = slice(10 * comm.rank, 10 * comm.rank + 10)
         return train(

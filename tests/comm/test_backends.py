@@ -1,7 +1,5 @@
 """The same checks over Gloo and over MPI, on real ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.battery import check_names

@@ -2,8 +2,6 @@
 thread at exit.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
@@ -20,11 +18,11 @@ from tests.processes import run
 class Steps:
     """A collective of two steps: which threads took them, once ``peers_are_here``."""
 
-    def __init__(self) -> None:
-        self.threads: list[int] = []
+    def __init__(self):
+        self.threads = []
         self.peers_are_here = False
 
-    def queue(self) -> CollectiveQueue:
+    def queue(self):
         return CollectiveQueue(WaitPolicy(), lambda number: self.peers_are_here, lambda number: [])
 
     def run(self):

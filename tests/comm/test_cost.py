@@ -1,7 +1,5 @@
 """The α–β model: what it predicts, and that its fit finds the link behind noisy times."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -14,7 +12,7 @@ LINK = CostModel(alpha_seconds=50e-6, bandwidth=125e6)
 SIZES = [2**power for power in range(10, 29, 2)]
 
 
-def test_the_formula_of_the_ring() -> None:
+def test_the_formula_of_the_ring():
     assert LINK.seconds(100e6, 4) == pytest.approx(2 * 3 * (50e-6 + 100e6 / (4 * 125e6)))
     assert LINK.seconds(100e6, 4, "reduce_scatter") == pytest.approx(LINK.seconds(100e6, 4) / 2)
     assert LINK.seconds(100e6, 4, "all_gather") == pytest.approx(LINK.seconds(100e6, 4) / 2)
@@ -23,14 +21,14 @@ def test_the_formula_of_the_ring() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
-def test_exact_times_give_the_link_back(world_size: int, collective: str) -> None:
+def test_exact_times_give_the_link_back(world_size, collective):
     times = [LINK.seconds(size, world_size, collective) for size in SIZES]
     model = fit(SIZES, times, world_size, collective=collective)  # type: ignore[arg-type]
     assert model.alpha_seconds == pytest.approx(50e-6, rel=1e-6)
     assert model.bandwidth == pytest.approx(125e6, rel=1e-6)
 
 
-def test_noise_and_outliers_hardly_move_the_fit() -> None:
+def test_noise_and_outliers_hardly_move_the_fit():
     noise = random.Random(0)
     sizes, times = [], []
     for size in SIZES:
@@ -45,7 +43,7 @@ def test_noise_and_outliers_hardly_move_the_fit() -> None:
     assert model.bandwidth == pytest.approx(125e6, rel=0.1)
 
 
-def test_neither_part_is_ever_negative() -> None:
+def test_neither_part_is_ever_negative():
     flat = fit([1e3, 1e4, 1e5], [3e-4, 2e-4, 1e-4], 2)
     assert flat.alpha_seconds > 0
     assert flat.bandwidth == math.inf
@@ -64,8 +62,6 @@ def test_neither_part_is_ever_negative() -> None:
         ([1e3, 1e6], [0.1, math.nan], 2, "no measurement"),
     ],
 )
-def test_what_cannot_be_fitted_says_why(
-    sizes: list, times: list, world_size: int, expected: str
-) -> None:
+def test_what_cannot_be_fitted_says_why(sizes, times, world_size, expected):
     with pytest.raises(ConfigurationError, match=expected):
         fit(sizes, times, world_size)

@@ -1,9 +1,6 @@
 """A rank that leaves while messages are under way ends with the exit code of its script."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ from tests.processes import run
 pytestmark = pytest.mark.ranks
 
 
-def test_exit_codes_are_the_scripts_own(tmp_path: Path) -> None:
+def test_exit_codes_are_the_scripts_own(tmp_path):
     script, num_pairs = leaving_script.__file__, len(leaving_script.WAYS)
     ended = run([sys.executable, script, str(tmp_path), str(num_pairs)], timeout=140)
     lines = ended.stdout.splitlines()

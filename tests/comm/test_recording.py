@@ -1,7 +1,5 @@
 """A communicator that tells when its collectives were called, waited for, and over."""
 
-from __future__ import annotations
-
 import time
 
 import torch

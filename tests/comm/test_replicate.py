@@ -2,17 +2,12 @@
 differ.
 """
 
-from __future__ import annotations
-
-from collections import defaultdict
-
 import pytest
 import torch
 from torch import nn
 
 from lightning_ring.comm import replicate
 from lightning_ring.comm.replicate import (
-    broadcast_buffers,
     broadcast_module,
     broadcast_optimizer_state,
     check_same_model,
@@ -24,7 +19,7 @@ from tests.thread_ranks import run_ranks
 class Everything(nn.Module):
     """Parameters and buffers of every kind that a model may hold."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         super().__init__()
         g = torch.Generator().manual_seed(seed)
         self.weight = nn.Parameter(torch.randn(5, 3, generator=g))
@@ -41,11 +36,11 @@ class Everything(nn.Module):
         self.register_buffer("phase", torch.randn(3, dtype=torch.complex64, generator=g))
 
 
-def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+def tensors(module):
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def assert_same(one: nn.Module, other: nn.Module) -> None:
+def assert_same(one, other):
     for name, tensor in tensors(one).items():
         assert torch.equal(tensor, tensors(other)[name]), name
 
@@ -69,32 +64,7 @@ def test_all_ranks_get_every_tensor_of_the_source(world_size, message_bytes, mon
         assert_same(module, Everything(src))
 
 
-def test_few_messages_however_many_parameters():
-    def rank(comm):
-        names = []
-        original = comm.broadcast_
-        comm.broadcast_ = lambda tensor, **kwargs: (
-            names.append(tensor.dtype),
-            original(tensor, **kwargs),
-        )[1]
-        broadcast_module(nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(50))), comm)
-        return names
-
-    assert sorted(map(str, run_ranks(2, rank)[0])) == ["torch.float32", "torch.int64"]
-
-
-def test_buffers_alone():
-    def rank(comm):
-        module = Everything(comm.rank)
-        broadcast_buffers(module, comm)
-        return module
-
-    module = run_ranks(2, rank)[1]
-    assert torch.equal(module.norm.running_mean, Everything(0).norm.running_mean)
-    assert torch.equal(module.weight, Everything(1).weight)
-
-
-def trained(seed: int, optimizer_class: type, steps: int, **kwargs):
+def trained(seed, optimizer_class, steps, **kwargs):
     torch.manual_seed(seed)
     model = nn.Linear(3, 2)
     optimizer = optimizer_class(model.parameters(), **kwargs)
@@ -213,30 +183,3 @@ def test_different_optimizers_are_refused_on_every_rank():
             broadcast_optimizer_state(torch.optim.SGD(params, lr=0.1), comm)
 
     run_ranks(2, rank)
-
-
-class Settings(dict):
-    """A dictionary of an optimizer of the user's, which `torch.utils._pytree` would take for one
-    value.
-    """
-
-
-def test_optimizer_state_of_other_types_arrives_with_its_tensors_and_types():
-    def rank(comm):
-        param = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-        optimizer = torch.optim.SGD([param], lr=0.1)
-        if comm.rank == 0:
-            optimizer.state[param] = {
-                "size": torch.Size([2, 3]),
-                "own": Settings(moment=torch.full((2,), 1 / 3)),
-                "defaults": defaultdict(lambda: 1, count=2),
-                "history": [torch.ones(2), 5],
-                "note": "x",
-            }
-        broadcast_optimizer_state(optimizer, comm)
-        state = optimizer.state[param]
-        assert torch.equal(state["own"]["moment"], torch.full((2,), 1 / 3))  # and its dtype
-        assert torch.equal(state["history"][0], torch.ones(2))
-        return type(state["size"]), state["defaults"]["count"], state["history"][1], state["note"]
-
-    assert run_ranks(2, rank) == [(torch.Size, 2, 5, "x")] * 2

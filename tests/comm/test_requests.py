@@ -1,44 +1,36 @@
 """Questions between ranks that are threads: lengths, order, errors, and the end."""
 
-from __future__ import annotations
-
-import threading
 import time
 from collections import defaultdict
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ring.comm import requests
-from lightning_ring.comm.requests import Answer, Requests
 from lightning_ring.errors import CollectiveError
-from tests.thread_ranks import Message, ThreadCommunicator, ThreadTransport, run_ranks
+from tests.thread_ranks import ThreadTransport, run_ranks
 
 LENGTHS = (0, 1, 99, 100, 101, 250)
 
 
-def numbered(length: int, asking: int, asked: int) -> Tensor:
+def numbered(length, asking, asked):
     return (torch.arange(length) + 10 * asking + asked).to(torch.uint8)
 
 
-def opened(comm: ThreadCommunicator, answer: Answer) -> Requests:
+def opened(comm, answer):
     found = comm.open_requests(answer)
     found.start()
     return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_rank_asks_all_at_once_and_gets_the_answers_in_order(
-    world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rank_asks_all_at_once_and_gets_the_answers_in_order(world_size, monkeypatch):
     monkeypatch.setattr(requests, "_PIECE_BYTES", 100)
 
-    def rank(comm: ThreadCommunicator) -> None:
-        asked: dict[int, list[int]] = {peer: [] for peer in range(world_size)}
+    def rank(comm):
+        asked = {peer: [] for peer in range(world_size)}
 
-        def answer(peer: int, question: Tensor) -> Tensor:
+        def answer(peer, question):
             assert torch.equal(question, numbered(question.numel(), peer, comm.rank))
             asked[peer].append(question.numel())
             return torch.cat([question, question.flip(0)])
@@ -64,21 +56,19 @@ def test_every_rank_asks_all_at_once_and_gets_the_answers_in_order(
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_what_two_ranks_ask_each_other_shares_no_connection(
-    world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_two_ranks_ask_each_other_shares_no_connection(world_size, monkeypatch):
     """Over a shared one Gloo sends a long message only when the other rank's own long message
     has passed.
     """
-    sent: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+    sent = defaultdict(set)
     isend = ThreadTransport.isend
 
-    def recorded(self: ThreadTransport, tensor: Tensor, dst: int, tag: int = 0) -> Message:
+    def recorded(self, tensor, dst, tag=0):
         if tensor.nbytes in (3000, 5000):
             sent[self.connection, self.rank, dst].add(tensor.nbytes)
         return isend(self, tensor, dst, tag)
 
-    def rank(comm: ThreadCommunicator) -> None:
+    def rank(comm):
         open_requests = opened(comm, lambda peer, question: torch.zeros(5000, dtype=torch.uint8))
         questions = {peer: [torch.zeros(3000, dtype=torch.uint8)] for peer in range(world_size)}
         open_requests.ask(
@@ -92,87 +82,14 @@ def test_what_two_ranks_ask_each_other_shares_no_connection(
     assert sorted(map(list, sent.values())) == [[3000]] * ways + [[5000]] * ways
 
 
-def test_several_questions_wait_for_no_answers_between_them() -> None:
-    second_arrived = threading.Event()
-
-    def rank(comm: ThreadCommunicator) -> None:
-        answers: list[tuple[int, list[int]]] = []
-
-        def answer(peer: int, question: Tensor) -> Tensor:
-            if question[0] == 1:
-                second_arrived.set()
-            return question + 10
-
-        def use(peer: int, index: int, theirs: Tensor) -> None:
-            assert peer == 1
-            answers.append((index, theirs.tolist()))
-            assert second_arrived.wait(30), (
-                "the second question waits for the use of the first answer"
-            )
-
-        open_requests = opened(comm, answer)
-        if comm.rank == 0:
-            questions = [
-                torch.full((length,), index, dtype=torch.uint8)
-                for index, length in enumerate((200, 3, 99))
-            ]
-            last = open_requests.ask({1: questions}, "numbers", use).wait()
-            assert answers == [(0, [10] * 200), (1, [11] * 3), (2, [12] * 99)]
-            assert last[1].tolist() == [12] * 99
-            open_requests.ask({1: questions}, "again", use).wait()
-        open_requests.close()
-
-    run_ranks(2, rank)
-
-
-def test_the_next_messages_arrive_while_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each waits until a thread gets a core, on ranks that compute, and the wire is idle
-    meanwhile.
-    """
-    expected: dict[int, list[Message]] = {0: [], 1: []}  # by rank what it receives of long messages
-    irecv = ThreadTransport.irecv
-
-    def recorded(self: ThreadTransport, tensor: Tensor, src: int, tag: int = 0) -> Message:
-        message = irecv(self, tensor, src, tag)
-        if tensor.nbytes == 3000:
-            expected[self.rank].append(message)
-        return message
-
-    def wait_for_the_second(rank: int) -> None:
-        until = time.monotonic() + 30
-        while not (len(expected[rank]) > 1 and expected[rank][1].over):
-            assert time.monotonic() < until, "the second message waits until the first one was used"
-            time.sleep(0.01)
-
-    def rank(comm: ThreadCommunicator) -> None:
-        def answer(peer: int, question: Tensor) -> Tensor:
-            wait_for_the_second(comm.rank)
-            return question + 1
-
-        def use(peer: int, index: int, theirs: Tensor) -> None:
-            wait_for_the_second(comm.rank)
-            assert theirs.tolist() == [index + 1] * 3000
-
-        open_requests = opened(comm, answer)
-        if comm.rank == 0:
-            questions = [torch.full((3000,), index, dtype=torch.uint8) for index in range(5)]
-            open_requests.ask({1: questions}, "numbers", use).wait()
-        open_requests.close()
-
-    monkeypatch.setattr(ThreadTransport, "irecv", recorded)
-    run_ranks(2, rank)
-
-
 @pytest.mark.parametrize("name", ["_receives", "_send", "_answer"])
-def test_a_thread_that_cannot_answer_any_more_breaks_its_rank(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_cannot_answer_any_more_breaks_its_rank(name, monkeypatch):
     """Else the other one would wait for the timeout."""
 
-    def fails(*_: Any, **__: Any) -> Any:
+    def fails(*_, **__):
         raise MemoryError("no memory")
 
-    def rank(comm: ThreadCommunicator) -> None:
+    def rank(comm):
         open_requests = opened(comm, lambda peer, question: question)
         if comm.rank == 0:
             while True:

@@ -1,7 +1,5 @@
 """A rank that waits leaves the cores to those that compute."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.battery import check_names

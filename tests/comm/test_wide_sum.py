@@ -1,22 +1,18 @@
 """16-bit tensors are summed in float32 and rounded once, on thread-ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.exchange import all_reduce_directly_, wide_reduce_scatter_
 from lightning_ring.comm.ring import scratch_bytes
-from lightning_ring.comm.ring_communicator import RingCommunicator
 from tests.checks.reductions import HALVES, rounded_once
 from tests.thread_ranks import run_ranks
 
 SMALL_PIECES = 256
 
 
-def values(numel: int, dtype: torch.dtype, world_size: int) -> list[Tensor]:
+def values(numel, dtype, world_size):
     generator = torch.Generator().manual_seed(numel)
     return [torch.randn(numel, generator=generator).to(dtype) for _ in range(world_size)]
 
@@ -41,11 +37,11 @@ def test_the_shard_is_the_float32_sum_rounded_once(dtype, op, world_size, numel)
             )
 
 
-def every_value(dtype: torch.dtype) -> Tensor:
+def every_value(dtype):
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
-def same_bits(given: Tensor, expected: Tensor) -> Tensor:
+def same_bits(given, expected):
     """Elementwise; one NaN is as good as another."""
     return (given.view(torch.int16) == expected.view(torch.int16)) | (
         given.isnan() & expected.isnan()
@@ -73,7 +69,7 @@ def test_of_two_bfloat16_the_sum_of_halves_is_the_float32_average_rounded_once()
             assert (same | (off <= expected.double().abs() * 2.0**-7 + 2.0**-133)).all()
 
 
-def average_of_two(flat: Tensor, comm: RingCommunicator) -> Tensor:
+def average_of_two(flat, comm):
     comm.all_reduce_(flat, op=ReduceOp.AVG).wait()
     return flat
 

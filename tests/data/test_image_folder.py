@@ -1,27 +1,17 @@
 """`ImageFolder` is torchvision's, and shards hold what it holds."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_ring.data import (
-    ImageFolder,
-    ShardDataset,
-)
+from lightning_ring.data import ImageFolder, ShardDataset
 from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.packing.run import pack
 from lightning_ring.errors import ConfigurationError
 from tests.images import picture, write_folder
 
 
-def test_image_folder_has_torchvisions_order(
-    folder: ImageFolder, tmp_path: Path, caplog: Any
-) -> None:
+def test_image_folder_has_torchvisions_order(folder, tmp_path, caplog):
     datasets = pytest.importorskip("torchvision.datasets")
     theirs = datasets.ImageFolder(folder.root)
     assert [(folder.where(i), int(folder.labels[i])) for i in range(len(folder))] == theirs.samples
@@ -49,9 +39,7 @@ def test_image_folder_has_torchvisions_order(
 
 
 @pytest.mark.parametrize("size", [0, 20])
-def test_folders_shards_and_torchvision_agree_on_empty_classes_and_on_exif(
-    tmp_path: Path, size: int
-) -> None:
+def test_folders_shards_and_torchvision_agree_on_empty_classes_and_on_exif(tmp_path, size):
     datasets = pytest.importorskip("torchvision.datasets")
     root = write_folder(tmp_path / "src", classes=4, images=1, size=(20, 33))
     (root / "c1" / "0.jpg").unlink()

@@ -2,13 +2,8 @@
 running.
 """
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +13,6 @@ from lightning_ring.data import (
     BalancedSampler,
     DeviceTransform,
     ImageFolder,
-    Loader,
     PKSampler,
     RandomResizedCrop,
     ShuffledSampler,
@@ -30,16 +24,14 @@ from tests.images import write_folder
 
 
 @pytest.fixture(autouse=True)
-def _no_thread_stays() -> Iterator[None]:
+def _no_thread_stays():
     yield
     assert [
         thread.name for thread in threading.enumerate() if thread.name.startswith("ring-loader")
     ] == []
 
 
-def make(
-    folder: ImageFolder, rank: int = 0, world_size: int = 1, batch_size: int = 4, **kwargs: Any
-) -> Loader:
+def make(folder, rank=0, world_size=1, batch_size=4, **kwargs):
     sampler = kwargs.pop("sampler", None) or ShuffledSampler(
         len(folder), rank=rank, world_size=world_size
     )
@@ -55,17 +47,17 @@ def make(
     )
 
 
-def batches(loader: Loader) -> list[list[Any]]:
+def batches(loader):
     return [[part.clone() for part in batch] for batch in loader]
 
 
-def assert_same(some: list[Any], others: list[Any]) -> None:
+def assert_same(some, others):
     assert len(some) == len(others) > 0
     for one, other in zip(some, others, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_batches_hold_the_images_and_labels_of_the_order(folder: ImageFolder) -> None:
+def test_batches_hold_the_images_and_labels_of_the_order(folder):
     loader = make(folder, num_threads=2)
     got = batches(loader)
     assert len(got) == len(loader) == 6
@@ -82,7 +74,7 @@ def test_batches_hold_the_images_and_labels_of_the_order(folder: ImageFolder) ->
 @pytest.mark.parametrize(
     "transform", [None, DeviceTransform(brightness=0.4, contrast=0.4, saturation=0.4)]
 )
-def test_threads_and_prefetching_change_nothing(folder: ImageFolder, transform: Any) -> None:
+def test_threads_and_prefetching_change_nothing(folder, transform):
     expected = batches(make(folder, num_threads=1, prefetch=1, transform=transform))
     assert_same(batches(make(folder, num_threads=3, prefetch=4, transform=transform)), expected)
 
@@ -90,10 +82,8 @@ def test_threads_and_prefetching_change_nothing(folder: ImageFolder, transform: 
 @pytest.mark.parametrize(
     "transform", [None, DeviceTransform(), DeviceTransform(dtype=torch.bfloat16)]
 )
-def test_buffers_are_filled_anew_when_nobody_holds_them(
-    folder: ImageFolder, transform: Any
-) -> None:
-    def pages(loader: Loader) -> set[int]:
+def test_buffers_are_filled_anew_when_nobody_holds_them(folder, transform):
+    def pages(loader):
         return {batch[0].data_ptr() for batch in loader}
 
     loader = make(folder, transform=transform, num_threads=1, prefetch=1)
@@ -108,7 +98,7 @@ def test_buffers_are_filled_anew_when_nobody_holds_them(
         assert np.array_equal(array, images.permute(0, 2, 3, 1).view(torch.uint8).numpy())
 
 
-def test_ranks_share_each_step(folder: ImageFolder) -> None:
+def test_ranks_share_each_step(folder):
     whole = batches(make(folder, batch_size=6))
     shares = [batches(make(folder, rank, 3, batch_size=2)) for rank in range(3)]
     for step, expected in enumerate(whole[:-1]):
@@ -117,7 +107,7 @@ def test_ranks_share_each_step(folder: ImageFolder) -> None:
                 assert torch.equal(part[place // 3], wanted[place])  # the same crop, too
 
 
-def test_it_resumes_at_the_next_sample_on_another_number_of_ranks(folder: ImageFolder) -> None:
+def test_it_resumes_at_the_next_sample_on_another_number_of_ranks(folder):
     whole = torch.cat([batch[0] for batch in batches(make(folder))])
     loader = make(folder, 1, 3, batch_size=2, num_threads=2, prefetch=3)
     iterator = iter(loader)
@@ -134,14 +124,14 @@ def test_it_resumes_at_the_next_sample_on_another_number_of_ranks(folder: ImageF
     assert resumed.state_dict()["sampler"]["position"] == 21
 
 
-def make_after(folder: ImageFolder, rank: int, world_size: int, num: int) -> Loader:
+def make_after(folder, rank, world_size, num):
     loader = make(folder, rank, world_size, batch_size=2)
     for _, _ in zip(range(num), loader, strict=False):
         pass
     return loader
 
 
-def test_its_state_counts_the_ranks_with_which_the_iteration_began() -> None:
+def test_its_state_counts_the_ranks_with_which_the_iteration_began():
     """As when a rank has died, and a checkpoint is saved before the loader begins again with the
     others.
     """
@@ -156,7 +146,7 @@ def test_its_state_counts_the_ranks_with_which_the_iteration_began() -> None:
     assert state["sampler"]["position"] == 2 * 4 * 3
 
 
-def test_a_batch_that_was_fetched_but_not_trained_on_comes_again(folder: ImageFolder) -> None:
+def test_a_batch_that_was_fetched_but_not_trained_on_comes_again(folder):
     loader = make(folder)
     iterator = iter(loader)
     got = [next(iterator) for _ in range(3)]
@@ -169,7 +159,7 @@ def test_a_batch_that_was_fetched_but_not_trained_on_comes_again(folder: ImageFo
     del iterator, again
 
 
-def test_the_epoch_is_looked_at_with_the_first_batch(folder: ImageFolder) -> None:
+def test_the_epoch_is_looked_at_with_the_first_batch(folder):
     loader = make(folder)
     iterator = iter(loader)  # Lightning calls it before set_epoch
     loader.sampler.set_epoch(3)
@@ -185,7 +175,7 @@ def test_the_epoch_is_looked_at_with_the_first_batch(folder: ImageFolder) -> Non
     del iterator
 
 
-def test_a_broken_image_is_named_where_its_batch_would_come(tmp_path: Path) -> None:
+def test_a_broken_image_is_named_where_its_batch_would_come(tmp_path):
     root = write_folder(tmp_path, classes=1, images=6)
     (root / "c0" / "3.jpg").write_bytes((root / "c0" / "3.jpg").read_bytes()[:700])
     folder = ImageFolder(root)
@@ -209,7 +199,7 @@ def test_a_broken_image_is_named_where_its_batch_would_come(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("how", ["break", "close", "error"])
-def test_threads_end_with_the_iteration(folder: ImageFolder, how: str) -> None:
+def test_threads_end_with_the_iteration(folder, how):
     loader = make(folder, batch_size=1, num_threads=2, prefetch=8)
     iterator = iter(loader)
     assert len(next(iterator)) == 3
@@ -222,12 +212,12 @@ def test_threads_end_with_the_iteration(folder: ImageFolder, how: str) -> None:
     del iterator
 
 
-def raise_within(iterator: Any) -> None:
+def raise_within(iterator):
     for _ in iterator:
         raise KeyError("in training")
 
 
-def test_a_sampler_that_knows_its_batch_size(folder: ImageFolder) -> None:
+def test_a_sampler_that_knows_its_batch_size(folder):
     sampler = PKSampler(folder.labels, 2, 3, rank=0, world_size=1)
     loader = image_loader(folder, sampler, crop=RandomResizedCrop(16), transform=None)
     labels = [batch[1].view(2, 3) for batch in loader]
@@ -246,7 +236,7 @@ def test_a_sampler_that_knows_its_batch_size(folder: ImageFolder) -> None:
         make(folder, prefetch=0)
 
 
-def test_times_add_up(folder: ImageFolder) -> None:
+def test_times_add_up(folder):
     loader = make(folder, transform=DeviceTransform())
     list(loader)
     spent = loader.times
@@ -262,21 +252,21 @@ def test_times_add_up(folder: ImageFolder) -> None:
 class Items:
     """A torch data set that is slow by turns, so that threads finish out of order."""
 
-    def __init__(self, num: int, broken: int = -1) -> None:
+    def __init__(self, num, broken=-1):
         self.num = num
         self.broken = broken
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.num
 
-    def __getitem__(self, i: int) -> dict[str, Any]:
+    def __getitem__(self, i):
         if i == self.broken:
             raise KeyError(f"no row {i}")
         time.sleep(0.002 * (i % 3))
         return {"index": i, "square": torch.tensor(i * i)}
 
 
-def test_any_torch_data_set() -> None:
+def test_any_torch_data_set():
     sampler = ShuffledSampler(21, rank=0, world_size=1)
     loader = item_loader(Items(21), sampler, 4, num_threads=3)
     got = list(loader)
@@ -291,9 +281,9 @@ def test_any_torch_data_set() -> None:
         list(item_loader(Items(21, broken=7), sampler, 4))
 
 
-def test_collate_functions_and_batched_data_sets() -> None:
+def test_collate_functions_and_batched_data_sets():
     class Batched(Items):
-        def __getitems__(self, indices: list[int]) -> list[Any]:
+        def __getitems__(self, indices):
             return [-i for i in indices]
 
     sampler = ShuffledSampler(6, shuffle=False, rank=0, world_size=1)
@@ -304,7 +294,7 @@ def test_collate_functions_and_batched_data_sets() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_batches_on_the_gpu_equal_those_on_the_cpu(folder: ImageFolder) -> None:
+def test_batches_on_the_gpu_equal_those_on_the_cpu(folder):
     for transform in (None, DeviceTransform(brightness=0.4, contrast=0.4, saturation=0.4)):
         expected = batches(make(folder, transform=transform))
         got = []

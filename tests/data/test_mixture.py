@@ -2,20 +2,11 @@
 joined by name.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from lightning_ring.data import (
-    ImageFolder,
-    Mixture,
-    MixtureSampler,
-    ShardDataset,
-)
+from lightning_ring.data import ImageFolder, Mixture, MixtureSampler, ShardDataset
 from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.packing.run import pack
 from lightning_ring.errors import ConfigurationError
@@ -23,7 +14,7 @@ from tests.images import write_folder
 
 
 @pytest.fixture(scope="module")
-def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageFolder, ShardDataset]:
+def sets(tmp_path_factory):
     """Two sets with some classes in common, of 21 and 19 images."""
     root = tmp_path_factory.mktemp("sets")
     first = write_folder(root / "first")
@@ -42,9 +33,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageFolder, ShardDa
     return ImageFolder(first), ShardDataset(root / "shards")
 
 
-def test_an_image_and_its_class_name_are_those_of_its_set(
-    sets: tuple[ImageFolder, ShardDataset],
-) -> None:
+def test_an_image_and_its_class_name_are_those_of_its_set(sets):
     mixture = Mixture(sets)
     assert mixture.sizes == [len(source) for source in sets]
     assert mixture.classes == [*sets[0].classes, "a new class"]
@@ -72,9 +61,7 @@ def test_an_image_and_its_class_name_are_those_of_its_set(
 
 
 @pytest.mark.parametrize("num_samples", [600, 100_000])
-def test_each_set_gets_its_share_and_is_used_up_before_an_image_comes_again(
-    num_samples: int,
-) -> None:
+def test_each_set_gets_its_share_and_is_used_up_before_an_image_comes_again(num_samples):
     sizes, weights = [1000, 10, 300], np.array([5.0, 1.0, 2.0])
     sampler = MixtureSampler(sizes, weights.tolist(), num_samples=num_samples, rank=0, world_size=1)
     taken = []
@@ -91,11 +78,11 @@ def test_each_set_gets_its_share_and_is_used_up_before_an_image_comes_again(
             assert sorted(mine[first : first + size]) == list(range(start, start + size))
 
 
-def test_wrong_arguments_are_named(sets: tuple[ImageFolder, ShardDataset], tmp_path: Path) -> None:
+def test_wrong_arguments_are_named(sets, tmp_path):
     class Unnamed:
         labels = np.zeros(3, dtype=np.int64)
 
-        def __len__(self) -> int:
+        def __len__(self):
             return 3
 
     assert Mixture([Unnamed(), Unnamed()]).labels.tolist() == [0] * 6

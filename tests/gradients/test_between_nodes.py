@@ -25,7 +25,6 @@ from lightning_ring.gradients.compression import (
     OneBit,
     TernGrad,
     TopK,
-    terngrad,
 )
 from lightning_ring.gradients.compression.between_nodes import Part
 from lightning_ring.gradients.compression.top_k import largest
@@ -274,30 +273,6 @@ def test_momentum_twice_is_refused(optimizer: Callable[..., Any]) -> None:
     run_ranks(1, rank)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [Int8, OneBit, lambda numel: TernGrad(min_numel=numel), lambda numel: TopK(0.1, numel)],
-    ids=["int8", "onebit", "terngrad", "topk"],
-)
-@pytest.mark.parametrize("numel", [1, 2, 5])
-@pytest.mark.parametrize("padding", [0, 7])
-def test_fewer_gradients_than_ranks_of_a_node_travel(
-    make: Callable[[int], Compressor], numel: int, padding: int
-) -> None:
-    """As a user may allow by ``min_numel``: some parts are empty, or have nothing but padding."""
-
-    def rank(comm: Any) -> Tensor:
-        flat, compressor = torch.ones(numel + padding), make(0)
-        flat[numel:] = 0
-        compressor.prepare(flat, OneTensor(flat[:numel], (numel,)))
-        lost = torch.zeros_like(flat)
-        compressor.all_reduce(flat, comm, lost=lost, name="bucket").wait()
-        return flat + lost
-
-    for found in run_nested([[0, 1, 2], [3, 4, 5]], rank):
-        assert found[:numel].isfinite().all()
-
-
 @pytest.mark.parametrize("kind", ["normal", "heavy tail", "all equal", "periodic", "nan", "inf"])
 def test_guessed_thresholds_find_exactly_the_largest(kind: str) -> None:
     numel, count = 1_000_003, 1000
@@ -326,18 +301,6 @@ def test_ternary_sums_of_more_ranks_than_fit_into_a_byte_are_refused() -> None:
     flat = torch.zeros(128)
     with pytest.raises(ConfigurationError, match="128 ranks or nodes"):
         next(TernGrad().average(Part(flat, flat, group, None, "bucket")))
-
-
-@pytest.mark.parametrize("base", [3, 5, 7, 9, 15, 17, 255])
-def test_digits_arrive(base: int) -> None:
-    for numel in (0, 1, 4, 5, 1001):
-        generator = torch.Generator().manual_seed(numel)
-        sent = torch.randint(0, base, (numel,), generator=generator, dtype=torch.uint8)
-        message = torch.full((terngrad.num_bytes(numel, base) + 2,), 255, dtype=torch.uint8)
-        terngrad.pack(sent, base, message)
-        found = torch.empty_like(sent)
-        terngrad.unpack(message, base, found)
-        assert torch.equal(found, sent)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """How a bucket is laid out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import Parameter
@@ -14,7 +12,7 @@ from tests.thread_ranks import run_ranks
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7, 96])
-def test_its_length_is_divisible_and_flags_stay_behind_the_gradients(num_shards: int) -> None:
+def test_its_length_is_divisible_and_flags_stay_behind_the_gradients(num_shards):
     params = [Parameter(torch.randn(size)) for size in (5, 17, 64)]
     bucket = Bucket(["a", "b", "c"], params, num_shards=num_shards)
     unpadded = Bucket(["a", "b", "c"], params).flat.numel()
@@ -35,7 +33,7 @@ def test_its_length_is_divisible_and_flags_stay_behind_the_gradients(num_shards:
     assert int((bucket.flat[:-4] != 0).sum()) == between, "what lies between is zero"
 
 
-def test_a_nearly_empty_bucket_takes_the_next_parameter_and_the_first_stays_small() -> None:
+def test_a_nearly_empty_bucket_takes_the_next_parameter_and_the_first_stays_small():
     mib = 2**20
     # of a classifier's bias and weight, BatchNorms, convolutions
     sizes = [0.004, 8, 0.01, 0.01, 9, 0.01, 9, 2, 0.5]
@@ -62,8 +60,8 @@ def test_a_nearly_empty_bucket_takes_the_next_parameter_and_the_first_stays_smal
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_reducers_buckets_are_divisible_by_the_ranks(world_size: int) -> None:
-    def lengths(comm) -> list[int]:
+def test_the_reducers_buckets_are_divisible_by_the_ranks(world_size):
+    def lengths(comm):
         named = [(f"p{size}", Parameter(torch.zeros(size))) for size in (3, 70, 500)]
         return [bucket.flat.numel() for bucket in Reducer(comm, named, bucket_cap_mb=0.001).buckets]
 
@@ -74,7 +72,7 @@ def test_the_reducers_buckets_are_divisible_by_the_ranks(world_size: int) -> Non
 
 @pytest.mark.parametrize("num_shards", [2, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_every_shard_begins_at_a_multiple_of_64_bytes(num_shards: int, dtype: torch.dtype) -> None:
+def test_every_shard_begins_at_a_multiple_of_64_bytes(num_shards, dtype):
     """Also of what travels as 16-bit numbers, and with it every rank's part of each parameter."""
     bucket = Bucket(
         ["a", "b"],

@@ -1,26 +1,22 @@
 """Compressed gradients of which each rank gets a part, among thread-ranks."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ring.gradients.compression import Int8
 from lightning_ring.gradients.reducer import Reducer
-from tests.thread_ranks import ThreadCommunicator, run_ranks
+from tests.thread_ranks import run_ranks
 
 SIZES = [(40,), (5, 3), (20,)]  # the last one is in the block of 256 that holds the flags
 
 
-def average_three_times(comm: ThreadCommunicator, scale: float) -> list[list[Tensor]]:
+def average_three_times(comm, scale):
     """This rank's parts, in three backwards with the same gradients. The layout changes after
     none of them.
     """
     params = [nn.Parameter(torch.zeros(size)) for size in SIZES]
     named = [(f"p{index}", param) for index, param in enumerate(params)]
-    compressor: Any = Int8(min_numel=0)
+    compressor = Int8(min_numel=0)
     reducer = Reducer(comm, named, compressor=compressor, shards=True)
     parts = []
     for _ in range(3):
@@ -39,18 +35,18 @@ def average_three_times(comm: ThreadCommunicator, scale: float) -> list[list[Ten
     return parts
 
 
-def gradients(rank: int, scale: float) -> list[Tensor]:
+def gradients(rank, scale):
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(size, generator=generator) * scale for size in SIZES]
 
 
-def test_the_first_backward_gives_the_bits_of_later_ones() -> None:
+def test_the_first_backward_gives_the_bits_of_later_ones():
     """It is the first one after a resume, and a later one in a training that was not stopped."""
     for first, *others in run_ranks(2, lambda comm: average_three_times(comm, 1.0)):
         assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
-def test_small_gradients_beside_the_flags_of_a_bucket_do_not_become_zero() -> None:
+def test_small_gradients_beside_the_flags_of_a_bucket_do_not_become_zero():
     ranks = run_ranks(2, lambda comm: average_three_times(comm, 1e-4))
     expected = [
         torch.stack(pair).mean(0)

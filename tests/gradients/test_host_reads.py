@@ -2,8 +2,6 @@
 device is a fake.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -2,24 +2,18 @@
 fake.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.gradients.compression import (
     DGC,
     FP16,
-    Compressor,
     ErrorFeedback,
     Int8,
     OneBit,
@@ -38,7 +32,7 @@ class WithoutDriver(TernGrad):
         return super().all_reduce(*args, **kwargs)
 
 
-COMPRESSORS: dict[str, Callable[[], Compressor | str | None]] = {
+COMPRESSORS = {
     "none": lambda: None,
     "fp16": lambda: "fp16",
     "bf16": lambda: "bf16",
@@ -56,28 +50,25 @@ COMPRESSORS: dict[str, Callable[[], Compressor | str | None]] = {
 CAN_SHARD = ("none", "fp16", "bf16", "int8")
 
 
-def ring(compression: str = "none") -> Averaging:
+def ring(compression="none"):
     return Averaging(bucket_cap_mb=0.002, compression=COMPRESSORS[compression]())
 
 
-def ring_sharded(compression: str = "none") -> Sharded:
+def ring_sharded(compression="none"):
     return Sharded(bucket_cap_mb=0.002, compression=COMPRESSORS[compression]())
 
 
-WAYS: dict[str, Callable[[], Averaging | Sharded]] = {
+WAYS = {
     **{f"ring, {name}": partial(ring, name) for name in COMPRESSORS},
-    **{
-        f"ring_sharded, {name}": partial(ring_sharded, name)
-        for name in ("none", "fp16", "bf16", "int8")
-    },
+    **{f"ring_sharded, {name}": partial(ring_sharded, name) for name in CAN_SHARD},
 }
 
 
-def net_on_gpu() -> nn.Module:
+def net_on_gpu():
     return nn.Sequential(*(nn.Linear(24, 24, device="cuda") for _ in range(4)))
 
 
-def backward(algorithm: Averaging | Sharded, net: nn.Module) -> None:
+def backward(algorithm, net):
     """What autograd does, which does not run without a driver."""
     with algorithm.backward():
         for param in reversed(list(net.parameters())):
@@ -88,7 +79,7 @@ def backward(algorithm: Averaging | Sharded, net: nn.Module) -> None:
                 hook(param)
 
 
-def step(algorithm: Averaging | Sharded, net: nn.Module, optimizer: Optimizer) -> None:
+def step(algorithm, net, optimizer):
     algorithm.begin_batch()
     with algorithm.forward():
         net(torch.ones(2, 24, device="cuda"))
@@ -100,7 +91,7 @@ def step(algorithm: Averaging | Sharded, net: nn.Module, optimizer: Optimizer) -
     algorithm.agreed_to_stop()
 
 
-def train(algorithm: Averaging | Sharded, net: nn.Module, comm: Communicator) -> None:
+def train(algorithm, net, comm):
     """Two steps that may wait, for layout and tables, and two that may not."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     algorithm.attach(net, [optimizer], comm)
@@ -129,7 +120,7 @@ def test_averages_that_are_kept_cost_one_read(monkeypatch):
             backward(algorithm, net)
 
 
-def _index(values: Tensor) -> object:
+def _index(values):
     return values[torch.tensor([0, 1])]
 
 

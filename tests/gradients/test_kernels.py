@@ -2,8 +2,6 @@
 there is one.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess
@@ -11,18 +9,17 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from lightning_ring.gradients.compression import Compressor, Int8, OneBit, blocks
+from lightning_ring.gradients.compression import Int8, OneBit, blocks
 from lightning_ring.gradients.compression.between_nodes import messages
 from lightning_ring.gradients.compression.int8 import INT8
 from lightning_ring.gradients.compression.one_bit import SIGNS
 from tests.checks.compression.formulas import OneTensor
 from tests.processes import run
-from tests.thread_ranks import ThreadCommunicator, run_ranks
+from tests.thread_ranks import run_ranks
 
 CODES = {"int8": INT8, "signs": SIGNS}
 KERNELS = [f"{way}_{code}_kernel" for code in CODES for way in ("encode", "decode")]
@@ -36,7 +33,7 @@ with_triton = pytest.mark.skipif(
 @with_triton
 @pytest.mark.ranks
 @every_code
-def test_interpreted_kernels_equal_float64(code: str) -> None:
+def test_interpreted_kernels_equal_float64(code):
     command = [sys.executable, "-m", "tests.gradients.kernel_checks", code, "cpu"]
     done = run(command, TRITON_INTERPRET="1")
     assert done.stdout.strip().endswith("equal"), done.stdout[-3000:]
@@ -47,8 +44,8 @@ def test_interpreted_kernels_equal_float64(code: str) -> None:
 @with_triton
 @on_a_gpu
 @every_code
-def test_kernels_on_a_gpu_equal_float64(code: str) -> None:
-    checks: Any = importlib.import_module("tests.gradients.kernel_checks")
+def test_kernels_on_a_gpu_equal_float64(code):
+    checks = importlib.import_module("tests.gradients.kernel_checks")
     checks.check(code, "cuda")
 
 
@@ -56,7 +53,7 @@ def test_kernels_on_a_gpu_equal_float64(code: str) -> None:
 @with_triton
 @on_a_gpu
 @every_code
-def test_codes_take_the_kernels_on_a_gpu(code: str) -> None:
+def test_codes_take_the_kernels_on_a_gpu(code):
     """Three ranks' shards of a bucket of any length, there and back."""
     values = torch.randn(100_003, generator=torch.Generator().manual_seed(0))
     found = []
@@ -79,7 +76,7 @@ def test_codes_take_the_kernels_on_a_gpu(code: str) -> None:
 @with_triton
 @on_a_gpu
 @every_code
-def test_values_beyond_two_to_the_31_on_a_gpu(code: str) -> None:
+def test_values_beyond_two_to_the_31_on_a_gpu(code):
     numel = 2**31 + 3 * blocks.BLOCK + 5
     if torch.cuda.mem_get_info()[0] < 16 * 2**30:
         pytest.skip("less than 16 GiB of GPU memory are free")
@@ -99,18 +96,16 @@ def test_values_beyond_two_to_the_31_on_a_gpu(code: str) -> None:
 @pytest.mark.parametrize("make", [Int8, OneBit], ids=["int8", "onebit"])
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
 @pytest.mark.parametrize("numel", [1, 255, 5003, 20_000])
-def test_rows_and_shards_begin_at_multiples_of_128_bytes(
-    make: Any, world_size: int, numel: int
-) -> None:
-    def rank(comm: ThreadCommunicator) -> list[int]:
+def test_rows_and_shards_begin_at_multiples_of_128_bytes(make, world_size, numel):
+    def rank(comm):
         starts = []
         to_all, gather = comm.all_to_all, comm.all_gather_
 
-        def noted(inputs: Any, outputs: Any, *, name: str = "") -> Any:
+        def noted(inputs, outputs, *, name=""):
             starts.extend(row.storage_offset() for row in (*inputs, *outputs))
             return to_all(inputs, outputs, name=name)
 
-        def noted_too(flat: Any, *, name: str = "") -> Any:
+        def noted_too(flat, *, name=""):
             starts.append(flat.nbytes // comm.world_size)
             return gather(flat, name=name)
 
@@ -127,16 +122,16 @@ def test_rows_and_shards_begin_at_multiples_of_128_bytes(
     assert not any(own.storage_offset() * 4 % 128 for own in shards if own.numel())
 
 
-def average(compressor: Compressor, comm: ThreadCommunicator, numel: int) -> None:
+def average(compressor, comm, numel):
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
     compressor.prepare(flat, OneTensor(flat, (numel,)))
     compressor.all_reduce(flat, comm, name="bucket").wait()
 
 
 @pytest.mark.parametrize("make", [Int8, OneBit], ids=["int8", "onebit"])
-def test_more_ranks_take_no_more_launches(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def count(world_size: int) -> int:
-        calls: list[Any] = []
+def test_more_ranks_take_no_more_launches(make, monkeypatch):
+    def count(world_size):
+        calls = []
         counted = SimpleNamespace(
             encode=lambda *given: calls.append(given), decode=lambda *given: calls.append(given)
         )
@@ -150,16 +145,16 @@ def test_more_ranks_take_no_more_launches(make: Any, monkeypatch: pytest.MonkeyP
 class Launch:
     """A kernel's arguments, noted in place of a launch."""
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel):
         self.kernel = kernel
 
-    def __getitem__(self, grid: Any) -> Any:
-        def note(*arguments: Any, **constants: int) -> None:
+    def __getitem__(self, grid):
+        def note(*arguments, **constants):
             self.given = dict(zip(self.kernel.arg_names, arguments, strict=False)) | constants
 
         return note
 
-    def compiled(self, capability: int, **others: Any) -> Any:
+    def compiled(self, capability, **others):
         """For a GPU, as Triton specializes these arguments: by alignment and width.
 
         ``others`` take the place of arguments.
@@ -180,14 +175,14 @@ class Launch:
         return compiler.compile(source, target=target("cuda", capability, 32)).asm
 
 
-def type_of(value: Any) -> str:
+def type_of(value):
     if isinstance(value, torch.Tensor):
         return {torch.float32: "*fp32", torch.int8: "*i8"}[value.dtype]
     return "i32" if value < 2**31 else "i64"
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Launch]:
+def launches(monkeypatch, tmp_path):
     """What an average of a bucket of 20,003 gradients over three ranks launches, by the kernels'
     names.
     """
@@ -195,7 +190,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Launc
     if tuple(map(int, version("triton").split(".")[:2])) < (3, 3):
         pytest.skip("this Triton takes other arguments")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernels: Any = importlib.import_module("lightning_ring.gradients.compression.kernels")
+    kernels = importlib.import_module("lightning_ring.gradients.compression.kernels")
     noted = {name: Launch(getattr(kernels, name)) for name in KERNELS}
     for name, launch in noted.items():
         monkeypatch.setattr(kernels, name, launch)
@@ -209,11 +204,8 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Launc
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_compiled_kernels_move_16_bytes_and_fill_the_gpu(
-    launches: dict[str, Launch], kernel: str, capability: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("kernel", "capability"), zip(KERNELS, (80, 90, 90, 80), strict=True))
+def test_compiled_kernels_move_16_bytes_and_fill_the_gpu(launches, kernel, capability, tmp_path):
     """To machine code, which needs no GPU: the interpreter takes what the compiler refuses."""
     launch = launches[kernel]
     several = {"NUM_MESSAGES": 3} if kernel.startswith("decode") else {}
@@ -232,7 +224,7 @@ def test_compiled_kernels_move_16_bytes_and_fill_the_gpu(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_kernels_count_values_in_64_bits(launches: dict[str, Launch], kernel: str) -> None:
+def test_kernels_count_values_in_64_bits(launches, kernel):
     """And one value is compiled as many are."""
     launch = launches[kernel]
     assert [each.name for each in launch.kernel.params if each.do_not_specialize] == ["numel"]
@@ -245,17 +237,15 @@ def test_kernels_count_values_in_64_bits(launches: dict[str, Launch], kernel: st
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_values_at_any_multiple_of_4_bytes_compile(
-    launches: dict[str, Launch], kernel: str
-) -> None:
+def test_values_at_any_multiple_of_4_bytes_compile(launches, kernel):
     """A node's part of a bucket begins anywhere."""
     ptx = launches[kernel].compiled(90, values=torch.empty(9)[1:])["ptx"]
     assert not re.search(r"ld\.global\S*\.v4\.f32", ptx)
 
 
-def resources(cubin: bytes, folder: Path) -> tuple[int, int]:
+def resources(cubin, folder):
     """Registers of a thread, and bytes of its stack and local memory, as `cuobjdump` knows them."""
-    triton: Any = importlib.import_module("triton")
+    triton = importlib.import_module("triton")
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not tool.exists():
         pytest.skip("this Triton comes without cuobjdump")

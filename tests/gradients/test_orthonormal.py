@@ -1,24 +1,20 @@
 """The orthonormal columns of PowerSGD's factors: Gram-Schmidt against a QR decomposition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ring.gradients.compression.compressor import Compressor
 from lightning_ring.gradients.compression.powersgd import LowRank, orthonormal
 from tests.checks.compression.formulas import OneTensor
-from tests.thread_ranks import ThreadCommunicator, run_ranks
+from tests.thread_ranks import run_ranks
 
 
-def some_factors(rank: int, rows: int = 100, dtype: torch.dtype = torch.float32) -> Tensor:
+def some_factors(rank, rows=100, dtype=torch.float32):
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(3, rows, rank, generator=generator, dtype=dtype)
 
 
-def noise_for(factors: Tensor) -> Tensor:
+def noise_for(factors):
     generator = torch.Generator().manual_seed(99)
     return 2 * torch.rand(factors[0].numel() + 5, generator=generator, dtype=factors.dtype) - 1
 
@@ -26,7 +22,7 @@ def noise_for(factors: Tensor) -> Tensor:
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("scale", [1e-33, 1.0, 1e30])
 @pytest.mark.parametrize("rows", [6, 4608])
-def test_columns_span_the_space_of_qr(rank: int, scale: float, rows: int) -> None:
+def test_columns_span_the_space_of_qr(rank, scale, rows):
     factors = some_factors(rank, rows) * torch.logspace(0, -3, rank)
     found = orthonormal(factors * scale, noise_for(factors)).double()
     wanted = torch.linalg.qr(factors.double()).Q
@@ -41,9 +37,7 @@ def test_columns_span_the_space_of_qr(rank: int, scale: float, rows: int) -> Non
 @pytest.mark.parametrize(
     "kind", ["zeros", "one zero", "equal", "opposite", "dependent", "one spike"]
 )
-def test_columns_without_a_direction_get_one(
-    rank: int, dtype: torch.dtype, rows: int, kind: str
-) -> None:
+def test_columns_without_a_direction_get_one(rank, dtype, rows, kind):
     """QR gives them some, too: a factor of zeros would stay zero for ever."""
     factors = some_factors(rank, rows, dtype)
     if kind == "zeros":
@@ -60,7 +54,7 @@ def test_columns_without_a_direction_get_one(
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_what_is_not_finite_is_seen_in_the_average(bad: float) -> None:
+def test_what_is_not_finite_is_seen_in_the_average(bad):
     factors = some_factors(2)
     factors[1, 5, 0] = bad
     found = orthonormal(factors, noise_for(factors))
@@ -68,7 +62,7 @@ def test_what_is_not_finite_is_seen_in_the_average(bad: float) -> None:
     assert found[0].isfinite().all()
 
 
-def test_products_are_not_rounded_to_tensorfloat_32() -> None:
+def test_products_are_not_rounded_to_tensorfloat_32():
     """As float32 ones are under `torch.set_float32_matmul_precision`."""
     factors = some_factors(4)
     with Calls() as calls:
@@ -79,7 +73,7 @@ def test_products_are_not_rounded_to_tensorfloat_32() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
 @pytest.mark.parametrize("precision", ["highest", "high"])
-def test_the_host_does_not_wait_for_a_gpu(precision: str) -> None:
+def test_the_host_does_not_wait_for_a_gpu(precision):
     factors = some_factors(4, 4608)
     factors[:, :, 1] = factors[:, :, 0]
     factors[:, :, 3] = factors[:, :, :3].sum(2)
@@ -96,7 +90,7 @@ def test_the_host_does_not_wait_for_a_gpu(precision: str) -> None:
     assert_orthonormal(found.double().cpu())
 
 
-def assert_orthonormal(found: Tensor) -> None:
+def assert_orthonormal(found):
     products = found.mT @ found
     torch.testing.assert_close(
         products, torch.eye(found.shape[2]).expand_as(products).to(products), rtol=0, atol=1e-5
@@ -106,12 +100,12 @@ def assert_orthonormal(found: Tensor) -> None:
 class Calls(TorchDispatchMode):
     """Notes operations."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.names: list[str] = []
-        self.products: set[torch.dtype] = set()  # dtypes of matrix products
+        self.names = []
+        self.products = set()  # dtypes of matrix products
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(func.overloadpacket.__name__)
         if self.names[-1] in ("bmm", "mm", "baddbmm"):
             self.products.add(args[0].dtype)
@@ -119,10 +113,10 @@ class Calls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4, 5])
-def test_matrices_of_one_shape_are_one_batch(rank: int) -> None:
-    def count(num_matrices: int) -> tuple[int, int]:
-        def of_rank(comm: ThreadCommunicator) -> list[str]:
-            compressor: Compressor = LowRank(rank, start_iter=0)
+def test_matrices_of_one_shape_are_one_batch(rank):
+    def count(num_matrices):
+        def of_rank(comm):
+            compressor = LowRank(rank, start_iter=0)
             flat = torch.randn(num_matrices * 2400)
             layout = OneTensor(flat, (2400,) * num_matrices)
             shaped = [

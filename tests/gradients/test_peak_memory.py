@@ -1,7 +1,5 @@
 """How many bytes of buckets live at once while the layout changes."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

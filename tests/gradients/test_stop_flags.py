@@ -1,9 +1,5 @@
 """When the host reads whether some rank was asked to stop."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch.nn import Parameter
@@ -14,21 +10,19 @@ from tests.thread_ranks import run_ranks
 
 
 @pytest.mark.parametrize(("on_device", "agreed"), [(False, [0, 1, 1, 1]), (True, [0, 0, 1, 1])])
-def test_no_device_is_waited_for_in_the_step_that_it_still_computes(
-    on_device: bool, agreed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now: list[int] = []  # the step that the device, as far as the host knows, may still be in
+def test_no_device_is_waited_for_in_the_step_that_it_still_computes(on_device, agreed, monkeypatch):
+    now = []  # the step that the device, as far as the host knows, may still be in
 
-    def mark() -> Callable[[], bool]:
+    def mark():
         step = now[-1]
 
-        def reached() -> bool:
+        def reached():
             assert step < now[-1], "the host waits for the step that it has just sent"
             return True
 
         return reached
 
-    def rank(comm) -> list[int]:
+    def rank(comm):
         param = Parameter(torch.ones(3))
         ours = Reducer(comm, [("p", param)])
         answers = []

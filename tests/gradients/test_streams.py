@@ -1,7 +1,5 @@
 """Which stream waits for which, with streams that only record it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -18,17 +16,17 @@ from tests.thread_ranks import run_ranks
 class FakeStream:
     """Its name is the stream; what it waits for is noted."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.name = name
-        self.waits: list[str] = []
+        self.waits = []
 
-    def wait_stream(self, other: FakeStream) -> None:
+    def wait_stream(self, other):
         self.waits.append(other.name)
 
-    def record_event(self) -> FakeStream:
+    def record_event(self):
         return self
 
-    def wait_event(self, event: FakeStream) -> None:
+    def wait_event(self, event):
         self.waits.append(event.name)
 
 

@@ -2,12 +2,9 @@
 script.py`` runs it.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -53,7 +50,7 @@ if __name__ == "__main__":
 """
 
 
-def run_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_in(folder, *arguments):
     command = [sys.executable, "-m", "lightning_ring.horovod", *arguments]
     return subprocess.run(
         command, cwd=folder, env=clean_env(), capture_output=True, text=True, timeout=240
@@ -61,7 +58,7 @@ def run_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.ranks
-def test_a_script_is_main_and_its_processes_find_horovod_too(tmp_path: Path) -> None:
+def test_a_script_is_main_and_its_processes_find_horovod_too(tmp_path):
     (tmp_path / "scripts" / "horovod").mkdir(parents=True)  # not what is imported
     (tmp_path / "scripts" / "train.py").write_text(SCRIPT)
     done = run_in(tmp_path, "scripts/train.py", "--lr", "1", "fail")
@@ -88,7 +85,7 @@ def test_a_script_is_main_and_its_processes_find_horovod_too(tmp_path: Path) -> 
 
 
 @pytest.mark.ranks
-def test_a_module_is_main(tmp_path: Path) -> None:
+def test_a_module_is_main(tmp_path):
     (tmp_path / "tool").mkdir()
     (tmp_path / "tool" / "__init__.py").write_text("")
     (tmp_path / "tool" / "__main__.py").write_text(
@@ -102,14 +99,14 @@ def test_a_module_is_main(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_what_cannot_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_run(capsys):
     assert main(["absent.py"]) == 2
     assert "absent.py: there is no such file. usage: python -m" in capsys.readouterr().err
     assert main([]) == 2
     assert "usage: python -m lightning_ring.horovod SCRIPT.py" in capsys.readouterr().err
 
 
-def test_modules_without_a_counterpart_are_said_to_have_none() -> None:
+def test_modules_without_a_counterpart_are_said_to_have_none():
     with pytest.raises(ModuleNotFoundError, match=r"horovod\.torch, and no horovod\.keras"):
         Names().find_spec("horovod.keras", None)
     assert Names().find_spec("torch.keras", None) is None

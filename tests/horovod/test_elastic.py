@@ -15,11 +15,6 @@ import torch
 
 import lightning_ring.horovod as hvd
 from lightning_ring.horovod.elastic import sampler as sampler_module
-from lightning_ring.horovod.elastic.state import (
-    StateHandler,
-    get_handler_registry,
-    set_handler_registry,
-)
 from tests import forked
 from tests.processes import ROOT, run
 
@@ -228,25 +223,3 @@ def test_an_error_that_no_death_explains_is_raised_after_some_attempts(
         run_module.run_fn(train, meet)(Nothing(lambda value: value, lambda: 0))
     assert calls == ["sync", "train"] * (3 + 6)
     assert views.has_state
-
-
-def test_a_handler_of_the_users_own() -> None:
-    class Counter2:
-        def __init__(self) -> None:
-            self.count = 0
-
-        def state_dict(self) -> dict[str, int]:
-            return {"count": self.count}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.count = state["count"]
-
-    before = get_handler_registry()
-    set_handler_registry([*before, (Counter2, StateHandler)])
-    try:
-        state = hvd.elastic.TorchState(counter=Counter2())
-        state.counter.count = 5
-        state.restore()
-        assert state.counter.count == 0
-    finally:
-        set_handler_registry(before)

@@ -1,7 +1,5 @@
 """HOROVOD_START_TIMEOUT."""
 
-from __future__ import annotations
-
 import threading
 import time
 
@@ -12,10 +10,8 @@ from lightning_ring.horovod import variables
 from lightning_ring.horovod.variables import within_start_timeout
 
 
-def test_ranks_that_do_not_meet_in_time_end(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    codes: list[int] = []
+def test_ranks_that_do_not_meet_in_time_end(monkeypatch, capsys):
+    codes = []
     monkeypatch.setattr(variables, "end_process", codes.append)
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "0.05")
     with within_start_timeout():
@@ -31,7 +27,7 @@ def test_ranks_that_do_not_meet_in_time_end(
     assert codes == [1]
 
 
-def test_a_time_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_that_is_none(monkeypatch):
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "soon")
     with pytest.raises(
         ConfigurationError,

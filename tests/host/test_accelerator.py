@@ -1,7 +1,5 @@
 """GPUs of three vendors, by torch's modules; none of them need be there."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +15,7 @@ from lightning_ring.tools.doctor import torch_facts
 class FakeModule(SimpleNamespace):
     """``torch.xpu`` of a machine with two GPUs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(
             device_count=lambda: 2,
             is_available=lambda: True,
@@ -31,7 +29,7 @@ class FakeModule(SimpleNamespace):
 
 
 @pytest.fixture
-def intel(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
+def intel(monkeypatch):
     module = FakeModule()
     none = SimpleNamespace(
         device_count=lambda: 0, is_available=lambda: False, is_initialized=lambda: False
@@ -42,7 +40,7 @@ def intel(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
     return module
 
 
-def test_each_kind_has_its_library() -> None:
+def test_each_kind_has_its_library():
     info = RankInfo(0, 2, 0, 2, 0, 1, "torchrun")
     kinds = ("cuda", "xpu", "cpu")
     assert [_chosen("auto", info, torch.device(kind)) for kind in kinds] == [
@@ -58,7 +56,7 @@ def test_each_kind_has_its_library() -> None:
     ]
 
 
-def test_the_modules_of_torch_have_the_same_names() -> None:
+def test_the_modules_of_torch_have_the_same_names():
     names = (
         "Event Stream current_stream stream synchronize memory_allocated memory_reserved "
         "max_memory_allocated"
@@ -73,9 +71,7 @@ def test_the_modules_of_torch_have_the_same_names() -> None:
         assert [name for name in names.split() if not hasattr(module, name)] == []
 
 
-def test_the_bench_and_the_doctor_find_gpus_of_any_kind(
-    intel: FakeModule, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bench_and_the_doctor_find_gpus_of_any_kind(intel, monkeypatch):
     info = RankInfo(1, 2, 1, 2, 0, 1, "torchrun")
     for asked in ("auto", "gpu", "xpu"):
         assert choose_device(asked, info) == torch.device("xpu", 1)
@@ -89,9 +85,7 @@ def test_the_bench_and_the_doctor_find_gpus_of_any_kind(
 
 
 @pytest.mark.parametrize(("hip", "expected"), [(None, "NVIDIA"), ("6.4", "AMD")])
-def test_amd_is_told_by_what_torch_was_built_for(
-    hip: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_amd_is_told_by_what_torch_was_built_for(hip, expected, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", hip)
     assert accelerator.vendor("cuda") == expected
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 22, 3))

@@ -2,8 +2,6 @@
 told to.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -11,7 +9,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -50,7 +47,7 @@ print(json.dumps(found | {"returned": resident_pages()}))
 """
 
 
-def _run(script: str = _SCRIPT, **variables: str) -> dict[str, int]:
+def _run(script=_SCRIPT, **variables):
     environ = {
         name: value
         for name, value in os.environ.items()
@@ -65,12 +62,12 @@ def _run(script: str = _SCRIPT, **variables: str) -> dict[str, int]:
         timeout=240,
         check=True,
     )
-    found: dict[str, int] = json.loads(done.stdout)
+    found = json.loads(done.stdout)
     return found
 
 
 @needs_glibc
-def test_freed_memory_is_used_again_without_page_faults_and_returned_at_the_end() -> None:
+def test_freed_memory_is_used_again_without_page_faults_and_returned_at_the_end():
     found = _run()
     pages = 60_000_000 // os.sysconf("SC_PAGE_SIZE")
     assert found["glibc"] > pages / 2, "glibc keeps it by itself: this test shows nothing"
@@ -87,13 +84,13 @@ def test_freed_memory_is_used_again_without_page_faults_and_returned_at_the_end(
         {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000000"},
     ],
 )
-def test_what_the_user_told_glibc_holds(variables: dict[str, str]) -> None:
+def test_what_the_user_told_glibc_holds(variables):
     found = _run(**variables)
     assert not found["kept"]
     assert found["keeping"] > 0.9 * found["glibc"] > 0
 
 
-def test_variables_of_glibc_count_as_a_choice() -> None:
+def test_variables_of_glibc_count_as_a_choice():
     assert not keep_freed_memory({"MALLOC_TOP_PAD_": "0"})
     assert not keep_freed_memory(
         {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1:glibc.malloc.trim_threshold=1"}
@@ -101,13 +98,11 @@ def test_variables_of_glibc_count_as_a_choice() -> None:
 
 
 @pytest.mark.parametrize(("keeps", "fails"), [(True, False), (True, True), (False, False)])
-def test_a_fit_keeps_it_from_its_first_step_to_its_end(
-    keeps: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fit_keeps_it_from_its_first_step_to_its_end(keeps, fails, monkeypatch):
     said = []
 
     class Steps(BoringModel):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             said.append("step")
             if fails:
                 raise ValueError("a step that fails")

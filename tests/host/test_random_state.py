@@ -1,13 +1,11 @@
 """The state of all random generators of a process."""
 
-from __future__ import annotations
-
 import torch
 
 from lightning_ring.host.random_state import collect_random_state, restore_random_state
 
 
-def test_a_state_that_is_a_view_is_restored() -> None:
+def test_a_state_that_is_a_view_is_restored():
     """Such as one rank's row of what was gathered: torch reads where the whole memory begins,
     and ends the process.
     """

@@ -1,9 +1,5 @@
 """Checkpoint files are whole: a write that fails leaves the file before as it was."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
@@ -13,7 +9,7 @@ from lightning_ring.integrations.ranks.checkpoint_io import WholeCheckpointIO
 from tests.full_disk import files_of_at_most
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path):
     path, files = tmp_path / "folder" / "last.ckpt", WholeCheckpointIO()
     files.save_checkpoint({"weights": torch.arange(10)}, path)
     with files_of_at_most(4096), pytest.raises(OSError, match="File too large"):
@@ -26,7 +22,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Pat
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_names_that_are_long_or_urls(tmp_path: Path) -> None:
+def test_names_that_are_long_or_urls(tmp_path):
     files = WholeCheckpointIO()
     for path in (
         str(tmp_path / f"{'x' * 245}.ckpt"),
@@ -38,7 +34,7 @@ def test_names_that_are_long_or_urls(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {f"{'x' * 245}.ckpt", "a.ckpt"}
 
 
-def test_strategies_write_whole_files_unless_they_are_told_how_to_write() -> None:
+def test_strategies_write_whole_files_unless_they_are_told_how_to_write():
     given = TorchCheckpointIO()
     for strategy in (RingStrategy, RingFabricStrategy):
         assert type(strategy().checkpoint_io) is WholeCheckpointIO

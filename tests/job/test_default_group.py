@@ -1,10 +1,7 @@
 """torch.distributed's default group, opened again after an attempt that failed."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from lightning_ring.job.job import Job, Lasting
 from lightning_ring.job.ranks import RankInfo
 
 
-def test_an_attempt_that_failed_does_not_rename_the_next_group() -> None:
+def test_an_attempt_that_failed_does_not_rename_the_next_group():
     """Ranks whose attempts failed a different number of times would look for each other under
     different names.
     """
@@ -37,13 +34,11 @@ def test_an_attempt_that_failed_does_not_rename_the_next_group() -> None:
         dist.destroy_process_group()
 
 
-def test_every_backend_of_a_default_group_waits_longer_than_it_opens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_backend_of_a_default_group_waits_longer_than_it_opens(monkeypatch):
     """NCCL's watchdog ends a process whose SyncBatchNorm waits for a rank longer than that."""
-    set_to: dict[str, timedelta] = {}
+    set_to = {}
 
-    def backend(device: torch.device) -> Any:
+    def backend(device):
         return SimpleNamespace(
             _set_default_timeout=lambda limit: set_to.__setitem__(device.type, limit)
         )
@@ -72,13 +67,11 @@ def test_every_backend_of_a_default_group_waits_longer_than_it_opens(
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_on_gpus_a_fit_after_a_broken_one_has_a_default_group_of_its_own(
-    broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_gpus_a_fit_after_a_broken_one_has_a_default_group_of_its_own(broken, monkeypatch):
     """Kernels of SyncBatchNorm may wait on its stream for a rank that never comes."""
-    aborted: list[object] = []
+    aborted = []
 
-    def abort() -> None:
+    def abort():
         aborted.append(dist.group.WORLD)
         dist.destroy_process_group()
 

@@ -2,15 +2,12 @@
 (`rank_script.py` is the rank).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,7 +33,7 @@ FORKED = ("finish", "raise", "raise-all-caught", "caught-exit")
 AT_ONCE = 60.0  # seconds, within which a job ends whose ranks would wait for 600
 
 
-def started_by(launcher: str, action: str, folder: Path) -> list[str]:
+def started_by(launcher, action, folder):
     script = [SCRIPT, action, str(folder)]
     if launcher == "mpirun":
         python = forked.python() if action in FORKED else [sys.executable]
@@ -47,11 +44,11 @@ def started_by(launcher: str, action: str, folder: Path) -> list[str]:
 
 
 class Job:
-    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+    def __init__(self, process, folder):
         self.process = process
         self._folder = folder
 
-    def rank_pids(self) -> list[int]:
+    def rank_pids(self):
         """Pids of both ranks, once they are up."""
         files = [self._folder / f"pid.{rank}" for rank in range(2)]
         deadline = time.monotonic() + 150
@@ -61,14 +58,14 @@ class Job:
             time.sleep(0.05)
         return [int(file.read_text()) for file in files]
 
-    def finish(self) -> tuple[int, str]:
+    def finish(self):
         """Exit code and output; fails if the job goes on."""
         output, _ = self.process.communicate(timeout=AT_ONCE)
         return self.process.returncode, output
 
 
 @contextlib.contextmanager
-def job(launcher: str, action: str, folder: Path, **env: str) -> Iterator[Job]:
+def job(launcher, action, folder, **env):
     process = subprocess.Popen(
         started_by(launcher, action, folder),
         env=clean_env(**env, **(forked.ranks() if action in FORKED else {})),
@@ -179,12 +176,12 @@ def test_mpirun_killed_takes_the_ranks_along(tmp_path):
         assert not [path for path in segments - before if path.exists()]
 
 
-def mapped_segments(pid: int) -> set[Path]:
+def mapped_segments(pid):
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {Path(line[line.index("/") :]) for line in maps if "/dev/shm/" in line}
 
 
-def parent_of(pid: int) -> int:
+def parent_of(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 

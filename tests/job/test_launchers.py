@@ -1,14 +1,7 @@
-from __future__ import annotations
-
 import pytest
 
 from lightning_ring.errors import RankDiscoveryError
-from lightning_ring.job.launchers import (
-    LaunchVariables,
-    first_host,
-    launcher_variables,
-    tasks_per_node,
-)
+from lightning_ring.job.launchers import first_host, launcher_variables, tasks_per_node
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
@@ -46,7 +39,7 @@ SRUN_STEP = BATCH_SHELL | {
 RINGRUN = {"RING_RANK": "1", "RING_WORLD_SIZE": "2"}
 
 
-def place(found: LaunchVariables | None) -> tuple[object, ...]:
+def place(found):
     assert found is not None
     return (
         found.rank,

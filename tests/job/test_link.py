@@ -1,7 +1,5 @@
 """The link between two hosts is cut: two hosts, each a network namespace."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys
@@ -42,7 +40,7 @@ def test_both_sides_end_when_the_link_is_cut(tmp_path):
         pytest.skip(reason)
     with open_hosts(2, rate=None) as hosts, contextlib.ExitStack() as cleanup:
 
-        def start(command: list[str], **place: str) -> subprocess.Popen[str]:
+        def start(command, **place):
             process = subprocess.Popen(
                 command,
                 env=clean_env(**place),

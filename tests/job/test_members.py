@@ -1,7 +1,5 @@
 """Threads that fit a rank's cores, the GPU of each rank, and ranks that share one."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace
@@ -27,7 +25,7 @@ from lightning_ring.job.ranks import SINGLE, RankInfo
 EIGHT = JobMember(0, node=0, cores=tuple(range(8)))
 
 
-def bound(*cores: int) -> JobMember:
+def bound(*cores):
     return JobMember(0, node=0, cores=cores)
 
 
@@ -80,7 +78,7 @@ def test_it_is_said_once(caplog, monkeypatch, node, threads, level, text):
 
 
 def test_ranks_of_two_nodes_fit_their_own_node(monkeypatch):
-    set_to: list[int] = []
+    set_to = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 12)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 12)

@@ -1,21 +1,18 @@
 """What is said about a collective that is late, from the ranks' statuses."""
 
-from __future__ import annotations
-
 import threading
 import time
 from datetime import timedelta
-from typing import Any
 
 from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.comm.waiting import WaitPolicy
-from lightning_ring.job.stalls import RankStatus, main_stack, own_status, stall_lines
+from lightning_ring.job.stalls import RankStatus, own_status, stall_lines
 from tests.thread_ranks import ThreadTransport, ThreadWorld
 
 LATE = 'all_reduce "bucket 4"'
 
 
-def homes(world_size: int) -> dict[int, dict[str, Any]]:
+def homes(world_size):
     return {
         rank: {"rank": rank, "host": f"node{rank // 4}", "pid": 100 + rank}
         for rank in range(world_size)
@@ -23,9 +20,7 @@ def homes(world_size: int) -> dict[int, dict[str, Any]]:
 
 
 def test_the_cause_comes_first_and_ranks_at_the_same_place_share_a_line():
-    statuses: dict[int, RankStatus] = {
-        rank: RankStatus(LATE, 60.0, progress="step 17") for rank in range(12)
-    }
+    statuses = {rank: RankStatus(LATE, 60.0, progress="step 17") for rank in range(12)}
     for rank in (1, 9):
         stack = ("train.py:3 load: open(path)",)
         statuses[rank] = RankStatus(last='all_reduce "bucket 3"', progress="step 17", stack=stack)
@@ -57,37 +52,6 @@ def test_a_thousand_ranks_make_a_short_report():
     assert lines[-1].startswith("ranks 600, 601, ")
 
 
-def test_where_nobody_is_missing_all_stacks_are_shown():
-    statuses = {
-        rank: RankStatus(LATE, 60.0, stack=("train.py:9 step: loss.backward()",))
-        for rank in range(3)
-    }
-    assert stall_lines(LATE, statuses, homes(3))[-2:] == [
-        "The main thread of ranks 0, 1, 2:",
-        "    train.py:9 step: loss.backward()",
-    ]
-
-
-def test_the_main_thread_is_seen_from_another_one():
-    seen: list[tuple[str, ...]] = []
-
-    def look_until_the_main_thread_waits() -> None:
-        until = time.monotonic() + 60
-        while not any("watcher.join" in line for line in main_stack()) and time.monotonic() < until:
-            time.sleep(0.01)
-        seen.append(main_stack())
-
-    watcher = threading.Thread(target=look_until_the_main_thread_waits)
-    watcher.start()
-    watcher.join()  # the line that is seen
-    assert any(
-        line.startswith("test_rank_status.py", line.rindex("/") + 1 if "/" in line else 0)
-        for line in seen[0]
-    )
-    assert any("watcher.join()  # the line that is seen" in line for line in seen[0])
-    assert len(seen[0]) <= 8
-
-
 def test_a_rank_is_in_the_collective_that_it_called_and_later_had_finished_it():
     world, policy = ThreadWorld(2), WaitPolicy(timedelta(seconds=60))
     comms = [
@@ -96,7 +60,7 @@ def test_a_rank_is_in_the_collective_that_it_called_and_later_had_finished_it():
     ]
     assert own_status(policy, str).collective == own_status(policy, str).last == ""
 
-    def broken() -> str:
+    def broken():
         raise RuntimeError("the trainer is being taken apart")
 
     waiting = threading.Thread(target=comms[0].barrier)

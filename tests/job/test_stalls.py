@@ -2,10 +2,7 @@
 `stall_script.py` is the rank.
 """
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +20,7 @@ NAP = (
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, str], Path]:
+def job(tmp_path_factory):
     """Exit code, the output of each phase, and where the ranks wrote."""
     folder = tmp_path_factory.mktemp("stall")
     result = mpirun(3, str(SCRIPT), str(folder))
@@ -31,7 +28,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, str], 
     return result.returncode, dict(zip(parts[1::2], parts[2::2], strict=True)), folder
 
 
-def reports(output: str) -> list[tuple[str, ...]]:
+def reports(output):
     return re.findall(REPORT, output, flags=re.MULTILINE)
 
 

@@ -1,8 +1,5 @@
 """The command line of horovodrun, given to ringrun."""
 
-from __future__ import annotations
-
-import argparse
 import socket
 from pathlib import Path
 
@@ -26,11 +23,11 @@ OPTIONS = """-np --num-proc -cb --check-build --disable-cache --start-timeout --
 --host-discovery-script --gloo --mpi --jsrun"""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser():
     return ringrun._parser()
 
 
-def test_every_option_of_horovodrun_is_known() -> None:
+def test_every_option_of_horovodrun_is_known():
     known = {name for action in parser()._actions for name in action.option_strings}
     options = set(OPTIONS.split())
     assert options <= known
@@ -40,9 +37,7 @@ def test_every_option_of_horovodrun_is_known() -> None:
 @pytest.mark.parametrize(
     "option", ["--autotune", "-p", '--mpi-args=--map-by "x"', "--jsrun", "--log-level", "-cb"]
 )
-def test_what_is_not_taken_is_one_error_that_names_what_to_use(
-    option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_taken_is_one_error_that_names_what_to_use(option, capsys):
     assert ringrun.main(["-np", "2", option, "python", "train.py"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(
@@ -51,7 +46,7 @@ def test_what_is_not_taken_is_one_error_that_names_what_to_use(
     assert said.count("\n") == 1
 
 
-def test_a_command_line_of_horovodrun() -> None:
+def test_a_command_line_of_horovodrun():
     line = (
         "-np 4 -H a:2,b:2 --network-interface lo --timeline-filename t.json "
         "--timeline-mark-cycles --verbose"
@@ -95,7 +90,7 @@ def test_a_command_line_of_horovodrun() -> None:
         ("--discover /absent/hosts.sh", "no such command"),
     ],
 )
-def test_options_that_cannot_be(line: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_cannot_be(line, text, capsys):
     assert ringrun.main(["-np", "2", *line.split(), "--no-mpi", "--dry-run", "true"]) == 2
     assert text in capsys.readouterr().err
     assert socket.if_nameindex()

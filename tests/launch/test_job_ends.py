@@ -1,7 +1,5 @@
 """What ends an elastic job, and its last line; nothing is left of it. Processes are real."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -18,10 +16,9 @@ from tests.processes import ROOT, clean_env, run, wait_for
 
 
 @pytest.mark.ranks
-def test_a_rank_that_fails_by_itself_ends_the_job(tmp_path: Path) -> None:
+def test_a_rank_that_fails_by_itself_ends_the_job(tmp_path):
     script = counting(
-        tmp_path,
-        "if number == '1': time.sleep(0.5); raise ValueError('no such column')\ncount()\n",
+        tmp_path, "if number == '1': time.sleep(0.5); raise ValueError('no such column')\ncount()\n"
     )
     done = start("ElasticLimits(2)", script, RING_STOP_GRACE="2")
     assert done.returncode == 1, done.stdout
@@ -43,9 +40,7 @@ def test_a_rank_that_fails_by_itself_ends_the_job(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_exit_ends_the_job_at_once_also_beside_deaths(
-    killed: str, code: int, expected: int, told: str, tmp_path: Path
-) -> None:
+def test_an_exit_ends_the_job_at_once_also_beside_deaths(killed, code, expected, told, tmp_path):
     """The launcher is stopped meanwhile, so that it sees all of them at the same time."""
     script = counting(
         tmp_path,
@@ -70,9 +65,7 @@ def test_an_exit_ends_the_job_at_once_also_beside_deaths(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("hosts", ["", AGENT])
-def test_a_rank_that_failed_ends_the_job_and_is_named_before_its_memory_is_free(
-    hosts: str, tmp_path: Path
-) -> None:
+def test_a_rank_that_failed_ends_the_job_and_is_named_before_its_memory_is_free(hosts, tmp_path):
     if hosts and not reachable_candidates({}):
         pytest.skip("this host has no address but its own loopback")
     script = counting(
@@ -93,9 +86,7 @@ def test_a_rank_that_failed_ends_the_job_and_is_named_before_its_memory_is_free(
     ("limits", "waited"),
     [("", ""), (", wait_for_ranks=1.0, respawn=RespawnLimits(delay=60.0)", " for 1 s")],
 )
-def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(
-    limits: str, waited: str, tmp_path: Path
-) -> None:
+def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(limits, waited, tmp_path):
     script = counting(tmp_path, f"if number == '0': when_counting({KILL})\ncount()\n")
     done = start(f"ElasticLimits(2, min_ranks=2{limits})", script)
     assert done.returncode == 1, done.stdout
@@ -108,7 +99,7 @@ def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(
 
 
 @pytest.mark.ranks
-def test_the_cause_of_the_end_is_the_failure_and_not_an_earlier_death(tmp_path: Path) -> None:
+def test_the_cause_of_the_end_is_the_failure_and_not_an_earlier_death(tmp_path):
     script = counting(
         tmp_path,
         f"if number == '0': when_counting({KILL})\n"
@@ -123,7 +114,7 @@ def test_the_cause_of_the_end_is_the_failure_and_not_an_earlier_death(tmp_path: 
 
 
 @pytest.mark.ranks
-def test_a_rank_that_leaves_without_having_finished_fails_the_job(tmp_path: Path) -> None:
+def test_a_rank_that_leaves_without_having_finished_fails_the_job(tmp_path):
     script = counting(tmp_path, "if number == '1': when_counting(lambda: os._exit(0))\ncount()\n")
     done = start("ElasticLimits(2)", script)
     assert done.returncode == 1, done.stdout
@@ -134,7 +125,7 @@ def test_a_rank_that_leaves_without_having_finished_fails_the_job(tmp_path: Path
 
 
 @pytest.mark.ranks
-def test_ranks_that_do_not_end_with_their_job_are_ended(tmp_path: Path) -> None:
+def test_ranks_that_do_not_end_with_their_job_are_ended(tmp_path):
     """Process 0 heeds nothing, and is killed. Stopped ones go on, so that they end: 2 learns why
     the job is over, as it was stopped before; 3, which stops itself then, gets SIGTERM."""
     script = counting(
@@ -166,7 +157,7 @@ def test_ranks_that_do_not_end_with_their_job_are_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_what_a_dead_rank_started_ends_though_the_job_succeeds(tmp_path: Path) -> None:
+def test_what_a_dead_rank_started_ends_though_the_job_succeeds(tmp_path):
     script = counting(
         tmp_path,
         "if number == '1':\n    child = subprocess.Popen(['sleep', '300']); "
@@ -180,7 +171,7 @@ def test_what_a_dead_rank_started_ends_though_the_job_succeeds(tmp_path: Path) -
 
 
 @pytest.mark.ranks
-def test_no_steward_no_job(tmp_path: Path) -> None:
+def test_no_steward_no_job(tmp_path):
     command = [
         sys.executable,
         "-c",
@@ -205,7 +196,7 @@ def test_no_steward_no_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_the_end_of_ringrun_ends_all_with_one_line(tmp_path: Path) -> None:
+def test_the_end_of_ringrun_ends_all_with_one_line(tmp_path):
     """Of ranks in wrappers, and of what ranks have started."""
     script = counting(
         tmp_path,

@@ -2,8 +2,6 @@
 killed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -11,13 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import Hosts, open_hosts, why_not
+from benchmarks.hosts import open_hosts, why_not
 from lightning_ring.job.rendezvous.interfaces import reachable_candidates
 from lightning_ring.launch.processes import is_dead
 from tests.processes import ROOT, clean_env, end_session, wait_for
@@ -36,9 +33,7 @@ START = (
 
 
 @contextmanager
-def job(
-    hosts: Hosts, folder: Path, script: list[str], *options: str
-) -> Iterator[subprocess.Popen[str]]:
+def job(hosts, folder, script, *options):
     """Two ranks on each of ``hosts``; ringrun is on the first host."""
     ssh = folder / "ssh"
     ssh.write_text(SSH)
@@ -71,16 +66,16 @@ def job(
         process.wait(timeout=60)
 
 
-def counting(folder: Path, steps: int) -> list[str]:
+def counting(folder, steps):
     """Counts ``steps`` steps of 20 ms."""
     return [RANK, str(folder), str(steps), "0.02"]
 
 
-def said(folder: Path) -> str:
+def said(folder):
     return (folder / "output").read_text()
 
 
-def agents(hosts: Hosts, host: str) -> list[int]:
+def agents(hosts, host):
     found = []
     for pid in subprocess.run(
         ["ip", "netns", "pids", host], capture_output=True, text=True, timeout=60
@@ -91,7 +86,7 @@ def agents(hosts: Hosts, host: str) -> list[int]:
 
 
 @pytest.mark.netns
-def test_the_ranks_of_a_lost_host_are_dead_and_the_others_go_on(tmp_path: Path) -> None:
+def test_the_ranks_of_a_lost_host_are_dead_and_the_others_go_on(tmp_path):
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     with (
@@ -110,7 +105,7 @@ def test_the_ranks_of_a_lost_host_are_dead_and_the_others_go_on(tmp_path: Path) 
 
 
 @pytest.mark.netns
-def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_started_again(tmp_path: Path) -> None:
+def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_started_again(tmp_path):
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     with (
@@ -131,7 +126,7 @@ def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_started_again(tmp_
 
 
 @pytest.mark.netns
-def test_collectives_across_hosts_go_on_when_a_rank_dies(tmp_path: Path) -> None:
+def test_collectives_across_hosts_go_on_when_a_rank_dies(tmp_path):
     """Nested in each host and across, then flat over the three that are left."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
@@ -146,7 +141,7 @@ def test_collectives_across_hosts_go_on_when_a_rank_dies(tmp_path: Path) -> None
 
 
 @pytest.mark.ranks
-def test_a_host_that_cannot_be_reached_ends_the_start(tmp_path: Path) -> None:
+def test_a_host_that_cannot_be_reached_ends_the_start(tmp_path):
     command = [
         sys.executable,
         "-m",
@@ -178,7 +173,7 @@ def test_a_host_that_cannot_be_reached_ends_the_start(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not reachable_candidates({}), reason="this host has no address but its own loopback"
 )
-def test_told_to_stop_the_ranks_of_an_agent_end_too(tmp_path: Path) -> None:
+def test_told_to_stop_the_ranks_of_an_agent_end_too(tmp_path):
     """A rank of the agent is killed and leaves; then the job is told to stop."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -217,9 +212,7 @@ def test_told_to_stop_the_ranks_of_an_agent_end_too(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not reachable_candidates({}), reason="this host has no address but its own loopback"
 )
-def test_ranks_start_on_a_host_that_is_listed_later_and_not_on_one_that_is_listed_no_more(
-    tmp_path: Path,
-) -> None:
+def test_ranks_start_on_a_host_that_is_listed_later_and_not_on_one_that_is_listed_no_more(tmp_path):
     ssh, listed = tmp_path / "ssh", tmp_path / "listed"
     ssh.write_text('#!/bin/sh\nshift; exec sh -c "$*"\n')
     ssh.chmod(0o755)
@@ -268,7 +261,7 @@ def test_ranks_start_on_a_host_that_is_listed_later_and_not_on_one_that_is_liste
     assert "replaces it" not in said(tmp_path)
 
 
-def ps(parent: int) -> list[str]:
+def ps(parent):
     """Pid and command of the children of ``parent``, and theirs."""
     lines = subprocess.run(
         ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, timeout=60

@@ -2,11 +2,8 @@
 means.
 """
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,7 @@ from lightning_ring.launch.process_ends import RespawnLimits, Respawns
 from tests.launch.counting import KILL, counting, start
 
 
-def test_respawns_come_later_each_time_and_end() -> None:
+def test_respawns_come_later_each_time_and_end():
     respawns = Respawns(RespawnLimits(limit=3, delay=1.0, steady=60.0))
     assert respawns.died(7, now=100.0, lived=500.0)
     assert [respawns.take_due(now) for now in (100.5, 101.0, 101.5)] == [[], [7], []]
@@ -27,7 +24,7 @@ def test_respawns_come_later_each_time_and_end() -> None:
     assert respawns.died(7, now=300.0, lived=90.0)
 
 
-def test_the_deaths_of_one_slot_do_not_count_for_another() -> None:
+def test_the_deaths_of_one_slot_do_not_count_for_another():
     respawns = Respawns(RespawnLimits(limit=2, delay=1.0, steady=60.0))
     assert [respawns.died(slot, now=0.0, lived=1.0) for slot in range(8)] == [True] * 8
     assert respawns.take_due(1.0) == list(range(8))
@@ -36,7 +33,7 @@ def test_the_deaths_of_one_slot_do_not_count_for_another() -> None:
 
 
 @pytest.mark.ranks
-def test_a_rank_that_keeps_dying_is_replaced_until_the_limit(tmp_path: Path) -> None:
+def test_a_rank_that_keeps_dying_is_replaced_until_the_limit(tmp_path):
     script = counting(
         tmp_path, "if number == '0': count()\nos.kill(os.getpid(), signal.SIGSEGV)\n", steps=60
     )
@@ -53,7 +50,7 @@ def test_a_rank_that_keeps_dying_is_replaced_until_the_limit(tmp_path: Path) -> 
 
 
 @pytest.mark.ranks
-def test_a_newcomer_that_fails_does_not_end_the_job(tmp_path: Path) -> None:
+def test_a_newcomer_that_fails_does_not_end_the_job(tmp_path):
     script = counting(
         tmp_path,
         "if int(number) > 1: raise RuntimeError('no GPU here')\nif number == '1': "
@@ -68,8 +65,8 @@ def test_a_newcomer_that_fails_does_not_end_the_job(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_a_replacement_that_fails_after_the_training_has_finished_is_no_failure_of_the_job(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     script = counting(
         tmp_path,
         f"if number == '1': when_counting({KILL})\n"

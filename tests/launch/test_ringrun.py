@@ -1,7 +1,5 @@
 """The line that ringrun runs, and what it refuses. Jobs that really run are in test_jobs.py."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -32,7 +30,7 @@ OPEN_MPI = Mpirun("/opt/mpi/bin/mpirun", "openmpi", 5, "mpirun (Open MPI) 5.0.11
 HYDRA = Mpirun("/opt/mpich/bin/mpirun", "mpich", 5, "mpirun (MPICH) 5.0.2")
 
 
-def pairs(line: list[str]) -> list[tuple[str, str]]:
+def pairs(line):
     return list(itertools.pairwise(line))
 
 
@@ -231,7 +229,7 @@ def test_dry_run_shows_the_line_and_runs_nothing(tmp_path, capsys, monkeypatch):
 
 
 def test_mpirun_beside_python_comes_first(tmp_path, monkeypatch):
-    def install(folder: Path, says: str) -> Path:
+    def install(folder, says):
         folder.mkdir()
         program = folder / "mpirun"
         program.write_text(f"#!/bin/sh\necho '{says}'\n")

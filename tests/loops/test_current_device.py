@@ -1,9 +1,6 @@
 """A module on another GPU than torch's current one: events belong to the module's GPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,25 +17,25 @@ GPU = torch.device("cuda:1")
 class FakeCuda(SimpleNamespace):
     """``torch.cuda`` with two GPUs. The first one is current."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.current = torch.device("cuda:0")
-        self.recorded: list[torch.device] = []
+        self.recorded = []
 
-    def set_device(self, device: torch.device) -> None:
+    def set_device(self, device):
         self.current = device
 
-    def current_stream(self, device: torch.device | None = None) -> Any:
+    def current_stream(self, device=None):
         return SimpleNamespace(device=device or self.current)
 
-    def Event(self, device: str = "cuda", **options: Any) -> Any:
-        def record(stream: Any = None) -> None:
+    def Event(self, device="cuda", **options):
+        def record(stream=None):
             self.recorded.append((stream or self.current_stream()).device)
 
         return SimpleNamespace(record=record)
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+def cuda(monkeypatch):
     module = FakeCuda()
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
@@ -47,13 +44,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return module
 
 
-def test_the_gpu_of_a_module_that_is_there_becomes_current(cuda: FakeCuda) -> None:
+def test_the_gpu_of_a_module_that_is_there_becomes_current(cuda):
     with FakeTensorMode():
         _move(nn.Linear(3, 2, device=GPU), [], GPU)
     assert cuda.current == GPU
 
 
-def test_events_are_recorded_where_the_tensor_is(cuda: FakeCuda) -> None:
+def test_events_are_recorded_where_the_tensor_is(cuda):
     with FakeTensorMode():
         host_copy.start_copy(torch.ones(1, device=GPU))
     timing.now(GPU)

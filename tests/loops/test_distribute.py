@@ -1,9 +1,5 @@
 """`lightning_ring.distribute` in plain loops on two ranks, in a single process, and its errors."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -17,11 +13,11 @@ MODULE = "tests.checks.loops"
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("check", check_names(MODULE))
-def test_on_two_ranks(battery: Any, check: str) -> None:
+def test_on_two_ranks(battery, check):
     battery(MODULE, 2, check)
 
 
-def test_a_single_process_registers_nothing_and_trains_as_before() -> None:
+def test_a_single_process_registers_nothing_and_trains_as_before():
     torch.manual_seed(0)
     model, reference = nn.Linear(3, 2), nn.Linear(3, 2)
     reference.load_state_dict(model.state_dict())
@@ -60,7 +56,7 @@ def test_a_single_process_registers_nothing_and_trains_as_before() -> None:
         ({"module": "resnet"}, "distribute got a str as module, expected a torch.nn.Module"),
     ],
 )
-def test_bad_arguments_get_one_clear_error(arguments: dict[str, Any], expected: str) -> None:
+def test_bad_arguments_get_one_clear_error(arguments, expected):
     with pytest.raises(ConfigurationError) as caught:
         distribute(**({"module": nn.Linear(1, 1)} | arguments))
     assert expected in str(caught.value)

@@ -2,10 +2,7 @@
 ends too early.
 """
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,13 +25,13 @@ LAUNCHERS = {
 }
 
 
-def trained_by_one_process() -> nn.Module:
+def trained_by_one_process():
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     samples = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(samples, samples.sum(1, keepdim=True))
-    sampler: DistributedSampler[object] = DistributedSampler(data, num_replicas=1, rank=0)
+    sampler = DistributedSampler(data, num_replicas=1, rank=0)
     for epoch in range(10):
         sampler.set_epoch(epoch)
         for inputs, targets in DataLoader(data, batch_size=32, sampler=sampler):
@@ -48,7 +45,7 @@ def trained_by_one_process() -> nn.Module:
 @pytest.mark.parametrize(
     "name", [name for name in ALGORITHMS if not algorithm_class(name).steps_alone]
 )
-def test_two_ranks_train_as_one_process_on_all_samples(name: str, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_process_on_all_samples(name, tmp_path):
     path = str(tmp_path / "model.pt")
     done = run([*RINGRUN, *forked.python(), str(EXAMPLE), name, path])
     assert done.returncode == 0, done.stdout
@@ -58,7 +55,7 @@ def test_two_ranks_train_as_one_process_on_all_samples(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_every_launcher_starts_a_loop(launcher: str) -> None:
+def test_every_launcher_starts_a_loop(launcher):
     done = run([*LAUNCHERS[launcher], "train"], **forked.ranks())
     assert done.returncode == 0, done.stdout
     ranks = 1 if launcher == "alone" else 2
@@ -66,7 +63,7 @@ def test_every_launcher_starts_a_loop(launcher: str) -> None:
         assert f"rank {rank} of {ranks}: equal=True" in done.stdout
 
 
-def test_a_rank_that_ends_too_early_ends_the_job_and_is_named() -> None:
+def test_a_rank_that_ends_too_early_ends_the_job_and_is_named():
     done = run([*RINGRUN, "--no-mpi", *forked.python(), SCRIPT, "2", "leave"])
     assert done.returncode not in (0, 124), done.stdout
     assert "rank 1" in done.stdout

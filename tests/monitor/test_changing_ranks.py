@@ -2,16 +2,11 @@
 Ranks are threads.
 """
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import lightning as L
 import torch
-from torch import Tensor
 
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.monitor.ring_report import LoggedStep, RankMemory, RankRow, RowExchange
 from lightning_ring.monitor.step_timeline import StepTimeline
 from lightning_ring.monitor.step_times import StepTimes
@@ -21,10 +16,10 @@ from lightning_ring.timeline.trace_files import rank_file
 from tests.thread_ranks import run_ranks
 
 
-def test_a_rank_that_gets_the_table_of_another_reads_all_rows() -> None:
+def test_a_rank_that_gets_the_table_of_another_reads_all_rows():
     """As after a death (`HostCalls`), when it has exchanged nothing itself."""
 
-    def table(comm: Communicator) -> Tensor:
+    def table(comm):
         row = RankRow(comm.rank, 0.0, StepTimes.unknown(), RankMemory())
         further = [torch.tensor(value + comm.rank).double() for value in (0.0, 8.0)]
         return RowExchange(comm, row, further, torch.device("cpu")).table()
@@ -36,11 +31,11 @@ def test_a_rank_that_gets_the_table_of_another_reads_all_rows() -> None:
     assert report.gradient_norms == [math.sqrt(8 + 9)]
 
 
-def test_a_rank_that_could_not_record_lets_the_others_end_their_files(tmp_path: Path) -> None:
+def test_a_rank_that_could_not_record_lets_the_others_end_their_files(tmp_path):
     path = tmp_path / "trace.json"
     settings = TimelineSettings(path, None, 1.0)
 
-    def record_and_stop(comm: Communicator) -> None:
+    def record_and_stop(comm):
         trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
         timeline = StepTimeline(settings, [])
         timeline.number = 4 + comm.rank

@@ -2,12 +2,9 @@
 bars.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import lightning as L
 import pytest
@@ -17,23 +14,22 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring.monitor import RingMonitor, dashboard
-from tests.battery import Battery
 from tests.monitor.browser import NAMES, executable, open_page, open_tensorboard, wait_for
 
 
 class Model(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = torch.nn.Linear(2, 1)
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         return self.net(batch[0]).mean()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(tmp_path: Path, **arguments: Any) -> L.Trainer:
+def fit(tmp_path, **arguments):
     run = L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -48,14 +44,14 @@ def fit(tmp_path: Path, **arguments: Any) -> L.Trainer:
     return run
 
 
-def test_a_csv_logger_gets_the_numbers(tmp_path: Path) -> None:
+def test_a_csv_logger_gets_the_numbers(tmp_path):
     logger, monitor = CSVLogger(tmp_path), RingMonitor()
     run = fit(tmp_path, callbacks=[monitor], logger=logger, enable_progress_bar=False)
     assert run.global_step == 4
     assert "ring/step_ms" in (Path(run.logger.log_dir) / "metrics.csv").read_text()
 
 
-def test_charts_are_those_that_have_values() -> None:
+def test_charts_are_those_that_have_values():
     judges = [ModelCheckpoint(monitor=name) for name in ("val/R@1", "val/loss", None)]
     trainer = SimpleNamespace(strategy=None, optimizers=[], checkpoint_callbacks=judges)
     charts = dashboard.layout(trainer)
@@ -72,7 +68,7 @@ def test_charts_are_those_that_have_values() -> None:
 class Mine(TQDMProgressBar):
     """As Lightning's documentation has users change a bar."""
 
-    def get_metrics(self, *args: Any) -> Any:
+    def get_metrics(self, *args):
         items = super().get_metrics(*args)
         items.pop("data", None)
         return items | {"mine": 1}
@@ -81,7 +77,7 @@ class Mine(TQDMProgressBar):
 @pytest.mark.parametrize(
     ("bar", "shown"), [(TQDMProgressBar(), True), (RichProgressBar(), True), (Mine(), False)]
 )
-def test_bars_show_it_and_a_users_own_decides(tmp_path: Path, bar: Any, shown: bool) -> None:
+def test_bars_show_it_and_a_users_own_decides(tmp_path, bar, shown):
     run = fit(tmp_path, callbacks=[RingMonitor(), bar], logger=False)
     metrics = bar.get_metrics(run, run.lightning_module)
     assert "img/s" in metrics
@@ -90,7 +86,7 @@ def test_bars_show_it_and_a_users_own_decides(tmp_path: Path, bar: Any, shown: b
 
 
 @pytest.mark.skipif(executable() is None, reason=f"none of {', '.join(NAMES)} is installed")
-def test_pages_open_in_a_browser(battery: Battery) -> None:
+def test_pages_open_in_a_browser(battery):
     pytest.importorskip("tensorboard")
     check = "check_tensorboard_pages_are_written"
     battery("tests.checks.monitor", 2, check, timeout=150, only=(check,))
@@ -110,14 +106,7 @@ def test_pages_open_in_a_browser(battery: Battery) -> None:
         assert len(page.screenshot()) > 20_000, "an empty page is smaller"
         page.goto("about:blank")  # else an address that differs after its # is not loaded again
         page.goto(f"{address}#hparams")
-        wait_for(
-            page,
-            "ring/world_size",
-            "ring/optimizer",
-            "width",
-            "version_0",
-            "1.0000",
-        )
+        wait_for(page, "ring/world_size", "ring/optimizer", "width", "version_0", "1.0000")
         page.goto("about:blank")
         page.goto(f"{address}#images")
         wait_for(page, "ring/buckets of a step")

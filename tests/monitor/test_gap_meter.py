@@ -1,12 +1,7 @@
 """What the gap meter concludes, and what it measures on two real ranks."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ring.monitor import GapMeter
@@ -20,36 +15,29 @@ from lightning_ring.monitor.gap_meter import (
     judge,
     loader_cost,
 )
-from tests.battery import Battery, check_names
+from tests.battery import check_names
 
 MODULE = "tests.checks.gap"
 
 
 @pytest.mark.parametrize("check", check_names(MODULE))
-def test_on_two_ranks(battery: Battery, check: str) -> None:
+def test_on_two_ranks(battery, check):
     battery(MODULE, 2, check, timeout=150)
 
 
-def rank(
-    device: float = 0.1,
-    host: float = 0.1,
-    real: float = 0.1,
-    own: float = 0.08,
-    waits: tuple[float, ...] = (0.0,),
-    cost: tuple[float, float, float] = (0.01, 0.02, 0.005),
-) -> RankTimes:
+def rank(device=0.1, host=0.1, real=0.1, own=0.08, waits=(0.0,), cost=(0.01, 0.02, 0.005)):
     step = {ON_DEVICE: device, ON_HOST: host, REPLAYED: host, REAL: real}
     return RankTimes(32, LoaderCost(*cost), step, waits, own)
 
 
-def test_the_gap_is_relative_to_synthetic_and_the_slowest_rank_sets_the_speed() -> None:
+def test_the_gap_is_relative_to_synthetic_and_the_slowest_rank_sets_the_speed():
     report = judge([rank(device=0.1, real=0.125), rank(device=0.1, real=0.2)])
     assert report.images_per_second[ON_DEVICE] == pytest.approx(640)
     assert report.images_per_second[REAL] == pytest.approx(320)
     assert report.gap == pytest.approx(0.5)
 
 
-def test_waiting_is_told_of_the_rank_that_waits_longest() -> None:
+def test_waiting_is_told_of_the_rank_that_waits_longest():
     waits = tuple(0.01 * step for step in range(100))
     report = judge([rank(waits=(0.1,) * 100), rank(waits=waits)])
     assert report.waiting_rank == 1
@@ -71,14 +59,14 @@ def test_waiting_is_told_of_the_rank_that_waits_longest() -> None:
         ([rank(), rank(own=0.095)], "none"),
     ],
 )
-def test_one_bottleneck_is_named(ranks: list[RankTimes], expected: str) -> None:
+def test_one_bottleneck_is_named(ranks, expected):
     report = judge(ranks)
     assert report.bottleneck == expected
     assert expected == "none" or f"bottleneck: {expected}" in report.table()
 
 
 @pytest.mark.parametrize(("steps", "rounds"), [(3, 1), (4, 0)])
-def test_too_few_steps_are_an_error(steps: int, rounds: int) -> None:
+def test_too_few_steps_are_an_error(steps, rounds):
     with pytest.raises(ValueError, match="steps >= 4 and rounds >= 1"):
         GapMeter(steps=steps, rounds=rounds)
 
@@ -86,25 +74,25 @@ def test_too_few_steps_are_an_error(steps: int, rounds: int) -> None:
 class Stream(IterableDataset):
     """As webdataset's with a length: `Dataset.__getitem__` is there, and raises."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 8
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self):
         yield from torch.arange(8.0)
 
 
 class Batched(Dataset):
     """Gives whole batches for indices that its sampler knows."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 2
 
-    def __getitem__(self, rows: list[int]) -> Tensor:
+    def __getitem__(self, rows):
         assert isinstance(rows, list)
         return torch.tensor(rows)
 
 
-def test_loaders_whose_samples_cannot_be_had_one_by_one_are_judged_by_the_time_of_a_batch() -> None:
+def test_loaders_whose_samples_cannot_be_had_one_by_one_are_judged_by_the_time_of_a_batch():
     batched = DataLoader(Batched(), batch_size=None, sampler=[[0, 1], [2, 3]])
     for loader in (DataLoader(Stream(), 4), batched):
         assert len(list(loader)) == 2

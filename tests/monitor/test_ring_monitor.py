@@ -1,10 +1,8 @@
 """`RingMonitor` on real ranks, one launch a world size, and what its failures do to a training."""
 
-from __future__ import annotations
-
 import pytest
 
-from tests.battery import Battery, check_names
+from tests.battery import check_names
 
 MODULE, FAILURES = "tests.checks.monitor", "tests.checks.monitor_failures"
 SECONDS = 150
@@ -16,21 +14,21 @@ pytestmark = pytest.mark.timeout(SECONDS + 30)
 
 
 @pytest.mark.parametrize("check", check_names(MODULE))
-def test_on_two_ranks(battery: Battery, check: str) -> None:
+def test_on_two_ranks(battery, check):
     battery(MODULE, 2, check, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("check", BY_WORLD_SIZE)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_on_other_numbers_of_ranks(battery: Battery, world_size: int, check: str) -> None:
+def test_on_other_numbers_of_ranks(battery, world_size, check):
     battery(MODULE, world_size, check, timeout=SECONDS, only=BY_WORLD_SIZE)
 
 
 @pytest.mark.parametrize("check", ON_TWO_RANKS)
-def test_failures_on_two_ranks(battery: Battery, check: str) -> None:
+def test_failures_on_two_ranks(battery, check):
     battery(FAILURES, 2, check, timeout=SECONDS, only=ON_TWO_RANKS)
 
 
 @pytest.mark.parametrize("check", ON_ONE_RANK)
-def test_failures_on_one_rank(battery: Battery, check: str) -> None:
+def test_failures_on_one_rank(battery, check):
     battery(FAILURES, 1, check, timeout=SECONDS, only=ON_ONE_RANK)

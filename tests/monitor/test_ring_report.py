@@ -1,7 +1,5 @@
 """What is concluded from steps and rows that are made up, so that every number is known."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -18,13 +16,12 @@ from lightning_ring.monitor.step_times import (
     break_down,
     collective_times,
     collectives_of,
-    mean_times,
     sent_bytes,
 )
 from lightning_ring.timeline.drawing import ON_THE_WIRE, READY, WAITED_FOR, draw
 
 
-def step(**marks: tuple[float, float]) -> StepRecord:
+def step(**marks):
     """Of 30 s, from 100 on."""
     record = StepRecord()
     record.began, record.total = 100.0, 30.0
@@ -34,14 +31,7 @@ def step(**marks: tuple[float, float]) -> StepRecord:
     return record
 
 
-def collective(
-    called: float,
-    returned: float,
-    waited: tuple[float, float],
-    ended: float,
-    kind: str = "all_reduce",
-    name: str = "a",
-) -> CollectiveRecord:
+def collective(called, returned, waited, ended, kind="all_reduce", name="a"):
     record = CollectiveRecord(name, kind, nbytes=8, called=100 + called, returned=100 + returned)
     record.waited_from, record.waited_until, record.ended = (
         100 + waited[0],
@@ -59,7 +49,7 @@ AUTOMATIC = {
 }
 
 
-def test_collectives_come_out_of_the_phase_in_which_they_cost_time() -> None:
+def test_collectives_come_out_of_the_phase_in_which_they_cost_time():
     record = step(**AUTOMATIC)
     told = [
         # under way 12 to 19.5: lost 0.5 in backward, then 2
@@ -91,13 +81,7 @@ def test_collectives_come_out_of_the_phase_in_which_they_cost_time() -> None:
     assert found.sent == pytest.approx(2 * (2 * 3 / 4 * 8) + 3 / 4 * 8)
 
 
-def test_a_forward_before_the_optimizers_step_takes_none_of_its_time() -> None:
-    """As in a loop of one's own, where it may take longer than the optimizer."""
-    found = break_down(step(forward=(1, 11), optimizer=(20, 24)), [], world_size=2)
-    assert (found.forward, found.optimizer, found.other) == pytest.approx((10, 4, 16))
-
-
-def test_time_in_which_two_collectives_overlap_counts_once() -> None:
+def test_time_in_which_two_collectives_overlap_counts_once():
     told = [
         collective(10, 10, (21, 23), ended=16),
         collective(11, 11, (23, 24), ended=15),  # in another lane: over before the first
@@ -116,7 +100,7 @@ def test_time_in_which_two_collectives_overlap_counts_once() -> None:
     ]
 
 
-def test_backward_of_manual_optimization_comes_out_of_forward_and_out_of_a_closure() -> None:
+def test_backward_of_manual_optimization_comes_out_of_forward_and_out_of_a_closure():
     record = step(forward=(0.0, 20.0))
     for phase, begin, end in (("backward", 2, 5), ("backward", 7, 11), ("optimizer", 6, 12)):
         record.begin(phase, 100.0 + begin)
@@ -133,17 +117,17 @@ def test_backward_of_manual_optimization_comes_out_of_forward_and_out_of_a_closu
 class Event:
     """Of a GPU, at a time of its own clock, in seconds."""
 
-    def __init__(self, at: float) -> None:
+    def __init__(self, at):
         self.at = at
 
-    def elapsed_time(self, other: Event) -> float:
+    def elapsed_time(self, other):
         return 1e3 * (other.at - self.at)
 
-    def query(self) -> bool:
+    def query(self):
         return True
 
 
-def test_on_a_gpu_events_tell_the_times_of_phases_and_collectives() -> None:
+def test_on_a_gpu_events_tell_the_times_of_phases_and_collectives():
     record = step(data=(0.0, 2.0))
     for phase, begin, end in (("forward", 1, 5), ("backward", 5, 13), ("optimizer", 0.5, 16)):
         record.begin(phase, Event(begin))
@@ -167,19 +151,11 @@ def test_on_a_gpu_events_tell_the_times_of_phases_and_collectives() -> None:
         ("broadcast", 8),
     ],
 )
-def test_bytes_are_counted_as_nccl_tests_do(kind: str, sent: float) -> None:
+def test_bytes_are_counted_as_nccl_tests_do(kind, sent):
     assert sent_bytes(collective(0, 0, (0, 0), 0, kind=kind), world_size=4) == sent
 
 
-def row(
-    rank: int,
-    total: float,
-    exposed: float,
-    busy: float = 1.0,
-    steps: int = 10,
-    images: float = 32,
-    data_share: float = 0.1,
-) -> RankRow:
+def row(rank, total, exposed, busy=1.0, steps=10, images=32, data_share=0.1):
     times = StepTimes(
         data=data_share * total,
         exposed=exposed,
@@ -192,7 +168,7 @@ def row(
     return RankRow(rank, 0, times, RankMemory(1e9 * (rank + 1)))
 
 
-def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
+def test_the_slowest_rank_is_the_one_that_waits_least():
     report = RingReport(7, [row(0, 2.0, 0.5), row(1, 2.0, 0.1), row(2, 2.0, 0.6), row(3, 2.0, 0.4)])
     rank, behind = report.slowest
     assert (rank, behind) == (1, pytest.approx(1.9 - 1.5))
@@ -212,7 +188,7 @@ def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
     assert "ring/cuda_peak_gb" not in scalars
 
 
-def test_the_share_of_data_is_that_of_the_rank_that_holds_the_others_up() -> None:
+def test_the_share_of_data_is_that_of_the_rank_that_holds_the_others_up():
     """One loader is late, and seven ranks stand in the all-reduce; the mean would say 12 % of a
     step.
     """
@@ -233,13 +209,7 @@ def test_the_share_of_data_is_that_of_the_rank_that_holds_the_others_up() -> Non
     assert hidden.scalars()["ring/data_ms_slowest"] == 1000
 
 
-def test_bandwidth_is_that_of_the_rank_that_others_did_not_keep_waiting() -> None:
-    assert (
-        RingReport(0, [row(0, 2.0, 0.5, busy=3.0), row(1, 2.0, 0.5, busy=1.5)]).bus_bandwidth == 4e9
-    )
-
-
-def test_what_cannot_be_told_is_left_out_and_a_norm_that_is_not_finite_is_not() -> None:
+def test_what_cannot_be_told_is_left_out_and_a_norm_that_is_not_finite_is_not():
     unknown = RankRow(0, 0, StepTimes.unknown(), RankMemory(1))
     report = RingReport(0, [unknown, row(1, 2.0, 0.5)], gradient_norms=[math.nan, None, 2.0])
     scalars = report.scalars()
@@ -253,24 +223,14 @@ def test_what_cannot_be_told_is_left_out_and_a_norm_that_is_not_finite_is_not() 
     assert "ring/step_ms" in nameless.scalars()
 
 
-def test_trust_ratios_are_told_by_percentiles() -> None:
+def test_trust_ratios_are_told_by_percentiles():
     scalars = RingReport(0, [row(0, 1.0, 0.0)], trust_ratios=torch.arange(101.0)).scalars()
     assert [
         scalars[f"ring/trust_ratio/p{percent}"] for percent in ("05", "50", "95")
     ] == pytest.approx([5, 50, 95])
 
 
-def test_the_mean_of_each_number() -> None:
-    steps = [StepTimes(data=value, total=2 * value, images=value + 1) for value in (1.0, 5.0)]
-    assert mean_times(steps) == StepTimes(data=3, total=6, images=4, steps=2)
-
-
-def test_a_row_survives_its_way_as_numbers() -> None:
-    one = row(3, 2.0, 0.5)
-    assert RankRow.from_list(one.as_list()) == one
-
-
-def test_the_chart_shows_what_was_ready_on_the_wire_and_waited_for() -> None:
+def test_the_chart_shows_what_was_ready_on_the_wire_and_waited_for():
     pytest.importorskip("matplotlib")
     found = bars(
         step(**AUTOMATIC),
@@ -298,54 +258,7 @@ def test_the_chart_shows_what_was_ready_on_the_wire_and_waited_for() -> None:
     assert drawn == {(round(1e3 * bar.start), round(1e3 * bar.stop)) for bar in found}
 
 
-def drawn(marks: dict[str, list[tuple[float, float]]]) -> list[tuple[str, float, float]]:
-    record = StepRecord()
-    record.began, record.total = 100.0, 20.0
-    record.marks = [(phase, *span) for phase, spans in marks.items() for span in spans]
-    return [(bar.lane, bar.start, bar.stop) for bar in bars(record, [])]
-
-
-def test_the_optimizer_is_drawn_without_the_forward_and_backward_inside_it() -> None:
-    marks = {
-        "optimizer": [(102.0, 112.0)],
-        "backward": [(106.0, 110.0)],
-        "forward": [(102.0, 106.0)],
-    }
-    marks |= {"copy": [(101.0, 102.0)], "data": [(100.0, 101.0)]}
-    assert drawn(marks) == [
-        ("data", 0.0, 1.0),
-        ("copy", 1.0, 2.0),
-        ("forward", 2.0, 6.0),
-        ("backward", 6.0, 10.0),
-        ("optimizer", 10.0, 12.0),
-    ]
-
-
-def test_a_closure_that_runs_twice_leaves_the_optimizer_what_lies_between_and_behind() -> None:
-    marks = {"optimizer": [(100.0, 110.0)], "forward": [(100.0, 101.0), (104.0, 105.0)]}
-    marks["backward"] = [(101.0, 103.0), (105.0, 107.0)]
-    assert [bar for bar in drawn(marks) if bar[0] == "optimizer"] == [
-        ("optimizer", 3.0, 4.0),
-        ("optimizer", 7.0, 10.0),
-    ]
-
-
-def test_forward_is_drawn_without_a_manual_backward_and_optimizer() -> None:
-    marks = {
-        "forward": [(100.0, 110.0)],
-        "backward": [(102.0, 105.0)],
-        "optimizer": [(106.0, 109.0)],
-    }
-    assert drawn(marks) == [
-        ("forward", 0.0, 2.0),
-        ("forward", 5.0, 6.0),
-        ("forward", 9.0, 10.0),
-        ("backward", 2.0, 5.0),
-        ("optimizer", 6.0, 9.0),
-    ]
-
-
-def test_batch_size_is_the_first_tensors_length() -> None:
+def test_batch_size_is_the_first_tensors_length():
     images = [torch.ones(7, 3), torch.ones(9)]
     assert first_dimension({"scale": torch.tensor(1.0), "images": images}) == 7
     with pytest.raises(TypeError, match="Give the callback batch_size="):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.profilers import SimpleProfiler
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ring.monitor import StepTimer, StepTimes
-from lightning_ring.monitor.step_times import StepRecord
+from lightning_ring.monitor import StepTimer
 
 PHASES = {"data": 0.010, "forward": 0.020, "backward": 0.030, "optimizer": 0.040}
 
@@ -24,29 +21,29 @@ class Clock:
     so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
 class Sleepy(TensorDataset):
     clock: Clock
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index):
         self.clock.now += PHASES["data"]
         return super().__getitem__(index)
 
 
 class Model(L.LightningModule):
-    def __init__(self, clock: Clock, manual: bool) -> None:
+    def __init__(self, clock, manual):
         super().__init__()
         self.net = torch.nn.Linear(2, 1)
         self.clock = clock
         self.automatic_optimization = not manual
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         self.clock.now += PHASES["forward"]
         loss = self.net(batch[0]).mean()
         if not self.automatic_optimization:
@@ -55,41 +52,41 @@ class Model(L.LightningModule):
             self.optimizers().step()
         return loss
 
-    def on_after_backward(self) -> None:
+    def on_after_backward(self):
         self.clock.now += PHASES["backward"]
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.clock.now += 100
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         optimizer.register_step_post_hook(lambda *_: self.move(PHASES["optimizer"]))
         return optimizer
 
-    def move(self, seconds: float) -> None:
+    def move(self, seconds):
         self.clock.now += seconds
 
 
 class Attach(L.Callback):
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock):
         self.clock = clock
         self.timer: StepTimer
-        self.interruptions: list[tuple[str, float, float]] = []
-        self.steps: list[StepTimes] = []
+        self.interruptions = []
+        self.steps = []
 
-    def on_step(self, record: StepRecord) -> None:
+    def on_step(self, record):
         self.steps.append(record.times())
 
-    def ignore(self, record: StepRecord) -> None:
+    def ignore(self, record):
         """Another user of the same timer."""
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def setup(self, trainer, pl_module, stage):
         self.timer = StepTimer.attach(trainer, self.on_step, clock=self.clock)
         assert StepTimer.attach(trainer, self.ignore) is self.timer  # shared by two
         self.timer.interruption_listeners.append(lambda *what: self.interruptions.append(what))
 
 
-def timed(manual: bool = False, **arguments: Any) -> tuple[list[StepTimes], L.Trainer, StepTimer]:
+def timed(manual=False, **arguments):
     clock = Clock()
     Sleepy.clock = clock
     attach = Attach(clock)
@@ -107,7 +104,7 @@ def timed(manual: bool = False, **arguments: Any) -> tuple[list[StepTimes], L.Tr
     return attach.steps, trainer, attach.timer
 
 
-def test_every_phase_of_every_step_is_timed_and_validation_is_not() -> None:
+def test_every_phase_of_every_step_is_timed_and_validation_is_not():
     steps, _, _ = timed()
     assert len(steps) == 12
     for step in steps:
@@ -117,20 +114,20 @@ def test_every_phase_of_every_step_is_timed_and_validation_is_not() -> None:
         assert step.other == pytest.approx(0, abs=1e-9)
 
 
-def test_manual_optimization_has_the_same_phases() -> None:
+def test_manual_optimization_has_the_same_phases():
     steps, _, _ = timed(manual=True)
     for phase, seconds in PHASES.items():
         assert getattr(steps[3], phase) == pytest.approx(seconds)
     assert steps[3].total == pytest.approx(sum(PHASES.values()))
 
 
-def test_accumulation_has_steps_without_optimizer() -> None:
+def test_accumulation_has_steps_without_optimizer():
     steps, _, _ = timed(accumulate_grad_batches=2)
     assert [round(step.optimizer, 3) for step in steps[:4]] == [0.0, 0.04, 0.0, 0.04]
     assert all(step.backward == pytest.approx(PHASES["backward"]) for step in steps)
 
 
-def test_the_trainers_own_profiler_goes_on() -> None:
+def test_the_trainers_own_profiler_goes_on():
     profiler = SimpleProfiler()
     _, trainer, timer = timed(profiler=profiler)
     (attach,) = [callback for callback in trainer.callbacks if isinstance(callback, Attach)]
@@ -142,13 +139,13 @@ def test_the_trainers_own_profiler_goes_on() -> None:
     assert trainer.profiler is profiler
 
 
-def test_it_can_be_copied() -> None:
+def test_it_can_be_copied():
     timer = StepTimer(SimpleProfiler(), torch.device("cpu"))
     for again in (copy.copy(timer), copy.deepcopy(timer), pickle.loads(pickle.dumps(timer))):
         assert again.recorded_durations == {}, "the inner profiler's"
 
 
-def test_validation_is_told_with_its_times() -> None:
+def test_validation_is_told_with_its_times():
     _, trainer, _ = timed()
     (attach,) = [callback for callback in trainer.callbacks if isinstance(callback, Attach)]
     whats, begins, ends = zip(*attach.interruptions, strict=True)

@@ -1,7 +1,5 @@
 """Progress in the terminal that mpirun gives its ranks, and where there is none."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty
@@ -24,7 +22,6 @@ from lightning_ring.monitor.terminal import (
     NarrowTQDM,
     narrow,
     replace_bars,
-    short,
     shown_on_terminal,
     widen_terminal,
 )
@@ -35,7 +32,7 @@ def terminal(monkeypatch):
     """Makes standard output a new pseudo-terminal of so many columns."""
     opened = []
 
-    def make(columns: int) -> int:
+    def make(columns):
         ours, theirs = pty.openpty()
         opened.extend([ours, theirs])
         make.screen = ours
@@ -76,7 +73,7 @@ def test_mpiruns_terminal_is_none_where_it_leads_into_a_file(terminal, monkeypat
 
 
 class Progress(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(2, 1)
 
@@ -85,7 +82,7 @@ class Progress(L.LightningModule):
         self.log("loss", loss, prog_bar=True)
         return loss
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.print("said by the module")
 
     def configure_optimizers(self):
@@ -163,7 +160,7 @@ def test_bars_of_80_columns_show_loss_metric_one_rate_and_the_slowest_rank(
     loaders = [torch.utils.data.DataLoader(torch.ones(6, 2)) for _ in range(2)]
     seen = bytearray()
 
-    def read() -> None:  # meanwhile, because a terminal holds few bytes
+    def read():  # meanwhile, because a terminal holds few bytes
         while b"the end" not in seen:
             seen.extend(os.read(terminal.screen, 4096))
 
@@ -180,17 +177,6 @@ def test_bars_of_80_columns_show_loss_metric_one_rate_and_the_slowest_rank(
         assert item in shown, shown
     assert "it/s" not in shown
     assert all(len(line) <= 80 for line in lines[last : last + 2])
-
-
-def test_names_on_a_bar_are_as_short_as_they_are_clear():
-    assert list(
-        short({"v_num": 3, "data": "70%", "train/loss": 0.1, "val/loss": 0.2, "val/R@1": 0.3})
-    ) == [
-        "train/loss",
-        "val/loss",
-        "R@1",
-        "data",
-    ]
 
 
 def test_only_lightnings_own_bars_become_narrow():

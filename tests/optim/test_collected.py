@@ -1,12 +1,8 @@
 """Parameters sorted at one step and used again at the next: changes between steps are noticed."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,21 +13,21 @@ from tests.optim.ways import every_optimizer
 SHAPES = [(4, 3, 2, 2), (5,), (), (6, 2), (3, 4, 2, 2)]
 
 
-def _momenta(optimizer: Any, factor: float) -> None:
+def _momenta(optimizer, factor):
     for state in optimizer.state.values():
         for name in optimizer.state_names:
             state[name] = state[name] * factor
 
 
-def _load(optimizer: Any) -> None:
+def _load(optimizer):
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-def _transposed_gradient(params: list[Parameter]) -> None:
+def _transposed_gradient(params):
     params[3].grad = params[3].grad.t().contiguous().t()
 
 
-CHANGES: dict[str, Callable[[Any, list[Parameter]], None]] = {
+CHANGES = {
     "nothing": lambda optimizer, params: None,
     "a gradient is gone": lambda optimizer, params: setattr(params[1], "grad", None),
     "another gradient is gone": lambda optimizer, params: setattr(params[3], "grad", None),
@@ -57,7 +53,7 @@ CHANGES: dict[str, Callable[[Any, list[Parameter]], None]] = {
 }
 
 
-def _another(params: list[Parameter]) -> Parameter:
+def _another(params):
     params.append(Parameter(torch.ones(7)))
     params[-1].grad = torch.full((7,), 0.1)
     return params[-1]
@@ -65,7 +61,7 @@ def _another(params: list[Parameter]) -> Parameter:
 
 @pytest.mark.parametrize("way", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
 @every_optimizer
-def test_steps_equal_those_that_collect_anew(optimizer_class: Any, way: dict[str, bool]) -> None:
+def test_steps_equal_those_that_collect_anew(optimizer_class, way):
     results = []
     for anew in (False, True):
         torch.manual_seed(1)
@@ -93,7 +89,7 @@ def test_steps_equal_those_that_collect_anew(optimizer_class: Any, way: dict[str
 
 
 @every_optimizer
-def test_gradients_are_not_kept(optimizer_class: Any) -> None:
+def test_gradients_are_not_kept(optimizer_class):
     param = Parameter(torch.randn(3))
     optimizer = optimizer_class([param], lr=0.1)
     kept = []

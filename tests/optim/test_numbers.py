@@ -1,16 +1,11 @@
 """The numbers of a step on the Triton way: few operations beside the kernels, torch's values."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ring.optim import LAMB
 from lightning_ring.optim.engine import fused, trace, update
-from lightning_ring.optim.engine.rule import Rule, Scalars
 from tests.optim.test_sent_tables import Launches, launches  # noqa: F401
 from tests.optim.ways import INTERPRETED, every_optimizer, random_params, set_random_grads
 
@@ -18,13 +13,11 @@ from tests.optim.ways import INTERPRETED, every_optimizer, random_params, set_ra
 class _Operations(TorchDispatchMode):
     """Counts torch's operations, views left out: each is a launch on a GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.names: list[str] = []
+        self.names = []
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if not function.is_view and not str(function).startswith("profiler."):
             self.names.append(str(function))
         return function(*args, **(kwargs or {}))
@@ -33,9 +26,7 @@ class _Operations(TorchDispatchMode):
 @pytest.mark.usefixtures("launches")
 @every_optimizer
 @pytest.mark.parametrize("capturable", [False, True])
-def test_a_step_has_few_operations_beside_its_kernels(
-    optimizer_class: Any, capturable: bool
-) -> None:
+def test_a_step_has_few_operations_beside_its_kernels(optimizer_class, capturable):
     params = random_params(dtype=torch.float32)
     optimizer = optimizer_class(params, lr=0.1, fused=True, capturable=capturable)
     set_random_grads(params, 0)
@@ -51,7 +42,7 @@ def test_a_step_has_few_operations_beside_its_kernels(
     assert len(operations.names) - len(launched) <= 3
 
 
-GROUPS: dict[str, list[dict[str, Any]]] = {
+GROUPS = {
     "LAMB": [
         {"betas": (0.0, 0.99), "bias_correction": False, "weight_decay": 0.0, "adapt": False},
         {"trust_clip": 0.5, "eps": 1e-3, "maximize": True},
@@ -61,7 +52,7 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         {"momentum_form": "paper", "trust_coefficient": 0.1, "maximize": True},
     ],
 }
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "eager": {},
     "capturable": {"capturable": True},
     "clipped": {"max_grad_norm": 0.5},
@@ -75,18 +66,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("lr_is_tensor", [False, True])
 @pytest.mark.parametrize("some_missing", [False, True])
 def test_interpreted_kernels_compute_torchs_numbers(
-    optimizer_class: Any,
-    options: dict[str, Any],
-    lr_is_tensor: bool,
-    some_missing: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    optimizer_class, options, lr_is_tensor, some_missing, monkeypatch
+):
     if "max_grad_norm" in options and optimizer_class is not LAMB:
         pytest.skip("LAMB alone clips")
-    finished: list[Any] = []
+    finished = []
     after = fused._NumbersTable.after
 
-    def record(self: Any, rule: type[Rule], sums: torch.Tensor) -> Any:
+    def record(self, rule, sums):
         finished.append(self)
         return after(self, rule, sums)
 
@@ -122,7 +109,7 @@ def test_interpreted_kernels_compute_torchs_numbers(
 
 @pytest.mark.usefixtures("launches")
 @every_optimizer
-def test_torch_computes_the_numbers_beside_other_runners(optimizer_class: Any) -> None:
+def test_torch_computes_the_numbers_beside_other_runners(optimizer_class):
     params = random_params(dtype=torch.float32, shapes=[(3, 4), (4, 3)])
     optimizer = optimizer_class(params, lr=0.1, fused=True)
     set_random_grads(params, 0)
@@ -135,13 +122,3 @@ def test_torch_computes_the_numbers_beside_other_runners(optimizer_class: Any) -
     assert len(seen) == 1
     table = seen[0].table(trace.number_names(optimizer_class))
     assert table.shape == (2, len(trace.number_names(optimizer_class)))
-
-
-def test_a_rule_that_calls_what_kernels_lack_is_told_so() -> None:
-    class Rounding(LAMB):
-        @staticmethod
-        def rates(ratio: Any, h: Scalars) -> Scalars:
-            return Scalars(rate=torch.round(ratio))
-
-    with pytest.raises(AssertionError, match=r"a kernel knows .*torch.where"):
-        trace.rates_body(Rounding)

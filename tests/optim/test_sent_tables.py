@@ -3,11 +3,7 @@
 The launches are recorded instead of run, so that no GPU and no Triton are needed.
 """
 
-from __future__ import annotations
-
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -20,20 +16,20 @@ from tests.optim.ways import every_optimizer
 class Launches:
     """Stands for the module of kernels; keeps the arguments of each launch by kernel."""
 
-    def __init__(self) -> None:
-        self.arguments: dict[str, tuple[Any, ...]] = {}
+    def __init__(self):
+        self.arguments = {}
         self._name = ""
 
-    def __getitem__(self, key: Any) -> Launches:
+    def __getitem__(self, key):
         self._name = key if isinstance(key, str) else self._name
         return self
 
-    def __call__(self, *arguments: Any, **sizes: Any) -> None:
+    def __call__(self, *arguments, **sizes):
         self.arguments[self._name] = arguments
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+def launches(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     launches = Launches()
     monkeypatch.setattr(fused, "_module", lambda rule, kind: launches)
@@ -41,13 +37,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return launches
 
 
-def _make(optimizer_class: Any) -> tuple[Any, list[Parameter]]:
+def _make(optimizer_class):
     params = [Parameter(torch.randn(shape)) for shape in ((4, 3), (5,), (1,))]
     _new_grads(params)
     return optimizer_class(params, lr=0.1, fused=True), params
 
 
-def _new_grads(params: list[Parameter]) -> list[torch.Tensor]:
+def _new_grads(params):
     """Other gradients; returns the old ones, whose memory must not be taken again."""
     old = [param.grad for param in params]
     for param in params:
@@ -55,17 +51,17 @@ def _new_grads(params: list[Parameter]) -> list[torch.Tensor]:
     return [grad for grad in old if grad is not None]
 
 
-def _replace_state(optimizer: Any, params: list[Parameter]) -> None:
+def _replace_state(optimizer, params):
     name = optimizer.state_names[-1]
     optimizer.state[params[1]][name] = optimizer.state[params[1]][name].clone()
 
 
-def _move_state(optimizer: Any, params: list[Parameter]) -> None:
+def _move_state(optimizer, params):
     state = optimizer.state[params[2]][optimizer.state_names[-1]]
     state.data = state.data.clone()
 
 
-CHANGES: dict[str, Callable[[Any, list[Parameter]], None]] = {
+CHANGES = {
     "a gradient is replaced": lambda _, params: setattr(params[0], "grad", params[0].grad.clone()),
     "a gradient's data is replaced": lambda _, params: setattr(
         params[0].grad, "data", params[0].grad.data.clone()
@@ -84,9 +80,7 @@ CHANGES: dict[str, Callable[[Any, list[Parameter]], None]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
 @every_optimizer
-def test_the_next_step_reads_where_the_tensors_are(
-    launches: Launches, optimizer_class: Any, change: Any
-) -> None:
+def test_the_next_step_reads_where_the_tensors_are(launches, optimizer_class, change):
     optimizer, params = _make(optimizer_class)
     for _ in range(2):
         optimizer.step()
@@ -111,9 +105,7 @@ def test_the_next_step_reads_where_the_tensors_are(
 
 
 @every_optimizer
-def test_a_graph_keeps_the_tables_it_captured(
-    launches: Launches, optimizer_class: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_keeps_the_tables_it_captured(launches, optimizer_class, monkeypatch):
     optimizer, params = _make(optimizer_class)
     optimizer.step()
     monkeypatch.setattr(sent_tables, "captured", lambda device: True)
@@ -138,9 +130,7 @@ def test_a_graph_keeps_the_tables_it_captured(
 
 
 @every_optimizer
-def test_an_eager_step_uses_no_table_that_a_capture_made(
-    launches: Launches, optimizer_class: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_eager_step_uses_no_table_that_a_capture_made(launches, optimizer_class, monkeypatch):
     """The copy to the device was only recorded: before the first replay nothing is there."""
     optimizer, params = _make(optimizer_class)
     monkeypatch.setattr(sent_tables, "captured", lambda device: True)

@@ -19,11 +19,7 @@ from tests.optim.ways import (
 
 SHAPES = [(40, 7), (300,), (1,), (), (0,), (70_001,)]
 # Where each tensor is cut, as shares of its length: ranks get equal, ragged and empty slices.
-CUTS = {
-    "one rank": [],
-    "ragged": [0.1, 0.15, 0.9],
-    "empty first and last": [0.0, 0.4, 1.0],
-}
+CUTS = {"one rank": [], "ragged": [0.1, 0.15, 0.9], "empty first and last": [0.0, 0.4, 1.0]}
 SETTINGS = [
     (LARS, {"lr": 0.5, "weight_decay": 0.01}),
     (
@@ -135,18 +131,6 @@ def test_equals_one_rank_with_whole_tensors(setting, way, shares):
             torch.testing.assert_close(
                 optimizer.trust_ratios, whole.trust_ratios, rtol=10 * tolerance, atol=0
             )
-
-
-@every_optimizer
-@every_way
-def test_the_function_may_return_the_sum(optimizer_class, way):
-    kwargs = {"lr": 0.1}
-    in_place, _, _ = train_sharded(optimizer_class, kwargs, way, [0.3], torch.float64)
-    returned, _, _ = train_sharded(
-        optimizer_class, kwargs, way, [0.3], torch.float64, in_place=False
-    )
-    for a, b in zip(in_place, returned, strict=True):
-        assert torch.equal(a, b)
 
 
 @every_way

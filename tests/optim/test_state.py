@@ -56,22 +56,6 @@ def test_round_trip_goes_on_bit_for_bit(optimizer_class, way, dtype, master_weig
 
 @every_optimizer
 @every_way
-def test_round_trip_after_add_param_group(optimizer_class, way):
-    params, others = random_params(), random_params(seed=1)
-    optimizer, other = (optimizer_class(p[:5], lr=0.1, **way) for p in (params, others))
-    take_steps(optimizer, params[:5], 0, 2)
-    for o, p in ((optimizer, params), (other, others)):
-        o.add_param_group({"params": p[5:], "lr": 0.03, "weight_decay": 0.2})
-    take_steps(optimizer, params, 2, 3)
-    continued(optimizer, params, others, other)
-    for a, b in zip(params, others, strict=True):
-        assert torch.equal(a, b)
-    if optimizer_class.counts_steps:
-        assert [float(optimizer.state[p]["step"]) for p in params] == [6.0] * 5 + [4.0] * 3
-
-
-@every_optimizer
-@every_way
 def test_a_group_added_later_keeps_the_others_state(optimizer_class, way):
     whole, grown = random_params(shapes=[(5,), (6, 2)]), random_params(shapes=[(5,), (6, 2)])
     optimizer, growing = (

@@ -13,12 +13,7 @@ import torch
 from lightning_ring.optim.engine.fused import FusedCudaRunner
 from lightning_ring.optim.engine.parameter_list import TensorKind
 from lightning_ring.optim.engine.trace import measure_body, move_body
-from lightning_ring.optim.engine.triton_kernel import (
-    CHUNK,
-    NUM_WARPS,
-    block_size,
-    compile_module,
-)
+from lightning_ring.optim.engine.triton_kernel import CHUNK, NUM_WARPS, block_size, compile_module
 from tests.optim.ways import (
     INTERPRETED,
     every_optimizer,
@@ -62,12 +57,7 @@ def test_under_the_interpreter():
 interpreted = pytest.mark.skipif(
     not INTERPRETED, reason="test_under_the_interpreter runs this with TRITON_INTERPRET=1"
 )
-TOLERANCE = {
-    torch.float64: 1e-12,
-    torch.float32: 2e-6,
-    torch.bfloat16: 2e-2,
-    torch.float16: 2e-3,
-}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 every_dtype = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 
 
@@ -177,13 +167,12 @@ def resources(cubin, folder):
 
 @pytest.mark.ranks
 @pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
-@pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(
-    ("weight", "grad", "mirror"),
+    ("weight", "grad", "mirror", "arch"),
     [
-        (torch.float32, torch.float32, None),
-        (torch.bfloat16, torch.bfloat16, None),
-        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32, None, 80),
+        (torch.bfloat16, torch.bfloat16, None, 90),
+        (torch.float32, torch.bfloat16, torch.bfloat16, 90),
     ],
     ids=str,
 )
@@ -215,27 +204,25 @@ def test_four_programs_fit_a_multiprocessor(
 
 @pytest.mark.ranks
 @pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
-@pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("num_rows", [1, 2])
 @every_optimizer
 def test_sums_and_rates_compile_for_one_parameter_too(
-    optimizer_class, num_rows, arch, tmp_path, monkeypatch
+    optimizer_class, num_rows, tmp_path, monkeypatch
 ):
     """Triton makes a constant of an argument that is 1."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     module = compile_module(optimizer_class, kind_of(torch.float32, torch.float32))
     constants = {"num_rows": 1} if num_rows == 1 else {}
-    assert compiled(module, "add_up", constants | {"BLOCK": 128}, 4, arch, True)["cubin"]
-    assert compiled(module, "rates", constants, 1, arch, True)["cubin"]
+    assert compiled(module, "add_up", constants | {"BLOCK": 128}, 4, 90, True)["cubin"]
+    assert compiled(module, "rates", constants, 1, 90, True)["cubin"]
 
 
 @pytest.mark.ranks
 @pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
-@pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("same_step", [False, True])
 @every_optimizer
-def test_scalars_compile(optimizer_class, same_step, clipped, arch, tmp_path, monkeypatch):
+def test_scalars_compile(optimizer_class, same_step, clipped, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     module = compile_module(optimizer_class, kind_of(torch.float32, torch.float32))
     absent = {"steps": None} if same_step else {"count": None}
@@ -243,7 +230,7 @@ def test_scalars_compile(optimizer_class, same_step, clipped, arch, tmp_path, mo
         absent["clips"] = None
     if not optimizer_class.counts_steps:
         absent |= {"steps": None, "count": None}
-    assert compiled(module, "scalars", absent, 1, arch, True)["cubin"]
+    assert compiled(module, "scalars", absent, 1, 90, True)["cubin"]
 
 
 @pytest.mark.gpu

@@ -1,10 +1,7 @@
 """Every configuration file composes, and what it describes can be built."""
 
-from __future__ import annotations
-
 import inspect
 import json
-from pathlib import Path
 
 import lightning as L
 import pytest
@@ -22,7 +19,7 @@ from lightning_ring.errors import ConfigurationError
 from tests.processes import ROOT
 
 
-def options(group: str) -> list[str]:
+def options(group):
     return sorted(file.stem for file in (ROOT / "configs" / group).glob("*.yaml"))
 
 
@@ -68,15 +65,6 @@ def test_every_experiment_can_be_built(experiment, composed):
         1.0, abs=0.01
     )
     assert factor(40 * config.trainer.max_epochs) < 0.01
-
-
-def test_digits_fill_a_batch_of_the_model(composed):
-    config = composed("experiment=digits")
-    model, data = recipes.train.model_and_data(config)
-    data.setup("fit")
-    images, labels = next(iter(data.train_dataloader()))
-    assert len(images) == config.data.batch_size
-    assert model(images).shape == (len(labels), config.model.network.num_classes)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +135,6 @@ def test_every_argument_of_the_strategy_can_be_set_and_has_its_default(name, kin
     assert type(instantiate(config)) is kind
 
 
-def test_residual_blocks_start_as_the_identity(composed):
-    model, _ = recipes.train.model_and_data(composed("experiment=mnist_resnet50"))
-    assert model.network.conv1.in_channels == 1
-    assert model.network.layer3[2].bn3.weight.abs().max() == 0
-    assert model(torch.randn(2, 1, 28, 28)).shape == (2, 10)
-
-
 @pytest.mark.ranks  # takes seconds
 @pytest.mark.parametrize("sampler", ["pxk", "balanced", "uniform"])
 def test_scan_to_identify_takes_two_steps_and_retrieves(
@@ -172,41 +153,6 @@ def test_scan_to_identify_takes_two_steps_and_retrieves(
     )
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["ranks"], result["steps"], result["metrics"]) == (1, 2, metrics)
-
-
-@pytest.mark.parametrize("loss", options("loss"))
-def test_every_loss_and_its_miner_make_an_embedding_better(loss, composed):
-    config = composed("experiment=scan_to_identify", f"loss={loss}", "data.num_classes=4")
-    model, _ = recipes.train.model_and_data(config)
-    assert model.num_classes == 4
-    if model.sharded_head is not None:
-        model.sharded_head.join(None)
-    weights = [model.sharded_head.weight] if model.sharded_head is not None else []
-    torch.manual_seed(0)
-    embeddings, labels = (
-        torch.randn(24, config.model.embedding_size, requires_grad=True),
-        torch.arange(24) % 4,
-    )
-    optimizer = torch.optim.Adam([embeddings, *model.metric_loss.parameters(), *weights], lr=0.05)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        losses.append(model.metric_loss(embeddings, labels))
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[-1] < 0.8 * losses[0]
-
-
-@pytest.mark.ranks  # takes seconds
-def test_bottleneck_measures_and_trains_nothing(composed, catalogue, tmp_path, capsys):
-    config = composed(
-        "experiment=bottleneck", *TINY_CATALOGUE, catalogue, "callbacks.gap_meter.steps=4"
-    )
-    config.trainer.limit_train_batches = 1.0
-    assert recipes.train.train(config) == {}
-    output = capsys.readouterr().out
-    assert "gap between synthetic and real" in output
-    assert "bottleneck" in output
 
 
 def test_packed_images_that_are_not_there_are_told_with_the_command(composed, tmp_path):
@@ -270,21 +216,6 @@ def test_every_strategy_is_taken_by_a_trainer(strategy, composed):
     config = composed(f"strategy={strategy}")
     trainer = instantiate(config.trainer, strategy=instantiate(config.strategy), logger=False)
     assert strategy == "auto" or trainer.world_size == 2
-
-
-@pytest.mark.parametrize("logger", options("logger"))
-def test_every_logger_writes_to_the_folder_of_the_run(logger, composed, tmp_path):
-    assert Path(instantiate(composed(f"logger={logger}").logger).log_dir) == tmp_path
-
-
-def test_folder_of_a_run_is_rank_zeros_only(monkeypatch, tmp_path):
-    folder = str(tmp_path / "logs" / "x")
-    assert recipes.start.rank_zero_folder(folder) == folder
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    other = Path(recipes.start.rank_zero_folder(folder))
-    assert other.is_dir()
-    assert not other.is_relative_to(tmp_path)
 
 
 def test_debug_experiment_takes_two_steps_and_its_checkpoint_resumes(composed, tmp_path, capsys):

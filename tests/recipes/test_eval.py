@@ -1,7 +1,5 @@
 """``recipes/eval.py``: the configuration beside a checkpoint, and the metrics that its run had."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

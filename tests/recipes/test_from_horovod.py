@@ -2,11 +2,8 @@
 names exists.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,7 @@ GUIDE = (ROOT / "docs" / "guides" / "from-horovod.md").read_text()
 BEFORE, AFTER, WITHOUT_TRAINER = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 
 
-def on_two_ranks(script: str, folder: Path) -> str:
+def on_two_ranks(script, folder):
     (folder / "script.py").write_text(script)
     command = mpirun_command(2, "--wdir", str(folder), *forked.python(), "script.py")
     result = run(command, CUDA_VISIBLE_DEVICES="")
@@ -28,7 +25,7 @@ def on_two_ranks(script: str, folder: Path) -> str:
 
 
 @pytest.mark.ranks
-def test_the_script_moved_over_trains_and_saves_on_two_ranks(tmp_path: Path) -> None:
+def test_the_script_moved_over_trains_and_saves_on_two_ranks(tmp_path):
     output = on_two_ranks(AFTER, tmp_path)
     accuracies = [float(value) for value in re.findall(r"epoch \d: accuracy (0\.\d+)", output)]
     assert len(accuracies) == 5, f"one line an epoch, from rank 0 alone:\n{output}"
@@ -39,11 +36,11 @@ def test_the_script_moved_over_trains_and_saves_on_two_ranks(tmp_path: Path) -> 
 
 
 @pytest.mark.ranks
-def test_collectives_work_without_a_trainer(tmp_path: Path) -> None:
+def test_collectives_work_without_a_trainer(tmp_path):
     assert "mean 0.5 of rank 0, rank 1\n" in on_two_ranks(WITHOUT_TRAINER, tmp_path)
 
 
-def test_both_scripts_have_the_same_settings() -> None:
+def test_both_scripts_have_the_same_settings():
     before, after = (
         re.findall(r"^EPOCHS, .*$", script, re.MULTILINE) for script in (BEFORE, AFTER)
     )
@@ -51,7 +48,7 @@ def test_both_scripts_have_the_same_settings() -> None:
     compile(BEFORE, "before.py", "exec")
 
 
-def test_arguments_and_commands_that_it_names_exist() -> None:
+def test_arguments_and_commands_that_it_names_exist():
     arguments = set(re.findall(r"RingStrategy\((\w+)=", GUIDE))
     assert arguments <= {field.name for field in dataclasses.fields(RingOptions)}
     assert set(re.findall(r"`lightning-ring (\w+)", GUIDE)) <= set(COMMANDS)

@@ -1,7 +1,5 @@
 """``recipes/identify.py`` on a checkpoint of the recipes."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -48,10 +46,7 @@ def test_it_finds_the_nearest_images_of_the_run_and_draws_them(
     assert [
         known.name(i) in line
         for i, line in zip(nearest.indices.tolist(), of_test[1:3], strict=True)
-    ] == [
-        True,
-        True,
-    ]
+    ] == [True, True]
     assert [float(line.split()[1]) for line in of_test[1:3]] == pytest.approx(
         nearest.values.tolist(), abs=1e-3
     )

@@ -1,9 +1,5 @@
 """MNIST from files that a user has."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -21,7 +17,7 @@ IDX = (
 NUM_TRAIN, NUM_TEST = 200, 20
 
 
-def arrays() -> list[np.ndarray]:
+def arrays():
     generator = np.random.default_rng(0)
     return [
         array
@@ -33,12 +29,12 @@ def arrays() -> list[np.ndarray]:
     ]
 
 
-def idx(array: np.ndarray) -> bytes:
+def idx(array):
     sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
     return bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()
 
 
-def write(folder: Path) -> Path:
+def write(folder):
     """``folder``, which then has MNIST's files as torchvision keeps them."""
     place = folder / "MNIST" / "raw"
     place.mkdir(parents=True, exist_ok=True)
@@ -47,7 +43,7 @@ def write(folder: Path) -> Path:
     return folder
 
 
-def loaded(folder: Path) -> Mnist:
+def loaded(folder):
     data = Mnist(8, str(folder))
     data.prepare_data()
     data.setup("fit")
@@ -94,8 +90,7 @@ def test_what_cannot_be_had_is_told(composed, tmp_path, monkeypatch):
         composed("experiment=mnist_resnet50", f"data.folder={tmp_path}")
     )
     with pytest.raises(
-        ConfigurationError,
-        match=rf"cannot be read from {tmp_path}/MNIST/raw: .* copy the folder",
+        ConfigurationError, match=rf"cannot be read from {tmp_path}/MNIST/raw: .* copy the folder"
     ):
         data.prepare_data()
     with pytest.raises(ConfigurationError, match=r"Dataset not found.* data.folder=FOLDER"):

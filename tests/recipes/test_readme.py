@@ -2,11 +2,8 @@
 error.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -18,7 +15,7 @@ from tests.processes import ROOT
 DOCS = ROOT / "docs"
 
 
-def commands(page: Path) -> list[str]:
+def commands(page):
     """The shell blocks of ``page``, each command on a line of its own."""
     blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     return [block.replace("\\\n", "") for block in blocks]

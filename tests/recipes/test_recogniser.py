@@ -1,32 +1,27 @@
 """The recogniser on two ranks, and what it refuses."""
 
-from __future__ import annotations
-
 from functools import partial
 
-import lightning as L
 import pytest
 import torch
 from pytorch_metric_learning.losses import ArcFaceLoss, SupConLoss
-from torch.utils.data import DataLoader
 
 from lightning_ring.errors import ConfigurationError
-from recipes.data.tensors import BatchedTensors, whole_batch
 from recipes.models import SmallResNet
 from recipes.recogniser import Recogniser
 from recipes.recognition.losses import MetricLoss
-from tests.battery import Battery, check_names
+from tests.battery import check_names
 
 MODULE = "tests.checks.recogniser"
 
 
 @pytest.mark.parametrize("check", check_names(MODULE))
-def test_recogniser_on_two_ranks(battery: Battery, check: str) -> None:
+def test_recogniser_on_two_ranks(battery, check):
     battery(MODULE, 2, check)
 
 
 @pytest.mark.parametrize(("classification", "metric"), [(0, 0), (-1, 1), (1, -1)])
-def test_losses_that_leave_nothing_to_train_are_refused(classification, metric) -> None:
+def test_losses_that_leave_nothing_to_train_are_refused(classification, metric):
     weights = {
         "classification_weight": classification,
         "metric_weight": metric,
@@ -36,7 +31,7 @@ def test_losses_that_leave_nothing_to_train_are_refused(classification, metric) 
         Recogniser(torch.nn.Identity(), 8, 5, partial(torch.optim.SGD, lr=1), None, **weights)
 
 
-def test_a_memory_is_for_losses_between_embeddings_and_holds_a_batch() -> None:
+def test_a_memory_is_for_losses_between_embeddings_and_holds_a_batch():
     with pytest.raises(
         ConfigurationError, match="given with ArcFaceLoss, expected a positive memory"
     ):
@@ -46,39 +41,8 @@ def test_a_memory_is_for_losses_between_embeddings_and_holds_a_batch() -> None:
         loss(torch.randn(6, 8), torch.arange(6))
 
 
-def test_embeddings_have_unit_length_at_any_size() -> None:
+def test_embeddings_have_unit_length_at_any_size():
     model = Recogniser(SmallResNet(3, 16, [4, 8]), 16, 5, partial(torch.optim.SGD, lr=1))
     for size in (32, 48):
         embeddings = model(torch.randn(3, 3, size, size))
         torch.testing.assert_close(embeddings.norm(dim=1), torch.ones(3))
-
-
-class Stops(L.Callback):
-    """Ends the first evaluation behind its first batch."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def on_validation_batch_end(self, *_: object) -> None:
-        if not self.asked:
-            self.asked = True
-            raise RuntimeError("cut short")
-
-
-def test_an_evaluation_that_was_cut_short_leaves_nothing_to_the_next() -> None:
-    torch.manual_seed(0)
-    model = Recogniser(SmallResNet(3, 8, [4]), 8, 3, partial(torch.optim.SGD, lr=1))
-    images = BatchedTensors(torch.randn(12, 3, 8, 8), torch.arange(12) // 4, torch.arange(12))
-    loader = DataLoader(images, batch_size=3, collate_fn=whole_batch)
-    options = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-    }
-    [expected] = L.Trainer(**options).validate(model, loader, verbose=False)
-    trainer = L.Trainer(**options, callbacks=Stops())
-    with pytest.raises(RuntimeError, match="cut short"):
-        trainer.validate(model, loader, verbose=False)
-    [found] = trainer.validate(model, loader, verbose=False)
-    assert found == expected

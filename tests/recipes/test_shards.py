@@ -1,11 +1,7 @@
 """``recipes.data.shards``: classes are compared by name, between folders and with a checkpoint."""
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import lightning as L
 import pytest
@@ -20,21 +16,14 @@ from lightning_ring.errors import ConfigurationError
 from recipes.data.shards import Shards
 
 
-def photos(root: Path, classes: str) -> Path:
+def photos(root, classes):
     for name in classes:
         (root / name).mkdir(parents=True)
         Image.new("RGB", (8, 8), (ord(name), 0, 0)).save(root / name / "0.png")
     return root
 
 
-def shards(
-    folder: Path,
-    classes: str,
-    num_classes: int,
-    stage: str = "fit",
-    batch_size: int = 1,
-    **options: Any,
-) -> Shards:
+def shards(folder, classes, num_classes, stage="fit", batch_size=1, **options):
     for split in ("train", "val"):
         source = photos(folder / f"images {split}", classes)
         pack(source, folder / split, PackSettings(), 1, lambda *numbers: None)
@@ -43,7 +32,7 @@ def shards(
     return data
 
 
-def labels_by_name(data: Shards, split: str) -> dict[str, int]:
+def labels_by_name(data, split):
     dataset = data.datasets[split]
     return {dataset.name(i)[0]: int(dataset.labels[i]) for i in range(len(dataset))}
 

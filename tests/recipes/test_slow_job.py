@@ -2,8 +2,6 @@
 exist.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -30,7 +28,7 @@ SMALL = {
 }
 
 
-def arguments(what: str, folder: Path) -> list[str]:
+def arguments(what, folder):
     """Of the guide's first command that does ``what``, with every file of it in ``folder``."""
     command = next(
         words for words in TOLD if words[1:3] == [str(Path(SCRIPT).relative_to(ROOT)), what]
@@ -42,7 +40,7 @@ def arguments(what: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.ranks
-def test_the_slow_job_trains_on_two_ranks_and_packs(tmp_path: Path) -> None:
+def test_the_slow_job_trains_on_two_ranks_and_packs(tmp_path):
     options = slow_job.parse(arguments("draw", tmp_path))
     slow_job.draw(options.folder, options.num_images, options.scale)
     command = mpirun_command(
@@ -71,7 +69,7 @@ def test_the_slow_job_trains_on_two_ranks_and_packs(tmp_path: Path) -> None:
         assert len(set(labels.tolist())) == 2, "both ranks see small and large photographs"
 
 
-def test_all_its_commands_are_ones_that_exist() -> None:
+def test_all_its_commands_are_ones_that_exist():
     ours = [words for words in TOLD if words[0] == "lightning-ring"]
     assert {words[1] for words in ours} <= set(COMMANDS)
     assert set(re.findall(r"`lightning-ring (\w+)", GUIDE)) <= set(COMMANDS)
@@ -81,7 +79,7 @@ def test_all_its_commands_are_ones_that_exist() -> None:
         slow_job.parse(words[2:])
 
 
-def test_its_pictures_are_there() -> None:
+def test_its_pictures_are_there():
     pictures = re.findall(r"\]\(\.\./(images/[^)]+)\)", GUIDE)
     assert len(pictures) >= 3
     for picture in pictures:

@@ -2,8 +2,6 @@
 it.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 
@@ -23,7 +21,7 @@ def _no_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def started_by_torchrun(monkeypatch, ranks: str) -> None:
+def started_by_torchrun(monkeypatch, ranks):
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -99,12 +97,6 @@ def test_inside_a_launcher_nothing_is_started_and_its_ranks_are_counted(composed
     start_ranks(composed())
     with pytest.raises(ConfigurationError, match="over all 3 ranks"):
         check(composed())
-
-
-def test_ranks_of_ddp_have_fewer_variables(composed, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    check(composed("strategy=ddp"))
 
 
 @pytest.mark.ranks

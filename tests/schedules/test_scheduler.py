@@ -7,13 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ring.optim import LAMB, LARS
-from lightning_ring.schedules import (
-    WarmupLR,
-    gradual_warmup,
-    warmup_cosine,
-    warmup_multistep,
-    warmup_poly,
-)
+from lightning_ring.schedules import WarmupLR, warmup_cosine, warmup_multistep, warmup_poly
 from tests.optim.ways import random_params, relative_difference, set_random_grads
 
 SCHEDULE = warmup_poly(total=20, warmup=5, start_factor=0.1)
@@ -109,17 +103,6 @@ def test_momentum_correction_where_it_cannot_hold():
         make_run(LAMB, momentum_correction="torch")
     with pytest.raises(ValueError, match="expected 'paper', 'torch' or None"):
         make_run(momentum_correction=True)
-
-
-def test_a_learning_rate_of_zero_leaves_momentum_alone():
-    optimizer = LARS(random_params(), lr=0.5)
-    scheduler = WarmupLR(optimizer, gradual_warmup(3), momentum_correction="torch")
-    momentums = []
-    for _ in range(5):
-        momentums.append(optimizer.param_groups[0]["momentum"])
-        optimizer.step()
-        scheduler.step()
-    assert momentums == pytest.approx([0.9, 0.9, 1.8, 1.35, 0.9])
 
 
 def test_refuses_what_is_no_schedule():

@@ -1,22 +1,18 @@
 """A plain loop and a script for Horovod as ranks of srun, on two nodes."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests import forked
 from tests.processes import ROOT
-from tests.slurm.cluster import Cluster
 from tests.slurm.test_slurm import JOB_SECONDS, Job
 
 LOOP = ROOT / "tests" / "loops" / "loop_script.py"
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(JOB_SECONDS + 50)]
 
 
-def test_srun_starts_loops_and_scripts_for_horovod(cluster: Cluster, tmp_path: Path) -> None:
+def test_srun_starts_loops_and_scripts_for_horovod(cluster, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import torch, lightning_ring.horovod as hvd\nhvd.init()\ntotal = "

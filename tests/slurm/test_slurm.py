@@ -2,8 +2,6 @@
 docs/guides/slurm.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -11,13 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import forked
 from tests.processes import ROOT, clean_env
-from tests.slurm.cluster import Cluster, slurm
+from tests.slurm.cluster import slurm
 
 HERE = ROOT / "tests" / "slurm"
 TRAIN = f"{sys.executable} {HERE / 'train_script.py'}"
@@ -30,9 +27,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(JOB_SECONDS + 50)]
 class Job:
     """A batch job of ``script``; its output in ``output``."""
 
-    def __init__(
-        self, cluster: Cluster, folder: Path, script: str, *options: str, **env: str
-    ) -> None:
+    def __init__(self, cluster, folder, script, *options, **env):
         self.cluster = cluster
         self._file = folder / "output"
         body = folder / "job.sh"
@@ -55,10 +50,10 @@ class Job:
         self.number = submitted.stdout.strip()
 
     @property
-    def output(self) -> str:
+    def output(self):
         return self._file.read_text() if self._file.exists() else ""
 
-    def until(self, condition: Any, what: str) -> None:
+    def until(self, condition, what):
         deadline = time.monotonic() + JOB_SECONDS
         while not condition():
             if time.monotonic() > deadline:
@@ -66,31 +61,29 @@ class Job:
                 pytest.fail(f"{what}: not within {JOB_SECONDS:.0f} s. Output:\n{self.output}")
             time.sleep(0.1)
 
-    def state(self) -> str:
+    def state(self):
         """``PENDING``, ``RUNNING``, ``COMPLETING``...; empty once it has ended."""
         return slurm(
             self.cluster, "squeue", "--noheader", f"--jobs={self.number}", "--format=%T"
         ).strip()
 
-    def ended(self) -> str:
+    def ended(self):
         self.until(
             lambda: self.state() in ("", "slurm_load_jobs error: Invalid job id specified"),
             "the job's end",
         )
         return self.output
 
-    def until_step_3(self, folder: Path) -> None:
+    def until_step_3(self, folder):
         self.until(lambda: len(list(folder.glob("step3.*"))) == 2, "both ranks in step 3")
 
 
-def facts(folder: Path, step: int = 0) -> list[dict[str, Any]]:
+def facts(folder, step=0):
     """What the ranks of a step wrote, by rank."""
     return [json.loads(file.read_text()) for file in sorted(folder.glob(f"{step}.*.json"))]
 
 
-def test_srun_as_the_readme_shows_it_on_uneven_nodes_and_two_steps_at_a_time(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_srun_as_the_readme_shows_it_on_uneven_nodes_and_two_steps_at_a_time(cluster, tmp_path):
     script = (
         f"srun --overlap {TRAIN} plain {tmp_path} & srun --overlap -N 1 -n 2 {TRAIN} plain "
         f"{tmp_path} & wait"
@@ -128,9 +121,7 @@ PLACES = {  # name: command, source and ranks that it has to find
 }
 
 
-def test_every_launcher_inside_a_batch_job_and_stray_variables(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_every_launcher_inside_a_batch_job_and_stray_variables(cluster, tmp_path):
     lines = [
         command.format(place=f"{PLACE} {name}", script=f"{HERE / 'place_script.py'} {name}")
         for name, (command, _, _) in PLACES.items()
@@ -143,9 +134,7 @@ def test_every_launcher_inside_a_batch_job_and_stray_variables(
         ], output
 
 
-def test_sigusr1_saves_on_all_ranks_and_the_job_goes_on_when_it_starts_again(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_sigusr1_saves_on_all_ranks_and_the_job_goes_on_when_it_starts_again(cluster, tmp_path):
     job = Job(cluster, tmp_path, f"srun {TRAIN} requeue {tmp_path}", "--ntasks=2")
     job.until_step_3(tmp_path)
     # what `sbatch --signal=USR1@90` has sent
@@ -162,7 +151,7 @@ def test_sigusr1_saves_on_all_ranks_and_the_job_goes_on_when_it_starts_again(
     assert ranks[0]["first_step"] == ranks[1]["first_step"] == ranks[0]["steps"] - 5 > 3
 
 
-def test_scancel_has_all_ranks_save_and_end(cluster: Cluster, tmp_path: Path) -> None:
+def test_scancel_has_all_ranks_save_and_end(cluster, tmp_path):
     job = Job(cluster, tmp_path, f"srun {TRAIN} stop {tmp_path}", "--ntasks=2")
     job.until_step_3(tmp_path)
     slurm(cluster, "scancel", job.number)
@@ -172,7 +161,7 @@ def test_scancel_has_all_ranks_save_and_end(cluster: Cluster, tmp_path: Path) ->
     assert not facts(tmp_path)
 
 
-def test_a_rank_that_is_killed_ends_the_step_and_is_named(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_ends_the_step_and_is_named(cluster, tmp_path):
     output = Job(
         cluster, tmp_path, f"srun {TRAIN} die {tmp_path}\necho exit $?", "--ntasks=2"
     ).ended()

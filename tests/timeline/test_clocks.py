@@ -1,7 +1,5 @@
 """Clocks of ranks that differ by a known offset, and those of one host."""
 
-from __future__ import annotations
-
 import time
 
 from lightning_ring.timeline.clocks import read_clocks

@@ -2,32 +2,28 @@
 stands in its way: one error, the same on every rank.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.options import RingOptions
 from lightning_ring.timeline.recorder import STEPS
 from lightning_ring.timeline.session import start_session
 from lightning_ring.timeline.settings import timeline_settings
 from lightning_ring.timeline.trace_files import TraceFile
-from tests.battery import Battery, check_names
+from tests.battery import check_names
 from tests.checks.trace_format import read_trace, slices
 from tests.thread_ranks import run_ranks
 
 SIZE = 1 << 22
 
 
-def refused(path: Path, world_size: int = 2) -> str:
+def refused(path, world_size=2):
     """The error that all ranks raise."""
 
-    def rank(comm: Communicator) -> str:
+    def rank(comm):
         with pytest.raises(ConfigurationError) as caught:
             start_session(path, comm, max_bytes=SIZE, about={})
         return str(caught.value)
@@ -37,13 +33,11 @@ def refused(path: Path, world_size: int = 2) -> str:
     return said[0]
 
 
-def test_a_disk_that_rank_0_filled_is_the_error_of_rank_1_on_both(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_disk_that_rank_0_filled_is_the_error_of_rank_1_on_both(tmp_path, monkeypatch):
     """Rank 0's file is there, and the disk has no room for another."""
     opened, opens = os.open, []
 
-    def no_room(path: Any, *arguments: Any, **keywords: Any) -> int:
+    def no_room(path, *arguments, **keywords):
         if str(path).endswith(".jsonl"):
             opens.append(Path(path).name)
             if opens.count("trace.rank0.jsonl") != 1 or "rank1" in opens[-1]:
@@ -59,9 +53,7 @@ def test_a_disk_that_rank_0_filled_is_the_error_of_rank_1_on_both(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_path_that_another_job_writes_is_refused_on_every_rank(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_path_that_another_job_writes_is_refused_on_every_rank(tmp_path, monkeypatch):
     first = start_session(tmp_path / "t.json", None, max_bytes=SIZE, about={})
     # another process has none
     monkeypatch.setattr("lightning_ring.timeline.session._times_started", {})
@@ -81,7 +73,7 @@ def test_a_path_that_another_job_writes_is_refused_on_every_rank(
     )
 
 
-def test_a_rank_whose_own_file_is_taken_is_named(tmp_path: Path) -> None:
+def test_a_rank_whose_own_file_is_taken_is_named(tmp_path):
     """As where another job's other rank runs on its host."""
     file = TraceFile(tmp_path / "t.rank1.jsonl", {"generator": "another"}, max_bytes=SIZE)
     before = file.path.read_bytes()
@@ -91,7 +83,7 @@ def test_a_rank_whose_own_file_is_taken_is_named(tmp_path: Path) -> None:
     file.close({"generator": "another"})
 
 
-def test_a_folder_that_nobody_can_make_names_the_variable() -> None:
+def test_a_folder_that_nobody_can_make_names_the_variable():
     said = refused(Path("/proc/nope/trace.json"))
     assert "/proc/nope" in said
     assert "Give timeline= or RING_TIMELINE a path" in said
@@ -101,11 +93,11 @@ MODULE = "tests.checks.timeline"
 
 
 @pytest.mark.parametrize("check", check_names(MODULE))
-def test_timeline(battery: Battery, check: str) -> None:
+def test_timeline(battery, check):
     battery(MODULE, 2, check)
 
 
-def test_the_argument_counts_more_than_the_environment(tmp_path: Path) -> None:
+def test_the_argument_counts_more_than_the_environment(tmp_path):
     environ = {"RING_TIMELINE": str(tmp_path / "env.json"), "RING_TIMELINE_MAX_MB": "3.5"}
     assert timeline_settings(None, {}).path is None
     assert timeline_settings(None, environ).path == tmp_path / "env.json"
@@ -115,7 +107,7 @@ def test_the_argument_counts_more_than_the_environment(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists(), "nothing is made before training"
 
 
-def test_a_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert timeline_settings("~/t.json", {}).path == tmp_path / "t.json"
     settings = timeline_settings(
@@ -135,9 +127,7 @@ def test_a_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("{tmp}/mine.json", "exists and was not written as a timeline"),
     ],
 )
-def test_a_path_that_cannot_work_is_an_error_when_the_strategy_is_built(
-    tmp_path, value, message
-) -> None:
+def test_a_path_that_cannot_work_is_an_error_when_the_strategy_is_built(tmp_path, value, message):
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "mine.json").write_text('{"precious": 1}')
     value = value.format(tmp=tmp_path) if isinstance(value, str) else value
@@ -150,12 +140,12 @@ def test_a_path_that_cannot_work_is_an_error_when_the_strategy_is_built(
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "nan", "inf", "much"])
-def test_a_size_that_cannot_work(size: str) -> None:
+def test_a_size_that_cannot_work(size):
     with pytest.raises(ConfigurationError, match=f"RING_TIMELINE_MAX_MB is '{size}'"):
         timeline_settings(None, {"RING_TIMELINE_MAX_MB": size})
 
 
-def test_a_switch_without_a_timeline() -> None:
+def test_a_switch_without_a_timeline():
     with pytest.raises(
         ConfigurationError, match="RING_TIMELINE_SWITCH is '/tmp/on', but no timeline is asked for"
     ):

@@ -1,20 +1,14 @@
 """`lightning-ring bench`: what it refuses, what it measures, and that it notices wrong sums."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ring.cli import bench
-from lightning_ring.comm.communicator import Communicator, shard
+from lightning_ring.comm.communicator import shard
 from lightning_ring.errors import CollectiveError, ConfigurationError
 from lightning_ring.tools.bench import BACKENDS, COLLECTIVES, COPY, session
 from lightning_ring.tools.bench.measure import Timing, measure
@@ -27,7 +21,7 @@ COMMAND = [sys.executable, "-m", "lightning_ring.cli.main", "bench"]
 
 
 @pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_launcher(monkeypatch):
     kept = clean_env()
     for name in set(bench.os.environ) - set(kept):
         monkeypatch.delenv(name)
@@ -37,11 +31,11 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "size"),
     [("1024", 1024), ("25M", 25 << 20), ("25MiB", 25 << 20), ("25MB", 25_000_000), ("1.5k", 1536)],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes(text, size):
     assert bench.parse_size(text, "--sizes") == size
 
 
-def test_sizes_from_min_to_max_grow_four_times_each() -> None:
+def test_sizes_from_min_to_max_grow_four_times_each():
     default = bench.chosen_sizes(None, None, None)
     assert default == [1024 * 4**power for power in range(10)]
     assert default[-1] == 256 << 20
@@ -65,7 +59,7 @@ def test_sizes_from_min_to_max_grow_four_times_each() -> None:
         ("-H localhost:x", "-H"),
     ],
 )
-def test_bad_input_is_said_before_anything_starts(options: str, said: str) -> None:
+def test_bad_input_is_said_before_anything_starts(options, said):
     with pytest.raises(ConfigurationError, match=re.escape(said)):
         bench.main(options.split())
 
@@ -78,9 +72,7 @@ def test_bad_input_is_said_before_anything_starts(options: str, said: str) -> No
         ("", "1", "exchange nothing"),
     ],
 )
-def test_what_contradicts_the_launcher_is_refused(
-    options: str, size: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_contradicts_the_launcher_is_refused(options, size, said, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", size)
     with pytest.raises(ConfigurationError, match=said):
@@ -90,16 +82,16 @@ def test_what_contradicts_the_launcher_is_refused(
 class Broken:
     """A communicator of which one rank's result of one collective is off by one in one element."""
 
-    def __init__(self, comm: Communicator, collective: str) -> None:
+    def __init__(self, comm, collective):
         self._comm = comm
         self._broken = f"{collective}_"
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         method = getattr(self._comm, name)
         return self._wrong(method) if name == self._broken else method
 
-    def _wrong(self, method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        def run(flat: Tensor) -> Any:
+    def _wrong(self, method):
+        def run(flat):
             work = method(flat)
             work.wait()
             if self._comm.rank == 1:
@@ -109,15 +101,13 @@ class Broken:
         return run
 
 
-def measured(
-    comm: Communicator, contender: Any, collective: str, sizes: list[int]
-) -> list[list[Timing]]:
+def measured(comm, contender, collective, sizes):
     return list(measure({"this": contender}, comm, CPU, collective, sizes, seconds=1e-3))
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_right_results_pass_and_a_wrong_element_does_not(world_size: int, collective: str) -> None:
+def test_right_results_pass_and_a_wrong_element_does_not(world_size, collective):
     sizes = [4, 1000, 300_000]  # from one element a rank to more than one period of the numbers
     for found in run_ranks(world_size, lambda comm: measured(comm, comm, collective, sizes)):
         for size, row in zip(sizes, found, strict=True):
@@ -133,7 +123,7 @@ def test_right_results_pass_and_a_wrong_element_does_not(world_size: int, collec
         )
 
 
-def test_bandwidths_are_those_of_nccl_tests() -> None:
+def test_bandwidths_are_those_of_nccl_tests():
     for collective, bus in (("all_reduce", 1.5), ("reduce_scatter", 0.75), ("all_gather", 0.75)):
         timing = Timing(collective, "mpi", 10**9, median=1.0, least=0.5, p95=2.0, num_calls=5)
         assert timing.algorithm_bandwidth == 1e9
@@ -142,7 +132,7 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
 
 
 @pytest.mark.parametrize(("last", "warned"), [(1.6e-3, False), (0.2e-3, True)])
-def test_a_line_that_is_far_from_the_times_is_said(last: float, warned: bool) -> None:
+def test_a_line_that_is_far_from_the_times_is_said(last, warned):
     times = {2**14: 0.1e-3, 2**16: 0.4e-3, 2**17: 0.8e-3, 2**18: last}
     timings = [
         Timing("all_reduce", "mpi", size, seconds, seconds, seconds, 5)
@@ -153,7 +143,7 @@ def test_a_line_that_is_far_from_the_times_is_said(last: float, warned: bool) ->
     assert ("warning: residuals above 50%" in "".join(session.model_lines(models))) == warned
 
 
-def test_ratios_are_the_peers_median_over_each_median() -> None:
+def test_ratios_are_the_peers_median_over_each_median():
     timings = [
         Timing("all_reduce", name, 1024, s, s, s, 5)
         for name, s in ((COPY, 1.0), ("a", 2.0), ("b", 8.0))
@@ -164,7 +154,7 @@ def test_ratios_are_the_peers_median_over_each_median() -> None:
 
 
 @pytest.mark.ranks
-def test_it_starts_ranks_measures_every_backend_and_writes_what_it_found(tmp_path: Path) -> None:
+def test_it_starts_ranks_measures_every_backend_and_writes_what_it_found(tmp_path):
     files = ["--json", str(tmp_path / "out.json")]
     options = "-n 2 --device cpu --sizes 1K,10001,300K --seconds 0.01 --compare torch-gloo"
     result = run([*COMMAND, *options.split(), *files], **forked.ranks())
@@ -188,7 +178,7 @@ def test_it_starts_ranks_measures_every_backend_and_writes_what_it_found(tmp_pat
 
 
 @pytest.mark.ranks
-def test_a_backend_that_the_launcher_rules_out_is_an_error_that_says_so() -> None:
+def test_a_backend_that_the_launcher_rules_out_is_an_error_that_says_so():
     torchrun = "-m torch.distributed.run --nproc-per-node=2 -m lightning_ring.cli.main"
     words = f"{torchrun} bench --backends mpi --sizes 1K".split()
     result = run([*forked.python(), *words], **forked.ranks())
@@ -200,7 +190,7 @@ def test_a_backend_that_the_launcher_rules_out_is_an_error_that_says_so() -> Non
 
 
 @pytest.mark.ranks
-def test_under_mpirun_it_uses_those_ranks() -> None:
+def test_under_mpirun_it_uses_those_ranks():
     options = "--backends mpi --collectives all_gather --sizes 4K --seconds 0.01"
     result = run(mpirun_command(3, *forked.python(), *COMMAND[1:], *options.split()))
     assert result.returncode == 0, result.stdout

@@ -2,36 +2,31 @@
 shard.
 """
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch.optim import Optimizer
 
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.algorithms.sharded.rebuilding import Standing, holders_of
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError, StateLostError
-from tests.algorithms.sharded.test_sharding import OPTIMIZERS, OTHERS, Make, Net, batches, start
-from tests.thread_ranks import ThreadCommunicator, run_ranks
+from tests.algorithms.sharded.test_sharding import OPTIMIZERS, OTHERS, batches, start
+from tests.thread_ranks import run_ranks
 
 BEFORE, AFTER = range(3), range(3, 6)  # steps of three ranks, and of those that are left
 
 
 class Rank:
-    def __init__(self, make: Make, *, mirrors: bool) -> None:
+    def __init__(self, make, *, mirrors):
         self.net = start()
-        self.optimizer: Optimizer = make(self.net.parameters())
+        self.optimizer = make(self.net.parameters())
         self.algorithm = Sharded(bucket_cap_mb=0.0001)
         self.algorithm.mirrors_shards = mirrors
 
-    def attach(self, comm: Communicator) -> None:
+    def attach(self, comm):
         self.algorithm.attach(self.net, [self.optimizer], comm, warn=pytest.fail)
 
-    def step(self, comm: Communicator, number: int, *, complete: bool = True) -> None:
+    def step(self, comm, number, *, complete=True):
         self.optimizer.zero_grad(set_to_none=number % 2 == 0)
         with self.algorithm.forward():
             loss = self.net(batches(number, comm.world_size)[comm.rank], number)
@@ -43,17 +38,17 @@ class Rank:
         if complete:
             self.algorithm.after_commit()
 
-    def end(self) -> dict[str, Any]:
+    def end(self):
         state = self.algorithm.of(self.optimizer).state_dict(is_rank_zero=True)
         self.algorithm.detach()
         return state
 
 
-def fewer_ranks_from_that_state(make: Make, ranks: int) -> tuple[list[Net], dict[str, Any]]:
+def fewer_ranks_from_that_state(make, ranks):
     first = [Rank(make, mirrors=False) for _ in range(3)]
     fewer = [Rank(make, mirrors=False) for _ in range(ranks)]
 
-    def before(comm: ThreadCommunicator) -> dict[str, Any]:
+    def before(comm):
         first[comm.rank].attach(comm)
         for number in BEFORE:
             first[comm.rank].step(comm, number)
@@ -61,7 +56,7 @@ def fewer_ranks_from_that_state(make: Make, ranks: int) -> tuple[list[Net], dict
 
     saved = run_ranks(3, before)[0]
 
-    def after(comm: ThreadCommunicator) -> dict[str, Any]:
+    def after(comm):
         rank = fewer[comm.rank]
         rank.net.load_state_dict(first[0].net.state_dict())
         rank.attach(comm)
@@ -75,13 +70,13 @@ def fewer_ranks_from_that_state(make: Make, ranks: int) -> tuple[list[Net], dict
 
 
 @pytest.mark.parametrize("make", [OPTIMIZERS["sgd"], *OTHERS])
-def test_survivors_compute_what_fewer_ranks_compute_from_that_state(make: Make) -> None:
+def test_survivors_compute_what_fewer_ranks_compute_from_that_state(make):
     """Rank 1 dies when it has stepped its shard, of which the others have not got the parameters
     yet.
     """
     ranks = [Rank(make, mirrors=True) for _ in range(3)]
 
-    def before(comm: ThreadCommunicator) -> None:
+    def before(comm):
         ranks[comm.rank].attach(comm)
         for number in BEFORE:
             ranks[comm.rank].step(comm, number, complete=number != BEFORE[-1])
@@ -89,7 +84,7 @@ def test_survivors_compute_what_fewer_ranks_compute_from_that_state(make: Make) 
     run_ranks(3, before)
     survivors = [ranks[0], ranks[2]]
 
-    def after(comm: ThreadCommunicator) -> dict[str, Any]:
+    def after(comm):
         rank = survivors[comm.rank]
         versions = [param._version for param in rank.net.parameters()]
         rank.algorithm.move(comm)
@@ -113,11 +108,11 @@ def test_survivors_compute_what_fewer_ranks_compute_from_that_state(make: Make) 
                 assert torch.equal(state["state"][index][key], value), (index, key)
 
 
-def test_a_rank_that_dies_while_others_move() -> None:
+def test_a_rank_that_dies_while_others_move():
     """Rank 0 has the whole when rank 1 of the three that are left dies; rank 2 has parts."""
     ranks = [Rank(OPTIMIZERS["sgd"], mirrors=True) for _ in range(3)]
 
-    def before(comm: ThreadCommunicator) -> None:
+    def before(comm):
         ranks[comm.rank].attach(comm)
         for number in BEFORE:
             ranks[comm.rank].step(comm, number)
@@ -149,23 +144,23 @@ def test_a_rank_that_dies_while_others_move() -> None:
     )
 
 
-def test_an_optimizer_that_communicates_in_its_step_is_refused() -> None:
+def test_an_optimizer_that_communicates_in_its_step_is_refused():
     rank = Rank(OPTIMIZERS["lamb"], mirrors=True)
     with pytest.raises(ConfigurationError, match="LAMB takes norms over all ranks"):
         run_ranks(1, rank.attach)
 
 
-def standings(*places: int, of: int) -> list[Standing]:
+def standings(*places, of):
     return [Standing(place, of) for place in places]
 
 
-def test_each_shard_comes_from_its_rank_or_from_the_mirror_behind_it() -> None:
+def test_each_shard_comes_from_its_rank_or_from_the_mirror_behind_it():
     assert holders_of(standings(0, 1, 2, of=3)) == [(0, False), (1, False), (2, False)]
     # the ranks at places 1 and 3 of 4 died, and ranks have other numbers now
     assert holders_of(standings(2, 0, of=4)) == [(1, False), (0, True), (0, False), (1, True)]
     assert holders_of(standings(0, of=1)) == [(0, False)]
 
 
-def test_a_shard_whose_rank_and_mirror_died_is_lost() -> None:
+def test_a_shard_whose_rank_and_mirror_died_is_lost():
     with pytest.raises(StateLostError, match="1 of 4 shards"):
         holders_of(standings(0, 3, of=4))

@@ -1,19 +1,11 @@
 """What arrives is the average, on all ranks the same bits, whatever it travelled as."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import shard
 from lightning_ring.gradients.bucket import Bucket
-from lightning_ring.gradients.compression import (
-    COMPRESSORS,
-    DGC,
-    OneBit,
-    PowerSGD,
-)
+from lightning_ring.gradients.compression import COMPRESSORS, DGC, OneBit, PowerSGD
 from lightning_ring.gradients.delivery import (
     average_compressed_,
     prepare_compressed,
@@ -34,7 +26,7 @@ from tests.checks.compression.ways import (
 from tests.checks.world import communicator
 
 
-def check_mean_over_steps_is_the_true_average_on_all_ranks() -> None:
+def check_mean_over_steps_is_the_true_average_on_all_ranks():
     """Unbiased, or what is lost in one step comes with a later one: `steps` times the same
     gradient.
 
@@ -61,7 +53,7 @@ def check_mean_over_steps_is_the_true_average_on_all_ranks() -> None:
             assert abs(float((mean - wanted).mean() / wanted.abs().mean())) < 0.002, way
 
 
-def check_flags_survive() -> None:
+def check_flags_survive():
     """A gradient that one rank has is averaged with zeros, one that none has stays `None`, and a
     stop reaches all.
     """
@@ -69,7 +61,7 @@ def check_flags_survive() -> None:
     for way in WAYS:
         reducer, params, _ = make(way)
         for step in range(4):
-            mine: list[Tensor | None] = list(gradients(rank, step))
+            mine = list(gradients(rank, step))
             if rank != size - 1:
                 mine[0] = None
             mine[4] = mine[4] if step == 3 else None
@@ -81,7 +73,7 @@ def check_flags_survive() -> None:
             assert_same_bits(*got)
 
 
-def check_what_nobody_got_is_still_owed() -> None:
+def check_what_nobody_got_is_still_owed():
     """The error of a gradient that no rank used is not lost with the `None` that everybody is
     left with.
     """
@@ -91,7 +83,7 @@ def check_what_nobody_got_is_still_owed() -> None:
         DGC(0.1, warmup_steps=0, min_numel=0),
     ):
         reducer, params, _ = make(compressor)
-        mine: list[Tensor | None] = list(gradients(communicator().rank))
+        mine = list(gradients(communicator().rank))
         send(reducer, params, mine)
         kept = (
             [compressor.residual, compressor.velocity]
@@ -109,7 +101,7 @@ def check_what_nobody_got_is_still_owed() -> None:
         ), compressor.name
 
 
-def check_divides_by_the_ranks_that_hold_data() -> None:
+def check_divides_by_the_ranks_that_hold_data():
     size = communicator().world_size
     active = max(1, size - 1)
     has_data = communicator().rank < active
@@ -132,7 +124,7 @@ def check_divides_by_the_ranks_that_hold_data() -> None:
                 torch.testing.assert_close(divided.double(), wanted, rtol=0.01, atol=0.02)
 
 
-def check_shards_hold_the_bits_of_the_whole() -> None:
+def check_shards_hold_the_bits_of_the_whole():
     comm = communicator()
     for way in COMPRESSORS:
         compressor = WAYS[way]()
@@ -159,7 +151,7 @@ def check_shards_hold_the_bits_of_the_whole() -> None:
         assert torch.equal(flats[1], flats[3]), way
 
 
-def check_large_values() -> None:
+def check_large_values():
     """An average that float16 holds survives a sum that it does not; beyond it comes inf, on all
     ranks.
     """
@@ -174,12 +166,12 @@ def check_large_values() -> None:
         assert torch.isinf(got[0]).all() == (way == "fp16")
 
 
-def check_other_dtypes_travel_as_they_are_and_this_is_said_once() -> None:
+def check_other_dtypes_travel_as_they_are_and_this_is_said_once():
     comm = communicator()
     kinds = [torch.float64, torch.bfloat16, torch.complex64]
     for way in COMPRESSORS:
         named = [(f"{kind}", Parameter(torch.zeros(40, 40, dtype=kind))) for kind in kinds]
-        warnings: list[str] = []
+        warnings = []
         compressor = WAYS[way]()
         reducer = Reducer(comm, named, compressor=compressor, warn=warnings.append)
         exact = [1.0 + 2.0**-7 + 2.0**-40, 1.0 + 2.0**-7, 1.0 + 2.0**-20]

@@ -6,21 +6,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_ring.gradients.compression import (
-    DGC,
-    Compressor,
-    ErrorFeedback,
-    Int8,
-    OneBit,
-    TernGrad,
-    TopK,
-)
+from lightning_ring.gradients.compression import DGC, ErrorFeedback, Int8, OneBit, TernGrad, TopK
 from lightning_ring.gradients.compression.between_nodes import BetweenNodes
 from tests.checks.compression import references
 from tests.checks.world import communicator
@@ -38,23 +29,23 @@ class OneTensor:
     sizes: tuple[int, ...] = SIZES
 
     @property
-    def names(self) -> list[str]:
+    def names(self):
         return [str(size) for size in self.sizes]
 
     @property
-    def views(self) -> list[Tensor]:
+    def views(self):
         return list(self.flat.split(self.sizes))
 
     @property
-    def contributed(self) -> list[bool]:
+    def contributed(self):
         return [True] * len(self.sizes)
 
     @property
-    def used(self) -> Tensor:
+    def used(self):
         return torch.ones(len(self.sizes))
 
 
-def gradient(rank: int, step: int) -> Tensor:
+def gradient(rank, step):
     """Layers of different sizes of values."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.cat(
@@ -65,21 +56,19 @@ def gradient(rank: int, step: int) -> Tensor:
 class Sender:
     """One flat tensor, sent again and again through a compressor."""
 
-    def __init__(self, compressor: Compressor, comm: Any) -> None:
+    def __init__(self, compressor, comm):
         self.compressor, self.comm = compressor, comm
         self.flat = torch.zeros(sum(SIZES))
         compressor.prepare(self.flat, OneTensor(self.flat))
 
-    def __call__(self, values: Tensor) -> Tensor:
+    def __call__(self, values):
         self.flat.copy_(values)
         self.compressor.begin_backward()
         self.compressor.all_reduce(self.flat, self.comm, name="bucket").wait()
         return self.flat.clone()
 
 
-def assert_equals(
-    compressor: Compressor, formula: references.Step, comm: Any, num_steps: int = 6
-) -> None:
+def assert_equals(compressor, formula, comm, num_steps=6):
     send, size = Sender(compressor, comm), comm.world_size
     for step in range(num_steps):
         found = send(gradient(comm.rank, step))
@@ -90,7 +79,7 @@ def assert_equals(
         assert wrong.mean() < 0.002, (compressor.name, step, wrong.sum())
 
 
-def check_dgc_is_algorithm_4() -> None:
+def check_dgc_is_algorithm_4():
     compressor = DGC(0.002, momentum=0.9, clip_norm=40.0, warmup_steps=4, min_numel=0)
     ratios = [0.25, 0.0625, 0.015625, 0.004, 0.002, 0.002, 0.002]
     assert_equals(
@@ -100,7 +89,7 @@ def check_dgc_is_algorithm_4() -> None:
     assert 0 < velocity.count_nonzero() < velocity.numel()  # sent ones are masked
 
 
-def check_terngrad_draws_the_scalers_multiples_with_the_right_mean() -> None:
+def check_terngrad_draws_the_scalers_multiples_with_the_right_mean():
     comm = communicator()
     send, size = Sender(TernGrad(min_numel=0), comm), comm.world_size
     every = [gradient(rank, 0).numpy() for rank in range(size)]
@@ -122,7 +111,7 @@ def check_terngrad_draws_the_scalers_multiples_with_the_right_mean() -> None:
         assert abs(errors.mean()) < 4 / math.sqrt(len(errors)), errors.mean()
 
 
-def check_what_is_lost_and_what_arrives_make_up_the_gradients() -> None:
+def check_what_is_lost_and_what_arrives_make_up_the_gradients():
     """For every compressor that takes part in error feedback: mean of p = average + mean of what
     was lost.
     """
@@ -137,7 +126,7 @@ def check_what_is_lost_and_what_arrives_make_up_the_gradients() -> None:
         torch.testing.assert_close(flat + owed, mean, rtol=1e-4, atol=1e-4)
 
 
-def check_inf_reaches_every_rank_and_leaves_no_trace() -> None:
+def check_inf_reaches_every_rank_and_leaves_no_trace():
     comm = communicator()
     for compressor in (
         *(Int8(0), ErrorFeedback(Int8(0)), OneBit(0), TernGrad(min_numel=0), TopK(0.05, 0)),
@@ -156,7 +145,7 @@ def check_inf_reaches_every_rank_and_leaves_no_trace() -> None:
             assert all(torch.equal(other, found) for other in comm.all_gather(found))
 
 
-def check_small_buckets_travel_as_they_are() -> None:
+def check_small_buckets_travel_as_they_are():
     comm = communicator()
     for compressor in (Int8(), OneBit(), TernGrad(), TopK(), DGC(momentum=0, warmup_steps=0)):
         flat = torch.full((4000,), float(comm.rank))

@@ -2,8 +2,6 @@
 another.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -14,17 +12,17 @@ Step = Callable[[list[Array]], Array]
 BLOCK = 256
 
 
-def shards(x: Array, size: int) -> list[Array]:
+def shards(x, size):
     """Of multiples of 128 bytes; the last ones may be shorter or empty."""
     length = math.ceil(len(x) / (32 * size)) * 32
     return np.split(x, [length * index for index in range(1, size)])
 
 
-def blocks(x: Array) -> list[slice]:
+def blocks(x):
     return [slice(start, min(start + BLOCK, len(x))) for start in range(0, len(x), BLOCK)]
 
 
-def rounded(x: Array) -> Array:
+def rounded(x):
     """ZeRO++: each block as 8-bit numbers times max|x| / 127."""
     out = np.zeros_like(x)
     for block in blocks(x):
@@ -33,7 +31,7 @@ def rounded(x: Array) -> Array:
     return out
 
 
-def signs(x: Array) -> Array:
+def signs(x):
     """1-bit Adam: each block as signs times mean|x|."""
     out = np.zeros_like(x)
     for block in blocks(x):
@@ -41,8 +39,8 @@ def signs(x: Array) -> Array:
     return out
 
 
-def int8() -> Step:
-    def step(gradients: list[Array]) -> Array:
+def int8():
+    def step(gradients):
         size = len(gradients)
         parts = [shards(g, size) for g in gradients]
         means = [
@@ -53,12 +51,12 @@ def int8() -> Step:
     return step
 
 
-def onebit() -> Step:
+def onebit():
     """Algorithm 1 of 1-bit Adam without its optimizer: an error a rank, and one an owner."""
-    errors: list[Array] = []
-    owed: list[Array] = []
+    errors = []
+    owed = []
 
-    def step(gradients: list[Array]) -> Array:
+    def step(gradients):
         size = len(gradients)
         errors.extend(np.zeros_like(g) for g in gradients[len(errors) :])
         owed.extend(np.zeros_like(part) for part in shards(gradients[0], size)[len(owed) :])
@@ -77,11 +75,11 @@ def onebit() -> Step:
     return step
 
 
-def topk(ratio: float) -> Step:
+def topk(ratio):
     """Algorithm 1 of Stich et al. with the largest elements."""
-    memories: list[Array] = []
+    memories = []
 
-    def step(gradients: list[Array]) -> Array:
+    def step(gradients):
         memories.extend(np.zeros_like(g) for g in gradients[len(memories) :])
         total = np.zeros_like(gradients[0])
         for rank, gradient in enumerate(gradients):
@@ -94,15 +92,15 @@ def topk(ratio: float) -> Step:
     return step
 
 
-def dgc(ratios: list[float], momentum: float, clip_norm: float, layers: list[slice]) -> Step:
+def dgc(ratios, momentum, clip_norm, layers):
     """Algorithm 4 of DGC, with a ratio for each step; with 1 or more over all ranks a step is
     momentum SGD's.
     """
-    u: list[Array] = []
-    v: list[Array] = []
+    u = []
+    v = []
     left = list(ratios)
 
-    def step(gradients: list[Array]) -> Array:
+    def step(gradients):
         size, ratio = len(gradients), left.pop(0)
         u.extend(np.zeros_like(g) for g in gradients[len(u) :])
         v.extend(np.zeros_like(g) for g in gradients[len(v) :])
@@ -126,7 +124,7 @@ def dgc(ratios: list[float], momentum: float, clip_norm: float, layers: list[sli
     return step
 
 
-def terngrad_scalers(gradients: list[Array], layers: list[slice], clip: float) -> list[float]:
+def terngrad_scalers(gradients, layers, clip):
     """Section 5: each layer clipped at ``clip`` standard deviations; the largest magnitude left
     on any rank.
     """

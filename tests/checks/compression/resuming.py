@@ -1,14 +1,10 @@
 """A compressor's state goes through a checkpoint, and every rank goes on with the same bits."""
 
-from __future__ import annotations
-
 import io
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.gradients.compression import Int8
@@ -16,11 +12,11 @@ from tests.checks.compression.ways import WAYS, assert_same_bits, gradients, mak
 from tests.checks.world import communicator
 
 
-def through_a_broadcast(state: dict[str, Any]) -> dict[str, Any]:
+def through_a_broadcast(state):
     return communicator().broadcast_object(state)
 
 
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+def through_a_file(state):
     """Rank 0's, which alone is complete."""
     file = io.BytesIO()
     torch.save(communicator().broadcast_object(state), file)
@@ -28,19 +24,14 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     return torch.load(file, weights_only=True)
 
 
-def check_every_compressor_goes_on_with_the_same_bits_on_every_rank() -> None:
+def check_every_compressor_goes_on_with_the_same_bits_on_every_rank():
     for way in WAYS:
         goes_on(way, through_a_broadcast, before_the_first_gradient=True)
         goes_on(way, through_a_file, before_the_first_gradient=True)
         goes_on(way, through_a_file, before_the_first_gradient=False)
 
 
-def goes_on(
-    way: str,
-    travels: Callable[[dict[str, Any]], dict[str, Any]],
-    *,
-    before_the_first_gradient: bool,
-) -> None:
+def goes_on(way, travels, *, before_the_first_gradient):
     comm = communicator()
     whole, loaded = WAYS[way](), WAYS[way]()
     reducer, params, _ = make(whole)
@@ -65,9 +56,7 @@ def goes_on(
         assert_same_bits(*found)
 
 
-def check_gradients_that_arrive_in_another_order_than_registrations_go_on_with_the_same_bits() -> (
-    None
-):
+def check_gradients_that_arrive_in_another_order_than_registrations_go_on_with_the_same_bits():
     """A bucket's gradients are rounded together, and a training that goes on has yet to see
     their order.
     """
@@ -88,12 +77,12 @@ def check_gradients_that_arrive_in_another_order_than_registrations_go_on_with_t
         assert algorithm.state_dict()["buckets"]["names"] == [["0.weight", "2.weight", "1.weight"]]
 
 
-def three_layers() -> nn.Sequential:
+def three_layers():
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(9, 9, bias=False) for _ in range(3)])
 
 
-def averages_of(algorithm: Averaging, net: nn.Sequential, step: int) -> list[Tensor]:
+def averages_of(algorithm, net, step):
     net.zero_grad()
     x = torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + communicator().rank))
     with algorithm.backward():

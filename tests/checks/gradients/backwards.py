@@ -1,12 +1,6 @@
 """When gradients travel: in every kind of backward each is averaged once, on all ranks."""
 
-from __future__ import annotations
-
-import torch
-from torch import Tensor
-
 from tests.checks.gradients.nets import (
-    Net,
     assert_same,
     batches,
     fresh_gradients,
@@ -17,28 +11,7 @@ from tests.checks.gradients.nets import (
 from tests.checks.world import communicator
 
 
-def check_mean_equals_one_process() -> None:
-    net, reference, reducer, _, _ = make()
-    for step in range(4):
-        xs = batches(step)
-        with fresh_gradients(net, reference, set_to_none=step % 2 == 0), reducer.backward():
-            net(mine(xs)).backward()
-        reference_mean(reference, lambda x, _: reference(x), xs)
-        assert_same(net, reference)
-
-
-def check_plain_backward_is_finished_by_the_engine() -> None:
-    for reentrant in (None, False):
-        net, reference, reducer, _, _ = make(reentrant=reentrant)
-        xs = batches()
-        with reducer.plain_backwards(reduced=True):
-            net(mine(xs)).backward()
-            assert reducer.num_finished == 1
-        reference_mean(reference, lambda x, _: reference(x), xs)  # noqa: B023
-        assert_same(net, reference)
-
-
-def check_first_bucket_leaves_before_the_last_gradient() -> None:
+def check_first_bucket_leaves_before_the_last_gradient():
     net, _, reducer, comm, _ = make()
     with reducer.backward():
         net(mine(batches())).backward()
@@ -53,22 +26,7 @@ def check_first_bucket_leaves_before_the_last_gradient() -> None:
     assert comm.produced_when_sent == sorted(comm.produced_when_sent)
 
 
-def check_checkpointing_of_both_kinds() -> None:
-    # the second uses a checkpointed segment twice
-    once, twice = (0, 1, 2, 3, 4, 5), (2, 3, 2, 3, 4, 5)
-    for reentrant in (True, False):
-        for paths in ((once, once, once), (twice, twice, twice), (once, twice, twice)):
-            net, reference, reducer, _, warnings = make(reentrant=reentrant)
-            for step, path in enumerate(paths):
-                xs = batches(step)
-                with fresh_gradients(net, reference), reducer.backward():
-                    net(mine(xs), path).backward()
-                reference_mean(reference, lambda x, _: reference(x, path), xs)  # noqa: B023
-                assert_same(net, reference)
-            assert len(warnings) == (reentrant and twice in paths), warnings
-
-
-def check_gradients_in_several_parts_on_one_rank_alone() -> None:
+def check_gradients_in_several_parts_on_one_rank_alone():
     """The other ranks have no backward that would show it."""
     net, reference, reducer, comm, warnings = make(reentrant=True)
     for step in range(2):
@@ -85,17 +43,7 @@ def check_gradients_in_several_parts_on_one_rank_alone() -> None:
     assert len(warnings) == 1, warnings
 
 
-def check_second_backward_does_not_average_the_first_twice() -> None:
-    net, reference, reducer, _, _ = make()
-    for step in range(2):
-        xs = batches(step)
-        with reducer.backward():
-            net(mine(xs)).backward()
-        reference_mean(reference, lambda x, _: reference(x), xs)
-    assert_same(net, reference)
-
-
-def check_accumulation_travels_once() -> None:
+def check_accumulation_travels_once():
     net, reference, reducer, comm, _ = make()
     for window in range(2):
         with fresh_gradients(net, reference, set_to_none=window == 0):
@@ -117,23 +65,7 @@ def check_accumulation_travels_once() -> None:
         assert_same(net, reference)
 
 
-def check_double_backward() -> None:
-    net, reference, reducer, _, _ = make()
-
-    def penalised(module: Net, x: Tensor) -> Tensor:
-        x = x.detach().clone().requires_grad_()
-        loss = module(x)
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        return loss + slope.square().sum()
-
-    xs = batches()
-    with reducer.backward():
-        penalised(net, mine(xs)).backward()
-    reference_mean(reference, lambda x, _: penalised(reference, x), xs)
-    assert_same(net, reference)
-
-
-def check_request_to_stop_reaches_all_ranks() -> None:
+def check_request_to_stop_reaches_all_ranks():
     net, _, reducer, _, _ = make()
     last = communicator().world_size - 1
     for step in range(3):
@@ -145,7 +77,7 @@ def check_request_to_stop_reaches_all_ranks() -> None:
         assert not reducer.agreed_to_stop()  # asked and answered
 
 
-def check_divides_by_the_ranks_that_hold_data() -> None:
+def check_divides_by_the_ranks_that_hold_data():
     net, reference, reducer, _, _ = make()
     xs = batches()
     size = communicator().world_size

@@ -2,12 +2,9 @@
 they leave.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
-from torch.nn import Parameter
 
 from lightning_ring.errors import CollectiveError
 from lightning_ring.gradients.reducer import Reducer
@@ -22,10 +19,8 @@ from tests.checks.gradients.nets import (
 )
 from tests.checks.world import communicator
 
-SOME = (0, 1, 2, 3)
 
-
-def check_local_backward_on_one_rank_sends_nothing() -> None:
+def check_local_backward_on_one_rank_sends_nothing():
     net, reference, reducer, comm, _ = make()
     for step in range(3):
         comm.sent.clear()
@@ -45,24 +40,7 @@ def check_local_backward_on_one_rank_sends_nothing() -> None:
         assert_same(net, reference)
 
 
-def check_local_gradients_travel_with_the_next_backward() -> None:
-    """As under DistributedDataParallel, also those of layers that the next backward does not
-    reach.
-    """
-    net, reference, reducer, _, _ = make()
-    for step in range(3):
-        with fresh_gradients(net, reference):
-            inner, xs = batches(100 + step), batches(step)
-        if step != 1 or communicator().rank == 0:
-            net(mine(inner)).backward()
-        reference_mean(reference, lambda x, rank: reference(x) * (step != 1 or rank == 0), inner)  # noqa: B023
-        with reducer.backward():
-            net(mine(xs), SOME).backward()
-        reference_mean(reference, lambda x, _: reference(x, SOME), xs)
-        assert_same(net, reference)
-
-
-def check_another_backward_or_step_is_an_error_on_every_rank() -> None:
+def check_another_backward_or_step_is_an_error_on_every_rank():
     for backend in (
         ("gloo", "mpi", "shared memory") + ("hierarchical",) * (WORLD.size == 4)
         if WORLD.size > 1
@@ -82,40 +60,8 @@ def check_another_backward_or_step_is_an_error_on_every_rank() -> None:
                 reducer.remove()
 
 
-def _train(reducer: Reducer, net: nn.Linear, *, extra_step: bool) -> None:
+def _train(reducer, net, *, extra_step):
     for step in range(4):
         reducer.num_steps = int(extra_step and step == 2)
         with reducer.backward():
             net(torch.ones(2, net.in_features)).sum().backward()
-
-
-def check_hooks_of_the_user_change_what_travels() -> None:
-    net, reference, reducer, comm, _ = make()
-    scale = float(1 + communicator().rank)
-    seen: list[bool] = []
-
-    def rescale(param: Parameter) -> None:
-        seen.append(param.grad is not None)
-        param.grad.mul_(scale)
-
-    for step in range(4):
-        if step == 1:
-            for param in net.layers[5].parameters():
-                param.register_post_accumulate_grad_hook(rescale)
-        comm.sent.clear()
-        comm.produced.clear()
-        comm.produced_when_sent.clear()
-        xs = batches(step)
-        with fresh_gradients(net, reference), reducer.backward():
-            net(mine(xs)).backward()
-        reference_mean(reference, lambda x, _: reference(x), xs)
-        if step:
-            for param in reference.layers[5].parameters():
-                grads = [torch.autograd.grad(reference(x), param)[0] for x in xs]
-                param.grad = sum((1 + rank) * grad for rank, grad in enumerate(grads)) / len(xs)
-        assert_same(net, reference)
-    assert len(seen) == 6
-    assert all(seen)
-    assert comm.produced_when_sent[0] < 12, (
-        "from the second backward on buckets leave during backward again"
-    )

@@ -1,17 +1,13 @@
 """Networks whose gradients are reduced, and the same in one process on all ranks' batches."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ring.comm.communicator import ReduceOp, Work
+from lightning_ring.comm.communicator import ReduceOp
 from lightning_ring.gradients.reducer import Reducer
 from tests.checks.world import communicator
 
@@ -21,18 +17,18 @@ torch.set_num_threads(1)
 class Recorder:
     """Passes everything on to ``comm`` and notes what leaves, and which gradients exist by then."""
 
-    def __init__(self, comm: Any, module: nn.Module) -> None:
+    def __init__(self, comm, module):
         self._comm = comm
         self._module = module
-        self.sent: list[str] = []
+        self.sent = []
         self.elements = 0
-        self.produced: set[str] = set()
-        self.produced_when_sent: list[int] = []
+        self.produced = set()
+        self.produced_when_sent = []
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._comm, name)
 
-    def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+    def all_reduce_(self, tensor, *, op=ReduceOp.SUM, name=""):
         self.sent.append(name)
         self.elements += tensor.numel()
         self.produced_when_sent.append(len(self.produced))
@@ -44,18 +40,18 @@ class Net(nn.Module):
     checkpointed.
     """
 
-    def __init__(self, reentrant: bool | None = None) -> None:
+    def __init__(self, reentrant=None):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(6)])
         self.reentrant = reentrant
         self.double()
 
-    def _segment(self, x: Tensor, *indices: int) -> Tensor:
+    def _segment(self, x, *indices):
         for index in indices:
             x = torch.tanh(self.layers[index](x))
         return x
 
-    def forward(self, x: Tensor, path: tuple[int, ...] = (0, 1, 2, 3, 4, 5)) -> Tensor:
+    def forward(self, x, path=(0, 1, 2, 3, 4, 5)):
         for first in range(0, len(path), 2):
             pair = path[first : first + 2]
             if self.reentrant is None:
@@ -65,13 +61,13 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def make(cap_mb: float = 0.0006, **kwargs: Any) -> tuple[Net, Net, Reducer, Recorder, list[str]]:
+def make(cap_mb=0.0006, **kwargs):
     """A net, its copy for the comparison, and a reducer whose buckets hold about one layer each."""
     torch.manual_seed(0)
     net = Net(**kwargs)
     reference = copy.deepcopy(net)
     reference.reentrant = None
-    warnings: list[str] = []
+    warnings = []
     comm = Recorder(communicator(), net)
     for name, param in net.named_parameters():
         param.register_post_accumulate_grad_hook(lambda _, name=name: comm.produced.add(name))
@@ -79,25 +75,23 @@ def make(cap_mb: float = 0.0006, **kwargs: Any) -> tuple[Net, Net, Reducer, Reco
     return net, reference, reducer, comm, warnings
 
 
-def batches(step: int = 0) -> list[Tensor]:
+def batches(step=0):
     """The batch of every rank, the same on every rank."""
     generator = torch.Generator().manual_seed(step)
     size = communicator().world_size
     return [torch.randn(4, 8, dtype=torch.float64, generator=generator) for _ in range(size)]
 
 
-def mine(xs: list[Tensor]) -> Tensor:
+def mine(xs):
     # reentrant checkpointing wants an input with gradient
     return xs[communicator().rank].clone().requires_grad_()
 
 
-def reference_mean(
-    reference: Net, losses: Callable[[Tensor, int], Tensor], xs: list[Tensor]
-) -> None:
+def reference_mean(reference, losses, xs):
     (sum(losses(x, rank) for rank, x in enumerate(xs)) / len(xs)).backward()
 
 
-def assert_same(net: nn.Module, reference: nn.Module, *, rtol: float = 1e-12) -> None:
+def assert_same(net, reference, *, rtol=1e-12):
     for (name, param), expected in zip(net.named_parameters(), reference.parameters(), strict=True):
         if expected.grad is None:
             assert param.grad is None, f"{name} has a gradient, expected none"
@@ -113,7 +107,7 @@ def assert_same(net: nn.Module, reference: nn.Module, *, rtol: float = 1e-12) ->
 
 
 @contextmanager
-def fresh_gradients(*modules: nn.Module, set_to_none: bool = True) -> Iterator[None]:
+def fresh_gradients(*modules, set_to_none=True):
     for module in modules:
         module.zero_grad(set_to_none=set_to_none)
     yield

@@ -24,21 +24,6 @@ from tests.checks.gradients.nets import (
 from tests.checks.world import communicator
 
 
-def check_unused_parameters_differ_by_rank() -> None:
-    net, reference, reducer, _, _ = make()
-
-    def path(rank: int, step: int) -> tuple[int, ...]:
-        # 4 and 5: never
-        return (0, 1, 2, 3) if (rank + step) % 2 else (0, 1, 3, 2) if step == 2 else (2, 3)
-
-    for step in range(3):
-        xs = batches(step)
-        with fresh_gradients(net, reference), reducer.backward():
-            net(mine(xs), path(communicator().rank, step)).backward()
-        reference_mean(reference, lambda x, rank: reference(x, path(rank, step)), xs)  # noqa: B023
-        assert_same(net, reference)
-
-
 def check_earlier_average_of_unused_parameters_stays() -> None:
     net, reference, reducer, _, _ = make()
     # no zero_grad between: gradients of 0 to 3 must survive the others
@@ -48,44 +33,6 @@ def check_earlier_average_of_unused_parameters_stays() -> None:
             net(mine(xs), path).backward()
         reference_mean(reference, lambda x, _: reference(x, path), xs)  # noqa: B023
         assert_same(net, reference)
-
-
-def check_frozen_and_thawed_parameters() -> None:
-    torch.manual_seed(0)
-    net = Net()
-    for index in (0, 1, 2):
-        net.layers[index].requires_grad_(False)
-    reference = copy.deepcopy(net)
-    comm = Recorder(communicator(), net)
-    reducer = Reducer(comm, net.named_parameters(), bucket_cap_mb=0.0006)
-    for thawed in (False, True):
-        if thawed:
-            for module in (net, reference):
-                module.layers[2].requires_grad_(True)
-                module.layers[5].requires_grad_(False)
-            reducer.track(net.named_parameters())
-        comm.sent.clear()
-        xs = batches()
-        with fresh_gradients(net, reference), reducer.backward():
-            net(mine(xs)).backward()
-        reference_mean(reference, lambda x, _: reference(x), xs)
-        assert_same(net, reference)
-        assert len(comm.sent) == 3, comm.sent  # three layers train; the frozen ones stay at home
-
-
-def check_shared_parameters() -> None:
-    net, reference, reducer, _, _ = make()
-    for module in (net, reference):
-        module.layers[5] = module.layers[0]
-    reducer.remove()
-    reducer = Reducer(
-        communicator(), net.named_parameters(remove_duplicate=False), bucket_cap_mb=0.0006
-    )
-    xs = batches()
-    with reducer.backward():
-        net(mine(xs)).backward()
-    reference_mean(reference, lambda x, _: reference(x), xs)
-    assert_same(net, reference)
 
 
 def check_mixed_dtypes_and_layouts() -> None:

@@ -2,24 +2,19 @@
 the next one.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ring.errors import CollectiveError, RingError
 from lightning_ring.gradients.compression import DGC, OneBit, TopK
 from lightning_ring.gradients.reducer import Reducer
 from tests.checks.comm import WORLD, opened
 from tests.checks.gradients.nets import (
-    Net,
     assert_same,
     batches,
     fresh_gradients,
@@ -34,21 +29,21 @@ class _Failing(torch.autograd.Function):
     planted = False
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         _fail_if_planted(grad)
         return grad
 
 
-def _fail_if_planted(_: Any) -> None:
+def _fail_if_planted(_):
     if _Failing.planted:
         raise ValueError("planted")
 
 
-def _plant(net: Net, where: str, index: int) -> None:
+def _plant(net, where, index):
     """In the backward of the layer ``index``, once `_Failing` is ``planted``."""
     if where == "function":
         net.layers[index].register_forward_hook(lambda _, __, output: _Failing.apply(output))
@@ -59,7 +54,7 @@ def _plant(net: Net, where: str, index: int) -> None:
 
 
 @contextmanager
-def _planted() -> Iterator[None]:
+def _planted():
     _Failing.planted = True
     try:
         with pytest.raises(ValueError, match="planted"):
@@ -68,7 +63,7 @@ def _planted() -> Iterator[None]:
         _Failing.planted = False
 
 
-def check_backward_that_raises_leaves_nothing_behind() -> None:
+def check_backward_that_raises_leaves_nothing_behind():
     """Plain or not, wherever it raises, also if all that was produced is sent, and within a
     reentrant checkpoint.
     """
@@ -97,7 +92,7 @@ def check_backward_that_raises_leaves_nothing_behind() -> None:
         assert not warnings
 
 
-def check_backward_after_one_that_raised_asks_for_zero_grad() -> None:
+def check_backward_after_one_that_raised_asks_for_zero_grad():
     net, _, reducer, _, _ = make()
     _plant(net, "hook", 0)
     expected = "a backward raised an exception before it had averaged the gradient of"
@@ -119,7 +114,7 @@ def check_backward_after_one_that_raised_asks_for_zero_grad() -> None:
         net(mine(batches())).backward()
 
 
-def check_what_compressors_kept_of_a_backward_that_raised_is_forgotten() -> None:
+def check_what_compressors_kept_of_a_backward_that_raised_is_forgotten():
     comm = communicator()
     for build in (
         partial(TopK, 0.25, 0),
@@ -144,12 +139,12 @@ def check_what_compressors_kept_of_a_backward_that_raised_is_forgotten() -> None
         assert all(map(torch.equal, *averages))
 
 
-def _backward(net: nn.Module, step: int) -> None:
+def _backward(net, step):
     net.zero_grad()
     net(batches(step)[communicator().rank].float()).square().sum().backward()
 
 
-def check_ranks_that_differ_in_an_exception_get_an_error() -> None:
+def check_ranks_that_differ_in_an_exception_get_an_error():
     for backend in ("gloo", "mpi", "shared memory") if WORLD.size > 1 else ():
         net, _, _, _, _ = make()
         _plant(net, "hook", 0)
@@ -162,7 +157,7 @@ def check_ranks_that_differ_in_an_exception_get_an_error() -> None:
             reducer.remove()
 
 
-def _train(net: Net, reducer: Reducer, *, raises: bool) -> None:
+def _train(net, reducer, *, raises):
     with reducer.plain_backwards(reduced=True):
         for step in range(4):
             net.zero_grad()

@@ -95,19 +95,6 @@ def check_sparse_gradients_stay_sparse_and_equal_the_dense_average() -> None:
     assert not any(name.endswith("d.weight") for bucket in reducer.buckets for name in bucket.names)
 
 
-def check_sparse_gradients_accumulate_and_add_up() -> None:
-    net, reference, reducer = _make()
-    with reducer.no_sync():
-        net(*_indices(RANK, 1)).backward()
-    for step in (2, 3):  # without zero_grad between: the first average survives the second
-        with reducer.backward():
-            net(*_indices(RANK, step)).backward()
-    (
-        sum(reference(*_indices(rank, step)) for rank in range(SIZE) for step in (1, 2, 3)) / SIZE
-    ).backward()
-    _assert_same(net, reference, ("first.weight", "second.weight"))
-
-
 def check_sparse_gradient_that_no_rank_has_stays_as_it_is() -> None:
     net, _, reducer = _make()
     none = torch.zeros(0, dtype=torch.int64)
@@ -127,19 +114,6 @@ def check_sparse_gradient_that_no_rank_has_stays_as_it_is() -> None:
         with alone.backward():
             embedding(torch.tensor([RANK])).sum().backward()
         assert alone.agreed_to_stop() == (step == 6)
-
-
-def check_sparse_gradients_divide_by_the_ranks_that_count() -> None:
-    net, reference, reducer = _make()
-    reducer.active_ranks = max(1, SIZE - 1)
-    with reducer.backward():
-        if reducer.active_ranks > RANK:
-            net(*_indices(RANK, 0)).backward()
-    (
-        sum(reference(*_indices(rank, 0)) for rank in range(reducer.active_ranks))
-        / reducer.active_ranks
-    ).backward()
-    _assert_same(net, reference, ("first.weight", "second.weight"))
 
 
 def _functional(module: nn.ParameterDict, rank: int, *, sparse: bool) -> Tensor:

@@ -1,9 +1,6 @@
 """`SyncBatchNorm` of `lightning_ring.horovod`."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -14,17 +11,12 @@ from tests.checks.horovod.world import RANK, SIZE
 assert_close = functools.partial(torch.testing.assert_close, atol=1e-10, rtol=1e-10)
 
 
-def check_batch_norm_sees_the_samples_of_all_ranks() -> None:
+def check_batch_norm_sees_the_samples_of_all_ranks():
     hvd.init()
     rows = [2 + rank for rank in range(SIZE)]
     rows[-1] = 0 if SIZE > 2 else 1
     torch.manual_seed(0)
-    cases: list[tuple[tuple[int, ...], dict[str, Any]]] = [
-        ((3, 5), {"momentum": None}),
-        ((4,), {"affine": False}),
-        ((3, 2, 2), {}),
-        ((3, 1), {}),
-    ]
+    cases = [((3, 5), {"momentum": None}), ((4,), {"affine": False}), ((3, 2, 2), {}), ((3, 1), {})]
     for shape, options in cases:
         kind = torch.nn.BatchNorm1d if len(shape) < 3 else torch.nn.BatchNorm2d
         ours = hvd.SyncBatchNorm(shape[0], **options).double()

@@ -19,25 +19,6 @@ from tests.checks.horovod.world import RANK, SIZE, WORLD, assert_equal_everywher
 from tests.checks.loops import assert_same, batches, loss_of, network, sgd
 
 
-def check_the_optimizer_equals_ddp() -> None:
-    hvd.init()
-    model, reference = network(seed=RANK), network(seed=0)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    wrapped, plain = DistributedDataParallel(reference), sgd(reference)
-    for inputs in batches(5):
-        for net, one in ((wrapped, plain), (model, optimizer)):
-            one.zero_grad()
-            loss_of(net(inputs)).backward()
-            if one is optimizer:
-                one.synchronize()
-            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
-            with optimizer.skip_synchronize() if one is optimizer else contextlib.nullcontext():
-                one.step()
-    assert_same(model, reference)
-
-
 def check_accumulation_sums_and_sum_and_compression() -> None:
     hvd.init()
     mine = batches(4)

@@ -1,7 +1,5 @@
 """Errors of one rank, shutdown, and beginning again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ import lightning_ring.horovod as hvd
 from tests.checks.horovod.world import RANK, SIZE, total
 
 
-def check_an_error_of_one_rank_reaches_the_others() -> None:
+def check_an_error_of_one_rank_reaches_the_others():
     hvd.init()
     tensors = [torch.ones(2), torch.ones(3)]
     handles = [hvd.allreduce_async_(one, name=f"resized {len(one)}") for one in tensors]
@@ -25,7 +23,7 @@ def check_an_error_of_one_rank_reaches_the_others() -> None:
     assert total() == SIZE
 
 
-def check_shutdown_ends_what_is_pending() -> None:
+def check_shutdown_ends_what_is_pending():
     hvd.init()
     handle = hvd.allreduce_async(torch.ones(1), name=f"of rank {RANK} alone")
     hvd.shutdown()
@@ -36,7 +34,7 @@ def check_shutdown_ends_what_is_pending() -> None:
         hvd.rank()
 
 
-def check_shutdown_ends_what_other_ranks_wait_for_in_any_process_set() -> None:
+def check_shutdown_ends_what_other_ranks_wait_for_in_any_process_set():
     for waits_for_all in (True, False):
         hvd.init()
         some = hvd.add_process_set([0, 1]) if SIZE > 2 else hvd.global_process_set

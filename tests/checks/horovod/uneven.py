@@ -1,45 +1,34 @@
 """Ranks with different numbers of batches: `hvd.join`, and ranks that leave without it."""
 
-from __future__ import annotations
-
 import copy
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import lightning_ring.horovod as hvd
 from lightning_ring.gradients.compression import Int8
 from tests.checks.horovod.world import RANK, SIZE, assert_equal_everywhere, distributed, total
-from tests.checks.loops import assert_same, network
+from tests.checks.loops import network
 
 EPOCHS = [[0, 3, 1, 2], [2, 1, 2, 0]]  # batches by rank; in the first epoch rank 0 has none
 
 
-def inputs_of(rank: int, epoch: int, step: int) -> Tensor:
+def inputs_of(rank, epoch, step):
     generator = torch.Generator().manual_seed(1000 * epoch + 10 * step + rank)
     return torch.randn(4, 6, generator=generator)
 
 
-def loss_of_linear(model: nn.Module, inputs: Tensor) -> Tensor:
+def loss_of_linear(model, inputs):
     return model(inputs).square().mean()
 
 
-def loss_of_embedding(model: nn.Module, inputs: Tensor) -> Tensor:
+def loss_of_embedding(model, inputs):
     return model((inputs.abs() * 3).long().clamp(max=8)).square().mean()
 
 
-def join_equals_zeros(
-    model: nn.Module,
-    loss_of: Callable[[nn.Module, Tensor], Tensor],
-    *,
-    backwards: int | None = None,
-    tolerance: float = 1e-5,
-    **options: Any,
-) -> None:
+def join_equals_zeros(model, loss_of, *, backwards=None, tolerance=1e-5, **options):
     """Train with uneven epochs, and compare with a sum over the ranks that have a batch, divided
     by all ranks.
     """
@@ -71,9 +60,9 @@ def join_equals_zeros(
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-def check_join_takes_part_in_gradients_with_zeros() -> None:
+def check_join_takes_part_in_gradients_with_zeros():
     hvd.init()
-    options: list[dict[str, Any]] = [
+    options = [
         {},
         {"backward_passes_per_step": 2, "op": hvd.Sum},
         {"backwards": 2},  # each of which is reduced, the second one with the first one's averages
@@ -92,52 +81,7 @@ def check_join_takes_part_in_gradients_with_zeros() -> None:
     hvd.shutdown()
 
 
-def check_join_takes_part_for_several_optimizers() -> None:
-    """Of one backward, and of a backward each; what a rank has accumulated by itself stays."""
-    hvd.init()
-    models = [network(seed=seed) for seed in (0, 1)]
-    expected = copy.deepcopy(models)
-    optimizers = [distributed(one) for one in models]
-    halved = network(seed=2)
-    accumulating = distributed(halved, backward_passes_per_step=2)
-    loss_of_linear(halved, inputs_of(RANK, 9, 0)).backward()
-    mine = [param.grad.clone() for param in halved.parameters() if param.grad is not None]
-
-    def train(models: list[nn.Module], rank: int, together: bool, scale: float) -> None:
-        losses = [loss_of_linear(model, inputs_of(rank, 0, 0)) * scale for model in models]
-        for loss in [sum(losses, torch.zeros(()))] if together else losses:
-            loss.backward()
-
-    plain = [torch.optim.SGD(one.parameters(), lr=0.1) for one in expected]
-    for together in (True, False, True):
-        joins_first = int(together) == RANK
-        for everyone in (True, False):
-            if everyone or not joins_first:
-                train(models, RANK, together, 1.0)
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            for rank in range(SIZE):
-                if everyone or rank != int(together):
-                    train(expected, rank, together, 1 / SIZE)
-            for one in plain:
-                one.step()
-                one.zero_grad()
-        last = hvd.join()
-        assert last != int(together)
-        for model, reference in zip(models, expected, strict=True):
-            hvd.broadcast_parameters(model.state_dict(), root_rank=last)
-            assert_same(model, reference, tolerance=1e-6)
-    assert all(
-        torch.equal(param.grad, grad) for param, grad in zip(halved.parameters(), mine, strict=True)
-    )
-    loss_of_linear(halved, inputs_of(RANK, 9, 1)).backward()  # the second pass: all ranks reduce
-    accumulating.step()
-    assert_equal_everywhere(halved.parameters())
-    hvd.shutdown()
-
-
-def check_an_optimizer_that_a_joined_rank_lacks_is_an_error() -> None:
+def check_an_optimizer_that_a_joined_rank_lacks_is_an_error():
     hvd.init()
     if RANK > 0:
         absent = r"needs every rank, and rank\(s\) 0 have called join"
@@ -147,7 +91,7 @@ def check_an_optimizer_that_a_joined_rank_lacks_is_an_error() -> None:
     hvd.shutdown()
 
 
-def check_gradients_of_a_rank_that_has_left_are_an_error() -> None:
+def check_gradients_of_a_rank_that_has_left_are_an_error():
     for steps_of_the_first in (0, 2):
         hvd.init()
         model = network()
@@ -166,7 +110,7 @@ def check_gradients_of_a_rank_that_has_left_are_an_error() -> None:
         hvd.shutdown()
 
 
-def check_optimizers_of_another_operation_are_an_error() -> None:
+def check_optimizers_of_another_operation_are_an_error():
     hvd.init()
     different = "different reduce operations: rank 0 Average, rank 1 Sum"
     with pytest.raises(hvd.HorovodInternalError, match=different):
@@ -174,7 +118,7 @@ def check_optimizers_of_another_operation_are_an_error() -> None:
     hvd.shutdown()
 
 
-def check_optimizers_over_process_sets_are_counted_by_set() -> None:
+def check_optimizers_over_process_sets_are_counted_by_set():
     hvd.init()
     models = [network(seed=seed) for seed in (0, 1)]
     some = hvd.add_process_set([0, 1]) if SIZE > 2 else hvd.global_process_set

@@ -1,13 +1,7 @@
 """What scripts for Horovod write again and again."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from mpi4py import MPI
-from torch import Tensor, nn
 
 import lightning_ring.horovod as hvd
 
@@ -16,7 +10,7 @@ RANK, SIZE = WORLD.rank, WORLD.size
 torch.set_num_threads(1)
 
 
-def distributed(module: nn.Module, lr: float = 0.1, **options: Any) -> Any:
+def distributed(module, lr=0.1, **options):
     """SGD of ``module``'s parameters, over all ranks."""
     optimizer = torch.optim.SGD(module.parameters(), lr=lr)
     return hvd.DistributedOptimizer(
@@ -24,12 +18,12 @@ def distributed(module: nn.Module, lr: float = 0.1, **options: Any) -> Any:
     )
 
 
-def total(name: str | None = None, **options: Any) -> float:
+def total(name=None, **options):
     """The sum of a one of each rank."""
     return hvd.allreduce(torch.ones(1), name=name, op=hvd.Sum, **options).item()
 
 
-def assert_equal_everywhere(tensors: Iterable[Tensor]) -> None:
+def assert_equal_everywhere(tensors):
     for tensor in tensors:
         own = tensor.detach().flatten().tolist()
         assert WORLD.allgather(own) == [own] * SIZE

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import Any
 
 import lightning as L
 import pytest
@@ -23,7 +22,7 @@ from tests.checks.sharded.references import CAP, assert_same
 from tests.strategies import ring
 
 
-def check_late_parameters_are_waited_for_by_whoever_reads_them() -> None:
+def check_late_parameters_are_waited_for_by_whoever_reads_them():
     L.seed_everything(7, verbose=False)
     start = Tied()
     results = []
@@ -40,7 +39,7 @@ def check_late_parameters_are_waited_for_by_whoever_reads_them() -> None:
     assert_same(results[0], results[2])
 
 
-def check_hooks_between_steps_read_new_values() -> None:
+def check_hooks_between_steps_read_new_values():
     L.seed_everything(7, verbose=False)
     start, sums = Classifier(), []
     for kind in (LateRing, Patient):
@@ -53,25 +52,25 @@ def check_hooks_between_steps_read_new_values() -> None:
     assert len(sums[0].unique()) > 4  # they change from step to step
 
 
-def check_parameters_travel_in_the_order_of_use_while_forward_goes_on() -> None:
+def check_parameters_travel_in_the_order_of_use_while_forward_goes_on():
     # by step and layer: how many buckets were still on their way when it had run
-    left: list[list[int]] = []
+    left = []
 
     class Layers(Classifier):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 4))
             for layer in self.net:
                 layer.register_forward_hook(self.note)
 
-        def note(self, *_: Any) -> None:
+        def note(self, *_):
             left[-1].append(len(self.trainer.strategy.algorithm._parameters._gathers))
 
     module = Layers()
-    waits: list[int] = []
+    waits = []
 
     class Counting(LateRing):
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        def training_step(self, *args, **kwargs):
             waits.append(len(self.algorithm._parameters._gathers))
             left.append([])
             return super().training_step(*args, **kwargs)
@@ -97,64 +96,64 @@ def doubled(x: Tensor, weight: Tensor) -> Tensor:
     return 2 * torch.mm(x, weight)
 
 
-def check_reads_that_no_module_waits_for_are_waited_for_before_the_forward() -> None:
+def check_reads_that_no_module_waits_for_are_waited_for_before_the_forward():
     class Hidden(Classifier):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.hidden = nn.Linear(8, 8)
 
-        def loss(self, batch: Any) -> Tensor:
+        def loss(self, batch):
             return F.cross_entropy(self.net(doubled(batch[0], self.hidden.weight)), batch[1])
 
     class Scripted(Classifier):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.also = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
 
-        def loss(self, batch: Any) -> Tensor:
+        def loss(self, batch):
             return F.cross_entropy(self.net(self.also(batch[0])), batch[1])
 
     class Attention(Classifier):
         """Reads the weight of its projection without a call of that module."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.attention = nn.MultiheadAttention(8, 2)
 
-        def loss(self, batch: Any) -> Tensor:
+        def loss(self, batch):
             x = batch[0]
             return F.cross_entropy(self.net(self.attention(x, x, x)[0]), batch[1])
 
     class ReadEarly(Classifier):
         """Reads a tied weight before the module that holds it is called."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.table, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
             self.head.weight = self.table.weight
 
-        def loss(self, batch: Any) -> Tensor:
+        def loss(self, batch):
             x = self.head(F.linear(batch[0], self.table.weight))
             return F.cross_entropy(self.net(x + self.table.bias.sum()), batch[1])
 
     class Metered(Classifier):
         """A metric is a module whose hash changes with its state."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.metric = MeanMetric()
 
-        def loss(self, batch: Any) -> Tensor:
+        def loss(self, batch):
             loss = super().loss(batch)
             self.metric(loss.detach())
             return loss
 
     class Stepping(Classifier):
-        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        def optimizer_step(self, *args, **kwargs):
             super().optimizer_step(*args, **kwargs)
             assert all(param.isfinite().all() for param in self.parameters())
 
-    cases: list[tuple[Any, str]] = [
+    cases = [
         (Hidden, "hidden.weight"),
         (Scripted, "also.0."),
         (Attention, ""),
@@ -178,48 +177,48 @@ def check_reads_that_no_module_waits_for_are_waited_for_before_the_forward() -> 
         assert_same(late, plain, tolerance=1e-6)
 
 
-def check_hooks_and_callbacks_see_whole_parameters() -> None:
+def check_hooks_and_callbacks_see_whole_parameters():
     class Reading(Classifier):
-        def read(self) -> None:
+        def read(self):
             assert self.trainer.strategy.algorithm._parameters.complete
 
-        def on_train_epoch_end(self) -> None:
+        def on_train_epoch_end(self):
             self.read()
 
-        def on_validation_model_eval(self) -> None:
+        def on_validation_model_eval(self):
             self.read()
             super().on_validation_model_eval()
 
-        def on_validation_model_zero_grad(self) -> None:
+        def on_validation_model_zero_grad(self):
             self.read()
             super().on_validation_model_zero_grad()
 
-        def val_dataloader(self) -> Any:
+        def val_dataloader(self):
             if self.trainer.global_step:
                 self.read()
                 reloaded.append(self.trainer.global_step)
             return loader(8)
 
-        def on_validation_start(self) -> None:
+        def on_validation_start(self):
             self.read()
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
+        def validation_step(self, batch, batch_idx):
             self.read()
             super().validation_step(batch, batch_idx)
 
-        def on_save_checkpoint(self, checkpoint: Any) -> None:
+        def on_save_checkpoint(self, checkpoint):
             self.read()
 
     class Ends(Callback):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        def on_train_epoch_end(self, trainer, module):
             module.read()
 
-        def state_dict(self) -> dict[str, Any]:
+        def state_dict(self):
             return {"a": 1}
 
     module = Reading()
     strategy = ring(True, LateRing, bucket_cap_mb=CAP)
-    reloaded: list[int] = []
+    reloaded = []
     run = trainer(
         strategy,
         callbacks=[Ends()],

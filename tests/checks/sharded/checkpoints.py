@@ -7,9 +7,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import io
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 import pytest
@@ -18,27 +17,23 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from mpi4py import MPI
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import AdamW
-from torch.utils.data import DistributedSampler
 
 from lightning_ring import RingStrategy
-from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
+from lightning_ring.errors import CollectiveError, ConfigurationError
 from lightning_ring.integrations.lightning.stop_requests import StopRequest
 from tests.checks.marks import by_world_size
 from tests.checks.models import (
     RANK,
     SIZE,
     Classifier,
-    data,
     fit,
     loader,
-    parameters,
-    relative_difference,
     trainer,
 )
-from tests.checks.sharded.late import Late, LateRing, LateWork, run_late
-from tests.checks.sharded.references import CAP, With, assert_same, make_sgd, sharded
+from tests.checks.sharded.late import Late, LateRing, LateWork
+from tests.checks.sharded.references import CAP, With, assert_same, sharded
 from tests.strategies import ring
 
 
@@ -65,35 +60,6 @@ def check_state_is_a_share_and_its_checkpoint_is_ordinary(tmp_path: Path) -> Non
         for key, value in state.items():
             assert value.shape == mine["state"][index][key].shape
             torch.testing.assert_close(mine["state"][index][key], value, rtol=1e-6, atol=1e-9)
-
-
-def check_checkpoints_resume_under_any_strategy(tmp_path: Path) -> None:
-    def make() -> Any:
-        return With(lambda m: AdamW(m.parameters(), lr=0.01))
-
-    def half(strategy: Any, name: str) -> None:
-        L.seed_everything(7, verbose=False)
-        fit(strategy, make(), max_epochs=1).save_checkpoint(tmp_path / name)
-
-    def rest(strategy: Any, name: str) -> Any:
-        module = make()
-        trainer(strategy, max_epochs=2).fit(module, loader(), ckpt_path=tmp_path / name)
-        return module
-
-    half(sharded(), "sharded.ckpt")
-    half(RingStrategy(bucket_cap_mb=CAP), "ring.ckpt")
-    results = [
-        rest(strategy(), name)
-        for strategy in (sharded, functools.partial(RingStrategy, bucket_cap_mb=CAP))
-        for name in ("sharded.ckpt", "ring.ckpt")
-    ]
-    for result in results[1:]:
-        assert_same(results[0], result)
-    wrong = make()
-    wrong.net = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 4))
-    with pytest.raises(RuntimeError, match="size mismatch") as caught:
-        trainer(sharded(), max_epochs=2).fit(wrong, loader(), ckpt_path=tmp_path / "ring.ckpt")
-    assert not isinstance(caught.value, RingError)
 
 
 def check_state_dict_of_a_part_is_refused() -> None:
@@ -127,43 +93,6 @@ def check_a_stop_of_all_ranks_saves_the_whole_state(tmp_path: Path) -> None:
     assert [tuple(s["exp_avg"].shape) for s in state.values()] == [
         tuple(p.shape) for p in make().parameters()
     ]
-
-
-def check_a_checkpoint_goes_on_in_one_process(tmp_path: Path) -> None:
-    def make() -> Any:
-        return With(lambda m: AdamW(m.parameters(), lr=0.01))
-
-    L.seed_everything(7, verbose=False)
-    double = {"precision": "64-true"}
-    fit(sharded(), make(), max_epochs=1, **double).save_checkpoint(tmp_path / "half.ckpt")
-    MPI.COMM_WORLD.Barrier()
-    together, alone = make(), make()
-    mine = loader(sampler=DistributedSampler(data(), SIZE, RANK, shuffle=False))
-    run = trainer(sharded(), max_epochs=2, use_distributed_sampler=False, **double)
-    run.fit(together, mine, ckpt_path=tmp_path / "half.ckpt")
-    if RANK == 0:  # one process sees the batches of all ranks at once
-        run = trainer("auto", devices=1, max_epochs=2, **double)
-        run.fit(alone, loader(batch_size=4 * SIZE), ckpt_path=tmp_path / "half.ckpt")
-        assert run.world_size == 1
-        assert relative_difference(parameters(alone), parameters(together)) < 1e-12
-    MPI.COMM_WORLD.Barrier()
-
-
-def check_sizes_chosen_later_go_on_with_the_state_of_a_checkpoint(tmp_path: Path) -> None:
-    def make() -> Any:
-        return With(lambda m: AdamW(m.parameters(), lr=0.01))
-
-    L.seed_everything(7, verbose=False)
-    fit(sharded(), make(), max_epochs=1).save_checkpoint(tmp_path / "half.ckpt")
-    results = []
-    for is_sharded in (True, False):
-        results.append(make())
-        strategy = ring(is_sharded, bucket_cap_mb="auto")
-        run = trainer(strategy, max_epochs=2)
-        run.fit(results[-1], loader(), ckpt_path=tmp_path / "half.ckpt")
-        if is_sharded:
-            assert strategy.algorithm._parameters.buckets  # parts were stepped in the end
-    assert_same(*results)
 
 
 def check_a_checkpoint_after_an_exception_holds_whole_weights_and_resumes(tmp_path: Path) -> None:
@@ -236,34 +165,3 @@ def check_weights_loaded_after_training_stay(tmp_path: Path) -> None:
     Tuner(run).lr_find(module, loader(), num_training=4)
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name]), name
-
-
-class Copied(With):
-    """A class that pickle finds, copied and saved in the middle of training."""
-
-    copies: ClassVar[list[Any]] = []
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            file = io.BytesIO()
-            torch.save(self, file)
-            file.seek(0)
-            self.copies += [copy.deepcopy(self), torch.load(file, weights_only=False)]
-            self.copies += [
-                copy.deepcopy(self.net),
-                [p.detach().clone() for p in self.parameters()],
-            ]
-
-
-def check_modules_can_be_copied_and_saved_during_training() -> None:
-    Copied.copies.clear()
-    module = Copied(make_sgd)
-    run_late(module)
-    copied, saved, net, values = Copied.copies
-    for other in (copied, saved, net):
-        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), values, strict=True))
-    for other in (copied, saved):
-        other.loss([part[:4] for part in data()[:4]]).backward()
-        assert other.on_train_batch_end.__self__ is other
-        fit(RingStrategy(bucket_cap_mb=CAP), other, max_epochs=1)
-    assert not torch.equal(parameters(copied), parameters(module))

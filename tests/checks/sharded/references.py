@@ -1,14 +1,8 @@
 """Modules under ``ring_sharded``, and under ``ring`` to compare."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import lightning as L
-from torch import nn
 from torch.optim import SGD
 
-from lightning_ring import RingStrategy
 from tests.checks.models import (
     SIZE,
     Classifier,
@@ -22,11 +16,11 @@ from tests.strategies import ring
 CAP = 0.0005  # MiB: about one layer a bucket
 
 
-def sharded(**kwargs: Any) -> RingStrategy:
+def sharded(**kwargs):
     return ring(True, bucket_cap_mb=CAP, **kwargs)
 
 
-def both(make: Any, train: Any = None, **kwargs: Any) -> tuple[Any, Any]:
+def both(make, train=None, **kwargs):
     """``make()`` trained with sharded and with whole optimizers, from the same seed."""
     modules = []
     for is_sharded in (True, False):
@@ -36,17 +30,12 @@ def both(make: Any, train: Any = None, **kwargs: Any) -> tuple[Any, Any]:
             key: value() if key in ("plugins", "callbacks") else value
             for key, value in kwargs.items()
         }
-        fit(
-            ring(is_sharded, bucket_cap_mb=CAP),
-            module,
-            train,
-            **arguments,
-        )
+        fit(ring(is_sharded, bucket_cap_mb=CAP), module, train, **arguments)
         modules.append(module)
     return modules[0], modules[1]
 
 
-def assert_same(mine: nn.Module, reference: nn.Module, tolerance: float = 0.0) -> None:
+def assert_same(mine, reference, tolerance=0.0):
     """``tolerance`` 0 means the same bits, on up to two ranks: with more, additions come in
     another order.
     """
@@ -59,13 +48,13 @@ def assert_same(mine: nn.Module, reference: nn.Module, tolerance: float = 0.0) -
 class With(Classifier):
     """A classifier whose optimizer is what ``make(module)`` returns."""
 
-    def __init__(self, make: Any, **kwargs: Any) -> None:
+    def __init__(self, make, **kwargs):
         super().__init__(**kwargs)
         self.make = make
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return self.make(self)
 
 
-def make_sgd(module: nn.Module) -> Any:
+def make_sgd(module):
     return SGD(module.parameters(), lr=0.1)

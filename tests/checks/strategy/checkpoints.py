@@ -1,11 +1,7 @@
 """Checkpoints of `RingStrategy`: exact resumption, and what one fit leaves to the next."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
@@ -33,10 +29,10 @@ class _Drops(Classifier):
     every rank's state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(dropout=0.5)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         import random
 
         import numpy as np
@@ -47,8 +43,8 @@ class _Drops(Classifier):
 
 
 @by_world_size
-def check_resuming_equals_never_stopping(tmp_path: Path) -> None:
-    def run(max_epochs: int, ckpt_path: str | None, folder: str, seed: int) -> Any:
+def check_resuming_equals_never_stopping(tmp_path):
+    def run(max_epochs, ckpt_path, folder, seed):
         L.seed_everything(5, verbose=False)  # the sampler's order
         module = _Drops()
         # each rank draws numbers of its own; the resumed run begins with others
@@ -72,7 +68,7 @@ def check_resuming_equals_never_stopping(tmp_path: Path) -> None:
     assert_all_ranks_equal(parameters(resumed))
 
 
-def check_checkpoint_opens_without_the_ring(tmp_path: Path) -> None:
+def check_checkpoint_opens_without_the_ring(tmp_path):
     module = Classifier(batch_norm=True)
     run = fit("ring", module)
     path = WORLD.bcast(str(tmp_path / "plain.ckpt"))
@@ -91,8 +87,8 @@ def check_checkpoint_opens_without_the_ring(tmp_path: Path) -> None:
     assert resumed.current_epoch == 3
 
 
-def check_residuals_of_other_ranks_are_said_to_be_lost(tmp_path: Path) -> None:
-    def strategy() -> RingStrategy:
+def check_residuals_of_other_ranks_are_said_to_be_lost(tmp_path):
+    def strategy():
         return RingStrategy(compression=PowerSGD(rank=1, start_iter=2))
 
     fit(strategy(), Classifier()).save_checkpoint(path := tmp_path / "other.ckpt")
@@ -112,7 +108,7 @@ def check_residuals_of_other_ranks_are_said_to_be_lost(tmp_path: Path) -> None:
     assert_all_ranks_equal(parameters(module))
 
 
-def check_a_fit_leaves_nothing_to_the_next_one_nor_to_its_optimizer() -> None:
+def check_a_fit_leaves_nothing_to_the_next_one_nor_to_its_optimizer():
     start, weights = Classifier(), []
     compressor = PowerSGD(rank=1, start_iter=0)
     for _ in range(2):

@@ -2,11 +2,7 @@
 training takes.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from lightning.pytorch.utilities import CombinedLoader
@@ -23,7 +19,6 @@ from tests.checks.models import (
     fit,
     loader,
     parameters,
-    trainer,
 )
 from tests.checks.strategy.references import assert_like_ddp, both
 
@@ -33,11 +28,11 @@ LAST = RANK == SIZE - 1
 class _Several(Classifier):
     """Takes batches of any nesting; `None` where a loader has ended."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return sum(self.loss(part) for part in _leaves(batch))
 
 
-def _leaves(batch: Any) -> Iterator[Any]:
+def _leaves(batch):
     if isinstance(batch, dict):
         batch = list(batch.values())
     if isinstance(batch, list) and len(batch) == 3 and hasattr(batch[2], "tolist"):
@@ -47,18 +42,18 @@ def _leaves(batch: Any) -> Iterator[Any]:
 
 
 class _Stream(IterableDataset):
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(data())
 
 
-def _ours(loaders: Any, **kwargs: Any) -> Any:
+def _ours(loaders, **kwargs):
     module = _Several()
     run = fit("ring", module, loaders, use_distributed_sampler=False, max_epochs=1, **kwargs)
     assert_all_ranks_equal(parameters(module))
     return run.global_step
 
 
-def check_uneven_loaders_of_which_the_training_takes_equally_many_batches() -> None:
+def check_uneven_loaders_of_which_the_training_takes_equally_many_batches():
     short, uneven = lambda: loader(16), lambda: loader(32 if LAST else 24)
     assert _ours(CombinedLoader([short(), uneven()], "min_size")) == 4
     assert _ours(CombinedLoader([uneven(), loader(48)], "max_size")) == 12
@@ -70,7 +65,7 @@ def check_uneven_loaders_of_which_the_training_takes_equally_many_batches() -> N
     assert_like_ddp(*both(_Several, loaders, **arguments))
 
 
-def check_uneven_combined_loaders_are_an_error_before_the_first_step() -> None:
+def check_uneven_combined_loaders_are_an_error_before_the_first_step():
     uneven = loader(16 if LAST else 24)
     for mode in ("min_size", "max_size", "max_size_cycle"):
         other = loader(48 if mode == "min_size" else 8)
@@ -85,20 +80,8 @@ def check_uneven_combined_loaders_are_an_error_before_the_first_step() -> None:
         )
 
 
-def check_combined_streams_are_refused() -> None:
+def check_combined_streams_are_refused():
     stream = DataLoader(_Stream(), batch_size=4)
     for loaders in (CombinedLoader([stream, loader(24)], "min_size"), [loader(24), stream]):
         with pytest.raises(ConfigurationError, match="2 training loaders, of which one"):
             _ours(loaders)
-
-
-def check_uneven_loaders_that_are_reloaded_and_leave_the_trainer_alone() -> None:
-    class Reloading(_Several):
-        def train_dataloader(self) -> Any:
-            return CombinedLoader([loader(16), loader(32 if LAST else 24)], "min_size")
-
-    module = Reloading()
-    run = trainer("ring", use_distributed_sampler=False, reload_dataloaders_every_n_epochs=1)
-    run.fit(module)
-    assert run.global_step == 8
-    assert "dataloader" not in vars(run.fit_loop._data_source)

@@ -1,16 +1,10 @@
 """What scripts for DDP use: optimizers that are no torch `Optimizer`, ``trainer.model.no_sync``."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from typing import Any
 
 import torch
-from torch.nn import Parameter
 
 from tests.checks.marks import by_world_size
 from tests.checks.models import Classifier, fit
@@ -21,70 +15,51 @@ from tests.process_state import changed, process_state
 class _OwnSGD:
     """Lightning's protocol `Optimizable`: no hooks, no class of torch."""
 
-    def __init__(self, params: Iterable[Parameter], lr: float) -> None:
+    def __init__(self, params, lr):
         self.param_groups = [{"params": list(params), "lr": lr}]
-        self.defaults: dict[str, Any] = {}
-        self.state: defaultdict[Any, Any] = defaultdict(dict)
+        self.defaults = {}
+        self.state = defaultdict(dict)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none=True):
         for param in self.param_groups[0]["params"]:
             param.grad = None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure=None):
         with torch.enable_grad():
             loss = closure() if closure else None
         for param in self.param_groups[0]["params"]:
             param.sub_(param.grad, alpha=self.param_groups[0]["lr"])
         return loss
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         pass
 
 
 class _WithOwnSGD(Classifier):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return _OwnSGD(self.parameters(), 0.1)
 
 
-class _Accumulating(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        with self.trainer.model.no_sync() if batch_idx % 2 == 0 else nullcontext():
-            self.manual_backward(self.loss(batch))
-        if batch_idx % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 class _WithItsOwnNoSync(Classifier):
-    def no_sync(self) -> str:
+    def no_sync(self):
         return "mine"
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         assert self.trainer.model.no_sync() == "mine"
 
 
 @by_world_size
-def check_optimizer_that_is_no_torch_optimizer_equals_ddp() -> None:
+def check_optimizer_that_is_no_torch_optimizer_equals_ddp():
     assert_like_ddp(*both(_WithOwnSGD, max_epochs=1))
 
 
-@by_world_size
-def check_no_sync_of_the_trainers_model_equals_ddp() -> None:
-    assert_like_ddp(*both(_Accumulating))
-
-
-def check_no_sync_is_no_part_of_the_module() -> None:
+def check_no_sync_is_no_part_of_the_module():
     class Copying(Classifier):
-        def on_train_start(self) -> None:
+        def on_train_start(self):
             assert "no_sync" not in self.state_dict()
             plain = copy.copy(self.net)
             assert "lightning_ring" not in repr(pickle.dumps(vars(self)["no_sync"]))
@@ -98,7 +73,7 @@ def check_no_sync_is_no_part_of_the_module() -> None:
     fit("ring", _WithItsOwnNoSync(), max_epochs=1)
 
 
-def check_a_further_fit_leaves_the_process_as_it_was() -> None:
+def check_a_further_fit_leaves_the_process_as_it_was():
     fit("ring", Classifier(), max_epochs=1)
     before = process_state()
     for _ in range(2):

@@ -1,7 +1,5 @@
 """An algorithm from outside the package trains through `RingStrategy`."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
@@ -12,7 +10,7 @@ from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, 
 from tests.checks.strategy.references import WORLD
 
 
-def check_an_algorithm_from_outside_the_package_trains() -> None:
+def check_an_algorithm_from_outside_the_package_trains():
     module = Classifier()
     start = copy.deepcopy(module)
     strategy = RingStrategy(algorithm=LocalSGD(every=2))

@@ -1,19 +1,13 @@
 """What `RingStrategy` is compared with: Lightning's DDP, and one process on the whole batch."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import lightning as L
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from mpi4py import MPI
-from torch import Tensor
 
 from lightning_ring import RingStrategy
 from tests.checks.models import (
     SIZE,
-    Classifier,
     assert_all_ranks_equal,
     ddp,
     fit,
@@ -24,7 +18,7 @@ from tests.checks.models import (
 WORLD = MPI.COMM_WORLD
 
 
-def both(make: Any, train: Any = None, val: Any = None, **kwargs: Any) -> tuple[Any, Any]:
+def both(make, train=None, val=None, **kwargs):
     """``make()`` trained under the ring and under Lightning's DDP, from the same seed."""
     modules = []
     for strategy in (RingStrategy(bucket_cap_mb=0.0005), kwargs.pop("ddp", None) or ddp()):
@@ -36,16 +30,14 @@ def both(make: Any, train: Any = None, val: Any = None, **kwargs: Any) -> tuple[
     return modules[0], modules[1]
 
 
-def assert_like_ddp(ring: Any, reference: Any, tolerance: float = 1e-5) -> None:
+def assert_like_ddp(ring, reference, tolerance=1e-5):
     """Bit for bit on two ranks; with more the order of additions differs."""
     assert_all_ranks_equal(parameters(ring))
     difference = relative_difference(parameters(ring), parameters(reference))
     assert difference == 0 if SIZE <= 2 else difference < tolerance, difference
 
 
-def one_process(
-    module: Classifier, batches: list[list[Tensor]], *, lr: float, momentum: float
-) -> None:
+def one_process(module, batches, *, lr, momentum):
     """Train ``module`` on the concatenation of all ranks' batches, in a plain loop."""
     optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=momentum)
     for batch in batches:
@@ -54,5 +46,5 @@ def one_process(
         optimizer.step()
 
 
-def scaler_plugin() -> MixedPrecision:
+def scaler_plugin():
     return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**24))

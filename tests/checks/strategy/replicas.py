@@ -1,15 +1,12 @@
 """Parameters, buffers and samples: what every rank holds, and that the ranks' models are one."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import ModelMismatchError
@@ -26,11 +23,11 @@ from tests.checks.models import (
 from tests.checks.strategy.references import WORLD, assert_like_ddp, both
 
 
-def check_buffers_follow_rank_0() -> None:
+def check_buffers_follow_rank_0():
     for when in ("start", "epoch", "step"):
 
         class Watching(Classifier):
-            def on_validation_epoch_start(self) -> None:
+            def on_validation_epoch_start(self):
                 self.seen["mean"].append(self.net[1].running_mean.clone())
 
         module = Watching(batch_norm=True)
@@ -41,9 +38,9 @@ def check_buffers_follow_rank_0() -> None:
         assert_all_ranks_equal(parameters(module))
 
 
-def check_averages_of_buffers_that_a_callback_puts_in_for_a_validation_follow_rank_0() -> None:
+def check_averages_of_buffers_that_a_callback_puts_in_for_a_validation_follow_rank_0():
     class Watching(Classifier):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
+        def validation_step(self, batch, batch_idx):
             self.seen["mean"].append(self.net[1].running_mean.clone())
 
     module = Watching(batch_norm=True)
@@ -58,14 +55,14 @@ class Queue(Classifier):
     a new one each step.
     """
 
-    def __init__(self, *, new_tensor: bool) -> None:
+    def __init__(self, *, new_tensor):
         super().__init__()
         self.new_tensor = new_tensor
         self.register_buffer("queue", torch.zeros(4, 4))
         # changes alike on all ranks
         self.register_buffer("number", torch.zeros((), dtype=torch.int64))
 
-    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+    def loss(self, batch):
         features = self.net(batch[0])
         loss = F.cross_entropy(features + features @ self.queue.clone(), batch[1])
         newest = torch.cat([features.detach()[:1], self.queue[:-1]])
@@ -77,7 +74,7 @@ class Queue(Classifier):
         return loss
 
 
-def check_buffers_that_enter_the_loss_follow_rank_0_at_every_step_as_under_ddp() -> None:
+def check_buffers_that_enter_the_loss_follow_rank_0_at_every_step_as_under_ddp():
     for new_tensor in (False, True):
         with pytest.warns(UserWarning, match=r"buffer\(s\) queue") if RANK == 0 else nullcontext():
             ring, reference = both(lambda new_tensor=new_tensor: Queue(new_tensor=new_tensor))
@@ -85,9 +82,9 @@ def check_buffers_that_enter_the_loss_follow_rank_0_at_every_step_as_under_ddp()
         assert torch.allclose(ring.queue, reference.queue, atol=1e-5)
 
 
-def check_rank_0_weights_reach_all_before_the_first_step() -> None:
+def check_rank_0_weights_reach_all_before_the_first_step():
     class First(Classifier):
-        def on_train_start(self) -> None:
+        def on_train_start(self):
             self.first = parameters(self)
 
     torch.manual_seed(RANK)  # every rank begins elsewhere
@@ -97,7 +94,7 @@ def check_rank_0_weights_reach_all_before_the_first_step() -> None:
     assert torch.equal(module.first, expected)
 
 
-def check_sampler_is_put_in_for_training_and_evaluation() -> None:
+def check_sampler_is_put_in_for_training_and_evaluation():
     module = Classifier()
     run = fit("ring", module, loader(shuffle=True), loader())
     train = WORLD.allgather(module.seen["index"])
@@ -126,19 +123,19 @@ def check_sampler_is_put_in_for_training_and_evaluation() -> None:
     ) == sorted(2 * list(range(48)))
 
 
-def check_padding_is_said_once() -> None:
+def check_padding_is_said_once():
     with pytest.warns(UserWarning, match=r"repeats \d+ of them") if RANK == 0 else nullcontext():
         fit("ring", Classifier(), loader(num=48 * SIZE + 1), max_epochs=1)
 
 
-def check_mismatched_models_are_an_error_on_every_rank() -> None:
-    def wider(module: Classifier) -> None:
+def check_mismatched_models_are_an_error_on_every_rank():
+    def wider(module):
         module.net[3] = nn.Linear(16, 5)
 
-    def other_dtype(module: Classifier) -> None:
+    def other_dtype(module):
         module.net[3].half()
 
-    def one_more(module: Classifier) -> None:
+    def one_more(module):
         module.extra = nn.Linear(2, 2)
 
     for change in (wider, other_dtype, one_more):

@@ -2,12 +2,8 @@
 ranks save and end.
 """
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -33,23 +29,23 @@ SLURM_JOB = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_I
 class Warned(Classifier):
     """Its highest rank gets ``signals`` during its second batch."""
 
-    def __init__(self, *signals: signal.Signals) -> None:
+    def __init__(self, *signals):
         super().__init__()
         self.signals = signals
         self.trained = 0
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         self.trained += 1
         if batch_idx == 1 and RANK == SIZE - 1:
             for signum in self.signals:
                 os.kill(os.getpid(), signum)
 
 
-def fit_in_slurm(tmp_path: Path, module: Warned, answer: str, **options: Any) -> list[str]:
+def fit_in_slurm(tmp_path, module, answer, **options):
     """Returns the jobs that were queued again, on rank 0."""
-    queued: list[str] = []
+    queued = []
 
-    def requeue(job: str) -> str:
+    def requeue(job):
         queued.append(job)
         return answer
 
@@ -70,7 +66,7 @@ def fit_in_slurm(tmp_path: Path, module: Warned, answer: str, **options: Any) ->
     return queued
 
 
-def check_sigusr1_saves_on_all_ranks_at_one_step_and_requeues(tmp_path: Path) -> None:
+def check_sigusr1_saves_on_all_ranks_at_one_step_and_requeues(tmp_path):
     for shard in (False, True):
         folder = tmp_path / str(shard)
         module = Warned(signal.SIGUSR1)
@@ -82,7 +78,7 @@ def check_sigusr1_saves_on_all_ranks_at_one_step_and_requeues(tmp_path: Path) ->
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
-def check_a_job_that_cannot_be_requeued_trains_on(tmp_path: Path) -> None:
+def check_a_job_that_cannot_be_requeued_trains_on(tmp_path):
     module = Warned(signal.SIGUSR1)
     queued = fit_in_slurm(tmp_path, module, "Only batch jobs are accepted or processed")
     assert queued == (["5_2"] if RANK == 0 else [])
@@ -91,7 +87,7 @@ def check_a_job_that_cannot_be_requeued_trains_on(tmp_path: Path) -> None:
     assert_all_ranks_equal(parameters(module))
 
 
-def check_a_cancelled_job_is_not_requeued(tmp_path: Path) -> None:
+def check_a_cancelled_job_is_not_requeued(tmp_path):
     with pytest.raises(SIGTERMException):
         fit_in_slurm(tmp_path, Warned(signal.SIGUSR1, signal.SIGTERM), "")
     assert not list(tmp_path.glob("hpc_ckpt_*"))

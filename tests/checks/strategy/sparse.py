@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_ring.errors import ConfigurationError
 from tests.checks.marks import by_world_size
-from tests.checks.models import RANK, SIZE, Classifier, fit, loader
+from tests.checks.models import Classifier, fit
 from tests.checks.strategy.references import assert_like_ddp, both
 
 
@@ -63,15 +63,3 @@ def check_sparse_adam_under_ring_sharded_is_refused_with_advice_that_works() -> 
     before = (module := _Words()).net.weight.detach().clone()
     fit("ring", module, max_epochs=1)
     assert not torch.equal(module.net.weight, before)
-
-
-@by_world_size
-def check_sparse_join_goes_on_while_a_rank_has_data() -> None:
-    from lightning_ring import RingStrategy
-
-    module = _Words()
-    train = loader(num=16 if RANK == SIZE - 1 else 24)
-    run = fit(
-        RingStrategy(uneven="join"), module, train, use_distributed_sampler=False, max_epochs=1
-    )
-    assert run.global_step == 6

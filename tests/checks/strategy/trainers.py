@@ -2,19 +2,13 @@
 ranks.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
-from torch import Tensor
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import CollectiveError, RingError
@@ -33,9 +27,9 @@ from tests.checks.strategy.references import WORLD, assert_like_ddp, both
 
 
 @by_world_size
-def check_sync_dist_and_all_gather() -> None:
+def check_sync_dist_and_all_gather():
     class Gathering(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             hidden = self.net(batch[0])
             gathered = self.all_gather(hidden, sync_grads=True)
             assert gathered.shape == (SIZE, *hidden.shape)
@@ -52,12 +46,12 @@ def check_sync_dist_and_all_gather() -> None:
     assert metrics["total"] == SIZE * (SIZE + 1) / 2
 
 
-def check_collectives_of_the_strategy() -> None:
+def check_collectives_of_the_strategy():
     module = Classifier()
-    seen: dict[str, Any] = {}
+    seen = {}
 
     class Probe(L.Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        def on_train_start(self, trainer, pl_module):
             ring = trainer.strategy
             seen["broadcast"] = ring.broadcast({"rank": RANK}, src=SIZE - 1)
             seen["mean"] = ring.reduce(torch.tensor([RANK, 2 * RANK]), reduce_op="mean")
@@ -74,17 +68,17 @@ def check_collectives_of_the_strategy() -> None:
     assert (seen["all"], seen["any"]) == (False, True)
 
 
-def check_stopping_on_one_rank_alone_is_an_error_on_every_rank() -> None:
+def check_stopping_on_one_rank_alone_is_an_error_on_every_rank():
 
     class Stopping(Classifier):
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             self.trainer.should_stop = RANK == 0
 
     with pytest.raises(CollectiveError, match="different collectives"):
         fit("ring", Stopping(), max_epochs=4)
 
 
-ON_ONE_RANK: dict[str, tuple[Callable[[L.Trainer, Path], object], str]] = {
+ON_ONE_RANK = {
     "save_checkpoint": (
         lambda run, folder: run.save_checkpoint(folder / "one.ckpt"),
         "save_checkpoint",
@@ -106,13 +100,13 @@ ON_ONE_RANK: dict[str, tuple[Callable[[L.Trainer, Path], object], str]] = {
 }
 
 
-def check_what_one_rank_calls_alone_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def check_what_one_rank_calls_alone_is_an_error_on_every_rank(tmp_path):
     cases = [*ON_ONE_RANK.items(), ("save_checkpoint", ON_ONE_RANK["save_checkpoint"])]
     for number, (name, (call, expected)) in enumerate(cases):
         alone = number % 2
 
         class Calling(Classifier):
-            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            def on_train_batch_end(self, outputs, batch, batch_idx):
                 if alone == RANK and batch_idx == 1:  # noqa: B023
                     call(self.trainer, tmp_path)  # noqa: B023
 
@@ -125,9 +119,9 @@ def check_what_one_rank_calls_alone_is_an_error_on_every_rank(tmp_path: Path) ->
             )
 
 
-def check_early_stopping_decides_alike() -> None:
+def check_early_stopping_decides_alike():
     class Noisy(Classifier):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
+        def validation_step(self, batch, batch_idx):
             self.log(
                 "watched",
                 float(self.current_epoch if RANK == 0 else -self.current_epoch),
@@ -144,7 +138,7 @@ def check_early_stopping_decides_alike() -> None:
     assert len(set(WORLD.allgather(run.current_epoch))) == 1
 
 
-def check_learning_rate_finder() -> None:
+def check_learning_rate_finder():
     module = Classifier(lr=1e-3)
     fit(
         "ring",
@@ -158,7 +152,7 @@ def check_learning_rate_finder() -> None:
     assert_all_ranks_equal(parameters(module))
 
 
-def check_devices_that_disagree_with_the_launcher() -> None:
+def check_devices_that_disagree_with_the_launcher():
     for devices in (SIZE + 1, 1):
         with pytest.raises(RingError, match=rf"devices={devices}.*{SIZE}"):
             trainer("ring", devices=devices)
@@ -170,10 +164,10 @@ def check_devices_that_disagree_with_the_launcher() -> None:
 
 
 @on_one_rank
-def check_one_rank_communicates_nothing() -> None:
+def check_one_rank_communicates_nothing():
     import torch.distributed as dist
 
-    calls: list[str] = []
+    calls = []
     originals = {
         name: getattr(dist, name)
         for name in ("all_reduce", "broadcast", "barrier", "all_gather", "new_group")
@@ -196,12 +190,12 @@ def check_one_rank_communicates_nothing() -> None:
 
 
 @on_one_rank
-def check_forced_communication_on_one_rank() -> None:
+def check_forced_communication_on_one_rank():
     forced = _trained_alone(RingStrategy(force_communication=True))
     assert torch.equal(forced, _trained_alone("auto"))
 
 
-def _trained_alone(strategy: Any) -> Tensor:
+def _trained_alone(strategy):
     L.seed_everything(7, verbose=False)
     module = Classifier()
     # as with DDP, Lightning puts a sampler of one replica in; without it both see the data in one
@@ -210,7 +204,7 @@ def _trained_alone(strategy: Any) -> Tensor:
     return parameters(module)
 
 
-def check_trains_again_after_the_script_destroyed_the_group() -> None:
+def check_trains_again_after_the_script_destroyed_the_group():
     module = Classifier()
     fit(RingStrategy(backend="gloo"), module, max_epochs=1)
     torch.distributed.destroy_process_group()

@@ -1,9 +1,6 @@
 """Ranks with different numbers of batches: an error on every rank, or `uneven="join"`."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import lightning as L
 import pytest
@@ -28,45 +25,38 @@ from tests.checks.strategy.references import WORLD, one_process
 UNSAMPLED = {"use_distributed_sampler": False}
 
 
-def _uneven_loader(extra: int = 2) -> DataLoader:
+def _uneven_loader(extra=2):
     """The last rank has ``extra`` batches fewer than the others."""
     num = 4 * (6 - extra if RANK == SIZE - 1 else 6)
     return DataLoader(Subset(data(), range(RANK * 4, RANK * 4 + num)), batch_size=4)
 
 
 @by_world_size
-def check_uneven_batches_are_an_error_on_every_rank() -> None:
+def check_uneven_batches_are_an_error_on_every_rank():
     with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} has 4.*step 4"):
         fit("ring", Classifier(), _uneven_loader(), **UNSAMPLED)
     # training that ends before anybody runs out is nobody's error
-    fit(
-        "ring",
-        Classifier(),
-        _uneven_loader(),
-        **UNSAMPLED,
-        max_steps=4,
-        max_epochs=1,
-    )
+    fit("ring", Classifier(), _uneven_loader(), **UNSAMPLED, max_steps=4, max_epochs=1)
     fit("ring", Classifier(), _uneven_loader(), **UNSAMPLED, limit_train_batches=3)
 
 
 class _Stream(IterableDataset):
-    def __init__(self, num: int) -> None:
+    def __init__(self, num):
         self.rows = [data()[i] for i in range(num)]
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(self.rows)
 
 
 @by_world_size
-def check_uneven_streams_are_an_error_at_the_step() -> None:
+def check_uneven_streams_are_an_error_at_the_step():
     module = Classifier()
     with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} ran out .*step 4"):
         fit("ring", module, DataLoader(_Stream(16 if RANK == SIZE - 1 else 24), batch_size=4))
 
 
 @by_world_size
-def check_join_goes_on_with_the_ranks_that_have_data() -> None:
+def check_join_goes_on_with_the_ranks_that_have_data():
     for train in (
         _uneven_loader(),
         DataLoader(_Stream(16 if RANK == SIZE - 1 else 24), batch_size=4),
@@ -101,15 +91,15 @@ def check_join_goes_on_with_the_ranks_that_have_data() -> None:
 
 
 @by_world_size
-def check_join_counts_no_metric_twice_and_allows_inner_gradients() -> None:
+def check_join_counts_no_metric_twice_and_allows_inner_gradients():
     from torchmetrics import SumMetric
 
     class Penalised(Classifier):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.batches = SumMetric()
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             self.batches.update(1.0)
             self.log("batches", self.batches, on_epoch=True)
             x = batch[0].clone().requires_grad_(True)
@@ -117,21 +107,15 @@ def check_join_counts_no_metric_twice_and_allows_inner_gradients() -> None:
             return self.loss(batch) + slope.square().mean()
 
     module = Penalised()
-    run = fit(
-        RingStrategy(uneven="join"),
-        module,
-        _uneven_loader(),
-        **UNSAMPLED,
-        max_epochs=1,
-    )
+    run = fit(RingStrategy(uneven="join"), module, _uneven_loader(), **UNSAMPLED, max_epochs=1)
     assert run.callback_metrics["batches"] == 6 * SIZE - 2
     assert_all_ranks_equal(parameters(module))
 
 
 @by_world_size
-def check_join_takes_part_in_collectives_inside_backward() -> None:
+def check_join_takes_part_in_collectives_inside_backward():
     class Gathering(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             return self.all_gather(self.loss(batch), sync_grads=True).mean()
 
     for accumulate in (1, 2):
@@ -147,9 +131,9 @@ def check_join_takes_part_in_collectives_inside_backward() -> None:
         assert_all_ranks_equal(parameters(module))
 
 
-def check_a_stream_behind_an_iterator() -> None:
+def check_a_stream_behind_an_iterator():
     class Fetching(Classifier):
-        def training_step(self, dataloader_iter: Any) -> Any:
+        def training_step(self, dataloader_iter):
             batch, _, _ = next(dataloader_iter)
             return self.loss(batch)
 
@@ -163,11 +147,11 @@ def check_a_stream_behind_an_iterator() -> None:
 
 
 class _Promising(_Stream):
-    def __len__(self) -> int:
+    def __len__(self):
         return 24
 
 
-def check_streams_that_end_before_their_length_are_an_error_at_the_step() -> None:
+def check_streams_that_end_before_their_length_are_an_error_at_the_step():
     with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} ran out .*step 4"):
         fit(
             "ring",
@@ -176,7 +160,7 @@ def check_streams_that_end_before_their_length_are_an_error_at_the_step() -> Non
         )
 
 
-def check_join_refuses_manual_optimization() -> None:
+def check_join_refuses_manual_optimization():
     module = Classifier()
     module.automatic_optimization = False
     with pytest.raises(ConfigurationError, match="manual optimization"):

@@ -1,7 +1,5 @@
 """The fake of NCCL orders streams as NCCL does; the streams are fakes that record it."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import contextmanager
 

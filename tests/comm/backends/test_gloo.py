@@ -2,8 +2,6 @@
 there is a GPU.
 """
 
-from __future__ import annotations
-
 import subprocess
 import time
 
@@ -43,7 +41,7 @@ except RingError as error:
 """
 
 
-def run_ranks_of(code: str, world_size: int, argument: str, **env: str) -> list[tuple[int, str]]:
+def run_ranks_of(code, world_size, argument, **env):
     """Exit code and output of ``world_size`` plain processes that run ``code`` with rank, port
     and ``argument``.
     """

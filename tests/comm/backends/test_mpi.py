@@ -1,7 +1,5 @@
 """What the MPI backend says where MPI is not as it needs it."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The NCCL backend over a fake of NCCL: what it asks NCCL for, and what it does itself."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from datetime import timedelta

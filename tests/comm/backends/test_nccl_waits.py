@@ -2,8 +2,6 @@
 a read.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """Shared memory between real processes: MPI's, and plain ones of which one is killed."""
 
-from __future__ import annotations
-
 import os
 import re
 
@@ -62,7 +60,7 @@ except RingError as error:
 """
 
 
-def ours_in_dev_shm() -> set[str]:
+def ours_in_dev_shm():
     return {name for name in os.listdir("/dev/shm") if "ring" in name}
 
 

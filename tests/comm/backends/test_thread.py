@@ -2,8 +2,6 @@
 away.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from datetime import timedelta
@@ -147,8 +145,8 @@ def test_the_others_are_told_of_a_call_while_earlier_ones_are_under_way():
     assert run_ranks(2, rank) == [[1, 1, 1]] * 2
 
 
-def test_views_that_hold_other_numbers_than_they_show_are_refused() -> None:
-    def rank(comm) -> None:
+def test_views_that_hold_other_numbers_than_they_show_are_refused():
+    def rank(comm):
         with pytest.raises(ConfigurationError, match="conjugate"):
             comm.all_reduce_(torch.ones(3, dtype=torch.complex64).conj())
         plain = torch.full((3,), 1 + comm.rank * 1j, dtype=torch.complex64)
@@ -157,8 +155,8 @@ def test_views_that_hold_other_numbers_than_they_show_are_refused() -> None:
     run_ranks(2, rank)
 
 
-def test_of_two_threads_that_call_the_first_to_announce_sends_first() -> None:
-    def rank(comm) -> list[float]:
+def test_of_two_threads_that_call_the_first_to_announce_sends_first():
+    def rank(comm):
         tensors = [torch.full((50_000,), float(value)) for value in (1, 10)]
         calls = [
             threading.Thread(target=lambda tensor=tensor: comm.all_reduce_(tensor).wait())
@@ -166,7 +164,7 @@ def test_of_two_threads_that_call_the_first_to_announce_sends_first() -> None:
         ]
         announce, announced = comm._announce, threading.Event()
 
-        def announce_slowly(what: str):
+        def announce_slowly(what):
             agree = announce(what)
             announced.set()
             if threading.current_thread() is calls[0] and comm.rank == 0:

@@ -1,14 +1,9 @@
 """Transforms of batches, and pictures that are not square."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_ring.data import CenterCrop, DeviceTransform, ImageFolder, RandomResizedCrop
+from lightning_ring.data import CenterCrop, DeviceTransform, RandomResizedCrop
 from lightning_ring.data.sampling.counters import Stream, integers
 from lightning_ring.errors import ConfigurationError
 from tests.data.augment.loading import generators_untouched, images, make
@@ -17,8 +12,8 @@ v2 = pytest.importorskip("torchvision.transforms.v2")
 
 
 @pytest.mark.parametrize("mixing", [v2.MixUp(num_classes=3, alpha=0.4), v2.CutMix(num_classes=3)])
-def test_torchvisions_mixing_by_the_seed_of_the_batch(folder: ImageFolder, mixing: Any) -> None:
-    floats: Any = {"transform": DeviceTransform()}
+def test_torchvisions_mixing_by_the_seed_of_the_batch(folder, mixing):
+    floats = {"transform": DeviceTransform()}
     with generators_untouched():
         got = list(make(folder, batch_transform=mixing, **floats))
     mixed = 0
@@ -36,16 +31,14 @@ def test_torchvisions_mixing_by_the_seed_of_the_batch(folder: ImageFolder, mixin
     assert mixed >= 4
 
 
-def test_mixing_goes_on_after_a_resume_and_differs_between_ranks_and_epochs(
-    folder: ImageFolder,
-) -> None:
-    seen: list[float] = []
+def test_mixing_goes_on_after_a_resume_and_differs_between_ranks_and_epochs(folder):
+    seen = []
 
-    def note(pictures: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def note(pictures, labels):
         seen.append(float(torch.rand(())))
         return pictures, labels
 
-    def drawn(rank: int, world_size: int, epoch: int, state: Any = None) -> list[float]:
+    def drawn(rank, world_size, epoch, state=None):
         loader = make(folder, rank, world_size, batch_size=2, batch_transform=note)
         loader.sampler.set_epoch(epoch)
         if state is not None:
@@ -74,34 +67,31 @@ def test_mixing_goes_on_after_a_resume_and_differs_between_ranks_and_epochs(
         (lambda pictures, labels: None, "a NoneType"),
     ],
 )
-def test_a_batch_that_is_none_is_an_error(folder: ImageFolder, transform: Any, found: str) -> None:
+def test_a_batch_that_is_none_is_an_error(folder, transform, found):
     with pytest.raises(ConfigurationError, match=f"made {found} of 4 images and labels, expected"):
         list(make(folder, batch_transform=transform))
 
 
-def test_kornia_on_the_batch(folder: ImageFolder) -> None:
+def test_kornia_on_the_batch(folder):
     kornia = pytest.importorskip("kornia.augmentation")
     mixing = kornia.RandomMixUpV2(data_keys=["input", "class"])
     changed = kornia.AugmentationSequential(kornia.RandomResizedCrop((16, 16)), data_keys=["input"])
     for transform in (mixing, lambda pictures, labels: (changed(pictures), labels)):
-        given: Any = {"transform": DeviceTransform(), "batch_transform": transform}
+        given = {"transform": DeviceTransform(), "batch_transform": transform}
         first, again = list(make(folder, **given)), list(make(folder, **given))
         for (pictures, labels), (others, other_labels) in zip(first, again, strict=True):
             assert torch.equal(pictures, others)
             assert torch.equal(labels, other_labels)
 
 
-def test_several_crops_are_an_error(folder: ImageFolder) -> None:
+def test_several_crops_are_an_error(folder):
     with pytest.raises(ConfigurationError, match="expected one crop"):
         make(folder, crop=[RandomResizedCrop(32)] * 2)
 
 
-def test_height_and_width_may_differ(folder: ImageFolder) -> None:
+def test_height_and_width_may_differ(folder):
     for crop in (RandomResizedCrop((24, 40)), CenterCrop((24, 40), 48)):
-        given: Any = {
-            "transform": DeviceTransform(contrast=0.2),
-            "sample_transform": v2.RandAugment(),
-        }
+        given = {"transform": DeviceTransform(contrast=0.2), "sample_transform": v2.RandAugment()}
         loader = make(folder, crop=crop, **given)
         assert images(loader).shape == (21, 3, 24, 40)
     with pytest.raises(ConfigurationError, match=r"cannot cut \(24, 50\) pixels"):

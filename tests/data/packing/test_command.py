@@ -1,7 +1,5 @@
 """``lightning-ring pack`` as a command."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_ring.cli.pack import main

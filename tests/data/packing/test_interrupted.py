@@ -1,7 +1,5 @@
 """A packing that something ends goes on to the bytes that it would have written."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
@@ -12,7 +10,6 @@ import time
 import pytest
 
 from lightning_ring.data import ShardDataset
-from lightning_ring.data.packing import run, writer
 from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.packing.writer import PackJob, read_records
 from lightning_ring.data.shards import read_manifest
@@ -43,21 +40,6 @@ def test_an_interrupted_packing_goes_on_to_the_same_bytes(source, packed, tmp_pa
     done = []
     pack(source, tmp_path / "dst", progress=lambda n, total, left_out: done.append(n))
     assert at < 20 or done[0] > 1  # it did not begin again
-    assert contents(tmp_path / "dst") == contents(packed)
-
-
-@pytest.mark.parametrize("step", ["write", "write_generation"])
-def test_ended_between_two_files_it_goes_on_to_the_same_bytes(
-    source, packed, tmp_path, step, monkeypatch
-):
-    def stop(*arguments):
-        raise Stop
-
-    with monkeypatch.context() as patched:
-        patched.setattr(writer.ShardRecord if step == "write" else run, step, stop)
-        with pytest.raises(Stop):
-            pack(source, tmp_path / "dst")
-    pack(source, tmp_path / "dst")
     assert contents(tmp_path / "dst") == contents(packed)
 
 
@@ -129,45 +111,6 @@ def test_a_shard_that_is_written_anew_takes_those_after_it_along(source, tmp_pat
     job = PackJob(source, tmp_path / "dst", SETTINGS)
     assert len(read_records(job)) == 1
     assert [path.name for path in state.glob("shard-*.npz")] == ["shard-000000.tar.npz"]
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A real disk of 1 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if (
-        os.geteuid()
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]).returncode
-    ):
-        pytest.skip("mounting a small disk needs root")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
-
-
-def test_a_disk_that_fills_keeps_what_is_whole_and_goes_on_when_there_is_room(
-    source, packed, small_disk
-):
-    ballast = small_disk / "ballast"
-    # 128 KiB are left: the index and some of the shards do not fit
-    ballast.write_bytes(bytes(2**20 - 2**17))
-    target = small_disk / "dst"
-    settings = PackSettings(size=40, shard_mb=SETTINGS.shard_mb)
-    with pytest.raises(
-        ShardError,
-        match=r"No space left on device \(\d+ MiB are free\)\. Make room\. Finished shards",
-    ):
-        pack(source, target, settings)
-    whole = {
-        shard.name: (packed / shard.name).read_bytes() for shard in read_manifest(packed).shards
-    }
-    found = {path.name: path.read_bytes() for path in target.glob("*.tar")}
-    assert len(found) > 0
-    assert found.items() <= whole.items()
-    assert not list(target.rglob("*.part"))
-    ballast.unlink()
-    pack(source, target, settings)
-    assert contents(target) == contents(packed)
 
 
 @pytest.mark.parametrize(

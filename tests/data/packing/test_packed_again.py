@@ -2,8 +2,6 @@
 changed.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_ring.data import ShardDataset

@@ -1,7 +1,5 @@
 """What a packing leaves on the disk."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

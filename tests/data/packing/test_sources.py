@@ -1,7 +1,5 @@
 """What is listed for packing: image folders and CSVs, good and bad."""
 
-from __future__ import annotations
-
 import pytest
 from torchvision.datasets import ImageFolder
 

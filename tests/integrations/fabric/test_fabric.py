@@ -2,11 +2,7 @@
 ``python``.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,12 +21,12 @@ RECIPE = str(ROOT / "recipes" / "fabric_digits.py")
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("check", check_names(MODULE))
-def test_on_two_ranks(battery: Any, check: str) -> None:
+def test_on_two_ranks(battery, check):
     battery(MODULE, 2, check)
 
 
 @pytest.mark.ranks
-def test_the_recipe_starts_its_own_ranks_and_learns(tmp_path: Path) -> None:
+def test_the_recipe_starts_its_own_ranks_and_learns(tmp_path):
     command = [
         *forked.python(),
         RECIPE,
@@ -49,7 +45,7 @@ def test_the_recipe_starts_its_own_ranks_and_learns(tmp_path: Path) -> None:
     assert (tmp_path / "fabric_digits.ckpt").exists()
 
 
-def test_a_single_process_trains_with_no_hook_and_no_communicator() -> None:
+def test_a_single_process_trains_with_no_hook_and_no_communicator():
     fabric = Fabric(accelerator="cpu", strategy="ring_sharded", devices=1)
     fabric.launch()
     net = torch.nn.Linear(2, 1)
@@ -69,7 +65,7 @@ def test_a_single_process_trains_with_no_hook_and_no_communicator() -> None:
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.1
 
 
-def test_both_names_are_registered_and_take_the_algorithm() -> None:
+def test_both_names_are_registered_and_take_the_algorithm():
     for name, sharded in (("ring", False), ("ring_sharded", True)):
         assert name in STRATEGY_REGISTRY.available_strategies()
         strategy = Fabric(accelerator="cpu", strategy=name).strategy
@@ -88,7 +84,7 @@ def test_both_names_are_registered_and_take_the_algorithm() -> None:
         ),
     ],
 )
-def test_bad_arguments_get_one_clear_error(arguments: dict[str, Any], expected: str) -> None:
+def test_bad_arguments_get_one_clear_error(arguments, expected):
     with pytest.raises(ConfigurationError) as caught:
         RingFabricStrategy(**arguments)
     assert expected in str(caught.value)

@@ -2,10 +2,6 @@
 BatchNorm are left alone.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -14,14 +10,14 @@ from tests.thread_ranks import run_ranks
 
 
 class Module(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(2)
         self.register_buffer("queue", torch.zeros(2))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
 
-def train(comm: Any, when: Any, changes_from: int) -> tuple[list[list[float]], list[str]]:
+def train(comm, when, changes_from):
     """Eight batches on each rank; the queue takes other values on each from batch
     ``changes_from`` on.
     """

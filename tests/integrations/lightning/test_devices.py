@@ -1,7 +1,5 @@
 """The device of each rank, with GPUs that are not there."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

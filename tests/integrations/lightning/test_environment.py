@@ -1,7 +1,5 @@
 """Ranks as Lightning sees them, and GPUs as ranks get them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket
@@ -25,12 +23,7 @@ from lightning_ring.job.ranks import SINGLE, discover_ranks
 from lightning_ring.job.rendezvous.greeting import listen
 from tests.processes import clean_env, mpi_family, run
 
-TWO_NODES = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-}
+TWO_NODES = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
 # Open MPI without mpirun leaves its segment in /dev/shm behind
@@ -41,7 +34,7 @@ NO_SHARED_MEMORY = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self"}
 def launched(monkeypatch):
     """Replace this process's launcher variables by the ones given."""
 
-    def replace(**variables: str) -> None:
+    def replace(**variables):
         for name in set(os.environ) - set(clean_env()):
             monkeypatch.delenv(name)
         for name, value in variables.items():

@@ -1,15 +1,11 @@
 """Whole jobs through the Trainer: started in every way, failing in every way, and always ending."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -35,7 +31,7 @@ pytestmark = pytest.mark.ranks
 
 
 @contextmanager
-def job(way: str, action: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+def job(way, action, folder):
     process = subprocess.Popen(
         [*WAYS[way], action, str(folder)],
         env=clean_env(**forked.ranks()),
@@ -52,7 +48,7 @@ def job(way: str, action: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.wait(timeout=60)
 
 
-def ranks_in_step_3(process: subprocess.Popen[str], folder: Path) -> list[int]:
+def ranks_in_step_3(process, folder):
     """The ranks' pids, once both are training."""
     files = [folder / f"step3.{rank}" for rank in range(2)]
     deadline = time.monotonic() + 150
@@ -64,10 +60,9 @@ def ranks_in_step_3(process: subprocess.Popen[str], folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("way", "action"),
-    [("python", "plain"), ("python", "fork"), ("torchrun", "plain")],
+    ("way", "action"), [("python", "plain"), ("python", "fork"), ("torchrun", "plain")]
 )
-def test_both_ranks_train_however_they_were_started(way: str, action: str, tmp_path: Path) -> None:
+def test_both_ranks_train_however_they_were_started(way, action, tmp_path):
     result = run([*WAYS[way], action, str(tmp_path)], **forked.ranks())
     assert result.returncode == 0, result.stdout
     # what spawning needs beside: `test_options.py`, `test_environment.py`
@@ -79,7 +74,7 @@ def test_both_ranks_train_however_they_were_started(way: str, action: str, tmp_p
 
 
 # raising under torchrun, being killed under mpirun, mpirun's death: `tests/job/test_jobs.py`
-def test_a_rank_that_raises_ends_the_job_and_its_error_is_shown(tmp_path: Path) -> None:
+def test_a_rank_that_raises_ends_the_job_and_its_error_is_shown(tmp_path):
     with job("python", "raise", tmp_path) as process:
         pids = ranks_in_step_3(process, tmp_path)
         output, _ = process.communicate(timeout=90)
@@ -90,14 +85,14 @@ def test_a_rank_that_raises_ends_the_job_and_its_error_is_shown(tmp_path: Path) 
     assert output.count("Traceback (most recent call last)") <= 1, output
 
 
-def test_a_rank_that_raises_after_fit_ends_the_job(tmp_path: Path) -> None:
+def test_a_rank_that_raises_after_fit_ends_the_job(tmp_path):
     result = run([*WAYS["mpirun"], "raise-after", str(tmp_path)])
     assert result.returncode == 1, result.stdout
     assert "ValueError: no such photo" in result.stdout
     assert not list(tmp_path.glob("done.*"))
 
 
-def test_a_rank_killed_is_named(tmp_path: Path) -> None:
+def test_a_rank_killed_is_named(tmp_path):
     with job("torchrun", "kill", tmp_path) as process:
         pids = ranks_in_step_3(process, tmp_path)
         output, _ = process.communicate(timeout=90)
@@ -106,7 +101,7 @@ def test_a_rank_killed_is_named(tmp_path: Path) -> None:
     assert "rank 1" in output or "rank      : 1" in output, output
 
 
-def test_a_rank_that_stalls_is_shown_and_ends_the_job_after_the_timeout(tmp_path: Path) -> None:
+def test_a_rank_that_stalls_is_shown_and_ends_the_job_after_the_timeout(tmp_path):
     with job("python", "sleep", tmp_path) as process:
         ranks_in_step_3(process, tmp_path)
         output, _ = process.communicate(timeout=90)
@@ -136,9 +131,7 @@ def test_a_rank_that_stalls_is_shown_and_ends_the_job_after_the_timeout(tmp_path
 @pytest.mark.parametrize(
     ("way", "signum"), [("python", signal.SIGTERM), ("ringrun", signal.SIGINT)]
 )
-def test_a_signal_stops_all_ranks_with_a_checkpoint(
-    way: str, signum: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_signal_stops_all_ranks_with_a_checkpoint(way, signum, tmp_path):
     with job(way, "slow", tmp_path) as process:
         pids = ranks_in_step_3(process, tmp_path)
         process.send_signal(signum)
@@ -150,7 +143,7 @@ def test_a_signal_stops_all_ranks_with_a_checkpoint(
     assert not list(tmp_path.glob("done.*"))
 
 
-def test_mpirun_inside_a_slurm_batch_job_is_taken_for_mpirun(tmp_path: Path) -> None:
+def test_mpirun_inside_a_slurm_batch_job_is_taken_for_mpirun(tmp_path):
     slurm = {
         "SLURM_JOB_ID": "7",
         "SLURM_NTASKS": "1",

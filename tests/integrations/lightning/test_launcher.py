@@ -2,8 +2,6 @@
 strategy's tests.)
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

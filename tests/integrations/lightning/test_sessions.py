@@ -2,12 +2,8 @@
 the process as it was.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,20 +18,20 @@ pytestmark = pytest.mark.ranks
 STAYS = {"threads", "excepthook", "exit", "exit handlers", "rank", "group", "files"}
 
 
-def results(folder: Path, command: list[str]) -> list[dict[str, Any]]:
+def results(folder, command):
     done = run(command, **forked.ranks())
     assert done.returncode == 0, done.stdout[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def assert_all_sums_equal(found: list[dict[str, Any]]) -> None:
+def assert_all_sums_equal(found):
     first = found[0]["sums"][0]
     assert all(
         value == pytest.approx(first, rel=1e-6) for each in found for value in each["sums"]
     ), found
 
 
-def test_ddp_first_in_ranks_that_lightning_started(tmp_path: Path) -> None:
+def test_ddp_first_in_ranks_that_lightning_started(tmp_path):
     found = results(
         tmp_path, [*forked.python(), SCRIPT, str(tmp_path), "ddp", "ring", "ring_sharded"]
     )
@@ -43,7 +39,7 @@ def test_ddp_first_in_ranks_that_lightning_started(tmp_path: Path) -> None:
     assert len(found[0]["sums"]) == 3
 
 
-def test_fit_leaves_the_process_as_it_was_and_its_group_to_ddp(tmp_path: Path) -> None:
+def test_fit_leaves_the_process_as_it_was_and_its_group_to_ddp(tmp_path):
     phases = ["ring", "ring", "ddp", "ring"]
     found = results(tmp_path, mpirun_command(2, *forked.python(), SCRIPT, str(tmp_path), *phases))
     assert_all_sums_equal(found)
@@ -55,7 +51,7 @@ def test_fit_leaves_the_process_as_it_was_and_its_group_to_ddp(tmp_path: Path) -
         assert each["open"] == []  # once the job is closed
 
 
-def test_group_of_the_script_in_ranks_with_exported_variables(tmp_path: Path) -> None:
+def test_group_of_the_script_in_ranks_with_exported_variables(tmp_path):
     """The store that the script opened holds MASTER_PORT: there is none left to listen on."""
     reserved = reserve_port()
     ranks = [

@@ -1,10 +1,8 @@
 """``ring_sharded`` on real ranks, one launch a world size."""
 
-from __future__ import annotations
-
 import pytest
 
-from tests.battery import Battery, check_names
+from tests.battery import check_names
 
 MODULE = "tests.checks.sharded"
 SECONDS = 240
@@ -13,11 +11,11 @@ BY_WORLD_SIZE = tuple(check_names(MODULE, "by_world_size"))
 
 @pytest.mark.timeout(SECONDS + 30)
 @pytest.mark.parametrize("check", check_names(MODULE))
-def test_sharded(battery: Battery, check: str) -> None:
+def test_sharded(battery, check):
     battery(MODULE, 2, check, timeout=SECONDS)
 
 
 @pytest.mark.timeout(SECONDS + 30)
 @pytest.mark.parametrize("check", BY_WORLD_SIZE)
-def test_sharded_on_three_ranks(battery: Battery, check: str) -> None:
+def test_sharded_on_three_ranks(battery, check):
     battery(MODULE, 3, check, timeout=SECONDS, only=BY_WORLD_SIZE)

@@ -2,12 +2,9 @@
 too.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import stat
-from pathlib import Path
 
 import pytest
 from torch.utils.data import DataLoader
@@ -15,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_ring.integrations.lightning.stop_requests import ignore_in_workers, job_name, requeue
 
 
-def test_a_job_of_an_array_is_named_within_it() -> None:
+def test_a_job_of_an_array_is_named_within_it():
     assert job_name({"SLURM_JOB_ID": "7"}) == "7"
     assert (
         job_name({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"})
@@ -30,9 +27,7 @@ def test_a_job_of_an_array_is_named_within_it() -> None:
         ("echo Invalid job id >&2; exit 1", "scontrol requeue 7: Invalid job id"),
     ],
 )
-def test_what_scontrol_says_is_kept(
-    script: str, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_scontrol_says_is_kept(script, answer, tmp_path, monkeypatch):
     program = tmp_path / "scontrol"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -40,26 +35,24 @@ def test_what_scontrol_says_is_kept(
     assert requeue("7") == answer
 
 
-def test_without_scontrol_the_reason_is_said(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_scontrol_the_reason_is_said(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "No such file" in requeue("7")
 
 
-def first_item(worker_id: int) -> None:
+def first_item(worker_id):
     os.environ["WORKER"] = str(worker_id)
 
 
 class Where:
-    def __len__(self) -> int:
+    def __len__(self):
         return 40
 
-    def __getitem__(self, index: int) -> tuple[str, int]:
+    def __getitem__(self, index):
         return os.environ.get("WORKER", "none"), os.getpid()
 
 
-def test_workers_outlive_a_scheduler_s_signals_and_end_with_their_rank() -> None:
+def test_workers_outlive_a_scheduler_s_signals_and_end_with_their_rank():
     loader = DataLoader(Where(), num_workers=1, collate_fn=list, worker_init_fn=first_item)
     for _ in range(2):  # a loader of an earlier fit
         ignore_in_workers(loader, [signal.SIGTERM, signal.SIGUSR1], rank=0)
@@ -80,14 +73,14 @@ def test_workers_outlive_a_scheduler_s_signals_and_end_with_their_rank() -> None
     assert worker.exitcode == 0
 
 
-def test_only_loaders_with_workers_are_touched() -> None:
+def test_only_loaders_with_workers_are_touched():
     plain = DataLoader(Where(), num_workers=0)
     ignore_in_workers(plain, [signal.SIGTERM], rank=0)
     ignore_in_workers([1, 2], [signal.SIGTERM], rank=0)
     assert plain.worker_init_fn is None
 
 
-def test_seeds_that_lightning_gives_to_workers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_that_lightning_gives_to_workers_are_kept(monkeypatch):
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
     loader = DataLoader(Where(), num_workers=1)
     ignore_in_workers(loader, [signal.SIGTERM], rank=1)

@@ -1,10 +1,8 @@
 """`RingStrategy` on real ranks, one launch a world size."""
 
-from __future__ import annotations
-
 import pytest
 
-from tests.battery import Battery, check_names
+from tests.battery import check_names
 
 MODULE = "tests.checks.strategy"
 SECONDS = 400
@@ -20,5 +18,5 @@ CASES = [(world_size, check) for world_size, checks in CHECKS.items() for check 
 
 @pytest.mark.timeout(SECONDS + 30)
 @pytest.mark.parametrize(("world_size", "check"), CASES)
-def test_strategy(battery: Battery, world_size: int, check: str) -> None:
+def test_strategy(battery, world_size, check):
     battery(MODULE, world_size, check, timeout=SECONDS, only=CHECKS[world_size])

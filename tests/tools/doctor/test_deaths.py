@@ -1,9 +1,6 @@
 """The doctor kills a rank for real, and tells whether the other went on."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ from lightning_ring.tools.doctor.deaths import check
 pytestmark = pytest.mark.ranks
 
 
-def test_a_trial_is_survived_and_the_launcher_is_told() -> None:
+def test_a_trial_is_survived_and_the_launcher_is_told():
     death, launcher = check(DoctorRequest(4, 3, 30.0, launcher="torchrun"))
     assert death.state == "ok", death
     assert "the other rank of a trial knew after" in death.found
@@ -22,7 +19,7 @@ def test_a_trial_is_survived_and_the_launcher_is_told() -> None:
     assert check(DoctorRequest(4, 3, 30.0, part=True)) == []
 
 
-def test_a_trial_that_fails_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_fails_is_broken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # of which `python -m` imports first
     package = tmp_path / "lightning_ring"
     package.mkdir()

@@ -2,8 +2,6 @@
 the exit code tells.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -13,7 +11,6 @@ import pytest
 
 from tests.processes import mpirun_path
 from tests.tools.doctor.planting import (
-    Report,
     change_metadata,
     doctor,
     first_on_path,
@@ -27,12 +24,12 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
-def healthy() -> Report:
+def healthy():
     """What the doctor says before a fault is planted."""
     return doctor()
 
 
-def assert_found(report: Report, healthy: Report, name: str, state: str, *words: str) -> None:
+def assert_found(report, healthy, name, state, *words):
     found, before = report.find(name), healthy.find(name)
     assert found is not None, report.read
     assert found["state"] == state, found

@@ -1,17 +1,13 @@
 """The doctor on several hosts: what it compares, and what lies between them."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from benchmarks.hosts import INTERFACE, open_hosts, why_not
 from tests.processes import mpirun_path
 from tests.tools.doctor.planting import (
-    Report,
     change_metadata,
     doctor,
     own_environment,
@@ -28,7 +24,7 @@ pytestmark = [
 HERE = socket.gethostname()
 
 
-def agent(folder: Path, script: str) -> dict[str, str]:
+def agent(folder, script):
     """Settings by which mpirun starts other hosts with ``script`` in ssh's place: $host, and the
     command as "$*".
     """
@@ -74,7 +70,7 @@ def test_host_that_cannot_be_reached(tmp_path):
     assert report.find("torch", host=0) is not None, "this host has its report all the same"
 
 
-def close_ports(host: str) -> None:
+def close_ports(host):
     """A firewall that lets through what mpirun asks for: packets between ports that the system
     gave are lost.
     """
@@ -92,7 +88,7 @@ def close_ports(host: str) -> None:
             pytest.skip(f"this kernel drops no packets for us: {done.stderr.strip()}")
 
 
-def between_hosts(hosts, tmp_path: Path) -> Report:
+def between_hosts(hosts, tmp_path):
     first, second = hosts.names
     env = agent(tmp_path, 'exec ip netns exec "$host" unshare --uts sh -c "hostname $host; $*"')
     env |= {
