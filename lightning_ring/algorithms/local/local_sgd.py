@@ -47,8 +47,6 @@ class LocalSGD(Delegating):
             stays with its rank.
         warmup_steps: Steps at the begin whose gradients are averaged. Post-local SGD takes those
             before the learning rate first drops.
-        in_nodes: Where nodes hold several ranks (nested rings, ``topology``), average the gradients
-            of a node's ranks at every step: nodes step alone, not ranks.
         bucket_cap_mb, compression: Of gradients, as of `Averaging`. Only those of the warm-up are
             compressed.
 
@@ -63,7 +61,6 @@ class LocalSGD(Delegating):
         every: int = 8,
         *,
         warmup_steps: int = 0,
-        in_nodes: bool = False,
         bucket_cap_mb: float | Literal["auto"] | None = None,
         compression: str | Compressor | None = None,
     ) -> None:
@@ -82,7 +79,6 @@ class LocalSGD(Delegating):
                 "strategy 'ring'."
             )
         self.every = every
-        self.in_nodes = in_nodes
         self.warmup_steps = warmup_steps
         self.num_steps = 0
         self._settings = {"bucket_cap_mb": bucket_cap_mb, "compression": compression}
@@ -109,27 +105,14 @@ class LocalSGD(Delegating):
     ) -> None:
         self._module, self._comm, self._inform = module, comm, inform
         self.set_optimizers(optimizers)
-        self._warn = warn
         if self.num_steps < self.warmup_steps:
             self._gradients = Averaging(**self._settings)  # type: ignore[arg-type]
             self._gradients.ask_to_stop(self._asked_to_stop)
             self._gradients.attach(module, optimizers, comm, warn, inform)
-        else:
-            self._average_in_nodes()
 
-    def _average_in_nodes(self) -> None:
-        """From the end of the warm-up on."""
+    def _end_warm_up(self) -> None:
         self._gradients.detach()
         self._gradients = Algorithm()
-        node = self._communicator.of_node() if self.in_nodes else None
-        if node is not None:
-            self._gradients = Averaging(bucket_cap_mb=self._settings["bucket_cap_mb"])  # type: ignore[arg-type]
-            self._gradients.attach(self._module, self._optimizers, node, self._warn, self._inform)
-        elif self.in_nodes:
-            self._inform(
-                f"{type(self).__name__}(in_nodes=True): there are no nested rings, so each rank "
-                "steps by itself"
-            )
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         if len(optimizers) > 1:
@@ -166,7 +149,7 @@ class LocalSGD(Delegating):
             self._after_local_step()
         elif self.num_steps == self.warmup_steps:
             self._agreed_to_stop |= self._gradients.agreed_to_stop()
-            self._average_in_nodes()
+            self._end_warm_up()
             self._begin_first_round()
             self._inform(f"{self.num_steps} steps of warm-up are over: {self._rounds()}")
 
@@ -299,7 +282,7 @@ class LocalSGD(Delegating):
             )
         self.num_steps = state["num_steps"]
         if self.num_steps >= self.warmup_steps:
-            self._average_in_nodes()
+            self._end_warm_up()
         problem = super().load_state_dict(state["gradients"]) if state["gradients"] else ""
         self._own, self._shown = {}, []
         ranks = state["ranks"]
@@ -336,7 +319,7 @@ class LocalSGD(Delegating):
 
     def ask_to_stop(self, asked: bool = True) -> None:
         self._asked_to_stop = asked
-        if self.num_steps < self.warmup_steps:  # later all nodes have to agree
+        if self.num_steps < self.warmup_steps:
             super().ask_to_stop(asked)
 
     def agreed_to_stop(self) -> bool:
@@ -354,10 +337,10 @@ class LocalSGD(Delegating):
         return f": none, {self._rounds()}"
 
     def _rounds(self) -> str:
-        who = "the ranks of a node step together" if self.in_nodes else "each rank steps by itself"
         return (
-            f"{who}, and {self._exchange()} every {self.every} steps. Evaluations, checkpoints and "
-            "the end of the training see the average of the ranks' parameters"
+            f"each rank steps by itself, and {self._exchange()} every {self.every} steps. "
+            "Evaluations, checkpoints and the end of the training see the average of the ranks' "
+            "parameters"
         )
 
     def _exchange(self) -> str:

@@ -36,7 +36,7 @@ def check_can_be_sharded(optimizer: Optimizer) -> None:
     """
     kind, why = type(optimizer), ""
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        why = "it is no torch.optim.Optimizer (or does not call its constructor), whose step has hooks"
+        why = "it is no torch.optim.Optimizer, or does not call its constructor"
     elif kind not in ELEMENTWISE and not getattr(kind, "elementwise", False):
         why = (
             "it is not known to update each element by itself. If it does, and keeps all its "
