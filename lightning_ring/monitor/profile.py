@@ -176,7 +176,7 @@ class RingProfile(Callback):
         and holds its bucket back until backward ends.
         """
         ready = {
-            name: median(seconds_between(*pair, None) for pair in pairs)
+            name: median(seconds_between(*pair) for pair in pairs)
             for name, pairs in self._ready.items()
         }
         if not ready:

@@ -10,7 +10,8 @@ SGD: averages of gradients first).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lightning_ring.algorithms.algorithm import Algorithm, log
+from lightning_ring.algorithms.algorithm import Algorithm, Backwards, log
 from lightning_ring.algorithms.averaging import Averaging
-from lightning_ring.algorithms.delegating import Delegating
 from lightning_ring.algorithms.local.averages import average_
 from lightning_ring.comm.communicator import Communicator, as_integers
 from lightning_ring.comm.recording import unrecorded
@@ -33,7 +33,7 @@ _OTHER_ROUNDS = (
 )
 
 
-class LocalSGD(Delegating):
+class LocalSGD(Algorithm):
     """Rank r steps its parameters w_r with its own gradients; after each round of ``every`` steps
     w_r ← mean of all w.
 
@@ -61,7 +61,7 @@ class LocalSGD(Delegating):
         every: int = 8,
         *,
         warmup_steps: int = 0,
-        bucket_cap_mb: float | Literal["auto"] | None = None,
+        bucket_cap_mb: float | None = None,
         compression: str | Compressor | None = None,
     ) -> None:
         name = type(self).__name__
@@ -82,7 +82,7 @@ class LocalSGD(Delegating):
         self.warmup_steps = warmup_steps
         self.num_steps = 0
         self._settings = {"bucket_cap_mb": bucket_cap_mb, "compression": compression}
-        self._gradients: Algorithm = Algorithm()
+        self._gradients = Algorithm()  # during the warm-up `Averaging`
         # this rank's parameters, while the averages are in their place
         self._own: dict[Parameter, Tensor] = {}
         self._shown: list[Tensor] = []  # then, the averages
@@ -131,18 +131,28 @@ class LocalSGD(Delegating):
 
     # -- a batch
 
+    @property
+    def backwards(self) -> Backwards:  # type: ignore[override]
+        return self._gradients.backwards
+
     def begin_batch(self, active_ranks: int | None = None) -> None:
         self._hide_averages()
-        super().begin_batch(active_ranks)
+        self._gradients.begin_batch(active_ranks)
+
+    def forward(self, *, wait: bool = True) -> AbstractContextManager[None]:
+        return self._gradients.forward(wait=wait)
+
+    def backward(self) -> AbstractContextManager[None]:
+        return self._gradients.backward()
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self._hide_averages()
-        super().before_step(optimizer, has_closure=has_closure)
+        self._gradients.before_step(optimizer, has_closure=has_closure)
 
     def after_step(self, optimizer: Optimizer) -> None:
         if not self._steps_the_module(optimizer):
             return
-        super().after_step(optimizer)
+        self._gradients.after_step(optimizer)
         self.num_steps += 1
         if self.num_steps > self.warmup_steps:
             self._note_stepped()
@@ -249,7 +259,11 @@ class LocalSGD(Delegating):
             own = {names[param]: self._own.get(param, param) for param in params}
             optimizers = [optimizer.state_dict() for optimizer in self._optimizers]
             ranks = self._collect({"parameters": own, "optimizers": optimizers})
-        return {"num_steps": self.num_steps, "ranks": ranks, "gradients": super().state_dict()}
+        return {
+            "num_steps": self.num_steps,
+            "ranks": ranks,
+            "gradients": self._gradients.state_dict(),
+        }
 
     def _collect(self, state: Any) -> list[Any]:
         """Every rank's ``state``, by rank, on rank 0; elsewhere empty. Collective.
@@ -283,7 +297,8 @@ class LocalSGD(Delegating):
         self.num_steps = state["num_steps"]
         if self.num_steps >= self.warmup_steps:
             self._end_warm_up()
-        problem = super().load_state_dict(state["gradients"]) if state["gradients"] else ""
+        of_gradients = state["gradients"]
+        problem = self._gradients.load_state_dict(of_gradients) if of_gradients else ""
         self._own, self._shown = {}, []
         ranks = state["ranks"]
         if not ranks:
@@ -320,20 +335,20 @@ class LocalSGD(Delegating):
     def ask_to_stop(self, asked: bool = True) -> None:
         self._asked_to_stop = asked
         if self.num_steps < self.warmup_steps:
-            super().ask_to_stop(asked)
+            self._gradients.ask_to_stop(asked)
 
     def agreed_to_stop(self) -> bool:
-        agreed, self._agreed_to_stop = self._agreed_to_stop or super().agreed_to_stop(), False
+        agreed = self._agreed_to_stop or self._gradients.agreed_to_stop()
+        self._agreed_to_stop = False
         return agreed
 
     def progress(self) -> str:
-        return super().progress() or f"step {self.num_steps}"
+        return self._gradients.progress() or f"step {self.num_steps}"
 
     def description(self) -> str:
         if self.num_steps < self.warmup_steps:
-            return (
-                f"{super().description()}; after {self.warmup_steps} steps none: {self._rounds()}"
-            )
+            now = self._gradients.description()
+            return f"{now}; after {self.warmup_steps} steps none: {self._rounds()}"
         return f": none, {self._rounds()}"
 
     def _rounds(self) -> str:

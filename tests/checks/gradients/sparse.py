@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ring.gradients.compression import COMPRESSORS
-from lightning_ring.gradients.layout import AutoBuckets
 from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.gradients.sparse import sparse_weights
 from tests.checks.gradients.nets import fresh_gradients
@@ -119,7 +118,6 @@ def check_sparse_gradient_that_no_rank_has_stays_as_it_is() -> None:
     alone = Reducer(
         communicator(),
         embedding.named_parameters(),
-        auto=AutoBuckets(communicator(), print),
         sparse_weights=partial(sparse_weights, embedding),
     )
     for step in range(7):

@@ -149,23 +149,6 @@ def check_a_checkpoint_goes_on_in_one_process(tmp_path: Path) -> None:
     MPI.COMM_WORLD.Barrier()
 
 
-def check_sizes_chosen_later_go_on_with_the_state_of_a_checkpoint(tmp_path: Path) -> None:
-    def make() -> Any:
-        return With(lambda m: AdamW(m.parameters(), lr=0.01))
-
-    L.seed_everything(7, verbose=False)
-    fit(sharded(), make(), max_epochs=1).save_checkpoint(tmp_path / "half.ckpt")
-    results = []
-    for is_sharded in (True, False):
-        results.append(make())
-        strategy = ring(is_sharded, bucket_cap_mb="auto")
-        run = trainer(strategy, max_epochs=2)
-        run.fit(results[-1], loader(), ckpt_path=tmp_path / "half.ckpt")
-        if is_sharded:
-            assert strategy.algorithm._parameters.buckets  # parts were stepped in the end
-    assert_same(*results)
-
-
 def check_a_checkpoint_after_an_exception_holds_whole_weights_and_resumes(tmp_path: Path) -> None:
     class Corrupt(With):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -235,15 +235,6 @@ def check_training_step_returning_none_on_one_rank() -> None:
         assert_all_ranks_equal(parameters(module))
 
 
-def check_automatic_buckets_train_the_same() -> None:
-    fixed, chosen = Classifier(), Classifier()
-    chosen.load_state_dict(fixed.state_dict())
-    for compression in (None, "bf16"):
-        fit(RingStrategy(compression=compression), fixed)
-        fit(RingStrategy(compression=compression, bucket_cap_mb="auto"), chosen)
-        assert torch.equal(parameters(fixed), parameters(chosen))
-
-
 def check_weight_averaging() -> None:
     def ema() -> L.Callback:
         return WeightAveraging(avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.9))
