@@ -206,10 +206,7 @@ class StepNumbers:
     def _extended(self, further: Scalars) -> StepNumbers:
         """These vectors and ``further`` vectors on the device."""
         on_host = dict(self._on_host)
-        if (
-            all(v.device.type == "cpu" for v in vars(further).values())
-            and not torch.compiler.is_compiling()
-        ):
+        if all(v.device.type == "cpu" for v in vars(further).values()):
             on_host.update(vars(further))
         return StepNumbers({**self.on_device, **vars(further)}, on_host, self)
 

@@ -135,7 +135,7 @@ def _per_parameter(
         name for name in names if not any(isinstance(value, Tensor) for value in tensors[name])
     ]
     rows = [[float(v) for v in tensors[name]] for name in plain]
-    kept = not on_device and plain == names and not torch.compiler.is_compiling()
+    kept = not on_device and plain == names
     if kept and listed.spread is not None and listed.spread[0] == rows:
         return Scalars(**listed.spread[1])
     table = listed.table(rows, device)
@@ -158,7 +158,7 @@ def _numbers(
     if step is not None:
         step = send(step.double(), h.lr.device)
     scalars = step_scalars(rule, h, step, clip)
-    if h.lr.device.type == "cpu" and not torch.compiler.is_compiling():
+    if h.lr.device.type == "cpu":
         return known_on_host(scalars, device)
     return StepNumbers(vars(scalars), {})
 
