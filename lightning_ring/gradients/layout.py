@@ -4,7 +4,7 @@ on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 
 from torch.nn import Parameter
 
@@ -47,11 +47,6 @@ class BucketLayout:
     def add(self, params: Named) -> None:
         """Put ``params`` into new buckets, in their order."""
         self._use(self._plan(params))
-
-    def remove(self, params: Container[Parameter]) -> None:
-        """Rebuild the buckets without ``params``."""
-        rest = [(name, param) for name, param in self._members() if param not in params]
-        self._replace(lambda: self._plan(rest))
 
     def note(self, name: str) -> None:
         """The gradient of ``name`` is complete."""

@@ -234,7 +234,6 @@ class Reducer:
         self._delivery.publish(self._queue, self._named)
         self._unreduced.drop_local(self._was_sent)
         if not self.num_finished:
-            self._agree_on_sparse()
             self._parts.agree(self._comm)
         if self._works:
             self._keep_stop_flag(self._works[-1][0].stop)
@@ -400,7 +399,6 @@ class Reducer:
         """
         self.num_raised += 1
         self._delivery.abandon(self.buckets)
-        self._sparse.forget_seen()
         changed = set(self._produced_sparse)
         for bucket in self.buckets:
             changed.update(itertools.compress(bucket.params, bucket.produced))
@@ -429,7 +427,7 @@ class Reducer:
             return
         grad = param.grad
         if grad is not None and grad.is_sparse and param not in sparse:
-            self._warn_of_sparse(param)
+            self._warn_once(self._sparse.travels_dense(self._names[param]))
         del grad  # `Bucket.fill` counts references
         is_sparse = bool(sparse) and param in sparse
         if not passes.enabled:
@@ -473,20 +471,6 @@ class Reducer:
                 "travel as they are."
             )
         return dense
-
-    def _warn_of_sparse(self, param: Parameter) -> None:
-        if message := self._sparse.notice(param, self._names[param]):
-            self._warn_once(message)
-
-    def _agree_on_sparse(self) -> None:
-        """After the first backward: take parameters with a sparse gradient on some rank out of
-        the buckets.
-        """
-        fresh = self._produced_sparse | self._unreduced.accumulated
-        for bucket in self.buckets:
-            fresh.update(itertools.compress(bucket.params, bucket.produced))
-        if found := self._sparse.agree(self._names, fresh, self.active_ranks, self._named("")):
-            self.layout.remove(found)
 
     def _launch(self) -> None:
         bucket = self._queue[self._next]
