@@ -21,7 +21,7 @@ class Rule:
 
     ``accumulate``, `direction` and `move` are elementwise and use only ``+ - * /`` and ``.sqrt()``:
     the same lines run on a `Tensor` (plain), on a `TensorList` (multi-tensor), and on a `Symbol`,
-    which writes the body of a C++ or Triton kernel. A step is: ``state = accumulate(...)``, ``x =
+    which writes the body of a Triton kernel. A step is: ``state = accumulate(...)``, ``x =
     direction(...)``; the sums of squares of ``w`` and ``x`` (over ranks, if the parameter is cut)
     give the trust ratio; then `move`.
 

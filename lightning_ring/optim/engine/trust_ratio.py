@@ -44,10 +44,9 @@ class TrustRatioOptimizer(Optimizer, Rule):
     Args:
         foreach: True updates many tensors a call, in pieces that fit the cache; False goes
             parameter by parameter.
-        fused: True runs one compiled kernel over all parameters: Triton on CUDA, C++ on the CPU
-            (compiled at the first step by this machine's C++ compiler and kept for the next run).
-            With both None: fused on CUDA where Triton is there, else foreach. False for one and
-            None for the other: parameter by parameter, as in torch.
+        fused: True runs one Triton kernel over all parameters, on CUDA. With both None: fused on
+            CUDA where Triton is there, else foreach. False for one and None for the other:
+            parameter by parameter, as in torch.
         capturable: Keep step counts and learning rate on the device, so that the step can be
             captured in a CUDA graph (give ``lr`` as a tensor on the device to change it between
             replays).
@@ -194,7 +193,7 @@ class TrustRatioOptimizer(Optimizer, Rule):
     def _runner(self, kind: TensorKind) -> PlainRunner:
         key = way_to_run(self.options, kind), kind.device.type
         if key not in self._runners:
-            self._runners[key] = make_runner(*key, rule=type(self))
+            self._runners[key] = make_runner(key[0], type(self))
         return self._runners[key]
 
     def _current_list(self) -> ParameterList:

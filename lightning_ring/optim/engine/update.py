@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.host.accelerator import send
-from lightning_ring.optim.engine.fused import FusedCudaRunner
+from lightning_ring.optim.engine.fused import FusedRunner
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, ParameterList, TensorKind
 from lightning_ring.optim.engine.plain import PlainRunner
 from lightning_ring.optim.engine.rule import (
@@ -80,13 +80,13 @@ def update(
 
 def _kernels_of_numbers(
     listed: ParameterList, runs: list[Run]
-) -> tuple[FusedCudaRunner, TensorKind] | None:
+) -> tuple[FusedRunner, TensorKind] | None:
     """A runner whose kernels compute the numbers, if all parameters are on one device and in such
     runners' hands.
     """
     found = None
     for runner, part in runs:
-        if not isinstance(runner, FusedCudaRunner) or part.kind.device != listed.device:
+        if not isinstance(runner, FusedRunner) or part.kind.device != listed.device:
             return None
         found = runner, part.kind
     return found
