@@ -25,7 +25,7 @@ BroadcastBuffers = Literal["start", "epoch", "step"]
 Uneven = Literal["error", "join"]
 StartMethod = Literal["popen", "spawn", "fork"]
 Compression = str  # a name in COMPRESSORS
-BucketCap = float | Literal["auto"] | None
+BucketCap = float | None
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "backend": get_args(Backend),
     "topology": get_args(Topology),

@@ -84,7 +84,6 @@ def ways(device: str) -> list[Way]:
     return [
         Way("ring", SAME),
         Way("ring, monitor off", SAME, {"monitor": False}),
-        Way("ring, automatic sizes", CLOSE, {"bucket_cap_mb": "auto"}),
         Way("ring, timeline", SAME, {"timeline": Path(tempfile.mkdtemp()) / "trace.json"}),
         *(
             Way(f"ring, {_name(wire)}", near, {"compression": wire})

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.nn import Parameter
@@ -22,7 +22,6 @@ from lightning_ring.comm.replicate import broadcast_tensors
 from lightning_ring.errors import ConfigurationError, RingError
 from lightning_ring.gradients.backward import check_outside_backward
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor, ErrorFeedback
-from lightning_ring.gradients.layout import AutoBuckets
 from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.gradients.sparse import sparse_weights
 
@@ -34,8 +33,7 @@ class Averaging(Algorithm):
     ``strategy="ring"``.
 
     Args:
-        bucket_cap_mb: Bucket size in MiB; `None` chooses by device and number of ranks, ``"auto"``
-            by measurement.
+        bucket_cap_mb: Bucket size in MiB; `None` chooses by device and number of ranks.
         compression: Name of a compressor, a `Compressor`, or `None` to send gradients in their own
             dtype.
         shards: Leave each rank only its part of an average (`ShardedAverages`), for an algorithm
@@ -46,7 +44,7 @@ class Averaging(Algorithm):
     def __init__(
         self,
         *,
-        bucket_cap_mb: float | Literal["auto"] | None = None,
+        bucket_cap_mb: float | None = None,
         compression: str | Compressor | None = None,
         shards: bool = False,
         on_new_parameters: Callable[[], None] | None = None,
@@ -83,24 +81,14 @@ class Averaging(Algorithm):
         self._compressor = (
             COMPRESSORS[chosen].build() if isinstance(chosen, str) else copy.deepcopy(chosen)
         )
-        self.set_optimizers(optimizers)
+        # not a subclass's, which needs what follows
+        Averaging.set_optimizers(self, optimizers)
         device = next((param.device.type for param in module.parameters()), "cpu")
-        default = default_cap_mb(device, comm.world_size)
-        cap, auto = self._bucket_cap_mb or default, None
-        if cap == "auto":
-            cap = default
-            auto = AutoBuckets(
-                unrecorded(comm),
-                inform,
-                halves=self._shards,
-                compressor=self._compressor,
-            )
-        self._cap_mb = cap
+        self._cap_mb = self._bucket_cap_mb or default_cap_mb(device, comm.world_size)
         self.reducer = Reducer(
             comm,
             module.named_parameters(),
-            bucket_cap_mb=cap,
-            auto=auto,
+            bucket_cap_mb=self._cap_mb,
             compressor=self._compressor,
             shards=self._shards,
             warn=warn,
@@ -283,10 +271,10 @@ def check_wire(
 ) -> None:
     """Raise `ConfigurationError` if gradients cannot travel in such buckets, or so compressed."""
     number = type(bucket_cap_mb) in (int, float) and 0 < bucket_cap_mb < math.inf
-    if bucket_cap_mb not in (None, "auto") and not number:
+    if bucket_cap_mb is not None and not number:
         raise ConfigurationError(
             f"{caller} got bucket_cap_mb={bucket_cap_mb!r}, expected a bucket size in MiB greater "
-            "than 0, such as 25, or 'auto'."
+            "than 0, such as 4 or 25, or None for the default."
         )
     compressor = compression
     if isinstance(compression, str) and compression in COMPRESSORS:
@@ -298,12 +286,6 @@ def check_wire(
         raise ConfigurationError(
             f"{caller} got compression={compression!r}, expected one of None, {names} or a "
             "Compressor."
-        )
-    if bucket_cap_mb == "auto" and compressor.wire_bytes(1, 2) is None:
-        raise ConfigurationError(
-            f'{caller} got bucket_cap_mb="auto" with compression={compression!r}, whose messages '
-            "are not in proportion to the gradients, as the choice assumes. Give a size in MiB, "
-            "such as 25, or use 'fp16' or 'bf16'."
         )
     if shards and not compressor.can_shard:
         raise ConfigurationError(

@@ -26,7 +26,7 @@ names are remembered without a limit to tune; leave it out: --cache-capacity
 ranks on several hosts are nested by themselves; RingStrategy(topology=...) says otherwise: \
 --hierarchical-allreduce --no-hierarchical-allreduce --torus-allreduce --no-torus-allreduce \
 --hierarchical-allgather --no-hierarchical-allgather
-with a Trainer RingStrategy(bucket_cap_mb="auto") measures and chooses: \
+nothing is tuned; with a Trainer RingStrategy(bucket_cap_mb=...) sets the size of buckets: \
 --autotune --no-autotune --autotune-log-file --autotune-warmup-samples \
 --autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise
 use --wait-for-ranks SECONDS: --elastic-timeout

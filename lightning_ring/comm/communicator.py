@@ -180,15 +180,6 @@ class Communicator(Protocol):
         """Whether ranks of a node reduce among themselves first, and then with the other nodes."""
         return False
 
-    def of_node(self) -> Communicator | None:
-        """A communicator over the ranks of this rank's node, where rings are nested; it lives as
-        long as this one.
-
-        The first call is collective over all ranks, while nothing is under way. Calls of it need no
-        other node.
-        """
-        return None
-
     def average_by(
         self, flat: Tensor, average: Callable[[Tensor, Communicator], Work], *, name: str = ""
     ) -> Work:

@@ -109,8 +109,7 @@ class HierarchicalCommunicator(RingCommunicator):
     ``peers`` tells, by local rank, which ranks ``across`` joins, in its order; the same list on
     every rank. ``policy`` is shared with the three, so that the first error ends what all of them
     have under way. The size of an all-reduce's pieces follows from its own and the number of nodes
-    (`num_nested_pieces`), unless ``piece_bytes`` is given. ``open_node`` opens what `of_node`
-    returns.
+    (`num_nested_pieces`), unless ``piece_bytes`` is given.
     """
 
     def __init__(
@@ -123,7 +122,6 @@ class HierarchicalCommunicator(RingCommunicator):
         policy: WaitPolicy,
         *,
         piece_bytes: int | None = None,
-        open_node: Callable[[], Communicator] | None = None,
     ) -> None:
         super().__init__(transport, policy)
         self._intra_first = intra_first
@@ -133,8 +131,6 @@ class HierarchicalCommunicator(RingCommunicator):
         by_shard = list(chain.from_iterable(peers))  # local rank first
         self._shard_indices = [by_shard.index(rank) for rank in range(len(by_shard))]
         self._piece_bytes = piece_bytes
-        self._open_node = open_node
-        self._node: Communicator | None = None
         self._before_across = CollectiveThread(policy)
         self._after_across = CollectiveThread(policy)
         self._threads += [self._before_across, self._after_across]
@@ -220,11 +216,6 @@ class HierarchicalCommunicator(RingCommunicator):
     def is_nested(self) -> bool:
         return True
 
-    def of_node(self) -> Communicator | None:
-        if self._node is None and self._open_node is not None:
-            self._node = self._open_node()
-        return self._node
-
     def average_by(
         self, flat: Tensor, average: Callable[[Tensor, Communicator], Work], *, name: str = ""
     ) -> Work:
@@ -271,9 +262,8 @@ class HierarchicalCommunicator(RingCommunicator):
     def close(self) -> None:
         if not self._closed:
             super().close()
-            for level in (self._intra_first, self._across, self._intra_last, self._node):
-                if level is not None:
-                    level.close()
+            for level in (self._intra_first, self._across, self._intra_last):
+                level.close()
 
     def _send(
         self,

@@ -79,7 +79,6 @@ class RecordedCommunicator(Communicator):
     shard_indices = passed_on("_comm", "shard_indices")
     is_nested = passed_on("_comm", "is_nested")
     empty = passed_on("_comm", "empty")
-    of_node = passed_on("_comm", "of_node")
     all_gather = passed_on("_comm", "all_gather")
     broadcast_object = passed_on("_comm", "broadcast_object")
     all_gather_object = passed_on("_comm", "all_gather_object")

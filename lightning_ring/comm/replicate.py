@@ -5,8 +5,10 @@ that models are equal.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,6 @@ from torch.optim import Optimizer
 
 from lightning_ring.comm.calls import by_rank
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.outline import filled, outline, specs_in
 from lightning_ring.errors import ConfigurationError, ModelMismatchError
 
 MESSAGE_BYTES = 250 * 1024 * 1024
@@ -125,30 +126,72 @@ def broadcast_optimizer_state(
         return
     check_same_optimizer(optimizer, comm)
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    tensors: list[Tensor] = []
     state = {
         index: optimizer.state[param]
         for index, param in enumerate(params)
         if param in optimizer.state
     }
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    outlined = comm.broadcast_object(
-        outline((state, groups), tensors) if comm.rank == src else None,
-        src=src,
-        name="optimizer state",
-    )
+    device = params[0].device if params else torch.device("cpu")
+    tensors: list[Tensor] = []
+
+    def take_out(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            return _TensorSpec.of(value)
+        return value
+
+    def put_in(value: Any) -> Any:
+        if isinstance(value, _TensorSpec):
+            value = value.empty(device)
+            tensors.append(value)
+        return value
+
+    # What is no tensor is pickled; the tensors follow by themselves.
+    outline = _mapped((state, groups), take_out) if comm.rank == src else None
+    outline = comm.broadcast_object(outline, src=src, name="optimizer state")
     if comm.rank != src:
-        device = params[0].device if params else torch.device("cpu")
-        tensors = [spec.empty(device) for spec in specs_in(outlined)]
+        state, groups = _mapped(outline, put_in)
     broadcast_tensors(tensors, comm, src)
     if comm.rank != src:
-        state, groups = filled(outlined, tensors)
         for index, param in enumerate(params):
             optimizer.state.pop(param, None)
             if index in state:
                 optimizer.state[param] = state[index]
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.update(values)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested dicts, lists and tuples with each value in them changed."""
+    if isinstance(value, dict):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, change) for item in value)
+    return change(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorSpec:
+    """Stands for a tensor in what is pickled."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    on_accelerator: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _TensorSpec:
+        # dense, also of a tensor that repeats elements
+        strides = torch.empty_like(tensor, device="meta").stride()
+        return cls(tensor.dtype, tuple(tensor.shape), strides, tensor.device.type != "cpu")
+
+    def empty(self, device: torch.device) -> Tensor:
+        """In the sender's order of memory: sums over it (LAMB's norms) then have the same bits
+        on all ranks.
+        """
+        on = device if self.on_accelerator else "cpu"
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=on)
 
 
 def check_same_optimizer(optimizer: Optimizer, comm: Communicator) -> None:

@@ -1,6 +1,4 @@
-"""Marks by the host's clock or in a GPU's stream, the seconds between them, and what a
-collective takes by them.
-"""
+"""Marks by the host's clock or in a GPU's stream, and the seconds between them."""
 
 from __future__ import annotations
 
@@ -8,10 +6,7 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.cost import Collective
 from lightning_ring.host.accelerator import gpu_module, is_gpu, timed_event
 
 Mark = Any  # a float, or an event
@@ -41,26 +36,8 @@ def elapsed(began: Any, ended: Any) -> float:
     return seconds
 
 
-def seconds_between(began: Mark, ended: Mark, comm: Communicator | None) -> float:
-    """`elapsed`, once the device has reached ``ended``; ``comm`` waits for that."""
+def seconds_between(began: Mark, ended: Mark) -> float:
+    """`elapsed`, once the device has reached ``ended``."""
     if not isinstance(ended, float):
-        if comm is not None:
-            comm.wait_until(ended.query)
-        else:
-            ended.synchronize()
+        ended.synchronize()
     return elapsed(began, ended)
-
-
-def time_collective(
-    comm: Communicator, collective: Collective, flat: Tensor, repeats: int, name: str
-) -> list[float]:
-    """Seconds of ``collective`` on ``flat``, ``repeats`` times, after a call that opens what
-    others use. Collective.
-    """
-    seconds = []
-    for _ in range(1 + repeats):
-        comm.barrier()
-        began = now(flat.device)
-        getattr(comm, f"{collective}_")(flat, name=name).wait()
-        seconds.append(seconds_between(began, now(flat.device), comm))
-    return seconds[1:]

@@ -12,9 +12,10 @@ that no rank used keeps its ``.grad``, ``None`` included), and a request to stop
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -346,25 +347,19 @@ def plan_buckets(
     starts early. ``empty`` allocates buffers, as `Communicator.empty`. ``num_shards``, the world
     size, divides each buffer's length.
     """
-    kinds = by_kind(named_params)
-    ends = [ends_by_size([param for _, param in members], bucket_cap_mb) for members in kinds]
-    return cut_buckets(named_params, ends, empty, num_shards)
-
-
-def cut_buckets(
-    named_params: Named, ends: Sequence[Sequence[int]], empty: Empty, num_shards: int
-) -> list[Bucket]:
-    """Buckets of ``named_params`` cut at ``ends``, kind by kind (`by_kind`).
-
-    A bucket is complete with its last gradient: the position of that gradient decides the order,
-    alike on all ranks.
-    """
     position = {param: index for index, (_, param) in enumerate(named_params)}
-    groups = []
-    for members, stops in zip(by_kind(named_params), ends, strict=True):
-        groups += [members[start:stop] for start, stop in pairwise([0, *stops])]
-    groups.sort(key=lambda group: position[group[-1][1]])
-    return make_buckets(groups, empty, num_shards)
+    kinds = defaultdict[Any, list[tuple[str, Parameter]]](list)
+    for name, param in named_params:
+        kinds[param.dtype, param.device].append((name, param))
+    groups: dict[tuple[Any, int], list[tuple[str, Parameter]]] = {}
+    for kind, members in kinds.items():
+        sizes = [param.nbytes for _, param in members]
+        numbers = number_by_size(sizes, bucket_cap_mb * _MIB, FIRST_BUCKET_MB * _MIB)
+        for number, member in zip(numbers, members, strict=True):
+            groups.setdefault((kind, number), []).append(member)
+    # A bucket is complete with its last gradient, whose position decides the order.
+    in_order = sorted(groups.values(), key=lambda group: position[group[-1][1]])
+    return make_buckets(in_order, empty, num_shards)
 
 
 def make_buckets(groups: Sequence[Named], empty: Empty, num_shards: int) -> list[Bucket]:
@@ -372,26 +367,6 @@ def make_buckets(groups: Sequence[Named], empty: Empty, num_shards: int) -> list
     return [
         Bucket([name for name, _ in group], [param for _, param in group], empty, num_shards)
         for group in groups
-    ]
-
-
-def by_kind(named_params: Named) -> list[list[tuple[str, Parameter]]]:
-    """Parameters of one dtype and device together, in the order of first ones."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, Parameter]]] = {}
-    for name, param in named_params:
-        kinds.setdefault((param.dtype, param.device), []).append((name, param))
-    return list(kinds.values())
-
-
-def ends_by_size(params: Sequence[Parameter], cap_mb: float) -> list[int]:
-    """One past the last parameter of each bucket, as `number_by_size` numbers them."""
-    numbers = number_by_size(
-        [param.nbytes for param in params], cap_mb * _MIB, FIRST_BUCKET_MB * _MIB
-    )
-    return [
-        last + 1
-        for last in range(len(numbers))
-        if last + 1 == len(numbers) or numbers[last] < numbers[last + 1]
     ]
 
 

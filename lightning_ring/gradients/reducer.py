@@ -52,7 +52,7 @@ from lightning_ring.gradients.delivery import (
     WholeAverages,
     prepare_compressed,
 )
-from lightning_ring.gradients.layout import AutoBuckets, BucketLayout
+from lightning_ring.gradients.layout import BucketLayout
 from lightning_ring.gradients.sharded_gradient import GradientShards
 from lightning_ring.gradients.sparse import SparseGradients
 
@@ -79,11 +79,10 @@ class Reducer:
     Args:
         named_parameters: Name and parameter, in order of registration. Shared parameters may
             repeat.
-        bucket_cap_mb, auto: As of `BucketLayout`.
+        bucket_cap_mb: Size in MiB past which a bucket takes no further parameter.
         compressor: Sends the buckets whose dtype it accepts; `None` sends all in their own dtype.
         shards: Leave each rank only its part of an average (`ShardedAverages`). The layout is final
-            after the first backward (with ``auto``, once it has chosen), and contains all
-            parameters.
+            after the first backward, and contains all parameters.
         gathers_sparse: Average sparse gradients as such; else they are made dense.
         warn: Called with a message for the user, at most once a message.
         sparse_weights: Returns the parameters that declare sparse gradients.
@@ -96,7 +95,6 @@ class Reducer:
         named_parameters: Iterable[tuple[str, Parameter]],
         *,
         bucket_cap_mb: float = DEFAULT_CAP_MB,
-        auto: AutoBuckets | None = None,
         compressor: Compressor | None = None,
         shards: bool = False,
         gathers_sparse: bool = True,
@@ -117,9 +115,7 @@ class Reducer:
         self._before_backward = before_backward
         self._warn_once = functools.cache(warn)
         self._compressor = compressor
-        self.layout = BucketLayout(
-            comm, bucket_cap_mb, auto, self._prepare_to_send, self._forget_buckets
-        )
+        self.layout = BucketLayout(comm, bucket_cap_mb, self._prepare_to_send, self._forget_buckets)
         self.shards = GradientShards(self.layout, comm)
         self.sharded = shards
         self._delivery: Delivery = (
@@ -238,7 +234,6 @@ class Reducer:
         self._delivery.publish(self._queue, self._named)
         self._unreduced.drop_local(self._was_sent)
         if not self.num_finished:
-            self._agree_on_sparse()
             self._parts.agree(self._comm)
         if self._works:
             self._keep_stop_flag(self._works[-1][0].stop)
@@ -254,17 +249,12 @@ class Reducer:
         if self.sharded:
             self.settle()
 
-    @property
-    def settled(self) -> bool:
-        """Whether the layout is final."""
-        return self.layout.settled
-
     def settle(self) -> None:
         """Make the layout final, if it is not yet. Collective."""
         if not self.layout.settled:
             self._revise_layout()
-            if self.layout.settle():
-                self._delivery.settle(self.buckets)
+            self.layout.settle()
+            self._delivery.settle(self.buckets)
 
     def send_zeros(self, averages: Sequence[Tensor | None] = ()) -> list[Tensor | None]:
         """Take part in a backward of the other ranks with zeros. This rank's own gradients stay.
@@ -380,7 +370,6 @@ class Reducer:
             self.layout.revise(self.num_finished)
         if self._compressor is not None:
             self._compressor.begin_backward()
-        self.layout.begin_backward()
         self._passes.active = True
         self._produced_sparse.clear()
         self._parts.begin_backward()
@@ -410,7 +399,6 @@ class Reducer:
         """
         self.num_raised += 1
         self._delivery.abandon(self.buckets)
-        self._sparse.forget_seen()
         changed = set(self._produced_sparse)
         for bucket in self.buckets:
             changed.update(itertools.compress(bucket.params, bucket.produced))
@@ -439,7 +427,7 @@ class Reducer:
             return
         grad = param.grad
         if grad is not None and grad.is_sparse and param not in sparse:
-            self._warn_of_sparse(param)
+            self._warn_once(self._sparse.travels_dense(self._names[param]))
         del grad  # `Bucket.fill` counts references
         is_sparse = bool(sparse) and param in sparse
         if not passes.enabled:
@@ -460,7 +448,7 @@ class Reducer:
             self._parts.add(param, sent=bucket.launched)
             return
         bucket.produced[index] = True
-        self.layout.note(bucket.names[index], param.device)
+        self.layout.note(bucket.names[index])
         bucket.pending -= 1
         self._hooks.check_order(param)
         while (
@@ -483,20 +471,6 @@ class Reducer:
                 "travel as they are."
             )
         return dense
-
-    def _warn_of_sparse(self, param: Parameter) -> None:
-        if message := self._sparse.notice(param, self._names[param]):
-            self._warn_once(message)
-
-    def _agree_on_sparse(self) -> None:
-        """After the first backward: take parameters with a sparse gradient on some rank out of
-        the buckets.
-        """
-        fresh = self._produced_sparse | self._unreduced.accumulated
-        for bucket in self.buckets:
-            fresh.update(itertools.compress(bucket.params, bucket.produced))
-        if found := self._sparse.agree(self._names, fresh, self.active_ranks, self._named("")):
-            self.layout.remove(found)
 
     def _launch(self) -> None:
         bucket = self._queue[self._next]

@@ -3,9 +3,9 @@ stay sparse.
 
 At the end of backward the ranks gather the number of entries, then indices and values, if those of
 all ranks together are shorter than the parameter; otherwise one dense all-reduce carries them. Sums
-are made rank by rank, so that all ranks hold the same bits. Embeddings are known to be sparse
-beforehand. Other parameters are found in the first backward, after which ranks exchange the names;
-a first sparse gradient later than that is sent dense, with one warning.
+are made rank by rank, so that all ranks hold the same bits. Only weights of embeddings that declare
+it stay sparse, as under DistributedDataParallel; any other sparse gradient is sent dense, with one
+warning.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ class SparseGradients:
     """Parameters whose gradients are averaged outside the buckets, because they may be sparse.
 
     These are the weights of embeddings with ``sparse=True`` (``declared`` returns them, the same on
-    every rank), and every parameter with a sparse gradient on some rank in the first backward. If
-    not ``enabled``, all gradients stay in buckets, which make them dense. ``params`` has the name
-    of each parameter, in the same order on all ranks.
+    every rank). If not ``enabled``, all gradients stay in buckets, which make them dense.
+    ``params`` has the name of each parameter, in the same order on all ranks.
     """
 
     def __init__(
@@ -51,9 +50,6 @@ class SparseGradients:
         self._comm = comm
         self._declared = declared
         self._enabled = enabled
-        # sparse gradients of parameters in buckets, of the first backward
-        self._seen: dict[Parameter, Tensor] = {}
-        self._agreed = False
 
     def take(self, named: Sequence[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
         """Add the declared parameters among ``named``; returns the others."""
@@ -61,58 +57,17 @@ class SparseGradients:
         self.params |= {param: name for name, param in named if param in declared}
         return [(name, param) for name, param in named if param not in declared]
 
-    def notice(self, param: Parameter, name: str) -> str:
-        """A parameter in a bucket got a sparse gradient. Returns a message for the user, or
-        ``""``.
-        """
-        if not self._enabled:
+    def travels_dense(self, name: str) -> str:
+        """A parameter in a bucket got a sparse gradient: a message for the user."""
+        if self._enabled:
             return (
-                f"the gradient of {name} is sparse. With the strategy `ring_sharded` it travels "
-                "dense, and reaches the optimizer dense; with the strategy `ring` it stays sparse."
+                f"the gradient of {name} is sparse, which no nn.Embedding(sparse=True) declares. "
+                "It travels dense, and reaches the optimizer dense."
             )
-        if self._agreed:
-            return (
-                f"the gradient of {name} is sparse, but was so on no rank in the first backward. "
-                "It travels dense, and reaches the optimizer dense. The weight of an "
-                "nn.Embedding(sparse=True) stays sparse."
-            )
-        assert param.grad is not None
-        self._seen[param] = param.grad
-        return ""
-
-    def forget_seen(self) -> None:
-        """The backward in which sparse gradients were noticed has raised."""
-        self._seen.clear()
-
-    def agree(
-        self,
-        names: dict[Parameter, str],
-        fresh: set[Parameter],
-        active_ranks: int | None,
-        prefix: str,
-    ) -> set[Parameter]:
-        """After the first backward: add parameters with an undeclared sparse gradient, and return
-        them. Collective.
-
-        The buckets averaged their ``.grad`` dense. It is averaged again, sparse unless some rank's
-        gradient was dense.
-        """
-        if self._agreed or not self._enabled:
-            return set()
-        self._agreed = True
-        seen, self._seen = self._seen, {}
-        wanted = set().union(
-            *self._comm.all_gather_object({names[param] for param in seen}, name="sparse gradients")
+        return (
+            f"the gradient of {name} is sparse. With the strategy `ring_sharded` it travels "
+            "dense, and reaches the optimizer dense; with the strategy `ring` it stays sparse."
         )
-        found = {param: name for param, name in names.items() if name in wanted}
-        if found:
-            mine = {name for param, name in found.items() if param in fresh and param not in seen}
-            dense = set().union(*self._comm.all_gather_object(mine, name="dense gradients"))
-            sparse = {param: name for param, name in found.items() if name not in dense}
-            if sparse:
-                average_gradients(sparse, seen, set(seen), self._comm, active_ranks, prefix=prefix)
-            self.params |= found
-        return set(found)
 
     def average(
         self, fresh: set[Parameter], active_ranks: int | None, *, stop: bool, prefix: str

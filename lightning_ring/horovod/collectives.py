@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ring.horovod.adasum import DTYPES as ADASUM_DTYPES
 from lightning_ring.horovod.context import ProcessSet, global_process_set
 from lightning_ring.horovod.negotiation import Negotiation
 from lightning_ring.horovod.pending import UNNAMED
@@ -17,7 +16,7 @@ from lightning_ring.horovod.requests import Meta, Submission
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 
 Average, Sum, Min, Max, Product, Adasum = "Average", "Sum", "Min", "Max", "Product", "Adasum"
-_REDUCTIONS = (Average, Sum, Min, Max, Product, Adasum)
+_REDUCTIONS = (Average, Sum, Min, Max, Product)
 
 
 class _Call(NamedTuple):
@@ -62,6 +61,11 @@ def reduction(average: bool | None, op: str | None) -> str:
     if average is not None and op is not None:
         raise ValueError("The op parameter supersedes average; only one of the two may be given.")
     chosen = op if op is not None else Sum if average is False else Average
+    if chosen == Adasum:
+        raise ValueError(
+            "op=Adasum is not supported, expected Average or Sum. For large batches use LARS or "
+            "LAMB of lightning_ring.optim with a warm-up."
+        )
     if chosen not in _REDUCTIONS:
         raise ValueError(f"op={chosen!r} is unknown, expected one of {', '.join(_REDUCTIONS)}.")
     return chosen
@@ -84,8 +88,6 @@ def start(
     """Submit one collective. A ``grouped`` one has a list of results; its tensors run together."""
     if not tensors:
         raise ValueError(f"a grouped {kind} got no tensors.")
-    if op == Adasum:
-        check_adasum(tensors, process_set)
     negotiation = process_set.negotiation
     if name is None:
         name = f"{UNNAMED}{next(negotiation.unnamed[kind])}"
@@ -140,20 +142,6 @@ def _check(tensor: Tensor, name: str, op: str, *, in_place: bool) -> None:
             )
     if not tensor.is_cpu and is_gpu(tensor.device):
         gpu_module(tensor.device).current_stream(tensor.device).synchronize()
-
-
-def check_adasum(tensors: Sequence[Tensor], process_set: ProcessSet) -> None:
-    """Raise an error, the same on every rank, where ``op=Adasum`` cannot work."""
-    if (num_ranks := process_set.size()) & (num_ranks - 1):
-        raise NotImplementedError(
-            "op=Adasum combines ranks in pairs and needs a power of two of them; there are "
-            f"{num_ranks}. Use op=Average, or a process set of 2, 4, 8, ... ranks."
-        )
-    for tensor in tensors:
-        if tensor.dtype not in ADASUM_DTYPES:
-            raise ValueError(
-                f"op=Adasum got a tensor of {tensor.dtype}, expected floating point. Use op=Sum."
-            )
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp
-from lightning_ring.horovod.adasum import adasum_
 from lightning_ring.horovod.requests import Meta, Metas, Submission
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 
@@ -130,8 +129,7 @@ class FusedAllreduce:
         self._keys = [(part.one.name, part.position) for part in batch]
         self._comm = comm
         self._flat = memory.view(batch[0].dtype)
-        self._numels = [math.prod(part.shape) for part in batch]
-        pieces = self._flat.split(self._numels)
+        pieces = self._flat.split([math.prod(part.shape) for part in batch])
         self._pieces = [piece.view(part.shape) for piece, part in zip(pieces, batch, strict=True)]
 
     def run(self, requests: Requests) -> None:
@@ -143,7 +141,7 @@ class FusedAllreduce:
             pieces = [piece for piece, (name, _) in keys if name in requests]
         if own:
             _copy(pieces, [request.tensors[index] for request, index in own])
-        _reduce(self._flat, self._meta, self._comm, self._numels)
+        _reduce(self._flat, self._meta, self._comm)
         _deliver(own, pieces)
 
 
@@ -162,14 +160,10 @@ def _allreduce(part: RoundPart, comm: Communicator, requests: Requests) -> None:
     _hand_over(request, index, result)
 
 
-def _reduce(flat: Tensor, meta: Meta, comm: Communicator, numels: Sequence[int] = ()) -> None:
-    """Reduce 1-D ``flat`` in place. Tensors of ``numels`` follow each other in it; by default
-    there is one.
-    """
+def _reduce(flat: Tensor, meta: Meta, comm: Communicator) -> None:
+    """Reduce 1-D ``flat`` in place."""
     _scale(flat, meta.prescale)
-    if meta.op == "Adasum":
-        adasum_(flat, numels or [flat.numel()], comm)
-    elif flat.numel() and comm.world_size > 1:
+    if flat.numel() and comm.world_size > 1:
         comm.all_reduce_(flat, op=_OPS[meta.op], name="allreduce").wait()
     _scale(flat, meta.postscale)
 

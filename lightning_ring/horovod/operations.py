@@ -85,16 +85,8 @@ def allreduce_async(
     *,
     _in_place: bool = False,
 ) -> int:
-    return start(
-        "allreduce",
-        [tensor],
-        name,
-        process_set,
-        op=reduction(average, op),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        in_place=_in_place,
-    )
+    settings = average, name, op, prescale_factor, postscale_factor, process_set
+    return grouped_allreduce_async([tensor], *settings, _in_place=_in_place, _grouped=False)
 
 
 def grouped_allreduce_async(
@@ -107,6 +99,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = _ALL,
     *,
     _in_place: bool = False,
+    _grouped: bool = True,
 ) -> int:
     return start(
         "allreduce",
@@ -117,7 +110,7 @@ def grouped_allreduce_async(
         prescale=prescale_factor,
         postscale=postscale_factor,
         in_place=_in_place,
-        grouped=True,
+        grouped=_grouped,
     )
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 from weakref import finalize, ref
 
 import torch
@@ -22,15 +22,7 @@ from lightning_ring.comm.replicate import check_same_description, described
 from lightning_ring.gradients.backward import check_outside_backward, closure_of
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 from lightning_ring.gradients.reducer import Reducer
-from lightning_ring.horovod.collectives import (
-    Adasum,
-    Average,
-    Sum,
-    check_adasum,
-    reduction,
-    start,
-    synchronize,
-)
+from lightning_ring.horovod.collectives import Average, Sum, reduction
 from lightning_ring.horovod.compression import Compression
 from lightning_ring.horovod.context import (
     ProcessSet,
@@ -67,8 +59,7 @@ def DistributedOptimizer(
             name (``"int8"``) or as an object of `lightning_ring.gradients.compression`. What an
             error feedback keeps is in no state dict.
         backward_passes_per_step: Backwards whose gradients are summed before they are reduced.
-        op: Average or Sum of the gradients; or Adasum, which combines what each rank's own step
-            changes.
+        op: Average or Sum of the gradients.
         gradient_predivide_factor: Only with Average; buckets divide by themselves, without
             overflow.
         num_groups, groups: Accepted; buckets take the place of groups.
@@ -80,17 +71,14 @@ def DistributedOptimizer(
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if reduction(None, op) not in (Average, Sum, Adasum):
-        raise ValueError(f"DistributedOptimizer got op={op}, expected Average, Sum or Adasum.")
+    if reduction(None, op) not in (Average, Sum):
+        raise ValueError(f"DistributedOptimizer got op={op}, expected Average or Sum.")
     if backward_passes_per_step < 1:
         raise ValueError("backward_passes_per_step must be > 0")
-    wire_format = _format_of(compression, op)
+    wire_format = _format_of(compression)
     named = _named(optimizer, named_parameters)
     optimizer._parameter_names = {param: name for name, param in named}  # type: ignore[attr-defined]
     attachments.pop(optimizer, None)
-    if op == Adasum and process_set.included() and process_set.size() > 1:
-        _Deltas(optimizer, named, process_set, compression)
-        return optimizer
     averaging = _Averaging(
         ref(optimizer),
         named,
@@ -105,24 +93,17 @@ def DistributedOptimizer(
     return optimizer
 
 
-def _format_of(compression: Any, op: str) -> str | Compressor | None:
-    """A name of `COMPRESSORS`, or a compressor. Steps that Adasum combines are converted by
-    ``compression`` itself.
-    """
-    if op == Adasum and hasattr(compression, "decompress"):
-        return None
-    found = compression
-    if not isinstance(compression, str | Compressor):
-        found = getattr(compression, "name", None)
-    known = isinstance(found, Compressor) or found in COMPRESSORS
-    if compression is Compression.none or (known and op != Adasum):
-        return found
-    ours = (
-        f", one of {', '.join(COMPRESSORS)} or a Compressor of lightning_ring.gradients.compression"
-    )
+def _format_of(compression: Any) -> str | Compressor | None:
+    """A name of `COMPRESSORS`, or a compressor."""
+    if isinstance(compression, Compressor) or compression is Compression.none:
+        return compression if isinstance(compression, Compressor) else None
+    name = compression if isinstance(compression, str) else getattr(compression, "name", None)
+    if name in COMPRESSORS:
+        return name
     raise ValueError(
-        f"DistributedOptimizer got compression={compression!r} with op={op}, expected "
-        f"Compression.none, fp16 or bf16{'' if op == Adasum else ours}."
+        f"DistributedOptimizer got compression={compression!r}, expected Compression.none, fp16 or "
+        f"bf16, one of {', '.join(COMPRESSORS)} or a Compressor of "
+        "lightning_ring.gradients.compression."
     )
 
 
@@ -368,46 +349,3 @@ class _Gradients:
     def _after_step(self, *_: Any) -> None:
         self._stepped = True
         self.begin_step()
-
-
-class _Deltas:
-    """What a step has added to the parameters of one optimizer, combined over the ranks by Adasum
-    after the step.
-
-    Gradients stay this rank's own, summed over the backwards since `zero_grad`. A rank whose step
-    left a parameter as it was takes part with zeros.
-    """
-
-    def __init__(
-        self, optimizer: Any, named: Named, process_set: ProcessSet, compression: Any
-    ) -> None:
-        self._named = [(name, param) for name, param in named if param.requires_grad]
-        check_adasum([param for _, param in self._named], process_set)
-        self._process_set = process_set
-        self._compression = compression
-        self._starts: list[Tensor] = []
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
-        optimizer.synchronize = lambda: None
-        optimizer.skip_synchronize = self._skip_synchronize
-        optimizer.set_backward_passes_per_step = lambda passes: None
-
-    def _skip_synchronize(self) -> NoReturn:
-        raise AssertionError(
-            "Skipping synchronization is not supported when using Adasum optimizer."
-        )
-
-    def _before_step(self, *_: Any) -> None:
-        self._starts = [param.detach().clone() for _, param in self._named]
-
-    @torch.no_grad()
-    def _after_step(self, *_: Any) -> None:
-        sent = []
-        for (name, param), began in zip(self._named, self._starts, strict=True):
-            short, context = self._compression.compress(param - began)
-            name = f"adasum.{name}"
-            handle = start("allreduce", [short], name, self._process_set, op=Adasum, in_place=True)
-            sent.append((param, began, handle, context))
-        for param, began, handle, context in sent:
-            param.copy_(began.add_(self._compression.decompress(synchronize(handle), context)))
-        self._starts = []

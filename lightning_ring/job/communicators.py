@@ -181,13 +181,6 @@ def open_hierarchical(
             return open_gloo_subgroup(parts, policy)
         return open_mpi_subgroup(world, parts, policy)
 
-    def open_node() -> Communicator:
-        if store is not None:
-            own_store = PrefixStore("of node", store)
-            if own := _through_memory(nodes, rank, policy, own_store, None, count=1):
-                return own[0]
-        return over(backend, nodes)
-
     in_node: Sequence[Communicator] = []
     if store is not None:
         in_node = _through_memory(nodes, rank, policy, store, kept)
@@ -198,9 +191,7 @@ def open_hierarchical(
             f"{len(nodes)} nodes of {len(peers)} ranks: {type(inward).__name__} in a node, "
             f"{type(across).__name__} between nodes."
         )
-    return HierarchicalCommunicator(
-        transport, inward, outward, across, peers, policy, open_node=open_node
-    )
+    return HierarchicalCommunicator(transport, inward, outward, across, peers, policy)
 
 
 def _through_memory(
@@ -209,16 +200,15 @@ def _through_memory(
     policy: WaitPolicy,
     store: Store,
     kept: KeptMemory | None,
-    count: int = 2,
 ) -> list[SharedMemoryCommunicator]:
-    """One or two communicators over this rank's node in the same shared memory; empty if some
-    node cannot share it.
+    """Two communicators over this rank's node in the same shared memory; empty if some node
+    cannot share it.
     """
     number, members = next((number, ranks) for number, ranks in enumerate(nodes) if rank in ranks)
     bootstrap = StoreBootstrap(PrefixStore(f"node/{number}", store), members, rank, policy)
     first = open_shared_memory(bootstrap, policy, members=members, kept=kept)
     opened = [first]
-    if count == 2 and first is not None:
+    if first is not None:
         opened.append(open_shared_memory(first, policy, members=members, beside=first))
     all_ranks = range(sum(map(len, nodes)))
     exchange = StoreBootstrap(PrefixStore("all", store), all_ranks, rank, policy)

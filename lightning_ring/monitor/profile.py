@@ -155,7 +155,7 @@ class RingProfile(Callback):
                 "RingProfile saw no gradient in the steps it recorded: there is nothing to plan."
             )
         ready = {
-            name: median(seconds_between(*pair, None) for pair in pairs)
+            name: median(seconds_between(*pair) for pair in pairs)
             for name, pairs in self._ready.items()
         }
         last, found = max(ready.values()), []

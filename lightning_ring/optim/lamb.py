@@ -18,18 +18,6 @@ from lightning_ring.optim.engine.update import NormAllReduce
 
 JUST_BELOW_1 = math.nextafter(1.0, 0.0)
 
-_OTHERS_ARGUMENTS = (
-    *(
-        "always_adapt",
-        "caution",
-        "corrected_weight_decay",
-        "decoupled_decay",
-        "foreach",
-        "grad_averaging",
-    ),
-    *("max_grad_norm", "max_lr_snapshot"),
-)
-
 
 class LAMB(TrustRatioOptimizer):
     """Adam whose step is, for each layer, proportional to the norm of its weights.
@@ -71,10 +59,6 @@ class LAMB(TrustRatioOptimizer):
     state_names = ("exp_avg", "exp_avg_sq")
     counts_steps = True
     keeps_directions = True
-    translates = (
-        "timm's Lamb or apex's FusedLAMB (pytorch-lamb and torch_optimizer's Lamb correct no "
-        "bias, and do not save whether they bound norms)"
-    )
 
     def __init__(
         self,
@@ -127,24 +111,6 @@ class LAMB(TrustRatioOptimizer):
         require_number("weight_decay", group["weight_decay"], low=0)
         if group["trust_clip"] is not None:
             require_number("trust_clip", group["trust_clip"], above=0)
-
-    def translated_group(self, group: dict[str, Any], own: dict[str, Any]) -> dict[str, Any] | None:
-        if not {"betas", "bias_correction", "grad_averaging", "max_grad_norm"} <= group.keys():
-            return None
-        needed = {
-            "grad_averaging": True,
-            "caution": False,
-            "decoupled_decay": False,
-            "max_grad_norm": self.options.max_grad_norm,
-        }
-        for name, value in needed.items():
-            found = group.get(name, value)
-            require(found == value, f"{name}={found!r}, expected {value!r} as in this LAMB")
-        decays = group["weight_decay"] != 0
-        translated = {name: value for name, value in group.items() if name not in _OTHERS_ARGUMENTS}
-        # apex saves no word on parameters that do not decay: they stay as they are here
-        adapt = decays or group.get("always_adapt", own["adapt"])
-        return translated | {"adapt": adapt, "trust_clip": 1.0 if group.get("trust_clip") else None}
 
     @staticmethod
     def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

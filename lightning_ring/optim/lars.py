@@ -56,10 +56,6 @@ class LARS(TrustRatioOptimizer):
     state_names = ("momentum_buffer",)
     counts_steps = False
     keeps_directions = False
-    translates = (
-        "timm's Lars (torch_optimizer's, flash's and bolts' LARS, torchlars and apex's LARC save "
-        "what torch's SGD does and not all that their steps depend on)"
-    )
 
     def __init__(
         self,
@@ -112,18 +108,6 @@ class LARS(TrustRatioOptimizer):
     def check_new_group(self, group: dict[str, Any]) -> None:
         # momentum correction raises it above 1 while the learning rate rises, as in `WarmupLR`
         require_number("momentum", group["momentum"], low=0, below=1)
-
-    def translated_group(self, group: dict[str, Any], own: dict[str, Any]) -> dict[str, Any] | None:
-        if "trust_coeff" not in group:
-            return None
-        for name in ("dampening", "trust_clip"):
-            require(not group[name], f"{name}={group[name]!r}, expected 0: this LARS has none")
-        others = ("always_adapt", "dampening", "foreach", "trust_clip", "trust_coeff")
-        return {name: value for name, value in group.items() if name not in others} | {
-            "trust_coefficient": group["trust_coeff"],
-            "momentum_form": "torch",
-            "adapt": group["always_adapt"] or group["weight_decay"] != 0,
-        }
 
     @staticmethod
     def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 from lightning_ring import ElasticStrategy, RingFabricStrategy, RingStrategy
-from lightning_ring.algorithms.local import DiLoCo, Gossip, LocalSGD
+from lightning_ring.algorithms.local import DiLoCo, LocalSGD
 from lightning_ring.errors import ConfigurationError
 from tests.algorithms.local_training import NUM_STEPS, OPTIMIZERS, loss, network, one_step, trained
 from tests.battery import check_names
@@ -140,14 +140,9 @@ def test_another_number_of_ranks_goes_on_from_the_average() -> None:
     assert num_steps == 4
 
 
-@pytest.mark.parametrize(
-    ("make", "agreed"), [(lambda: LocalSGD(3, warmup_steps=1), 6), (lambda: Gossip("pairs"), 5)]
-)
-def test_a_request_to_stop_reaches_every_rank_with_the_next_exchange(
-    make: Callable[[], LocalSGD], agreed: int
-) -> None:
+def test_a_request_to_stop_reaches_every_rank_with_the_next_exchange() -> None:
     def rank(comm: Any) -> list[bool]:
-        net, algorithm = network(), make()
+        net, algorithm = network(), LocalSGD(3, warmup_steps=1)
         steps = OPTIMIZERS["sgd"](net)
         algorithm.attach(net, [steps], comm)
         answers = []
@@ -158,7 +153,7 @@ def test_a_request_to_stop_reaches_every_rank_with_the_next_exchange(
         algorithm.detach()
         return answers
 
-    assert run_ranks(2, rank) == 2 * [[step == agreed for step in range(8)]]
+    assert run_ranks(2, rank) == 2 * [[step == 6 for step in range(8)]]
 
 
 @pytest.mark.parametrize(

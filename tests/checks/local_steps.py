@@ -24,7 +24,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ring import RingStrategy, distribute
-from lightning_ring.algorithms.local import DiLoCo, Gossip, LocalSGD
+from lightning_ring.algorithms.local import DiLoCo, LocalSGD
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import RingProfile
 from tests.checks.loops import batches, loss_of, network
@@ -113,7 +113,6 @@ def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(
             lambda: LocalSGD(every=3, warmup_steps=2),
             lambda: DiLoCo(every=3, outer_lr=0.5),
             lambda: DiLoCo(every=3, fragments=2, overlap=2, outer_bits=4),
-            lambda: Gossip("exponential", warmup_steps=1),
         )
     ):
         whole = run(make, f"whole {number}")

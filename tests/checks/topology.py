@@ -79,25 +79,6 @@ def check_auto_nests_what_shares_nodes_evenly() -> None:
             assert isinstance(comm, GlooCommunicator)
 
 
-def check_ranks_of_a_node_have_a_communicator_that_no_other_node_waits_for() -> None:
-    for nodes, backend in ((ROUND_ROBIN, "auto"), (BLOCKS, "gloo"), (BLOCKS, "mpi")):
-        with opened(nodes, backend) as comm:
-            own = comm.of_node()
-            assert own is not None
-            assert own is comm.of_node()
-            for _ in range(1 + nodes[comm.rank]):  # not equally often on both
-                total = torch.full((90_000,), float(comm.rank))
-                own.all_reduce_(total).wait()
-                assert (
-                    total == sum(rank for rank in range(4) if nodes[rank] == nodes[comm.rank])
-                ).all()
-            total = torch.full((90_000,), float(comm.rank))
-            comm.all_reduce_(total).wait()
-            assert (total == 6).all()
-    with opened(APART) as comm:
-        assert comm.of_node() is None
-
-
 def check_jobs_one_after_the_other_over_two_nodes() -> None:
     open_gloo()
     dist.destroy_process_group()  # of the checks: a job opens its own

@@ -47,7 +47,7 @@ def run_nested(
 ) -> list[Any]:
     """`run_ranks` on a `HierarchicalCommunicator` whose every level is a ring of threads."""
     peers = [sorted(ranks) for ranks in zip(*nodes, strict=True)]
-    inward, outward, own = ([ThreadWorld(len(ranks)) for ranks in nodes] for _ in range(3))
+    inward, outward = ([ThreadWorld(len(ranks)) for ranks in nodes] for _ in range(2))
     across = [ThreadWorld(len(ranks)) for ranks in peers]
 
     def rank(comm: RingCommunicator) -> Any:
@@ -66,7 +66,6 @@ def run_nested(
             peers,
             policy,
             piece_bytes=piece_bytes,
-            open_node=lambda: level(own[node], nodes[node]),
         )
         try:
             return fn(nested)

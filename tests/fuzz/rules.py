@@ -48,9 +48,6 @@ def settle(program: Program) -> None:
         plain("freeze")
         if lossy:
             choices["again"] = "resumed, and straight"
-            if choice("buckets") == "auto":
-                # sizes that are measured behind the checkpoint are others in each training
-                plain("buckets")
             _plain_blocks(program.blocks, "Complex", "Dropped")
     _settle_blocks(program)
     if program.family != "trainer":

@@ -132,7 +132,6 @@ BUCKETS = {
     "default": option(2),
     "one parameter": option(2, ring="bucket_cap_mb=1e-6"),
     "tiny": option(2, ring="bucket_cap_mb=0.0005"),
-    "auto": option(ring="bucket_cap_mb='auto'"),
 }
 
 COMPRESSION = {

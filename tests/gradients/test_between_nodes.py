@@ -83,10 +83,6 @@ def test_bytes_that_leave(make: Callable[[], Compressor], share: float, world_si
 
     for whole, compressed in run_ranks(world_size, count):
         assert compressed <= share * whole
-        told = make().wire_bytes(numel, world_size)
-        if told is not None:
-            # headers, and the end of rows of 128 bytes
-            assert told / (4 * numel) == pytest.approx(compressed / whole, rel=0.04, abs=6e-4)
 
 
 @pytest.mark.parametrize(

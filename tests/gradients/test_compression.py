@@ -55,8 +55,6 @@ def test_a_compressor_from_outside_is_given_as_an_instance() -> None:
     RingStrategy(compression=ErrorFeedback(Sent()))
     with pytest.raises(ConfigurationError, match="cannot leave each rank its shard"):
         Sharded(compression=Sent())
-    with pytest.raises(ConfigurationError, match="bucket_cap_mb"):
-        RingStrategy(compression=Sent(), bucket_cap_mb="auto")
     with pytest.raises(
         ConfigurationError, match=r"'fp16', 'bf16', 'fp32', 'int8', .* or a Compressor"
     ):

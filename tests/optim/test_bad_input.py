@@ -1,17 +1,11 @@
 """What bad input gets: an error that says what was found and what was expected."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
 
 from lightning_ring.optim import LAMB, LARS, exclude_bias_and_norm
-from lightning_ring.optim.engine import compiler
 from tests.optim.ways import every_optimizer, every_way, random_params
-from tests.processes import ROOT, clean_env
 
 NAN = float("nan")
 OUT_OF_RANGE = [
@@ -110,34 +104,9 @@ def test_two_ways_at_once(optimizer_class):
 
 
 @every_optimizer
-def test_fused_without_a_compiler_says_so(optimizer_class, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(
-        RuntimeError, match=r"needs a C\+\+ compiler, and none was found .*g\+\+.* leave fused=None"
-    ):
-        optimizer_class(random_params(), fused=True)
-    optimizer_class(random_params())  # the default needs none
-
-
-def test_a_compiler_that_fails_is_shown(monkeypatch, tmp_path):
-    monkeypatch.setenv("CXX", "false")
-    monkeypatch.setenv("LIGHTNING_RING_CACHE", str(tmp_path))
-    compiler.load.cache_clear()
-    params = random_params()
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    with pytest.raises(
-        RuntimeError, match="The C\\+\\+ compiler failed on the fused optimizer kernel: false"
-    ):
-        LARS(params, fused=True).step()
-    assert compiler.find_compiler() == ["false"]
-
-
-@every_optimizer
 def test_fused_on_another_device(optimizer_class):
     with pytest.raises(
-        ValueError, match="fused=True has kernels for cpu and cuda, found a parameter on meta"
+        ValueError, match="fused=True has kernels for cuda, found a parameter on meta"
     ):
         optimizer_class([torch.ones(2, device="meta", requires_grad=True)], fused=True)
 
@@ -145,29 +114,3 @@ def test_fused_on_another_device(optimizer_class):
 def test_module_without_parameters():
     with pytest.raises(ValueError, match="ReLU has no parameters"):
         exclude_bias_and_norm(nn.ReLU(), 0.1)
-
-
-@pytest.mark.ranks
-def test_kernels_compile_in_several_processes_at_once(tmp_path):
-    """Ranks share one cache folder and all begin with an empty one."""
-    program = (
-        "import torch; from lightning_ring.optim import LARS\n"
-        "p = torch.ones(100, requires_grad=True); p.grad = torch.ones(100)\n"
-        "LARS([p], lr=1.0, fused=True).step(); print(p[0].item())"
-    )
-    env = clean_env(LIGHTNING_RING_CACHE=str(tmp_path))
-    command = [sys.executable, "-c", program]
-    processes = [
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, cwd=ROOT, text=True)
-        for _ in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert len(set(outputs)) == 1
-    assert float(outputs[0]) == pytest.approx(0.999)
-    assert [name for name in os.listdir(tmp_path) if not name.endswith(".so")] == [], (
-        "scratch was left behind"
-    )

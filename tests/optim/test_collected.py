@@ -59,7 +59,7 @@ def _another(params):
     return params[-1]
 
 
-@pytest.mark.parametrize("way", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
+@pytest.mark.parametrize("way", [{"foreach": True}, {"foreach": False}], ids=str)
 @every_optimizer
 def test_steps_equal_those_that_collect_anew(optimizer_class, way):
     results = []

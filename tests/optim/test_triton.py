@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ring.optim.engine.fused import FusedCudaRunner
+from lightning_ring.optim.engine.fused import FusedRunner
 from lightning_ring.optim.engine.parameter_list import TensorKind
 from lightning_ring.optim.engine.trace import measure_body, move_body
 from lightning_ring.optim.engine.triton_kernel import CHUNK, NUM_WARPS, block_size, compile_module
@@ -107,7 +107,7 @@ def test_interpreted_kernels_far_into_a_tensor(optimizer_class, dtype, monkeypat
     would miss the memory.
     """
     start = 1 << 33
-    chunks_of, pointers_of = FusedCudaRunner._chunks_of, FusedCudaRunner._pointers_of
+    chunks_of, pointers_of = FusedRunner._chunks_of, FusedRunner._pointers_of
 
     def far_chunks(self, part):
         chunks, first = chunks_of(self, part)
@@ -117,8 +117,8 @@ def test_interpreted_kernels_far_into_a_tensor(optimizer_class, dtype, monkeypat
         itemsizes = [column[0].element_size() for column in part.columns()]
         return pointers_of(self, part) - start * torch.tensor([*itemsizes, 0])
 
-    monkeypatch.setattr(FusedCudaRunner, "_chunks_of", far_chunks)
-    monkeypatch.setattr(FusedCudaRunner, "_pointers_of", low_pointers)
+    monkeypatch.setattr(FusedRunner, "_chunks_of", far_chunks)
+    monkeypatch.setattr(FusedRunner, "_pointers_of", low_pointers)
     steps_as_in_float64(optimizer_class, random_params(dtype=dtype, shapes=[(33,), (CHUNK,)]))
 
 

@@ -15,8 +15,8 @@ OPTIMIZERS = [
     getattr(optim, name) for name in optim.__all__ if isinstance(getattr(optim, name), type)
 ]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CPU_WAYS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-# Under Triton's interpreter the fused way is the Triton kernel; the others have had their turn
+CPU_WAYS = {"plain": {"foreach": False}, "foreach": {"foreach": True}}
+# On the CPU the fused way runs under Triton's interpreter only; the others have had their turn
 # without it.
 WAYS = {"fused": {"fused": True}} if INTERPRETED else CPU_WAYS
 

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 import recipes.train
+from recipes.start import new_folder
 from recipes.sweep import read_rows, table
 from tests import forked
 from tests.processes import ROOT, run

@@ -10,7 +10,8 @@ SGD: averages of gradients first).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lightning_ring.algorithms.algorithm import Algorithm, log
+from lightning_ring.algorithms.algorithm import Algorithm, Backwards, log
 from lightning_ring.algorithms.averaging import Averaging
-from lightning_ring.algorithms.delegating import Delegating
 from lightning_ring.algorithms.local.averages import average_
 from lightning_ring.comm.communicator import Communicator, as_integers
 from lightning_ring.comm.recording import unrecorded
@@ -33,7 +33,7 @@ _OTHER_ROUNDS = (
 )
 
 
-class LocalSGD(Delegating):
+class LocalSGD(Algorithm):
     """Rank r steps its parameters w_r with its own gradients; after each round of ``every`` steps
     w_r ← mean of all w.
 
@@ -47,8 +47,6 @@ class LocalSGD(Delegating):
             stays with its rank.
         warmup_steps: Steps at the begin whose gradients are averaged. Post-local SGD takes those
             before the learning rate first drops.
-        in_nodes: Where nodes hold several ranks (nested rings, ``topology``), average the gradients
-            of a node's ranks at every step: nodes step alone, not ranks.
         bucket_cap_mb, compression: Of gradients, as of `Averaging`. Only those of the warm-up are
             compressed.
 
@@ -63,8 +61,7 @@ class LocalSGD(Delegating):
         every: int = 8,
         *,
         warmup_steps: int = 0,
-        in_nodes: bool = False,
-        bucket_cap_mb: float | Literal["auto"] | None = None,
+        bucket_cap_mb: float | None = None,
         compression: str | Compressor | None = None,
     ) -> None:
         name = type(self).__name__
@@ -82,11 +79,10 @@ class LocalSGD(Delegating):
                 "strategy 'ring'."
             )
         self.every = every
-        self.in_nodes = in_nodes
         self.warmup_steps = warmup_steps
         self.num_steps = 0
         self._settings = {"bucket_cap_mb": bucket_cap_mb, "compression": compression}
-        self._gradients: Algorithm = Algorithm()
+        self._gradients = Algorithm()  # during the warm-up `Averaging`
         # this rank's parameters, while the averages are in their place
         self._own: dict[Parameter, Tensor] = {}
         self._shown: list[Tensor] = []  # then, the averages
@@ -109,27 +105,14 @@ class LocalSGD(Delegating):
     ) -> None:
         self._module, self._comm, self._inform = module, comm, inform
         self.set_optimizers(optimizers)
-        self._warn = warn
         if self.num_steps < self.warmup_steps:
             self._gradients = Averaging(**self._settings)  # type: ignore[arg-type]
             self._gradients.ask_to_stop(self._asked_to_stop)
             self._gradients.attach(module, optimizers, comm, warn, inform)
-        else:
-            self._average_in_nodes()
 
-    def _average_in_nodes(self) -> None:
-        """From the end of the warm-up on."""
+    def _end_warm_up(self) -> None:
         self._gradients.detach()
         self._gradients = Algorithm()
-        node = self._communicator.of_node() if self.in_nodes else None
-        if node is not None:
-            self._gradients = Averaging(bucket_cap_mb=self._settings["bucket_cap_mb"])  # type: ignore[arg-type]
-            self._gradients.attach(self._module, self._optimizers, node, self._warn, self._inform)
-        elif self.in_nodes:
-            self._inform(
-                f"{type(self).__name__}(in_nodes=True): there are no nested rings, so each rank "
-                "steps by itself"
-            )
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         if len(optimizers) > 1:
@@ -148,25 +131,35 @@ class LocalSGD(Delegating):
 
     # -- a batch
 
+    @property
+    def backwards(self) -> Backwards:  # type: ignore[override]
+        return self._gradients.backwards
+
     def begin_batch(self, active_ranks: int | None = None) -> None:
         self._hide_averages()
-        super().begin_batch(active_ranks)
+        self._gradients.begin_batch(active_ranks)
+
+    def forward(self, *, wait: bool = True) -> AbstractContextManager[None]:
+        return self._gradients.forward(wait=wait)
+
+    def backward(self) -> AbstractContextManager[None]:
+        return self._gradients.backward()
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self._hide_averages()
-        super().before_step(optimizer, has_closure=has_closure)
+        self._gradients.before_step(optimizer, has_closure=has_closure)
 
     def after_step(self, optimizer: Optimizer) -> None:
         if not self._steps_the_module(optimizer):
             return
-        super().after_step(optimizer)
+        self._gradients.after_step(optimizer)
         self.num_steps += 1
         if self.num_steps > self.warmup_steps:
             self._note_stepped()
             self._after_local_step()
         elif self.num_steps == self.warmup_steps:
             self._agreed_to_stop |= self._gradients.agreed_to_stop()
-            self._average_in_nodes()
+            self._end_warm_up()
             self._begin_first_round()
             self._inform(f"{self.num_steps} steps of warm-up are over: {self._rounds()}")
 
@@ -266,7 +259,11 @@ class LocalSGD(Delegating):
             own = {names[param]: self._own.get(param, param) for param in params}
             optimizers = [optimizer.state_dict() for optimizer in self._optimizers]
             ranks = self._collect({"parameters": own, "optimizers": optimizers})
-        return {"num_steps": self.num_steps, "ranks": ranks, "gradients": super().state_dict()}
+        return {
+            "num_steps": self.num_steps,
+            "ranks": ranks,
+            "gradients": self._gradients.state_dict(),
+        }
 
     def _collect(self, state: Any) -> list[Any]:
         """Every rank's ``state``, by rank, on rank 0; elsewhere empty. Collective.
@@ -299,8 +296,9 @@ class LocalSGD(Delegating):
             )
         self.num_steps = state["num_steps"]
         if self.num_steps >= self.warmup_steps:
-            self._average_in_nodes()
-        problem = super().load_state_dict(state["gradients"]) if state["gradients"] else ""
+            self._end_warm_up()
+        of_gradients = state["gradients"]
+        problem = self._gradients.load_state_dict(of_gradients) if of_gradients else ""
         self._own, self._shown = {}, []
         ranks = state["ranks"]
         if not ranks:
@@ -336,28 +334,28 @@ class LocalSGD(Delegating):
 
     def ask_to_stop(self, asked: bool = True) -> None:
         self._asked_to_stop = asked
-        if self.num_steps < self.warmup_steps:  # later all nodes have to agree
-            super().ask_to_stop(asked)
+        if self.num_steps < self.warmup_steps:
+            self._gradients.ask_to_stop(asked)
 
     def agreed_to_stop(self) -> bool:
-        agreed, self._agreed_to_stop = self._agreed_to_stop or super().agreed_to_stop(), False
+        agreed = self._agreed_to_stop or self._gradients.agreed_to_stop()
+        self._agreed_to_stop = False
         return agreed
 
     def progress(self) -> str:
-        return super().progress() or f"step {self.num_steps}"
+        return self._gradients.progress() or f"step {self.num_steps}"
 
     def description(self) -> str:
         if self.num_steps < self.warmup_steps:
-            return (
-                f"{super().description()}; after {self.warmup_steps} steps none: {self._rounds()}"
-            )
+            now = self._gradients.description()
+            return f"{now}; after {self.warmup_steps} steps none: {self._rounds()}"
         return f": none, {self._rounds()}"
 
     def _rounds(self) -> str:
-        who = "the ranks of a node step together" if self.in_nodes else "each rank steps by itself"
         return (
-            f"{who}, and {self._exchange()} every {self.every} steps. Evaluations, checkpoints and "
-            "the end of the training see the average of the ranks' parameters"
+            f"each rank steps by itself, and {self._exchange()} every {self.every} steps. "
+            "Evaluations, checkpoints and the end of the training see the average of the ranks' "
+            "parameters"
         )
 
     def _exchange(self) -> str:

@@ -17,9 +17,8 @@ optimizer state.
    forward pre-hook of each module waits for the parameters that the module holds (`reads`).
 
 A checkpoint gathers one bucket and one kind of state at a time, and rank 0 keeps the result on the
-CPU. Loading keeps the ordinary state dict until the buckets are laid out, and cuts it then. torch's
-optimizers are listed as elementwise; any other class is tried on small float64 tensors
-(`elementwise`).
+CPU. Loading keeps the ordinary state dict until the buckets are laid out, and cuts it then. Classes
+that are known to be elementwise are listed in `elementwise`; any other class says so itself.
 """
 
 from lightning_ring.algorithms.sharded.algorithm import Sharded

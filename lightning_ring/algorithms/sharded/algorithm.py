@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import log
 from lightning_ring.algorithms.averaging import Averaging
-from lightning_ring.algorithms.delegating import Delegating
 from lightning_ring.algorithms.sharded import norms
 from lightning_ring.algorithms.sharded.elementwise import check_can_be_sharded
 from lightning_ring.algorithms.sharded.memory import check_no_aliases
@@ -28,12 +27,11 @@ from lightning_ring.algorithms.sharded.state import State
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
-from lightning_ring.gradients.reducer import Reducer
 
 _ENDING_SECONDS = 1.0  # in which what all ranks have sent arrives
 
 
-class Sharded(Delegating):
+class Sharded(Averaging):
     """Gradients are reduce-scattered, each rank steps its shard, and parameters are all-gathered.
 
     A step starts an all-gather of each changed bucket. If ``overlaps`` is True the step returns at
@@ -49,32 +47,29 @@ class Sharded(Delegating):
     """
 
     sharded: ClassVar[bool] = True
-    mirrors_shards: bool = False
-    mirror_order: Sequence[int] | None = None
 
     def __init__(
         self,
         *,
-        bucket_cap_mb: float | Literal["auto"] | None = None,
+        bucket_cap_mb: float | None = None,
         compression: str | Compressor | None = None,
     ) -> None:
-        self._mirrors: Mirrors | None = None
-        # whole states of the optimizers, between `move` and `attach`
-        self._moved: list[State] | None = None
-        self._is_cut = False  # this rank has only parts of the optimizers' state
-        self._changed: list[Parameter] = []  # by a step whose parameters are not gathered yet
-        self._measures = bucket_cap_mb == "auto"
-        self._overlaps = False
-        self._parameters: ShardedParameters | None = None
-        # others live as long as their optimizers, through the hooks
-        self._set: list[SlicedOptimizer] = []
-        self._sliced: MutableMapping[int, SlicedOptimizer] = {}  # weak, from `attach` on
-        self._gradients = self._averaging = Averaging(
+        super().__init__(
             bucket_cap_mb=bucket_cap_mb,
             compression=compression,
             shards=True,
             on_new_parameters=self._follow_module,
         )
+        self._mirrors: Mirrors | None = None
+        # whole states of the optimizers, between `move` and `attach`
+        self._moved: list[State] | None = None
+        self._is_cut = False  # this rank has only parts of the optimizers' state
+        self._changed: list[Parameter] = []  # by a step whose parameters are not gathered yet
+        self._overlaps = False
+        self._parameters: ShardedParameters | None = None
+        # others live as long as their optimizers, through the hooks
+        self._set: list[SlicedOptimizer] = []
+        self._sliced: MutableMapping[int, SlicedOptimizer] = {}  # weak, from `attach` on
 
     # -- begin and end
 
@@ -87,14 +82,12 @@ class Sharded(Delegating):
         inform: Callable[[str], None] = log.info,
     ) -> None:
         self._parameters = None
-        self._averaging.attach(module, optimizers, comm, warn, inform)
-        reducer = self.reducer
-        assert reducer is not None
+        self._set, self._sliced = [], WeakValueDictionary()
+        super().attach(module, optimizers, comm, warn, inform)
         check_no_aliases(module)
         self._overlaps = False
-        self._module, self._comm, self._warn = module, comm, warn
-        self._set, self._sliced = [], WeakValueDictionary()
-        parameters = ShardedParameters(comm, reducer)
+        self._warn = warn
+        parameters = ShardedParameters(comm, self._training)
         order = self.mirror_order or range(comm.world_size)
         self._mirrors = Mirrors(parameters, order) if self.mirrors_shards else None
         self._is_cut, self._changed = False, []
@@ -111,7 +104,7 @@ class Sharded(Delegating):
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Replace the optimizers. Earlier ones stay sharded: stepping them is still allowed."""
-        self._averaging.set_optimizers(optimizers)
+        super().set_optimizers(optimizers)
         self._set = [self._slice(optimizer) for optimizer in optimizers]
 
     def detach(self, *, wait: bool = True) -> None:
@@ -128,15 +121,13 @@ class Sharded(Delegating):
                 optimizer.release()
             self._reads.remove()
             self._parameters.release()
-        self._averaging.detach(wait=wait)
+        super().detach(wait=wait)
 
     def _follow_module(self) -> None:
         if self._parameters is not None:
             self.wait_parameters()
-            reducer = self._averaging.reducer
-            assert reducer is not None
             # some may have left the module, and are still stepped
-            check_no_aliases(self._module, reducer.tracked)
+            check_no_aliases(self._module, self._training.tracked)
             self._reads.follow()
 
     def _slice(self, optimizer: Optimizer) -> SlicedOptimizer:
@@ -153,10 +144,6 @@ class Sharded(Delegating):
         sliced = SlicedOptimizer(optimizer, self._attached, self._stepped, self._mirrors)
         self._sliced[id(optimizer)] = sliced
         return sliced
-
-    @property
-    def reducer(self) -> Reducer | None:
-        return self._averaging.reducer
 
     @property
     def overlaps(self) -> bool:
@@ -181,7 +168,7 @@ class Sharded(Delegating):
         self._reads.begin_forward()
         # the compiler takes the size of a parameter's memory, which is that of a whole bucket once
         # it lies in one
-        splits = nullcontext() if self._parameters.buckets else self._averaging.forward()
+        splits = nullcontext() if self._parameters.buckets else super().forward()
         with splits:
             yield
         if wait:
@@ -189,7 +176,7 @@ class Sharded(Delegating):
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         super().before_step(optimizer, has_closure=has_closure)
-        if self._averaging.steps_tracked_parameters(optimizer):
+        if self.steps_tracked_parameters(optimizer):
             # optimizers may be built in the middle of the training
             self._slice(optimizer).put_hooks_inside()
 
@@ -206,13 +193,6 @@ class Sharded(Delegating):
             parameters.wait()
 
     # -- deaths
-
-    def refusal_of_deaths(self) -> str:
-        return (
-            "bucket_cap_mb='auto' changes the shards in the middle of the training"
-            if self._measures
-            else ""
-        )
 
     def before_commit(self) -> None:
         if self._mirrors is not None:

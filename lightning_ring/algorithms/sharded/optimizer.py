@@ -240,9 +240,6 @@ class SlicedOptimizer:
     def _shard_state(self) -> None:
         """Replace full state by this rank's part, for every parameter that has a shard."""
         self._forget_empty()
-        if not self._parameters.reducer.settled:
-            self._load_unsharded()
-            return
         shards = self._parameters.by_param
         # by its constructor, for example
         made = {p: s for p, s in self.optimizer.state.items() if p in shards}
@@ -272,14 +269,6 @@ class SlicedOptimizer:
         """Drop the empty dicts that reading ``optimizer.state[param]`` creates."""
         for param in [p for p, state in self.optimizer.state.items() if not state]:
             del self.optimizer.state[param]
-
-    def _load_unsharded(self) -> None:
-        """Until "auto" has chosen buckets every rank steps full parameters, with their full
-        state.
-        """
-        loaded, self._unsharded = self._unsharded, {}
-        if loaded:
-            self._load(loaded)
 
     def _load(self, loaded: State) -> None:
         # the optimizer's own method knows the dtype and the device of each value

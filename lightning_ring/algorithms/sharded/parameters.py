@@ -223,8 +223,6 @@ class ShardedParameters:
     def follow(self) -> None:
         """Create a parameter bucket for each new gradient bucket. Collective."""
         self.reducer.settle()
-        if not self.reducer.settled:
-            return
         for gradients in self.reducer.buckets[len(self.buckets) :]:
             new = ParameterBucket(gradients, self.comm, self.reducer)
             self.buckets.append(new)

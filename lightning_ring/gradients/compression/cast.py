@@ -25,9 +25,6 @@ class Cast(Compressor):
     can_shard = True
     buffer_dtype: torch.dtype
 
-    def wire_bytes(self, numel: int, world_size: int) -> float | None:
-        return numel * self.buffer_dtype.itemsize
-
     def all_reduce(
         self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = ""
     ) -> Work:

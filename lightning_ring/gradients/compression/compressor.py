@@ -35,7 +35,7 @@ class Compressor(ABC):
     """Averages flat tensors of gradients in its own way. A subclass writes `all_reduce`; the rest
     has defaults.
 
-    Every method but `accepts` and `wire_bytes` is called on all ranks, in the same order and in the
+    Every method but `accepts` is called on all ranks, in the same order and in the
     thread that runs backward; so is `Work.wait` of the works it returns, which may start further
     collectives of the communicator.
 
@@ -58,14 +58,6 @@ class Compressor(ABC):
     def accepts(self, dtype: torch.dtype) -> bool:
         """Whether it sends gradients of ``dtype``; the others travel as they are."""
         return dtype is torch.float32
-
-    def wire_bytes(self, numel: int, world_size: int) -> float | None:
-        """Size of the uncompressed all-reduce that costs as much as that of ``numel`` gradients.
-
-        In bytes: a rank sends 2·(N−1)/N of it. `None` where it does not follow from the number of
-        gradients; ``bucket_cap_mb="auto"`` is then refused.
-        """
-        return None
 
     def is_lossy(self) -> bool:
         """Whether the messages of this backward lose anything."""

@@ -40,9 +40,6 @@ class ErrorFeedback(Compressor):
     def accepts(self, dtype: torch.dtype) -> bool:
         return self.compressor.accepts(dtype)
 
-    def wire_bytes(self, numel: int, world_size: int) -> float | None:
-        return self.compressor.wire_bytes(numel, world_size)
-
     def is_lossy(self) -> bool:
         return self.compressor.is_lossy()
 

@@ -47,9 +47,6 @@ class Int8(BetweenNodes):
     name = "int8"
     can_shard = True
 
-    def wire_bytes(self, numel: int, world_size: int) -> float | None:
-        return numel * (1 + 4 / BLOCK)
-
     def average(self, part: Part) -> Iterator[Work]:
         return average_in_two_legs(part, INT8)
 

@@ -52,9 +52,6 @@ class Signs(BetweenNodes):
         # between gradients, where a sign is not 0
         self._gaps: dict[Tensor, list[tuple[int, int]]] = {}
 
-    def wire_bytes(self, numel: int, world_size: int) -> float | None:
-        return numel * (1 / 8 + 4 / BLOCK)
-
     def prepare(self, flat: Tensor, layout: GradientLayout) -> None:
         self._server.prepare(flat, layout)
         self._moved.add(flat)

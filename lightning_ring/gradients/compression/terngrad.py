@@ -63,10 +63,6 @@ class TernGrad(BetweenNodes):
         self._generator: torch.Generator | None = None
         self._loaded: Tensor | None = None
 
-    def wire_bytes(self, numel: int, world_size: int) -> float | None:
-        # ternary digits on the way to the sum, digits of base 2N + 1 on the way back
-        return numel * (1 / digits_a_byte(3) + 1 / digits_a_byte(2 * world_size + 1)) / 2
-
     def prepare(self, flat: Tensor, layout: GradientLayout) -> None:
         self._layers[flat] = bounds_of(flat, layout)
 

@@ -40,10 +40,6 @@ class Largest(BetweenNodes):
         self.ratio = ratio
         self.sent: dict[Tensor, Tensor | None] = {}
 
-    def wire_bytes(self, numel: int, world_size: int) -> float | None:
-        # a value and a place of 4 bytes each, which every rank gathers from all
-        return min(4 * math.ceil(self.ratio * numel) * world_size, 4 * numel)
-
     def forget_tensors(self) -> None:
         self.sent.clear()
 

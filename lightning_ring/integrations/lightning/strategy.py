@@ -102,8 +102,7 @@ class RingStrategy(RankedStrategy):
             a node, and between nodes Gloo (MPI if it started the ranks and they have InfiniBand or
             the like).
         bucket_cap_mb: Bucket size in MiB, `None` for 4 on up to 16 CPU ranks and 25 elsewhere; the
-            first bucket to fill takes 1 MiB, so that the wire starts early. Or ``"auto"``: sizes
-            that fit what the first steps show of backward and of the wire.
+            first bucket to fill takes 1 MiB, so that the wire starts early.
         topology: ``"hierarchical"`` reduces in each node first, then across nodes, so that every
             byte crosses the wire once; ``"flat"`` is one ring over all ranks. ``"auto"``:
             hierarchical on CPU where there are several nodes, each with the same number of ranks

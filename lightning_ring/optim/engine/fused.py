@@ -1,9 +1,8 @@
-"""The fused runners: one compiled kernel to measure and one to move, each over all parameters."""
+"""The fused runner: one Triton kernel to measure and one to move, each over all parameters."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 from itertools import accumulate
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.host.accelerator import send
-from lightning_ring.optim.engine import compiler, cpp_kernel, triton_kernel
+from lightning_ring.optim.engine import triton_kernel
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, ParameterList, TensorKind
 from lightning_ring.optim.engine.plain import PlainRunner
 from lightning_ring.optim.engine.rule import Rule, StepNumbers
@@ -27,13 +26,13 @@ from lightning_ring.optim.engine.trace import (
 
 
 class FusedRunner(PlainRunner):
-    """The tables through which the kernels find their tensors; each call works on a chunk of one
-    tensor.
+    """Runs a rule as five Triton launches, nothing of which waits for the device.
 
+    The kernels find their tensors through tables; each program works on a chunk of one tensor.
     Tables are made when they change: gradients tend to come back at the same addresses.
     """
 
-    chunk: int  # elements
+    chunk = triton_kernel.CHUNK  # elements
 
     def __init__(self, rule: type[Rule]) -> None:
         super().__init__(rule)
@@ -88,58 +87,17 @@ class FusedRunner(PlainRunner):
             self._kept.get(("first", device, sizes), None, device, first),
         )
 
-    def _table(self, names: tuple[str, ...], part: ParameterBatch, numbers: StepNumbers) -> Tensor:
-        """Numbers of each parameter of the part, shape [parameters, names], float64, on the part's
-        device.
+    def _table(self, part: ParameterBatch, numbers: StepNumbers) -> Tensor:
+        """The `number_names` of each parameter of the part, shape [parameters, names], float64, on
+        the part's device.
         """
         device = part.kind.device
-        table = numbers.table(names)
+        table = numbers.table(number_names(self._rule))
         if len(part.positions) != len(table):
             positions, place = tuple(part.positions), table.device
             rows = self._kept.get((positions, place), None, place, lambda: torch.tensor(positions))
             table = table.index_select(0, rows)
         return table.to(device)
-
-
-class FusedCpuRunner(FusedRunner):
-    """Runs a rule as C++, compiled at the first step for the dtypes at hand; uses torch's number
-    of threads.
-    """
-
-    chunk = cpp_kernel.CHUNK
-
-    def measure(self, part: ParameterBatch, numbers: StepNumbers) -> Tensor:
-        chunks, *_ = self._tables_of(part)
-        sums = torch.empty(len(chunks), 2, dtype=torch.float64)
-        scalars = self._table(measure_body(self._rule).scalars, part, numbers)
-        self._call("measure", part, scalars, sums)
-        by_row = torch.zeros(len(part.positions), 2, dtype=torch.float64)
-        return by_row.index_add_(0, chunks[:, 0], sums).T
-
-    def move(self, part: ParameterBatch, numbers: StepNumbers) -> None:
-        scalars = self._table(move_body(self._rule).scalars, part, numbers)
-        self._call("move", part, scalars, None)
-        torch.autograd.graph.increment_version([*part.weights, *part.mirrors])
-
-    def _call(self, name: str, part: ParameterBatch, scalars: Tensor, sums: Tensor | None) -> None:
-        chunks, _, pointers = self._tables_of(part)
-        library = compiler.load(_source(self._rule, part.kind))
-        addresses = (chunks, pointers, scalars, sums)
-        getattr(library, name)(
-            ctypes.c_int64(len(chunks)),
-            *(
-                ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-                for tensor in addresses
-            ),
-            ctypes.c_int(min(torch.get_num_threads(), max(1, len(chunks)))),
-            _torch_threads(),
-        )
-
-
-class FusedCudaRunner(FusedRunner):
-    """Runs a rule as five Triton launches, nothing of which waits for the device."""
-
-    chunk = triton_kernel.CHUNK
 
     def numbers(
         self,
@@ -173,7 +131,7 @@ class FusedCudaRunner(FusedRunner):
             return torch.zeros(2, rows, dtype=torch.float64, device=device)
         by_row = torch.empty(2, rows, dtype=torch.float64, device=device)
         sums = torch.empty(len(chunks), 2, dtype=torch.float64, device=device)
-        scalars = self._table(number_names(self._rule), part, numbers)
+        scalars = self._table(part, numbers)
         module = _module(self._rule, part.kind)
         block = triton_kernel.block_size(measure_body(self._rule), part.kind)
         sizes = {"CHUNK": self.chunk, "BLOCK": block}
@@ -187,7 +145,7 @@ class FusedCudaRunner(FusedRunner):
     def move(self, part: ParameterBatch, numbers: StepNumbers) -> None:
         chunks, _, pointers = self._tables_of(part)
         if len(chunks):
-            scalars = self._table(number_names(self._rule), part, numbers)
+            scalars = self._table(part, numbers)
             block = triton_kernel.block_size(move_body(self._rule), part.kind)
             sizes = {"CHUNK": self.chunk, "BLOCK": block}
             launch = _module(self._rule, part.kind)["move"][(len(chunks),)]
@@ -230,7 +188,6 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-_source = cached(cpp_kernel.source)
 _module = cached(triton_kernel.compile_module)
 
 
@@ -241,17 +198,3 @@ def triton_is_here() -> bool:
     except ImportError:
         return False
     return True
-
-
-@functools.cache
-def _torch_threads() -> ctypes.c_void_p:
-    """Address of ``GOMP_parallel`` of the OpenMP that torch runs on, null where it has none.
-
-    OpenMP's threads keep their cores busy for milliseconds after torch's last parallel operation,
-    waiting for the next; threads of our own would share the cores with them. GNU's and LLVM's
-    OpenMP both export this entry.
-    """
-    try:
-        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)
-    except AttributeError:
-        return ctypes.c_void_p(None)

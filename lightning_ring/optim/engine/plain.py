@@ -10,8 +10,7 @@ from lightning_ring.optim.engine.rule import Rule, StepNumbers
 
 
 class PlainRunner:
-    """Runs a `Rule` over the parameters of a `ParameterBatch`, tensors of any layout;
-    `torch.compile` can trace it.
+    """Runs a `Rule` over the parameters of a `ParameterBatch`, tensors of any layout.
 
     The other runners override these methods.
     """

@@ -21,7 +21,7 @@ class Rule:
 
     ``accumulate``, `direction` and `move` are elementwise and use only ``+ - * /`` and ``.sqrt()``:
     the same lines run on a `Tensor` (plain), on a `TensorList` (multi-tensor), and on a `Symbol`,
-    which writes the body of a C++ or Triton kernel. A step is: ``state = accumulate(...)``, ``x =
+    which writes the body of a Triton kernel. A step is: ``state = accumulate(...)``, ``x =
     direction(...)``; the sums of squares of ``w`` and ``x`` (over ranks, if the parameter is cut)
     give the trust ratio; then `move`.
 
@@ -206,10 +206,7 @@ class StepNumbers:
     def _extended(self, further: Scalars) -> StepNumbers:
         """These vectors and ``further`` vectors on the device."""
         on_host = dict(self._on_host)
-        if (
-            all(v.device.type == "cpu" for v in vars(further).values())
-            and not torch.compiler.is_compiling()
-        ):
+        if all(v.device.type == "cpu" for v in vars(further).values()):
             on_host.update(vars(further))
         return StepNumbers({**self.on_device, **vars(further)}, on_host, self)
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_ring.optim.engine.compiler import require_compiler
-from lightning_ring.optim.engine.fused import FusedCpuRunner, FusedCudaRunner, triton_is_here
+from lightning_ring.optim.engine.fused import FusedRunner, triton_is_here
 from lightning_ring.optim.engine.multi_tensor import MultiTensorRunner
 from lightning_ring.optim.engine.parameter_list import TensorKind
 from lightning_ring.optim.engine.plain import PlainRunner
@@ -71,7 +70,7 @@ class RunOptions:
 
 def check_options(options: RunOptions, params: Iterable[Tensor]) -> None:
     """Raises `ValueError` for options that exclude each other or have no kernel on a parameter's
-    device, and `RuntimeError` for ``fused=True`` without a C++ compiler (CPU) or Triton (CUDA)."""
+    device, and `RuntimeError` for ``fused=True`` without Triton."""
     require(
         not (options.foreach and options.fused), "foreach=True and fused=True: choose one of them"
     )
@@ -83,17 +82,11 @@ def check_options(options: RunOptions, params: Iterable[Tensor]) -> None:
     if options.fused:
         for device in {param.device for param in params}:
             require(
-                device.type in ("cpu", "cuda"),
-                f"fused=True has kernels for cpu and cuda, found a parameter on {device}; leave "
-                "fused=None",
+                device.type == "cuda" or interpreting_triton(),
+                f"fused=True has kernels for cuda, found a parameter on {device}; leave fused=None",
             )
-            if device.type == "cuda" or interpreting_triton():
-                if not triton_is_here():
-                    raise RuntimeError(
-                        "fused=True on CUDA needs Triton: install triton, or leave fused=None"
-                    )
-            else:
-                require_compiler()
+            if not triton_is_here():
+                raise RuntimeError("fused=True needs Triton: install triton, or leave fused=None")
 
 
 def interpreting_triton() -> bool:
@@ -116,13 +109,9 @@ def way_to_run(options: RunOptions, kind: TensorKind) -> str:
     return "plain"
 
 
-def make_runner(way: str, device_type: str, rule: type[Rule]) -> PlainRunner:
+def make_runner(way: str, rule: type[Rule]) -> PlainRunner:
     if way == "foreach":
         return MultiTensorRunner(rule)
     if way == "fused":
-        return (
-            FusedCudaRunner(rule)
-            if device_type == "cuda" or interpreting_triton()
-            else FusedCpuRunner(rule)
-        )
+        return FusedRunner(rule)
     return PlainRunner(rule)

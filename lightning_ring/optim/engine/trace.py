@@ -1,4 +1,4 @@
-"""Writes a rule down as straight-line source code, for kernels in C++ and in Triton."""
+"""Writes a rule down as straight-line source code, for kernels in Triton."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ weights.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,19 +32,9 @@ from lightning_ring.optim.engine.runners import (
     require,
     way_to_run,
 )
-from lightning_ring.optim.engine.update import NormAllReduce, Run, update
+from lightning_ring.optim.engine.update import NormAllReduce, update
 
 GROUP_KEYS = frozenset({"params", "param_names", "initial_lr", "name"})
-
-Step = TypeVar("Step", bound=Callable[..., Any])
-
-# torch.compile of torch 2.11 gives LAMB's step other numbers, that of 2.14 the same. Before it the
-# step runs as it is.
-COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
-
-
-def _compiled_if_right(step: Step) -> Step:
-    return step if COMPILES else torch.compiler.disable(step)
 
 
 class TrustRatioOptimizer(Optimizer, Rule):
@@ -54,10 +44,9 @@ class TrustRatioOptimizer(Optimizer, Rule):
     Args:
         foreach: True updates many tensors a call, in pieces that fit the cache; False goes
             parameter by parameter.
-        fused: True runs one compiled kernel over all parameters: Triton on CUDA, C++ on the CPU
-            (compiled at the first step by this machine's C++ compiler and kept for the next run).
-            With both None: fused on CUDA where Triton is there, else foreach. False for one and
-            None for the other: parameter by parameter, as in torch.
+        fused: True runs one Triton kernel over all parameters, on CUDA. With both None: fused on
+            CUDA where Triton is there, else foreach. False for one and None for the other:
+            parameter by parameter, as in torch.
         capturable: Keep step counts and learning rate on the device, so that the step can be
             captured in a CUDA graph (give ``lr`` as a tensor on the device to change it between
             replays).
@@ -84,8 +73,6 @@ class TrustRatioOptimizer(Optimizer, Rule):
     _parameter_list: ParameterList | None
     _collected: CollectedParameters | None
     _runners: dict[tuple[str, str], PlainRunner]
-    translates: ClassVar[str]
-    """Whose groups `translated_group` knows, and whose it does not, for the error."""
 
     def __init__(
         self,
@@ -119,15 +106,6 @@ class TrustRatioOptimizer(Optimizer, Rule):
         """Raise `ValueError` for an argument that only a schedule may set, and that a state dict
         may therefore hold.
         """
-
-    def translated_group(self, group: dict[str, Any], own: dict[str, Any]) -> dict[str, Any] | None:
-        """A saved ``group`` of another library's optimizer in the words of this one, whose group is
-        ``own``.
-
-        It may hold ``step``, where that is saved for a whole group. `None` where the optimizer is
-        not known. Raises `ValueError` where it computes something else.
-        """
-        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         known = GROUP_KEYS | set(self.defaults)
@@ -187,7 +165,8 @@ class TrustRatioOptimizer(Optimizer, Rule):
 
     # -- the step
 
-    @_compiled_if_right
+    # Its runners do not gain from a compiler, and read the tensors' memory.
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient.
@@ -202,28 +181,20 @@ class TrustRatioOptimizer(Optimizer, Rule):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        listed, runs, hyperparameters = self._prepare(torch.compiler.is_compiling())
+        listed = self._current_list()
+        runs = [(self._runner(part.kind), part) for part in self._batches(listed)]
         if runs or self.norm_all_reduce is not None:
-            taken = update(
-                type(self), hyperparameters, listed, runs, self.options, self.norm_all_reduce
-            )
+            numbers = [self.hyperparameters(group) for group in self.param_groups]
+            all_reduce = self.norm_all_reduce
+            taken = update(type(self), numbers, listed, runs, self.options, all_reduce)
             self.skipped_steps += not taken
         return loss
 
-    # lists and dicts only; what follows is traced with the tensors as plain inputs
-    @torch.compiler.disable
-    def _prepare(self, compiling: bool) -> tuple[ParameterList, list[Run], list[dict[str, Any]]]:
-        listed = self._current_list()
-        runs: list[Run] = []
-        for part in self._batches(listed):
-            key = (
-                "plain" if compiling else way_to_run(self.options, part.kind),
-                part.kind.device.type,
-            )
-            if key not in self._runners:
-                self._runners[key] = make_runner(*key, rule=type(self))
-            runs.append((self._runners[key], part))
-        return listed, runs, [self.hyperparameters(group) for group in self.param_groups]
+    def _runner(self, kind: TensorKind) -> PlainRunner:
+        key = way_to_run(self.options, kind), kind.device.type
+        if key not in self._runners:
+            self._runners[key] = make_runner(key[0], type(self))
+        return self._runners[key]
 
     def _current_list(self) -> ParameterList:
         if self._parameter_list is None or not self._parameter_list.fits(self.param_groups):
@@ -320,25 +291,16 @@ class TrustRatioOptimizer(Optimizer, Rule):
     # -- saving and loading
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of this class, or of another library's optimizer that computes
-        the same.
+        """Go on from a state dict of this class.
 
         Raises:
-            ValueError: An argument in it is out of range, or it is of an optimizer that computes
-                something else; nothing was loaded.
+            ValueError: An argument in it is out of range, or it is of another optimizer; nothing
+                was loaded.
         """
-        load_precisely(self, self._accepted(state_dict), super().load_state_dict)
-
-    def _accepted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """``state_dict``, in the words of this class."""
-        saved = state_dict["param_groups"]
-        if len(saved) != len(self.param_groups):
-            return state_dict  # torch says so
-        state, groups = dict(state_dict["state"]), []
-        for index, (group, own) in enumerate(zip(saved, self.param_groups, strict=True)):
+        for index, group in enumerate(state_dict["param_groups"]):
             try:
-                if "adapt" not in group:  # which this class has saved in every release
-                    group = self._translated(group, own, state)
+                missing = sorted(self.defaults.keys() - group.keys())
+                require("adapt" in group, f"no {missing}, so it is of another optimizer")
                 self._check(self.defaults | group)
             except ValueError as error:
                 raise ValueError(
@@ -346,25 +308,7 @@ class TrustRatioOptimizer(Optimizer, Rule):
                     f"holds {error}. Start without that state, or go on with the optimizer that "
                     "saved it."
                 ) from None
-            groups.append(group)
-        return {**state_dict, "state": state, "param_groups": groups}
-
-    def _translated(
-        self, group: dict[str, Any], own: dict[str, Any], state: dict[Any, Any]
-    ) -> dict[str, Any]:
-        """``group`` in the words of this class; in ``state`` each parameter gets the step count
-        of the group.
-        """
-        translated = self.translated_group(group, own)
-        if translated is None:
-            raise ValueError(
-                f"{sorted(group)}, which are neither of this class nor of {self.translates}"
-            )
-        step = translated.pop("step", None)
-        for key in group["params"]:
-            if step is not None and state.get(key):
-                state[key] = state[key] | {"step": torch.tensor(float(step))}
-        return translated
+        load_precisely(self, state_dict, super().load_state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {

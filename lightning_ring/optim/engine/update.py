@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.host.accelerator import send
-from lightning_ring.optim.engine.fused import FusedCudaRunner
+from lightning_ring.optim.engine.fused import FusedRunner
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, ParameterList, TensorKind
 from lightning_ring.optim.engine.plain import PlainRunner
 from lightning_ring.optim.engine.rule import (
@@ -80,13 +80,13 @@ def update(
 
 def _kernels_of_numbers(
     listed: ParameterList, runs: list[Run]
-) -> tuple[FusedCudaRunner, TensorKind] | None:
+) -> tuple[FusedRunner, TensorKind] | None:
     """A runner whose kernels compute the numbers, if all parameters are on one device and in such
     runners' hands.
     """
     found = None
     for runner, part in runs:
-        if not isinstance(runner, FusedCudaRunner) or part.kind.device != listed.device:
+        if not isinstance(runner, FusedRunner) or part.kind.device != listed.device:
             return None
         found = runner, part.kind
     return found
@@ -135,7 +135,7 @@ def _per_parameter(
         name for name in names if not any(isinstance(value, Tensor) for value in tensors[name])
     ]
     rows = [[float(v) for v in tensors[name]] for name in plain]
-    kept = not on_device and plain == names and not torch.compiler.is_compiling()
+    kept = not on_device and plain == names
     if kept and listed.spread is not None and listed.spread[0] == rows:
         return Scalars(**listed.spread[1])
     table = listed.table(rows, device)
@@ -158,7 +158,7 @@ def _numbers(
     if step is not None:
         step = send(step.double(), h.lr.device)
     scalars = step_scalars(rule, h, step, clip)
-    if h.lr.device.type == "cpu" and not torch.compiler.is_compiling():
+    if h.lr.device.type == "cpu":
         return known_on_host(scalars, device)
     return StepNumbers(vars(scalars), {})
 

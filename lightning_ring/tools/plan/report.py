@@ -19,7 +19,7 @@ NOTES = (
     "assumed: every rank as fast as the one recorded, no stragglers, nobody else on the network, "
     "cores that are free for messages, one ring where NCCL may choose trees. What 16 bits and "
     "LocalSGD cost in accuracy: docs/guides/slow-links.md.",
-    "not predicted, measure them: int8, onebit, terngrad, topk, dgc, powersgd; DiLoCo, Gossip, "
+    "not predicted, measure them: int8, onebit, terngrad, topk, dgc, powersgd; DiLoCo, "
     "AsynchronousGossip, ParameterServer.",
 )
 

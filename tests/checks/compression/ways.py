@@ -53,9 +53,6 @@ class Tenth(Compressor):
 
     name = "tenth"
 
-    def wire_bytes(self, numel: int, world_size: int) -> float:
-        return 8 * math.ceil(numel / 10) * world_size / 2
-
     def all_reduce(
         self, flat: Tensor, comm: Any, *, lost: Tensor | None = None, name: str = ""
     ) -> Work:

@@ -9,7 +9,6 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from lightning_ring.gradients.layout import AutoBuckets
 from lightning_ring.gradients.reducer import Reducer
 from tests.checks.gradients.nets import (
     Net,
@@ -86,31 +85,3 @@ def check_order_of_use_replaces_order_of_registration() -> None:
         assert_same(net, reference)
     assert comm.produced_when_sent[0] < 6, comm.produced_when_sent
     assert reducer.buckets[0].names[0].startswith("layers.0"), reducer.buckets[0].names
-
-
-def check_automatic_buckets_are_the_same_on_all_ranks_and_change_no_number() -> None:
-    comm = communicator()
-    said: list[str] = []
-    results = []
-    for auto in (None, AutoBuckets(comm, said.append)):
-        torch.manual_seed(0)
-        net = Net()
-        net.register_parameter("other", nn.Parameter(torch.ones(3)))  # a dtype of its own
-        reducer = Reducer(comm, net.named_parameters(), bucket_cap_mb=0.0006, auto=auto)
-        for step in range(7):
-            with fresh_gradients(net), reducer.backward():
-                (net(mine(batches(step))) * net.other.sum()).backward()
-            results.append(
-                torch.cat([param.grad.reshape(-1).double() for param in net.parameters()])
-            )
-        names = [bucket.names for bucket in reducer.buckets]
-        assert sorted(name for bucket in names for name in bucket) == sorted(
-            name for name, _ in net.named_parameters()
-        )
-        assert comm.broadcast_object(names) == names
-    for fixed, chosen in zip(results[:7], results[7:], strict=True):
-        torch.testing.assert_close(chosen, fixed, rtol=0 if comm.world_size <= 2 else 1e-12, atol=0)
-    assert len(said) == 1
-    assert f"chose {len(reducer.buckets)} bucket(s)" in said[0]
-    last = {bucket.flat.dtype: bucket for bucket in reducer.buckets}
-    assert set(last) == {torch.float32, torch.float64}

@@ -4,8 +4,6 @@ numbers of entries.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -13,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ring.gradients.compression import COMPRESSORS
-from lightning_ring.gradients.layout import AutoBuckets
 from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.gradients.sparse import sparse_weights
 from tests.checks.gradients.nets import fresh_gradients
@@ -106,7 +103,6 @@ def check_sparse_gradient_that_no_rank_has_stays_as_it_is() -> None:
     alone = Reducer(
         communicator(),
         embedding.named_parameters(),
-        auto=AutoBuckets(communicator(), print),
         sparse_weights=partial(sparse_weights, embedding),
     )
     for step in range(7):
@@ -116,50 +112,14 @@ def check_sparse_gradient_that_no_rank_has_stays_as_it_is() -> None:
         assert alone.agreed_to_stop() == (step == 6)
 
 
-def _functional(module: nn.ParameterDict, rank: int, *, sparse: bool) -> Tensor:
-    """``one`` is sparse, and unused on rank 0; ``mixed`` is used densely too on the last rank;
-    ``dense`` is dense.
-    """
-    index = torch.tensor([rank, 3, 3])
-    loss = F.embedding(index, module["mixed"], sparse=sparse).sum() + module["dense"].square().sum()
-    if rank or SIZE == 1:
-        loss = loss + F.embedding(index, module["one"], sparse=sparse).square().sum()
-    if rank == SIZE - 1:
-        loss = loss + module["mixed"].square().sum()
-    return loss
-
-
-def check_sparse_gradients_that_no_module_declares_are_found_in_the_first_backward() -> None:
-    torch.manual_seed(0)
-    net = nn.ParameterDict(
-        {name: torch.randn(30, 2, dtype=torch.float64) for name in ("dense", "mixed", "one")}
-    )
-    reference = copy.deepcopy(net)
-    warned: list[str] = []
-    reducer = Reducer(communicator(), net.named_parameters(), warn=warned.append)
-    for _ in range(3):
-        with fresh_gradients(net, reference), reducer.backward():
-            _functional(net, RANK, sparse=True).backward()
-        (sum(_functional(reference, rank, sparse=False) for rank in range(SIZE)) / SIZE).backward()
-        _assert_same(net, reference, ("one",))
-    names = [name for bucket in reducer.buckets for name in bucket.names]
-    assert "one" not in names
-    assert "dense" in names
-    assert not warned
-
-
-def check_sparse_gradient_first_seen_later_travels_dense_with_one_warning() -> None:
+def check_sparse_gradient_that_no_module_declares_travels_dense_with_one_warning() -> None:
     weight = nn.Parameter(torch.zeros(6, 2))
-    uses: list[Callable[[], Tensor]] = [
-        lambda: weight.sum(),
-        *[lambda: F.embedding(torch.tensor([RANK]), weight, sparse=True).sum()] * 2,
-    ]
     warned: list[str] = []
     reducer = Reducer(communicator(), [("weight", weight)], warn=warned.append)
-    for use in uses:
+    for _ in range(2):
         weight.grad = None
         with reducer.backward():
-            use().backward()
+            F.embedding(torch.tensor([RANK]), weight, sparse=True).sum().backward()
     expected = torch.zeros(6, 2)
     expected[:SIZE] = 1 / SIZE
     torch.testing.assert_close(weight.grad, expected)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from typing import Any
-from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -15,11 +14,10 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from lightning_ring.errors import ConfigurationError, RingError
-from lightning_ring.gradients import layout
 from lightning_ring.optim import LAMB
 from tests.checks.marks import by_world_size
 from tests.checks.models import Classifier, assert_all_ranks_equal, fit, parameters
-from tests.checks.sharded.references import With, assert_same, both, make_sgd, sharded
+from tests.checks.sharded.references import With, assert_same, both, sharded
 from tests.strategies import ring
 
 
@@ -72,11 +70,11 @@ def check_a_read_of_a_gradient_is_an_error() -> None:
     fit(sharded(), Manual(right), max_epochs=1)
 
 
-def check_sizes_chosen_later_and_a_short_wire_equal_whole_ones() -> None:
+def check_parts_on_a_short_wire_equal_whole_ones() -> None:
     def run(is_sharded: bool) -> Any:
         L.seed_everything(7, verbose=False)
         module = With(lambda m: LAMB(m.parameters(), lr=0.01))
-        strategy = ring(is_sharded, bucket_cap_mb="auto", compression="bf16")
+        strategy = ring(is_sharded, bucket_cap_mb=0.0005, compression="bf16")
         run = fit(strategy, module)
         if is_sharded:
             assert strategy.algorithm._parameters.buckets  # parts were stepped in the end
@@ -86,14 +84,6 @@ def check_sizes_chosen_later_and_a_short_wire_equal_whole_ones() -> None:
         return module
 
     assert_same(run(True), run(False), 1e-6)
-
-
-def check_automatic_bucket_sizes_price_the_collective_that_travels_in_backward() -> None:
-    for is_sharded in (False, True):
-        with patch.object(layout, "fit", wraps=layout.fit) as priced:
-            fit(ring(is_sharded, bucket_cap_mb="auto"), With(make_sgd))
-        collective = "reduce_scatter" if is_sharded else "all_reduce"
-        assert [call.kwargs["collective"] for call in priced.call_args_list] == [collective]
 
 
 def check_using_the_state_between_steps_is_an_error_and_changes_nothing() -> None:

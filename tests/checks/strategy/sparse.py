@@ -57,7 +57,7 @@ def check_sparse_adam_equals_ddp() -> None:
 
 def check_sparse_adam_under_ring_sharded_is_refused_with_advice_that_works() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"SparseAdam cannot be sharded.*Use strategy='ring'"
+        ConfigurationError, match=r"SparseAdam cannot be sharded.*use strategy='ring'"
     ):
         fit("ring_sharded", _Words())
     before = (module := _Words()).net.weight.detach().clone()

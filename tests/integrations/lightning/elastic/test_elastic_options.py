@@ -20,7 +20,6 @@ from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 
 from lightning_ring import ElasticStrategy, RingStrategy
-from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.data import ShuffledSampler
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.checks import check_batches, check_fit
@@ -48,10 +47,6 @@ def test_its_own_arguments_are_its_alone() -> None:
         ({"min_ranks": 0}, "min_ranks=0"),
         ({"resize_lr": "square"}, "resize_lr='square'"),
         ({"wait_for_ranks": 5}, "wait_for_ranks=5"),
-        (
-            {"algorithm": Sharded(bucket_cap_mb="auto")},
-            "in the middle of the training",
-        ),
         ({"compression": "powersgd"}, "rounding errors"),
         (
             {"uneven": "join", "force_communication": True},
