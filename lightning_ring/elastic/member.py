@@ -89,7 +89,10 @@ class Member:
         """
         place, hello = ([self._host], self._port), {"member": self.number, "pid": os.getpid()}
         try:
-            self._connection, _ = knock(*place, self._secret, DOOR, hello, CONNECT_SECONDS)
+            self._connection, _ = knock(
+                *(*place, self._secret, DOOR, hello, CONNECT_SECONDS),
+                answer_seconds=CONNECT_SECONDS,
+            )
         except PermissionError as refusal:
             raise RankDiscoveryError(
                 f"The steward does not take this process (pid {os.getpid()}): {refusal}. A "

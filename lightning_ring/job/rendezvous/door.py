@@ -301,6 +301,8 @@ def _enter(connection: MessageConnection, key: bytes, hello: Message, seconds: f
     challenge, over = connection.next(seconds)
     if challenge is not None and challenge["kind"] == "full":
         raise ConnectionResetError("it can open no more files")
+    if over == os.strerror(errno.ECONNRESET):
+        raise ConnectionResetError(over)
     if challenge is None or challenge["kind"] != "challenge":
         raise NotOurDoor(f"another program answered ({over or 'something else'})")
     nonce = token_hex(16)

@@ -52,7 +52,9 @@ def open_store(info: RankInfo, timeout: timedelta) -> Store:
         address, port = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
         _prefer_interface_towards(address, info)
         return _connect(address, port, info.rank, timeout)
-    address, port, secret = _known_address(info)
+    address, port, name = _known_address(info)
+    # without a secret this is what anybody may know, and tells the job from others
+    secret = f"{os.environ.get(SECRET, '')} {name}"
     return _open_at(address, port, secret, info, timeout)
 
 
@@ -93,13 +95,12 @@ def _store_of_open_group(info: RankInfo) -> Store | None:
 
 
 def _known_address(info: RankInfo) -> tuple[str, int, str]:
-    """Address and port that every rank knows beforehand, and the secret there: without
-    `SECRET` a name of the job, which anybody may know.
+    """Address and port that every rank knows beforehand, and a name that tells the job from others
+    there.
     """
-    secret = os.environ.get(SECRET)
     if info.source == "ringrun":
         address, _, number = _variable("RING_STORE").rpartition(":")
-        return address, int(number), secret or info.source
+        return address, int(number), info.source
     if info.source == "slurm":
         job, step = int(os.environ.get("SLURM_JOB_ID", 0)), int(os.environ.get("SLURM_STEP_ID", 0))
         host = (
@@ -110,14 +111,13 @@ def _known_address(info: RankInfo) -> tuple[str, int, str]:
         # below the range that systems give out by themselves, and another one for each job and step
         port = 15000 + (job * 31 + step) % 16000
         port = int(_variable("MASTER_PORT")) if "MASTER_PORT" in os.environ else port
-        return os.environ.get("MASTER_ADDR", host), port, secret or f"{job}.{step}"
+        return os.environ.get("MASTER_ADDR", host), port, f"{job}.{step}"
     if info.source == "spawn":  # on this host: MASTER_ADDR in the environment is of another job
-        return LOOPBACK, int(_variable("MASTER_PORT")), secret or info.source
+        return LOOPBACK, int(_variable("MASTER_PORT")), info.source
     job_name = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get(
         "TORCHELASTIC_RESTART_COUNT", ""
     )
-    address = _variable("MASTER_ADDR")
-    return address, int(_variable("MASTER_PORT")), secret or job_name or info.source
+    return _variable("MASTER_ADDR"), int(_variable("MASTER_PORT")), job_name or info.source
 
 
 def _variable(name: str) -> str:

@@ -38,7 +38,10 @@ def join_relay(
         store.set("relay", str(relay.port))
     try:
         port, hello = int(store.get("relay")), {"rank": info.rank} | home
-        connection, rank_0 = knock([address], port, secret, _DOOR, hello, _CONNECT_SECONDS)
+        connection, rank_0 = knock(
+            *([address], port, secret, _DOOR, hello, _CONNECT_SECONDS),
+            answer_seconds=_CONNECT_SECONDS,  # rank 0 may be in C code, or load libraries
+        )
     except (OSError, RuntimeError) as error:  # RuntimeError: the store's timeout
         advice = (
             "The launcher says that all ranks run on one node, and this one runs on "
