@@ -24,6 +24,7 @@ from pathlib import Path
 SILENT = 2000
 SEVERAL = 40
 GUESSES = ("", "?", "ringrun", "spawn", "torchrun")
+LOOPBACK = ("0100007F", 24 * "0" + "01000000")  # as in /proc/net
 Place = tuple[str, int]
 held: list[socket.socket] = []
 
@@ -102,20 +103,21 @@ KINDS: dict[str, Callable[[Place], None]] = {
 }
 
 
-def listening(pid: str) -> set[int]:
-    """The ports at which process ``pid`` listens."""
+def listening(pid: str) -> dict[int, bool]:
+    """The ports at which process ``pid`` listens, and whether on loopback alone."""
     own: set[str] = set()
     with contextlib.suppress(OSError):
         for file in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 own |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{file}")))
-    found: set[int] = set()
+    found: dict[int, bool] = {}
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == "0A" and fields[9] in own:
-                    found.add(int(fields[1].rpartition(":")[2], 16))
+                    address, port = fields[1].split(":")
+                    found[int(port, 16)] = address in LOOPBACK
     return found
 
 
@@ -130,7 +132,7 @@ def main(address: str, folder: str, *kinds: str) -> None:
     while True:
         for file in Path(folder).glob("listens.*"):
             known = set(map(int, file.read_text().split()))
-            for port in (known | listening(file.suffix[1:])) - attacked:
+            for port in (known | listening(file.suffix[1:]).keys()) - attacked:
                 if port in known or every or is_door((address, port)):
                     attacked.add(port)
                     (Path(folder) / f"attacked.{port}").touch()

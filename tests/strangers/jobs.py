@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks.hosts import open_hosts
 from tests import forked
 from tests.processes import ROOT, clean_env, end_session
+from tests.strangers.attack import listening
 
 HERE = ROOT / "tests" / "strangers"
 COUNTING = str(ROOT / "tests" / "elastic" / "counting_rank.py")
@@ -88,6 +89,9 @@ def run(job: str, folder: Path, kinds: Sequence[str] | None = (), steps: int = 1
                 assert launcher.poll() is None, (folder / "output").read_text()
                 assert time.monotonic() < until, (folder / "output").read_text()
                 time.sleep(0.01)
+        if job in ("plain", "elastic"):
+            found = [listening(file.suffix[1:]) for file in folder.glob("listens.*")]
+            assert all(all(ports.values()) for ports in found), f"beyond loopback: {found}"
         code = launcher.wait(LIMIT)
     said = (folder / "output").read_text()
     assert code == 0, said
