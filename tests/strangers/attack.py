@@ -3,7 +3,7 @@ killed.
 
 A file ``FOLDER/listens.PID`` names a process of the job, and in it are ports that are attacked
 before they answer. Of the other ports at which these processes listen, those are attacked that
-begin with a challenge: torch's and MPI's do not; with ``--every`` all are.
+begin with a challenge: torch's and MPI's do not.
 """
 
 from __future__ import annotations
@@ -128,15 +128,15 @@ def is_door(place: Place) -> bool:
 
 
 def main(address: str, folder: str, *kinds: str) -> None:
-    every, attacked = "--every" in kinds, set()
+    attacked: set[int] = set()
     while True:
         for file in Path(folder).glob("listens.*"):
             known = set(map(int, file.read_text().split()))
             for port in (known | listening(file.suffix[1:]).keys()) - attacked:
-                if port in known or every or is_door((address, port)):
+                if port in known or is_door((address, port)):
                     attacked.add(port)
                     (Path(folder) / f"attacked.{port}").touch()
-                    for kind in KINDS if kinds in ((), ("--every",)) else set(kinds) & set(KINDS):
+                    for kind in kinds or KINDS:
                         attack = threading.Thread(
                             target=KINDS[kind], args=((address, port),), daemon=True
                         )
