@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
+from lightning_ring.comm import sealed
 from lightning_ring.comm.calls import (
     check_all_to_all,
     check_rank,
@@ -355,15 +355,15 @@ def _pickled(obj: Any) -> Tensor:
     waits for ever.
     """
     try:
-        message = pickle.dumps((True, obj))
+        message = sealed.dumps((True, obj))
     except Exception as error:
-        message = pickle.dumps((False, f"{type(error).__name__}: {error}"))
+        message = sealed.dumps((False, f"{type(error).__name__}: {error}"))
     return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
 def _unpickled(message: Tensor, src: int) -> Any:
     """The object; or raise `CollectiveError` if rank ``src`` could not pickle it."""
-    good, obj = pickle.loads(ctypes.string_at(message.data_ptr(), message.numel()))
+    good, obj = sealed.loads(ctypes.string_at(message.data_ptr(), message.numel()))
     if not good:
         raise CollectiveError(
             f"rank {src} tried to send an object that cannot be pickled: {obj}. Send plain values."

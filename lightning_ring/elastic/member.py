@@ -14,8 +14,10 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_ring.elastic.membership import GenerationOver, JobEnded, Report, TooFewRanks, View
+from lightning_ring.elastic.steward import DOOR
 from lightning_ring.errors import PeerFailedError, RankDiscoveryError
 from lightning_ring.job.exit import end_process, say
+from lightning_ring.job.rendezvous.door import knock
 from lightning_ring.job.watch.messages import Message, MessageConnection, in_forked_children
 
 CONNECT_SECONDS = 30.0
@@ -36,7 +38,7 @@ class Member:
         self.number = int(environ["RING_MEMBER"])
         self._host, _, port = environ["RING_STEWARD"].rpartition(":")
         self._port = int(port)
-        self._token = environ["RING_STEWARD_TOKEN"]
+        self._secret = environ["RING_SECRET"]
         self.view: View | None = None
         self.newcomers_wait = False
         # with which the training had begun when this process came; 0: it had not
@@ -85,20 +87,24 @@ class Member:
         Raises:
             RankDiscoveryError: It cannot be reached, or another process is this one already.
         """
+        place, hello = ([self._host], self._port), {"member": self.number, "pid": os.getpid()}
         try:
-            connection = socket.create_connection((self._host, self._port), timeout=CONNECT_SECONDS)
+            self._connection, _ = knock(
+                *(*place, self._secret, DOOR, hello, CONNECT_SECONDS),
+                answer_seconds=CONNECT_SECONDS,
+            )
+        except PermissionError as refusal:
+            raise RankDiscoveryError(
+                f"The steward does not take this process (pid {os.getpid()}): {refusal}. A "
+                "program that a rank starts inherits RING_STEWARD and RING_MEMBER: start it "
+                "without them."
+            ) from refusal
         except OSError as error:
             raise RankDiscoveryError(
                 f"Process {self.number} could not reach the steward at {self._host}:{self._port} "
                 f"({error}), which started it and has probably ended."
             ) from error
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection = MessageConnection(connection)
         in_forked_children(self._forget)
-        self._send(
-            {"kind": "hello", "token": self._token, "member": self.number, "pid": os.getpid()}
-        )
-        self._await_welcome()
         threading.Thread(target=self._listen, name="ring-member", daemon=True).start()
         with self._news:
             if not self._news.wait_for(
@@ -225,29 +231,6 @@ class Member:
                 self._connection.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
 
     # -- the connection
-
-    def _await_welcome(self) -> None:
-        connection = self._connection
-        assert connection is not None
-        until = time.monotonic() + CONNECT_SECONDS
-        messages, over = connection.receive()
-        while not messages and over is None and time.monotonic() < until:
-            connection.wait(1.0)
-            messages, over = connection.receive()
-        first = (
-            messages[0]
-            if messages
-            else {"kind": "refused", "why": f"the steward did not answer ({over})"}
-        )
-        if first["kind"] == "refused":
-            connection.close()
-            raise RankDiscoveryError(
-                f"The steward does not take this process (pid {os.getpid()}): {first['why']}. A "
-                "program that a rank starts inherits RING_STEWARD and RING_MEMBER: start it "
-                "without them."
-            )
-        for message in messages[1:]:
-            self._take(message)
 
     def _send(self, message: Message) -> None:
         connection = self._connection

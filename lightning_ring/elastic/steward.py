@@ -7,19 +7,19 @@ no torch, and is never a rank: memory and time that a training takes, or its dea
 
 from __future__ import annotations
 
-import contextlib
-import selectors
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from secrets import token_hex
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_ring.elastic.membership import Membership, Report
 from lightning_ring.errors import RingError
-from lightning_ring.job.exit import say
-from lightning_ring.job.watch.messages import LONGEST_LINE, Message, MessageConnection, is_token
+from lightning_ring.job.rendezvous.door import SECRET, Door
+from lightning_ring.job.watch.messages import Message
+
+DOOR = "steward"
 
 Answer = Callable[[dict[str, Any]], None]
 
@@ -87,179 +87,6 @@ class KeyValue:
                 answer({"value": [self._values[key] for key in message["keys"]]})
             else:
                 answer({"value": None})
-
-
-_HELLO_SECONDS = 10.0  # in which a connection has to say which process it is
-_HELLO_BYTES = 4096
-_FULL_SECONDS = 0.5  # without accepting connections, when this process can open no more files
-
-
-class Server(Protocol):
-    """What `Connections` calls."""
-
-    def take(self, member: int, message: Message) -> None:
-        """``member`` has sent ``message``."""
-
-    def hung_up(self, member: int) -> None:
-        """The connection of ``member`` has ended."""
-
-
-@dataclass(slots=True, eq=False)
-class _Client:
-    """A connection; ``member`` is None until it has said which process it is."""
-
-    connection: MessageConnection
-    since: float
-    member: int | None = None
-
-
-class Connections:
-    """One connection to each member, at a listener on ``host``. ``knows(member)``: whether a
-    process may take part.
-
-    `serve` does everything; it is called again and again.
-
-    Attributes:
-        members: The members that are connected.
-        pids: Of the processes that have connected, as they say themselves.
-    """
-
-    def __init__(self, server: Server, knows: Callable[[int], bool], host: str) -> None:
-        self.pids: dict[int, int] = {}
-        self._server = server
-        self._knows = knows
-        self._token = token_hex(16)
-        self._clients: dict[int, _Client] = {}  # by member
-        self._unknown: set[_Client] = set()  # that have not said which process they are
-        self._accepts_at: float | None = None
-        self._listener = socket.create_server((host, 0), backlog=1024)
-        self._listener.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
-
-    @property
-    def members(self) -> list[int]:
-        return list(self._clients)
-
-    @property
-    def port(self) -> int:
-        port: int = self._listener.getsockname()[1]
-        return port
-
-    def variables(self, member: int, host: str | None = None) -> dict[str, str]:
-        """The environment variables by which process ``member`` connects (`Member`), at address
-        ``host``.
-        """
-        host = host or self._listener.getsockname()[0]
-        return {
-            "RING_STEWARD": f"{host}:{self.port}",
-            "RING_STEWARD_TOKEN": self._token,
-            "RING_MEMBER": str(member),
-        }
-
-    def serve(self, timeout: float) -> None:
-        """Serve what has arrived, and wait up to ``timeout`` seconds for more."""
-        for key, events in self._selector.select(timeout):
-            client: _Client | None = key.data
-            if client is None:
-                self._accept()
-            elif events & selectors.EVENT_READ:
-                self._read(client)
-            else:
-                self._flush(client)
-        now = time.monotonic()
-        if self._accepts_at is not None and now >= self._accepts_at:
-            self._accepts_at = None
-            self._selector.register(self._listener, selectors.EVENT_READ, None)
-        for client in [client for client in self._unknown if now - client.since > _HELLO_SECONDS]:
-            self._close(client)
-
-    def tell(self, member: int, message: Message) -> None:
-        """Send ``message`` to ``member``, if it is connected."""
-        client = self._clients.get(member)
-        if client is not None:
-            client.connection.send(message)
-            self._flush(client)
-
-    def hang_up(self, member: int) -> None:
-        if (client := self._clients.get(member)) is not None:
-            self._close(client)
-
-    def close(self) -> None:
-        for client in [*self._clients.values(), *self._unknown]:
-            client.connection.close()
-        self._listener.close()
-        self._selector.close()
-
-    def _accept(self) -> None:
-        try:
-            accepted, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        # out of file descriptors: the listener would wake this thread again and again
-        except OSError as error:
-            say(f"the steward accepts no connections for {_FULL_SECONDS:g} s: {error.strerror}")
-            self._selector.unregister(self._listener)
-            self._accepts_at = time.monotonic() + _FULL_SECONDS
-            return
-        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        client = _Client(MessageConnection(accepted), time.monotonic())
-        # a stranger must not fill this process's memory
-        client.connection.longest_line = _HELLO_BYTES
-        self._unknown.add(client)
-        self._selector.register(accepted, selectors.EVENT_READ, client)
-
-    def _read(self, client: _Client) -> None:
-        messages, over = client.connection.receive()
-        for message in messages:
-            if client.member is not None:
-                self._server.take(client.member, message)
-            elif not self._welcome(client, message):
-                over = "not a member of this job"
-                break
-        if over is not None:
-            self._close(client)
-            if client.member is not None:
-                self._server.hung_up(client.member)
-
-    def _welcome(self, client: _Client, message: Message) -> bool:
-        member, pid = message.get("member"), message.get("pid")
-        if message["kind"] != "hello" or not is_token(message.get("token"), self._token):
-            return False
-        if type(member) is not int or type(pid) is not int:  # not a bool either
-            return False
-        if member in self._clients or not self._knows(member):
-            taken = (
-                f"is process {self.pids[member]} already"
-                if member in self._clients
-                else "takes part no more"
-            )
-            client.connection.send(
-                {"kind": "refused", "why": f"process {member} of the job {taken}"}
-            )
-            return False
-        client.member = member
-        client.connection.longest_line = LONGEST_LINE
-        self.pids[member] = pid
-        self._unknown.discard(client)
-        self._clients[member] = client
-        self.tell(member, {"kind": "welcome"})
-        self._server.take(member, message)
-        return True
-
-    def _flush(self, client: _Client) -> None:
-        client.connection.flush()
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.connection.unsent else 0)
-        with contextlib.suppress(KeyError, ValueError):  # it has just been closed
-            self._selector.modify(client.connection.socket, events, client)
-
-    def _close(self, client: _Client) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(client.connection.socket)
-        client.connection.close()
-        self._unknown.discard(client)
-        if client.member is not None and self._clients.get(client.member) is client:
-            del self._clients[client.member]
 
 
 _LOOK_SECONDS = 0.2
@@ -372,9 +199,11 @@ class Steward:
 
     ``kill(member, why, seconds)`` ends a process that has not ended by itself after ``seconds``. It
     is called for every member that is removed, since a process that is only slow, or cut off, must
-    not write any more; `gone` has to follow. ``idle`` is that of `Silence`. Not thread-safe.
+    not write any more; `gone` has to follow. ``idle`` is that of `Silence`. Members
+    know ``secret``, by default a new one. Not thread-safe.
 
     Attributes:
+        pids: Of the processes that have connected, as they say themselves.
         ended: Why the job is over, once it is.
         exit_code: That of the job, once it is over before its training has finished.
         last_words: What processes said about their failure that were in no view.
@@ -388,8 +217,10 @@ class Steward:
         host: str = "127.0.0.1",
         silence: SilenceLimits | None = None,
         idle: Callable[[int], float] = lambda member: 0.0,
+        secret: str | None = None,
     ) -> None:
         self.membership = membership
+        self.pids: dict[int, int] = {}
         self.ended: str | None = None
         self.exit_code = 1
         self.last_words: dict[int, str] = {}
@@ -398,7 +229,10 @@ class Steward:
         self._too_few = False  # ranks, for too long: why the job is over
         self._store = KeyValue()
         self._silence = Silence(silence or SilenceLimits(), idle)
-        self._connections = Connections(self, lambda member: self.membership.knows(member), host)
+        self._host = host
+        self._secret = secret or token_hex(16)
+        listener = socket.create_server((host, 0), backlog=1024)
+        self._door = Door(listener, self._secret, DOOR, self)
         self._told_to_stop = True
         self._told_of_newcomers = False
         self._why = ""
@@ -406,22 +240,21 @@ class Steward:
 
     @property
     def port(self) -> int:
-        return self._connections.port
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """Of the processes that have connected, as they say themselves."""
-        return self._connections.pids
+        return self._door.port
 
     def variables(self, member: int, host: str | None = None) -> dict[str, str]:
         """The environment variables by which process ``member`` finds the steward (`Member`), at
         address ``host``.
         """
-        return self._connections.variables(member, host)
+        return {
+            "RING_STEWARD": f"{host or self._host}:{self.port}",
+            SECRET: self._secret,
+            "RING_MEMBER": str(member),
+        }
 
     def step(self, timeout: float) -> None:
         """Serve what has arrived, and wait up to ``timeout`` seconds for more."""
-        self._connections.serve(timeout)
+        self._door.serve(timeout)
         if self.ended is None:
             self._look_for_silence(time.monotonic())
         self._advance()
@@ -457,9 +290,20 @@ class Steward:
             self.end(why, too_few=True)
 
     def close(self) -> None:
-        self._connections.close()
+        self._door.close()
 
-    # -- called by the connections
+    # -- called by the door
+
+    def admit(self, hello: Message) -> tuple[int, Message]:
+        member: int = hello["member"]
+        if member in self._door.guests:
+            raise PermissionError(
+                f"process {member} of the job is process {self.pids[member]} already"
+            )
+        if not self.membership.knows(member):
+            raise PermissionError(f"process {member} of the job takes part no more")
+        self.pids[member] = hello["pid"]
+        return member, {}
 
     def take(self, member: int, message: Message) -> None:
         """``member`` has sent ``message``."""
@@ -497,7 +341,7 @@ class Steward:
             else:
                 self.end(message["text"], exit_code=message["exit_code"])
 
-    def hung_up(self, member: int) -> None:
+    def hung_up(self, member: int, why: str) -> None:
         """The connection of ``member`` has ended."""
         self._silence.forget(member)
         self._remove(member, "its connection ended")
@@ -507,7 +351,7 @@ class Steward:
     def _look_for_silence(self, now: float) -> None:
         if now >= self._next_ping:
             self._next_ping = now + _PING_SECONDS
-            for member in self._connections.members:
+            for member in list(self._door.guests):
                 self._tell(member, {"kind": "ping"})
         for member, why in self._silence.look(now, self.membership).items():
             self._remove(member, why, 0.0)
@@ -536,7 +380,7 @@ class Steward:
             self._why = f"process {member} has died{when}: {why}"
             self._kill(member, why, seconds)
             self._silence.forget(member)
-            self._connections.hang_up(member)  # it ends by itself where nobody can kill it
+            self._door.hang_up(member)  # it ends by itself where nobody can kill it
 
     def _turn_away(self, newcomer: int) -> None:
         if not self.membership.was_member(newcomer) and newcomer not in self.turned_away:
@@ -581,4 +425,4 @@ class Steward:
         self._tell(member, {"kind": "end", "why": why, "exit_code": code, "too_few": self._too_few})
 
     def _tell(self, member: int, message: Message) -> None:
-        self._connections.tell(member, message)
+        self._door.send(member, message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_ring.comm import sealed
 from lightning_ring.horovod.collectives import synchronize
 from lightning_ring.horovod.context import ProcessSet, global_process_set, rank
 from lightning_ring.horovod.operations import allgather, broadcast_, broadcast_async_
@@ -27,11 +27,11 @@ def broadcast_object(
     as `None`.
     """
     name = name or "broadcast_object"
-    mine = pickle.dumps(obj) if rank() == root_rank else b""
+    mine = sealed.dumps(obj) if rank() == root_rank else b""
     size = broadcast_(torch.tensor([len(mine)]), root_rank, f"{name}.size", process_set)
     data = _bytes(mine) if mine else torch.empty(int(size), dtype=torch.uint8)
     broadcast_(data, root_rank, f"{name}.object", process_set)
-    found: T = obj if rank() == root_rank else pickle.loads(data.numpy().tobytes())
+    found: T = obj if rank() == root_rank else sealed.loads(data.numpy().tobytes())
     return found
 
 
@@ -44,10 +44,10 @@ def allgather_object(
 ) -> list[Any]:
     """Every rank's picklable ``obj``, of any types, by rank of the process set."""
     name = name or "allgather_object"
-    mine = _bytes(pickle.dumps(obj))
+    mine = _bytes(sealed.dumps(obj))
     sizes = allgather(torch.tensor([mine.numel()]), f"{name}.sizes", process_set).tolist()
     everyones = allgather(mine, f"{name}.objects", process_set)
-    return [pickle.loads(part.numpy().tobytes()) for part in everyones.split(sizes)]
+    return [sealed.loads(part.numpy().tobytes()) for part in everyones.split(sizes)]
 
 
 def broadcast_parameters(

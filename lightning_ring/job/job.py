@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
+from lightning_ring.comm import sealed
 from lightning_ring.comm.backends.gloo import limit_waits
 from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.communicator import Communicator
@@ -45,7 +46,7 @@ from lightning_ring.job.members import (
 )
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.interfaces import offer_interface, withdraw_interface
-from lightning_ring.job.rendezvous.store import open_store
+from lightning_ring.job.rendezvous.store import agree_on_secret, open_store
 from lightning_ring.job.stalls import StallReporter
 from lightning_ring.job.watch.watch import JobWatch
 
@@ -256,7 +257,9 @@ def open_job(
         store = dist.PrefixStore(
             f"generation {info.generation}", store or open_store(info, timeout)
         )
-        watch = JobWatch(info, store)
+        secret = agree_on_secret(info, store)
+        sealed.use(secret)
+        watch = JobWatch(info, store, secret)
         members = exchange_members(own, info, store)
         fit_threads(info, members)
         if is_gpu(device):  # before NCCL starts and says it in its own words

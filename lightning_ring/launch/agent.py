@@ -12,14 +12,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from lightning_ring.errors import RankDiscoveryError
-from lightning_ring.job.watch.messages import Message, MessageConnection, is_token
+from lightning_ring.job.rendezvous.door import SECRET, knock
+from lightning_ring.job.watch.messages import Message, MessageConnection
 from lightning_ring.launch.child import Child
 from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.mpirun import rank_environment
@@ -29,7 +29,7 @@ from lightning_ring.launch.supervisor import STOP_SIGNAL
 ALIVE_SECONDS = 0.25
 AGENT_SECONDS = 1.0
 _LOOK_SECONDS = 0.01
-_CONNECT_SECONDS = 5.0  # for each address
+DOOR = "agents"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +37,21 @@ class Order:
     """What an agent is to do. ``addresses`` are those of the steward's host, one of which leads
     there.
 
-    The agent shows ``token`` and expects ``answer``: another host may have such an address too (a
-    bridge of containers), with another program at that port.
+    Another host may have such an address too (a bridge of containers), with another program at that
+    port: both sides prove that they know ``secret``. ``start`` counts the agents of this host, of
+    which the last one is let in.
     """
 
     host: str
-    token: str
-    answer: str
+    start: int
+    secret: str
     addresses: Sequence[str]
     port: int
     steward_port: int
     command: Sequence[str]
     cwd: str
     ranks: int  # on this host, at the same time
+    start_seconds: float
     environ: Mapping[str, str] = field(default_factory=dict)
 
     def as_line(self) -> str:
@@ -61,7 +63,6 @@ class Agent:
         self._order = order
         self._children: dict[int, Child] = {}
         self._told: dict[int, str] = {}  # what the steward knows of each
-        self._first: list[Message] = []  # that came with the welcome
         self._connection = self._connect()
         self._guard = OrphanGuard(
             f"the agent of {order.host} (pid {os.getpid()}) has gone: its ranks end"
@@ -72,8 +73,6 @@ class Agent:
         """Serve until the job ends (0) or the steward is lost (1). No rank is left."""
         heard = last_look = time.monotonic()
         next_alive = 0.0
-        for message in self._first:
-            self._take(message)
         while not self._over:
             self._connection.wait(_LOOK_SECONDS)
             messages, over = self._connection.receive()
@@ -98,44 +97,19 @@ class Agent:
         return 0 if self._over else 1
 
     def _connect(self) -> MessageConnection:
-        failures = []
-        for address in self._order.addresses:
-            try:
-                connection = socket.create_connection(
-                    (address, self._order.port), timeout=_CONNECT_SECONDS
-                )
-            except OSError as error:
-                failures.append(f"{address}: {error}")
-                continue
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            messages = MessageConnection(connection)
-            messages.send({"kind": "hello", "token": self._order.token, "host": self._order.host})
-            if self._is_welcome(messages):
-                self._address = address
-                return messages
-            messages.close()
-            failures.append(f"{address}: another program answers there, or none")
-        raise RankDiscoveryError(
-            f"The agent of {self._order.host} could not reach port {self._order.port} of the host "
-            f"that started it ({'; '.join(failures)}). Open the hosts' firewalls for each other."
-        )
-
-    def _is_welcome(self, messages: MessageConnection) -> bool:
-        """Whether the other side is who gave the order. What came behind its welcome is taken by
-        `run`.
-        """
-        until = time.monotonic() + _CONNECT_SECONDS
-        while (left := until - time.monotonic()) > 0:
-            messages.wait(left)
-            received, over = messages.receive()
-            if received:
-                self._first = received[1:]
-                return received[0]["kind"] == "welcome" and is_token(
-                    received[0].get("answer"), self._order.answer
-                )
-            if over is not None:
-                return False
-        return False
+        order = self._order
+        hello = {"host": order.host, "start": order.start}
+        where = order.addresses, order.port, order.secret
+        try:
+            connection, _ = knock(*where, DOOR, hello, order.start_seconds)
+        except OSError as error:
+            raise RankDiscoveryError(
+                f"The agent of {order.host} could not reach port {order.port} of the host that "
+                f"started it within {order.start_seconds:g} s ({error}). Open the hosts' firewalls "
+                "for each other."
+            ) from error
+        self._address = connection.socket.getpeername()[0]
+        return connection
 
     def _take(self, message: Message) -> None:
         kind = message["kind"]
@@ -154,7 +128,10 @@ class Agent:
     def _start(self, number: int, variables: dict[str, str]) -> None:
         order = self._order
         here = [Host(order.host, order.ranks)]
-        own = {"RING_STEWARD": f"{self._address}:{order.steward_port}"}
+        own = {
+            "RING_STEWARD": f"{self._address}:{order.steward_port}",
+            SECRET: order.secret,
+        }
         environ = rank_environment(order.ranks, here, {**os.environ, **order.environ}, STOP_SIGNAL)
         child = Child(f"process {number}", order.command, environ | variables | own)
         try:

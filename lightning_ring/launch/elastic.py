@@ -122,15 +122,17 @@ class ElasticJob:
             grows=grows,
             start_seconds=limits.start_seconds,
         )
+        remote = self._slots.remote
         self._steward = Steward(
             membership,
             lambda *removal: self._ends.kill(*removal),
             self._slots.listens[0],
             limits.silence,
             self._idle,
+            remote.secret if remote is not None else None,
         )
-        if self._slots.remote is not None:
-            self._slots.remote.steward_port = self._steward.port
+        if remote is not None:
+            remote.steward_port = self._steward.port
         self._deaths = Deaths(limits.respawn)
         self._guard = OrphanGuard(
             f"the process that started the ranks (pid {os.getpid()}) has gone: they end"

@@ -54,10 +54,11 @@ def is_dead(pid: int) -> bool:
     """
     if not _is_exiting(Path(f"/proc/{pid}/stat")):
         return False
+    folder = Path(f"/proc/{pid}/task")
     try:
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        threads = list(folder.iterdir())
     except OSError:
-        return True
+        return not os.path.exists(folder)
     return all(_is_exiting(thread / "stat") for thread in threads)
 
 
@@ -73,7 +74,10 @@ def failure_of(pid: int) -> int | None:
 
 def _is_exiting(stat: Path) -> bool:
     fields = _fields(stat)
-    return fields is None or fields[0] in "ZX" or bool(int(fields[6]) & _EXITING)
+    if fields is None:
+        # A process that can open no more files reads nothing, and asks about a name all the same.
+        return not os.path.exists(stat)
+    return fields[0] in "ZX" or bool(int(fields[6]) & _EXITING)
 
 
 def _all_processes() -> Iterator[tuple[int, list[str]]]:

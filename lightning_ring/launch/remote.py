@@ -4,9 +4,7 @@ watches them there.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 import shlex
 import socket
 import subprocess
@@ -15,20 +13,19 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from secrets import token_hex
 
 from lightning_ring.job.exit import say
 from lightning_ring.job.launchers import tasks_per_node
+from lightning_ring.job.rendezvous.door import SECRET, Door
 from lightning_ring.job.rendezvous.interfaces import reachable_candidates
-from lightning_ring.job.watch.messages import LONGEST_LINE, Message, MessageConnection, is_token
-from lightning_ring.launch.agent import ALIVE_SECONDS, Order
+from lightning_ring.job.watch.messages import Message
+from lightning_ring.launch.agent import ALIVE_SECONDS, DOOR, Order
 from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.mpirun import exported_names
 
 LOST_SECONDS = 1.4  # without a sign of life, after which a host's ranks count as dead
 _END_SECONDS = 5.0
-_HELLO_SECONDS = 10.0  # in which a connection has to say whose agent it is
-_HELLO_BYTES = 4096
-_MOST_STRANGERS = 64
 
 HostLine = Callable[[Host, str], list[str]]
 """The line that runs a shell command on a host, standard input passed on."""
@@ -121,42 +118,65 @@ class RemoteHost:
     """One other host. Its agent is started with its first process, and again after it was lost."""
 
     host: Host
-    order: Callable[[Host, str, str], Order]
+    order: Callable[[Host, int], Order]
+    door: Door
     line: HostLine
     start_seconds: float  # for ssh and Python there
     children: dict[int, RemoteChild] = field(default_factory=dict)
-    token: str = ""  # that its agent shows; "" while none is expected
-    answer: str = ""  # that its agent expects
-    connection: MessageConnection | None = None
+    starts: int = 0  # of agents, of which the last one is let in
+    is_connected: bool = False
     _process: subprocess.Popen[bytes] | None = None
     _started: float = 0.0
     _heard: float = 0.0
+    _has_spoken: bool = False  # since the last look
     _unsent: list[Message] = field(default_factory=list)
 
     def start(self, child: RemoteChild) -> None:
         self.children[child.number] = child
         if self._process is None:
             self._start_agent()
-        self.send({"kind": "start", "number": child.number, "environ": dict(child.environ)})
+        # The agent has the secret from its order, which ssh encrypts; this connection does not.
+        environ = {name: text for name, text in child.environ.items() if name != SECRET}
+        self.send({"kind": "start", "number": child.number, "environ": environ})
 
     def send(self, message: Message) -> None:
-        if self.connection is not None:
-            self.connection.send(message)
+        if self.is_connected:
+            self.door.send(self.host.name, message)
         elif self._process is not None:
             self._unsent.append(message)
 
-    def connected(self, connection: MessageConnection, now: float) -> None:
-        self.connection, self._heard = connection, now
-        connection.send({"kind": "welcome", "answer": self.answer})
-        unsent, self._unsent = self._unsent, []
-        for message in unsent:
-            connection.send(message)
+    def admits(self, start: int) -> bool:
+        """Whether the agent of this ``start`` is expected."""
+        return self._process is not None and not self.is_connected and start == self.starts
+
+    def take(self, message: Message) -> None:
+        self._has_spoken = True
+        if message["kind"] == "hello":
+            self.is_connected = True
+            unsent, self._unsent = self._unsent, []
+            for one in unsent:
+                self.send(one)
+        elif message["kind"] == "alive":
+            now = time.monotonic()
+            for number, seconds in message["idle"].items():
+                if (child := self.children.get(int(number))) is not None:
+                    child.idle_seconds, child.idle_since = seconds, now
+        elif (child := self.children.get(message.get("number", -1))) is not None:
+            if message["kind"] == "pid":
+                child.pid, child.idle_since = message["pid"], time.monotonic()
+            elif message["kind"] == "dead":
+                child.dead, child.early_failure = True, message["failure"]
+            elif message["kind"] == "ended":
+                child.dead, child.code = True, message["code"]
+
+    def hung_up(self) -> None:
+        self._lose("the connection to its agent ended")
 
     def look(self, now: float, gap: float) -> None:
-        """Take what has arrived. ``gap``: time in which this process did not look."""
+        """Find out whether the host is lost. ``gap``: time in which this process did not look."""
         if self._process is None:
             return
-        if self.connection is None:
+        if not self.is_connected:
             if (code := self._process.poll()) is not None:
                 self._lose(
                     f"`{shlex.join(self.line(self.host, '...'))}` ended with exit code {code}",
@@ -167,13 +187,9 @@ class RemoteHost:
                     f"its agent was not up within {self.start_seconds:g} s (--start-timeout)", 1
                 )
             return
-        messages, over = self.connection.receive()
-        self._heard = now if messages else self._heard + gap
-        for message in messages:
-            self._take(message, now)
-        if over is not None:
-            self._lose("the connection to its agent ended")
-        elif now - self._heard > LOST_SECONDS:
+        self._heard = now if self._has_spoken else self._heard + gap
+        self._has_spoken = False
+        if now - self._heard > LOST_SECONDS:
             self._lose(
                 f"its agent has said nothing for {now - self._heard:.1f} s: the host or "
                 "the way to it is gone"
@@ -183,8 +199,8 @@ class RemoteHost:
         """The agent ends its ranks and itself. One that has not connected yet finds nobody, and
         ends too.
         """
-        if self.connection is not None:
-            self.connection.send({"kind": "end"})
+        if self.is_connected:
+            self.send({"kind": "end"})
         elif self._process is not None:
             self._process.kill()
 
@@ -198,11 +214,9 @@ class RemoteHost:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        if self.connection is not None:
-            self.connection.close()
 
     def _start_agent(self) -> None:
-        self.token, self.answer = secrets.token_hex(16), secrets.token_hex(16)
+        self.starts += 1
         names = {name: os.environ[name] for name in ("PYTHONPATH", "PATH") if name in os.environ}
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in names.items())
         command = (
@@ -214,7 +228,7 @@ class RemoteHost:
         # a file: ssh reads a pipe once it is connected, and an order that does not fit into it
         # would block this process
         with tempfile.TemporaryFile() as order:
-            order.write(self.order(self.host, self.token, self.answer).as_line().encode())
+            order.write(self.order(self.host, self.starts).as_line().encode())
             order.seek(0)
             line = self.line(self.host, command)
             try:
@@ -224,22 +238,6 @@ class RemoteHost:
             except OSError as error:
                 self._lose(f"`{line[0]}` could not be run: {error.strerror}", 127)
 
-    def _take(self, message: Message, now: float) -> None:
-        if message["kind"] == "alive":
-            for number, seconds in message["idle"].items():
-                if (child := self.children.get(int(number))) is not None:
-                    child.idle_seconds, child.idle_since = seconds, now
-            return
-        child = self.children.get(message.get("number", -1))
-        if child is None:
-            return
-        if message["kind"] == "pid":
-            child.pid, child.idle_since = message["pid"], now
-        elif message["kind"] == "dead":
-            child.dead, child.early_failure = True, message["failure"]
-        elif message["kind"] == "ended":
-            child.dead, child.code = True, message["code"]
-
     def _lose(self, why: str, code: int = -9) -> None:
         """Its ranks are dead: their agent kills them within the same time, and with them go its
         connections.
@@ -247,12 +245,11 @@ class RemoteHost:
         left = [child for child in self.children.values() if child.code is None]
         if left:
             say(f"host {self.host.name} is lost with {len(left)} ranks: {why}")
-        if self.connection is not None:
-            self.connection.close()
+        self.door.hang_up(self.host.name)
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        self.connection, self._process, self._unsent, self.token = None, None, [], ""
+        self.is_connected, self._process, self._unsent = False, None, []
         for child in left:
             child.dead, child.code, child.is_lost = True, code, True
 
@@ -269,89 +266,67 @@ class RemoteHosts:
     ) -> None:
         self._command, self._environ = list(command), environ
         self._line, self._start_seconds = line, start_seconds
-        self._listener = socket.create_server(("", 0), backlog=64)
-        self._listener.setblocking(False)
-        # that have not said who they are, and since when
-        self._strangers: dict[MessageConnection, float] = {}
+        self.secret = token_hex(16)
+        self._door = Door(socket.create_server(("", 0), backlog=1024), self.secret, DOOR, self)
         self._next_alive = 0.0
         self._last_look = time.monotonic()
         self.steward_port = 0
         self.hosts: dict[str, RemoteHost] = {}
 
     def add(self, host: Host) -> None:
-        self.hosts[host.name] = RemoteHost(host, self._order, self._line, self._start_seconds)
+        self.hosts[host.name] = RemoteHost(
+            host, self._order, self._door, self._line, self._start_seconds
+        )
 
     def look(self, now: float) -> None:
         """Serve all agents. Called again and again."""
         gap = max(0.0, now - self._last_look - ALIVE_SECONDS)  # this process itself was held up
         self._last_look = now
-        self._accept(now)
+        self._door.serve(0)
         for host in self.hosts.values():
             host.look(now, gap)
         if now >= self._next_alive:
             self._next_alive = now + ALIVE_SECONDS
             for host in self.hosts.values():
-                if host.connection is not None:
+                if host.is_connected:
                     host.send({"kind": "alive"})
 
     def close(self) -> None:
-        self._listener.close()
-        for stranger in self._strangers:
-            stranger.close()
         for host in self.hosts.values():
             host.ask_to_end()
         until = time.monotonic() + _END_SECONDS
         for host in self.hosts.values():
             host.close(until)
+        self._door.close()
 
-    def _accept(self, now: float) -> None:
-        with contextlib.suppress(OSError):  # none waits; or this process can open no more files
-            while len(self._strangers) < _MOST_STRANGERS:
-                accepted, _ = self._listener.accept()
-                accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                stranger = MessageConnection(accepted)
-                stranger.longest_line = _HELLO_BYTES
-                self._strangers[stranger] = now
-        for stranger, since in list(self._strangers.items()):
-            messages, over = stranger.receive()
-            if not messages and over is None and now - since < _HELLO_SECONDS:
-                continue
-            del self._strangers[stranger]
-            host = self._host_of(messages[0]) if messages and over is None else None
-            if host is None:
-                stranger.close()
-            else:
-                stranger.longest_line = LONGEST_LINE
-                host.connected(stranger, now)
+    # -- called by the door
 
-    def _host_of(self, hello: Message) -> RemoteHost | None:
-        """The host whose agent says ``hello``; `None` for anybody else's message, whatever it
-        is.
-        """
-        name = hello.get("host")
-        host = self.hosts.get(name) if isinstance(name, str) else None
-        if (
-            host is None
-            or host.connection is not None
-            or not is_token(hello.get("token"), host.token)
-        ):
-            return None
-        return host
+    def admit(self, hello: Message) -> tuple[str, Message]:
+        name: str = hello["host"]
+        if name not in self.hosts or not self.hosts[name].admits(hello["start"]):
+            raise PermissionError(f"no agent of host {name} is expected")
+        return name, {}
 
-    def _order(self, host: Host, token: str, answer: str) -> Order:
+    def take(self, name: str, message: Message) -> None:
+        self.hosts[name].take(message)
+
+    def hung_up(self, name: str, why: str) -> None:
+        self.hosts[name].hung_up()
+
+    def _order(self, host: Host, start: int) -> Order:
         exported = {name: self._environ[name] for name in exported_names(self._environ)}
         addresses = reachable_candidates(self._environ)
-        port = self._listener.getsockname()[1]
         cwd = os.getcwd()
         return Order(
             host.name,
-            token,
-            answer,
+            start,
+            self.secret,
             addresses,
-            port,
+            self._door.port,
             self.steward_port,
             self._command,
             cwd,
             host.slots,
+            self._start_seconds,
             exported,
         )

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
+from lightning_ring.job.rendezvous.door import SECRET
 from lightning_ring.job.rendezvous.greeting import listen
 from lightning_ring.launch.child import Child
 from lightning_ring.launch.hosts import Host
@@ -46,7 +47,7 @@ def plain_job(ranks: int, command: Sequence[str], environ: Mapping[str, str]) ->
     common = rank_environment(ranks, [], environ, STOP_SIGNAL) | {
         "RING_WORLD_SIZE": str(ranks),
         "RING_STORE": f"127.0.0.1:{listener.getsockname()[1]}",
-        "RING_JOB": secrets.token_hex(8),
+        SECRET: secrets.token_hex(16),
     }
     children = [
         Child(f"rank {rank}", command, common | {"RING_RANK": str(rank)}) for rank in range(ranks)

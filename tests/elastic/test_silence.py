@@ -4,19 +4,13 @@ descriptors.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import resource
-import socket
-import threading
 import time
 
 import pytest
 
-from lightning_ring.elastic import steward as connections
 from lightning_ring.elastic.member import Member
 from lightning_ring.elastic.membership import Membership, Report
-from lightning_ring.elastic.steward import Silence, SilenceLimits, Steward
+from lightning_ring.elastic.steward import Silence, SilenceLimits
 from lightning_ring.errors import RankDiscoveryError
 from tests.elastic.serving import WAIT, first_view, serving
 
@@ -120,56 +114,6 @@ def test_a_second_process_with_a_number_that_is_taken_is_refused() -> None:
             Member(server.steward.variables(7)).open()
         assert one.request({"op": "count"}, WAIT) == 0
         assert server.steward.membership.members == [0]
-
-
-def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_HELLO_SECONDS", 0.2)
-    with (
-        serving() as server,
-        socket.create_connection(("127.0.0.1", server.steward.port), timeout=WAIT) as connection,
-    ):
-        assert connection.recv(1) == b""
-
-
-def test_a_steward_without_file_descriptors_does_not_spin_and_accepts_later(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(connections, "_FULL_SECONDS", 600.0)
-    steward = Steward(Membership(), lambda member, why, seconds: None)
-    steward.expect(0)
-    member, opened = Member(steward.variables(0)), threading.Event()
-    taken: list[int] = []
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        with socket.create_connection(("127.0.0.1", steward.port), timeout=WAIT):
-            resource.setrlimit(
-                resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, limits[1])
-            )
-            with contextlib.suppress(OSError):
-                while len(taken) < 1000:
-                    taken.append(os.dup(0))
-            assert len(taken) < 1000
-            steward.step(1.0)
-            began = time.monotonic()
-            for _ in range(4):
-                steward.step(0.1)
-            assert time.monotonic() - began > 0.3, "it looks at once for what it cannot accept"
-    finally:
-        for descriptor in taken:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    steward._connections._accepts_at = time.monotonic()  # as if these seconds were over
-    opening = threading.Thread(target=lambda: (member.open(), opened.set()))
-    opening.start()
-    until = time.monotonic() + WAIT
-    while not opened.is_set():
-        assert time.monotonic() < until
-        steward.step(0.05)
-    opening.join()
-    member.on_lost = lambda: None
-    member.close()
-    steward.close()
-    assert capsys.readouterr().err.count("accepts no connections") == 1
 
 
 def test_who_connects_anew_is_named_and_not_taken_for_a_newcomer() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import socket
 import threading
 
 import pytest
 
 from lightning_ring.elastic.member import Member
 from lightning_ring.elastic.membership import GenerationOver, JobEnded, Report, TooFewRanks
+from lightning_ring.errors import RankDiscoveryError
 from tests.elastic.serving import WAIT, first_view, serving
 from tests.processes import wait_for
 
@@ -204,33 +202,10 @@ def test_a_process_that_waits_when_the_training_ends_is_told_so() -> None:
 
 def test_a_stranger_is_sent_away() -> None:
     with serving() as server:
-        stranger = Member(server.steward.variables(0) | {"RING_STEWARD_TOKEN": "guess"})
-        with socket.create_connection((stranger._host, stranger._port), timeout=WAIT) as connection:
-            connection.sendall(
-                b'{"kind": "hello", "token": "guess", "member": 0}\n'
-                b'{"kind": "failed", "text": "!"}\n'
-            )
-            assert connection.recv(1) == b""
-        token, odd = server.steward.variables(0)["RING_STEWARD_TOKEN"], []
-        odd += [
-            {"member": 0},
-            {"member": True, "pid": 1},
-            {"member": 0, "pid": "1"},
-            {"member": [0], "pid": 1},
-        ]
-        for said in [
-            *({"kind": "hello", "token": token, **message} for message in odd),
-            "x" * 5000,
-        ]:
-            with socket.create_connection(
-                (stranger._host, stranger._port), timeout=WAIT
-            ) as connection:
-                connection.sendall(json.dumps(said).encode() + b"\n")
-                # what it has not read is lost with the connection
-                with contextlib.suppress(ConnectionResetError):
-                    assert connection.recv(1) == b""
-        assert server.thread.is_alive()
-        assert server.steward.ended is None
+        (one,) = first_view(server, 1)
+        with pytest.raises(RankDiscoveryError, match="another job"):
+            Member(server.steward.variables(0) | {"RING_SECRET": "guess"}).open()
+        one.check()
 
 
 def test_a_process_learns_whether_the_job_has_begun() -> None:

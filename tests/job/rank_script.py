@@ -17,14 +17,14 @@ import torch.distributed
 
 from lightning_ring.job.excepthook import end_job_on_error
 from lightning_ring.job.ranks import discover_ranks
-from lightning_ring.job.rendezvous.store import open_store
+from lightning_ring.job.rendezvous.store import agree_on_secret, open_store
 from lightning_ring.job.watch.watch import JobWatch
 
 action, folder = sys.argv[1], Path(sys.argv[2])
 info = discover_ranks()
 end_job_on_error(info)
 store = open_store(info, timedelta(seconds=60))
-watch = JobWatch(info, store)
+watch = JobWatch(info, store, agree_on_secret(info, store))
 end_job_on_error(info, watch)
 # as in a real job; torch wraps sys.excepthook here
 torch.distributed.init_process_group(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ring.job.watch.messages import MessageConnection, is_token
+from lightning_ring.job.watch.messages import MessageConnection
 
 
 def connected() -> tuple[socket.socket, MessageConnection]:
@@ -77,8 +77,14 @@ def test_waiting_works_with_many_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_tokens() -> None:
-    assert is_token("abc", "abc")
-    for given in ("", "ab", "abd", "äbc", None, 3, ["abc"]):
-        assert not is_token(given, "abc")
-    assert not is_token("", "")
+@pytest.mark.parametrize("line", [b"", b"{", b"[]", b'{"kind": 1}', 9000 * b"["])
+def test_a_line_that_is_no_message_ends_the_connection(line: bytes) -> None:
+    sender, connection = connected()
+    sender.sendall(b'{"kind": "first"}\n' + line + b'\n{"kind": "late"}\n')
+    messages, over = received(connection, until_over=True)
+    assert ([message["kind"] for message in messages], over) == (
+        ["first"],
+        "a line that is no message",
+    )
+    sender.close()
+    connection.close()

@@ -21,7 +21,7 @@ from lightning_ring.job.rendezvous.interfaces import (
     ipv6_addresses,
     reachable_candidates,
 )
-from lightning_ring.job.rendezvous.store import open_store
+from lightning_ring.job.rendezvous.store import agree_on_secret, open_store
 from lightning_ring.job.watch import relay
 from lightning_ring.job.watch.watch import JobWatch
 
@@ -111,10 +111,12 @@ def test_a_port_that_is_taken_is_named_by_rank_0(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "answer", [b"HTTP/1.0 400 Bad Request\r\n\r\n", b"lightning_ring other-job 1234\n", None]
+    "answer", [b"HTTP/1.0 400 Bad Request\r\n\r\n", b"lightning_ring other-job 1234\n", None, b""]
 )
 def test_another_program_on_the_port_is_named_by_the_others(monkeypatch, answer):
-    """torch's own store client waits for ever for a server that says nothing (``None``)."""
+    """torch's own store client waits for ever for a server that says nothing (``None``). Another
+    one hangs up (``b""``).
+    """
     monkeypatch.setattr("lightning_ring.job.rendezvous.store.ANSWER_SECONDS", 0.5)
     with socket.socket() as other:
         other.bind((LOOPBACK, 0))
@@ -123,9 +125,10 @@ def test_another_program_on_the_port_is_named_by_the_others(monkeypatch, answer)
 
         def serve() -> None:
             connection, _ = other.accept()
-            if answer is not None:
+            if answer:
                 connection.sendall(answer)
-            connections.append(connection)
+            if answer != b"":
+                connections.append(connection)
 
         connections: list[socket.socket] = []
         threading.Thread(target=serve, daemon=True).start()
@@ -169,10 +172,23 @@ def test_greeter_ends_when_all_have_called():
     door = listen(LOOPBACK)
     port = door.getsockname()[1]
     Greeter(door, "job", count=2, word="4711")
-    for rank in (1, 1, 2):  # a rank that calls twice is one rank
-        assert greet(LOOPBACK, port, "job", rank, timeout=60) == ("4711", LOOPBACK)
+    for secret, rank in (("job", 1), ("guess", 2), ("job", 1), ("job", 2)):
+        if secret == "guess":
+            with pytest.raises(RankDiscoveryError, match="another job"):
+                greet(LOOPBACK, port, secret, rank, timeout=60)
+        else:  # a rank that calls twice is one rank
+            assert greet(LOOPBACK, port, secret, rank, timeout=60) == ("4711", LOOPBACK)
     with pytest.raises(RankDiscoveryError):
         greet(LOOPBACK, port, "job", rank=2, timeout=0.5)
+
+
+@pytest.mark.parametrize("given", ["", "from a job script"])
+def test_the_secret_lies_in_the_store_only_where_no_launcher_gives_one(monkeypatch, given):
+    monkeypatch.setenv("RING_SECRET", given)
+    store = HashStore()
+    secrets = [agree_on_secret(info, store) for info in ranks(2, "torchrun")]
+    assert secrets[0] == secrets[1] == (given or store.get("secret").decode())
+    assert store.check(["secret"]) is not bool(given)
 
 
 def test_interfaces():
@@ -236,7 +252,7 @@ def test_ranks_meet_wherever_the_job_says_that_rank_0_is(
 
         def meet(info: RankInfo) -> tuple[Store, JobWatch]:
             store = open_store(info, MINUTE)
-            return store, JobWatch(info, store)
+            return store, JobWatch(info, store, "secret")
 
         with ThreadPoolExecutor(2) as pool:
             met = list(pool.map(meet, infos))

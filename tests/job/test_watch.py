@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import threading
 import time
@@ -16,6 +15,7 @@ from torch.distributed import HashStore, TCPStore
 
 from lightning_ring.errors import PeerFailedError
 from lightning_ring.job.ranks import SINGLE, RankInfo
+from lightning_ring.job.rendezvous.door import knock
 from lightning_ring.job.watch import watch as watch_module
 from lightning_ring.job.watch.peers import PeerEvents
 from lightning_ring.job.watch.watch import JobWatch
@@ -33,7 +33,9 @@ def job(world_size: int) -> Iterator[list[JobWatch]]:
             store = TCPStore(
                 "127.0.0.1", server.port, wait_for_workers=False, timeout=timedelta(seconds=60)
             )
-        return JobWatch(RankInfo(rank, world_size, rank, world_size, 0, 1, "torchrun"), store)
+        return JobWatch(
+            RankInfo(rank, world_size, rank, world_size, 0, 1, "torchrun"), store, "secret"
+        )
 
     with ThreadPoolExecutor(world_size) as pool:
         watches = list(pool.map(build, range(world_size)))
@@ -70,7 +72,7 @@ def ended(monkeypatch):
 
 def test_one_rank_opens_nothing():
     before = set(threading.enumerate())
-    watch = JobWatch(SINGLE, HashStore())
+    watch = JobWatch(SINGLE, HashStore(), "secret")
     watch.check()
     watch.report(ValueError())
     watch.leave()
@@ -224,21 +226,14 @@ def test_a_message_to_one_rank_reaches_that_one_and_its_sender():
         assert eventually(lambda: watches[0].peers().keys() == {0, 1, 2})
 
 
-def test_strangers_and_nonsense_are_ignored():
+def test_a_second_hello_for_a_rank_is_refused():
     with job(2) as watches:
-        assert watches[0]._relay is not None
-        place = watches[0]._relay._listener.getsockname()
-        for line in (
-            b"GET / HTTP/1.0\r\n\r\n",
-            json.dumps({"kind": "hello", "token": "?", "rank": 1}).encode() + b"\n",
-        ):
-            with socket.create_connection(place, timeout=60) as stranger:
-                stranger.sendall(line)
-                stranger.sendall(b'{"kind": "failed", "rank": 1, "text": "lies"}\n')
-        time.sleep(0.3)
+        relay, hello = watches[0]._relay, {"rank": 1, "host": "elsewhere", "pid": 1}
+        assert relay is not None
+        with pytest.raises(PermissionError, match=r"rank 1 is process \d+ on"):
+            knock(["127.0.0.1"], relay.port, "secret", "watch", hello, 60)
         watches[0].check()
-        watches[1].tell({"kind": "still here"}, wait=60)
-        assert watches[1]._returned == 1
+        assert watches[1].tell({"kind": "still here"}, wait=60)
 
 
 def test_rank_0_stays_until_the_others_have_left():

@@ -4,17 +4,19 @@ cannot be run.
 
 from __future__ import annotations
 
-import json
-import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.job.rendezvous.door import Door, knock
+from lightning_ring.job.watch.messages import MessageConnection
 from lightning_ring.launch import agent as agent_module
 from lightning_ring.launch import remote as remote_module
 from lightning_ring.launch.agent import Agent, Order
@@ -34,107 +36,61 @@ def remote(
         hosts.close()
 
 
-def connect(hosts: RemoteHosts) -> socket.socket:
-    connection = socket.create_connection(
-        ("127.0.0.1", hosts._listener.getsockname()[1]), timeout=60
-    )
-    connection.settimeout(60)
-    return connection
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        '{"kind": "hello", "host": []}',
-        '{"kind": "hello", "host": {"b": 1}, "token": "secret"}',
-        '{"kind": "hello", "host": "b"}',
-        '{"kind": "hello", "host": "b", "token": ""}',
-        '{"kind": "hello", "host": "b", "token": 5}',
-        '{"kind": "hello", "host": "b", "token": "sécret \\ud800"}',
-        '{"kind": "hello", "host": "c", "token": "secret"}',
-        "GET / HTTP/1.0",
-        '{"kind": "hello", "host": "b", "token": "secret' + 5000 * "x",
-    ],
-)
-def test_a_stranger_is_hung_up_on_whatever_it_says(said: str) -> None:
-    with remote() as hosts, connect(hosts) as stranger:
-        hosts.hosts["b"].token = "secret"
-        stranger.sendall(said.encode() + b"\n")
-        now = until = time.monotonic()
-        while not select.select([stranger], [], [], 0.01)[0] and time.monotonic() < until + 60:
-            hosts.look(now := now + (4 if said.startswith("GET") else 0))
-        assert stranger.recv(100) == b""
-        assert hosts.hosts["b"].connection is None
-        with connect(hosts) as own:
-            own.sendall(b'{"kind": "hello", "host": "b", "token": "secret"}\n')
-            hosts.hosts["b"].answer = "and mine"
-            while hosts.hosts["b"].connection is None:
-                hosts.look(time.monotonic())
-            assert json.loads(own.makefile().readline()) == {
-                "kind": "welcome",
-                "answer": "and mine",
-            }
-
-
-def test_a_stranger_that_says_nothing_is_hung_up_on_and_many_are_not_let_in() -> None:
-    with remote() as hosts:
-        connections, began = [], time.monotonic()
-        for _ in range(70):
-            connections.append(connect(hosts))
-            hosts.look(began)
-        assert len(hosts._strangers) == 64
-        hosts.look(began + 11)
-        assert connections[0].recv(1) == b""
-        for connection in connections:
-            connection.close()
-
-
 def order(addresses: list[str], port: int) -> Order:
-    return Order("b", "secret", "and mine", addresses, port, 1, ["true"], "/", 1)
+    return Order("b", 1, "secret", addresses, port, 1, ["true"], "/", 1, 30.0)
+
+
+def enter(hosts: RemoteHosts, **said: object) -> MessageConnection:
+    """Say hello at the door of ``hosts`` as the agent of host b does, but for what is ``said``."""
+    hello = {"host": "b", "start": 1} | said
+    place = ["127.0.0.1"], hosts._door.port, hosts.secret
+    with ThreadPoolExecutor(1) as pool:
+        knocking = pool.submit(knock, *place, "agents", hello, 60.0)
+        while not knocking.done():
+            hosts.look(time.monotonic())
+            time.sleep(0.001)
+    return knocking.result()[0]
+
+
+def test_only_the_agent_that_was_started_last_is_let_in() -> None:
+    with remote(lambda host, command: ["sleep", "600"]) as hosts:
+        with pytest.raises(PermissionError, match="no agent of host b is expected"):
+            enter(hosts)
+        RemoteChild("process 0", 0, {"RING_SECRET": "?"}, hosts.hosts["b"]).start(None)
+        for said in ({"start": 0}, {"host": "c"}):
+            with pytest.raises(PermissionError, match=r"no agent of host . is expected"):
+                enter(hosts, **said)
+        agent = enter(hosts)
+        assert agent.next(60)[0] == {"kind": "start", "number": 0, "environ": {}}
+        with pytest.raises(PermissionError, match="no agent of host b is expected"):
+            enter(hosts)
+        agent.close()
 
 
 def test_an_agent_tries_the_next_address_where_another_program_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(agent_module, "OrphanGuard", lambda line: None)
-    monkeypatch.setattr(agent_module, "_CONNECT_SECONDS", 1.0)
+    monkeypatch.setitem(knock.__kwdefaults__, "answer_seconds", 1.0)
     own = socket.create_server(("127.0.0.1", 0))
     port = own.getsockname()[1]
-    others = [
-        socket.create_server((address, port)) for address in ("127.0.0.2", "127.0.0.3", "127.0.0.4")
-    ]
-    answers = [
-        b"",
-        b'{"kind": "start", "number": 0, "environ": {}}\n',
-        b'{"kind": "welcome", "answer": "secret"}\n',
-    ]
-    heard = []
-    kept = []
-
-    def serve(listener: socket.socket, answer: bytes) -> None:
-        connection, _ = listener.accept()
-        heard.append(json.loads(connection.makefile().readline())["host"])
-        connection.sendall(answer)
-        kept.append(connection)
-
-    pairs = [
-        *zip(others, answers, strict=True),
-        (own, b'{"kind": "welcome", "answer": "and mine"}\n{"kind": "end"}\n'),
-    ]
-    threads = [threading.Thread(target=serve, args=pair, daemon=True) for pair in pairs]
-    for thread in threads:
-        thread.start()
+    addresses = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
+    silent, broken, other = (socket.create_server((address, port)) for address in addresses)
+    served = SimpleNamespace(
+        admit=lambda hello: (hello["host"], {}), take=lambda *_: None, hung_up=lambda *_: None
+    )
+    doors = [Door(other, "another job", "agents", served), Door(own, "secret", "agents", served)]
+    for door in doors:
+        door.serve_in_thread("door")
+    nonsense = threading.Thread(target=lambda: broken.accept()[0].sendall(b"HTTP/1.0 400\r\n"))
+    nonsense.start()
     try:
-        agent = Agent(order(["127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.1"], port))
+        agent = Agent(order([*addresses, "127.0.0.1"], port))
         assert agent._address == "127.0.0.1"
-        assert agent._children == {}
-        assert heard == ["b"] * 4
-        assert [message["kind"] for message in agent._first] in (["end"], [])
         agent._connection.close()
     finally:
-        for thread in threads:
-            thread.join(60)
-        for used in [own, *others, *kept]:
+        nonsense.join(60)
+        for used in (silent, broken, *doors):
             used.close()
 
 

@@ -4,7 +4,9 @@ of a death.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import signal
 import subprocess
@@ -23,6 +25,18 @@ from tests.processes import run, wait_for
 def test_limits_that_contradict_each_other() -> None:
     with pytest.raises(ConfigurationError, match="2 ranks, at least 3 and at most 2"):
         ElasticLimits(2, min_ranks=3)
+
+
+def test_a_process_is_not_dead_because_no_file_can_be_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    for method in ("read_text", "iterdir"):
+        monkeypatch.setattr(Path, method, full)
+    assert not is_dead(os.getpid())
+    assert is_dead(2**22 + 1)  # more than there can be
 
 
 def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from lightning_ring.launch.child import Child
 from lightning_ring.launch.elastic import LOOK_SECONDS
 from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.remote import LOST_SECONDS, RemoteChild, RemoteHosts
-from tests.launch.test_agents import order
+from tests.launch.test_agents import enter, order
 
 PROMISED = 1.5  # seconds from the cut of a link until the steward counts a host's ranks as dead
 SLEEP = ["sleep", "600"]
@@ -38,25 +38,17 @@ class Cluster:
     """
 
     def __init__(self, hosts: RemoteHosts) -> None:
-        self.hosts, self.now = hosts, hosts._last_look
+        self.hosts = hosts
         self.child = RemoteChild("process 0", 0, {}, hosts.hosts["b"])
         self.child.start(None)
-        self.agent = socket.create_connection(
-            ("127.0.0.1", hosts._listener.getsockname()[1]), timeout=60
-        )
-        self.say(
-            b'{"kind": "hello", "host": "b", "token": "%s"}\n' % hosts.hosts["b"].token.encode()
-        )
-        connected = select.poll()
-        connected.register(hosts._listener, select.POLLIN)
-        assert connected.poll(60_000)
-        while hosts.hosts["b"].connection is None:
-            hosts.look(self.now)
+        self.agent = enter(hosts)
+        self.now = hosts._last_look
 
-    def say(self, line: bytes = b'{"kind": "alive", "idle": {}}\n') -> None:
-        self.agent.sendall(line)
-        if (connection := self.hosts.hosts["b"].connection) is not None:
-            connection.wait(60)  # it has arrived
+    def say(self) -> None:
+        self.agent.send({"kind": "alive", "idle": {}})
+        ready = select.poll()
+        ready.register(self.hosts._door.guests["b"].connection.socket, select.POLLIN)
+        assert ready.poll(60_000)  # it has arrived
 
     def looks_until_lost(self, seconds: float = 10.0) -> float | None:
         """The seconds after which the host is lost; `None` if it is not within ``seconds``."""

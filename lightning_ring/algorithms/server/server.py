@@ -8,7 +8,6 @@ arXiv:1609.08326, equation 10.
 from __future__ import annotations
 
 import copy
-import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.parts import ParameterPart
+from lightning_ring.comm import sealed
 from lightning_ring.comm.waiting import CHECK_SECONDS, ranks_text
 from lightning_ring.errors import CollectiveError
 
@@ -100,7 +100,7 @@ class WeightServer:
             return question
         answer, part, gradients, told = self._answers[worker], self._part, None, []
         if question.numel() > 1:
-            given, *told = pickle.loads(bytes(question[part.nbytes :].tolist()))
+            given, *told = sealed.loads(bytes(question[part.nbytes :].tolist()))
             views = zip(part.views(question, self._params), given, strict=True)
             gradients = [view if has else None for view, has in views]
         delay = self.push(worker, part.views(answer, self._params), gradients, *told)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal
@@ -23,6 +22,7 @@ from lightning_ring.algorithms.server.server import (
     settings_of,
 )
 from lightning_ring.algorithms.sharded.state import ShardedState
+from lightning_ring.comm import sealed
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.replicate import check_same_description
@@ -382,7 +382,7 @@ def _push(memory: Tensor, part: ParameterPart, params: Sequence[Parameter], *tol
     is as long.
     """
     gradients = [params[index].grad for index in part.indices]
-    text = pickle.dumps(([gradient is not None for gradient in gradients], *told))
+    text = sealed.dumps(([gradient is not None for gradient in gradients], *told))
     if memory.numel() != part.nbytes + len(text):
         memory = torch.zeros(part.nbytes + len(text), dtype=torch.uint8)
     for view, gradient in zip(part.views(memory, params), gradients, strict=True):

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from itertools import cycle, islice
+from secrets import token_hex
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from lightning_ring.job.job import current_job
 from lightning_ring.job.launchers import LaunchVariables, launcher_variables
 from lightning_ring.job.members import shares_gpus
 from lightning_ring.job.ranks import SINGLE, RankInfo, discover_ranks, info_from_variables
+from lightning_ring.job.rendezvous.door import SECRET
 from lightning_ring.job.rendezvous.greeting import reserve_port
 from lightning_ring.options import RingOptions
 
@@ -113,6 +115,7 @@ class RingEnvironment(ClusterEnvironment):
         # asked by Lightning's launcher in the parent, before it spawns or forks the ranks: on this
         # host, whatever MASTER_ADDR and MASTER_PORT of another job are in the environment
         self._reserved = reserve_port()
+        os.environ[SECRET] = token_hex(16)
         return self._reserved.getsockname()
 
     @property

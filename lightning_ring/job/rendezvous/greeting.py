@@ -1,4 +1,4 @@
-"""Ranks find rank 0's store by a greeting: one line over TCP, with a token that only the job knows.
+"""Ranks find rank 0's store by a greeting at a `Door`.
 
 torch's ``TCPStore`` waits for ever, whatever its timeout, for a server that accepts a connection
 and then says nothing, as any other program does on a port that was taken. A greeting, all of whose
@@ -7,18 +7,17 @@ waits are bounded, comes first.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
-import threading
-import time
 from typing import Any
 
 from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.job.rendezvous.door import ANSWER_SECONDS, Door, NotOurDoor, knock
+from lightning_ring.job.watch.messages import Message
 
 LOOPBACK = "127.0.0.1"
-ANSWER_SECONDS = 5.0  # a server that accepted has to send its line within this time
+_DOOR = "rendezvous"
 
 
 def reserve_port(address: str = LOOPBACK) -> socket.socket:
@@ -75,83 +74,63 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 class Greeter:
-    """A thread in rank 0 that sends each of ``count`` callers of `greet` one word, such as the
+    """A thread in rank 0 that tells each of ``count`` callers of `greet` one word, such as the
     store's port.
     """
 
-    def __init__(self, listener: socket.socket, token: str, count: int, word: str) -> None:
-        self._listener = listener
+    def __init__(self, listener: socket.socket, secret: str, count: int, word: str) -> None:
         self._missing = set(range(1, count + 1))
-        self._answer = f"lightning_ring {token} {word}\n".encode()
-        threading.Thread(target=self._serve, name="ring-greeter", daemon=True).start()
+        self._word = word
+        self._door = Door(listener, secret, _DOOR, self)
+        self._door.serve_in_thread("ring-greeter", lambda: not self._missing)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            # wakes the thread, which a close alone does not
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._door.close()
 
-    def _serve(self) -> None:
-        while self._missing:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            with connection, contextlib.suppress(OSError, ValueError):
-                connection.settimeout(ANSWER_SECONDS)
-                rank = int(_read_line(connection))
-                connection.sendall(self._answer)
-                self._missing.discard(rank)
-        self._listener.close()
+    # -- called by the door
+
+    def admit(self, hello: Message) -> tuple[str, Message]:
+        return hello["nonce"], {"word": self._word}
+
+    def take(self, caller: str, hello: Message) -> None:
+        self._missing.discard(hello["rank"])
+
+    def hung_up(self, caller: str, why: str) -> None:
+        pass
 
 
 def greet(
     address: str,
     port: int,
-    token: str,
+    secret: str,
     rank: int,
     timeout: float,
     *,
-    listening: bool = False,
+    once: bool = False,
     answer_seconds: float = ANSWER_SECONDS,
 ) -> tuple[str, str]:
     """Ask the `Greeter` at ``address``; its word, and this host's address on the way there.
 
-    With ``listening`` the greeter is known to be up, so that a refusal is an answer; without, it
-    may still start. A server that accepts and sends nothing for ``answer_seconds`` is another
-    program.
+    ``once`` and ``answer_seconds`` are those of `knock`.
     """
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            with socket.create_connection(
-                (address, port), timeout=max(0.1, deadline - time.monotonic())
-            ) as connection:
-                connection.settimeout(answer_seconds)
-                own_address = connection.getsockname()[0]
-                answer = ""
-                with contextlib.suppress(TimeoutError):  # then it is another program
-                    connection.sendall(f"{rank}\n".encode())
-                    answer = _read_line(connection)
-        except OSError as error:  # not listening yet, or its host is still starting
-            if listening or time.monotonic() > deadline:
-                raise RankDiscoveryError(
-                    f"Rank {rank} could not reach rank 0 at {address}:{port} within {timeout:.0f} "
-                    f"s ({error}). Rank 0 may have failed to start, or a firewall, or a wrong "
-                    "MASTER_ADDR, lies between."
-                ) from error
-            time.sleep(0.1)
-            continue
-        words = answer.split()
-        if len(words) == 3 and words[:2] == ["lightning_ring", token]:
-            return words[2], own_address
-        raise RankDiscoveryError(
-            f"Rank {rank} asked {address}:{port} for rank 0 of its job and another program "
-            f"answered ({answer[:60]!r}): the port is taken. Choose another MASTER_PORT, or start "
-            "the ranks with mpirun or ringrun, which need none."
+    try:
+        connection, welcome = knock(
+            *([address], port, secret, _DOOR, {"rank": rank}, timeout),
+            once=once,
+            answer_seconds=answer_seconds,
         )
-
-
-def _read_line(connection: socket.socket) -> str:
-    with connection.makefile("rb") as file:
-        return file.readline(4096).decode(errors="replace").strip()
+    except NotOurDoor as error:
+        raise RankDiscoveryError(
+            f"Rank {rank} asked {address}:{port} for rank 0 of its job ({error}): the port is "
+            "taken. Choose another MASTER_PORT, or start the ranks with mpirun or ringrun, which "
+            "need none."
+        ) from error
+    except OSError as error:  # not listening yet, or its host is still starting
+        raise RankDiscoveryError(
+            f"Rank {rank} could not reach rank 0 at {address}:{port} within {timeout:.0f} s "
+            f"({error}). Rank 0 may have failed to start, or a firewall, or a wrong MASTER_ADDR, "
+            "lies between."
+        ) from error
+    own_address = connection.socket.getsockname()[0]
+    connection.close()
+    return welcome["word"], own_address

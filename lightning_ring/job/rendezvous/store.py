@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from secrets import token_hex
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from lightning_ring.comm.backends.mpi_library import import_mpi
 from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.job.launchers import first_host
 from lightning_ring.job.ranks import RankInfo
+from lightning_ring.job.rendezvous.door import SECRET
 from lightning_ring.job.rendezvous.greeting import (
     ANSWER_SECONDS,
     LOOPBACK,
@@ -51,8 +52,26 @@ def open_store(info: RankInfo, timeout: timedelta) -> Store:
         address, port = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
         _prefer_interface_towards(address, info)
         return _connect(address, port, info.rank, timeout)
-    address, port, token = _known_address(info)
-    return _open_at(address, port, token, info, timeout)
+    address, port, name = _known_address(info)
+    # without a secret this is what anybody may know, and tells the job from others
+    secret = f"{os.environ.get(SECRET, '')} {name}"
+    return _open_at(address, port, secret, info, timeout)
+
+
+def agree_on_secret(info: RankInfo, store: Store) -> str:
+    """The job's secret, by which its ranks know each other from strangers. Collective.
+
+    Our launchers put it into the environment (RING_SECRET), as a job script may under any other
+    launcher; MPI hands it out. Otherwise it lies in ``store``, where whoever reaches torch's store
+    can read it.
+    """
+    if info.source == "mpi":
+        return str(import_mpi().COMM_WORLD.bcast(token_hex(16)))
+    if secret := os.environ.get(SECRET):
+        return secret
+    if info.rank == 0:
+        store.set("secret", token_hex(16))
+    return store.get("secret").decode()
 
 
 def _store_of_open_group(info: RankInfo) -> Store | None:
@@ -76,12 +95,12 @@ def _store_of_open_group(info: RankInfo) -> Store | None:
 
 
 def _known_address(info: RankInfo) -> tuple[str, int, str]:
-    """Address and port that every rank knows beforehand, and a token that identifies the job
+    """Address and port that every rank knows beforehand, and a name that tells the job from others
     there.
     """
     if info.source == "ringrun":
         address, _, number = _variable("RING_STORE").rpartition(":")
-        return address, int(number), os.environ.get("RING_JOB", "ringrun")
+        return address, int(number), info.source
     if info.source == "slurm":
         job, step = int(os.environ.get("SLURM_JOB_ID", 0)), int(os.environ.get("SLURM_STEP_ID", 0))
         host = (
@@ -113,7 +132,7 @@ def _variable(name: str) -> str:
     return value
 
 
-def _open_at(address: str, port: int, token: str, info: RankInfo, timeout: timedelta) -> Store:
+def _open_at(address: str, port: int, secret: str, info: RankInfo, timeout: timedelta) -> Store:
     """Rank 0 greets at ``address``:``port`` and serves the store beside it, on a port of the
     system's choice.
     """
@@ -121,7 +140,7 @@ def _open_at(address: str, port: int, token: str, info: RankInfo, timeout: timed
         where = listening_address(info.num_nodes, address)
         listener = _inherited_listener() or listen(where, port)
         store = _serve(where, timeout)
-        Greeter(listener, token, info.world_size - 1, str(store.port))
+        Greeter(listener, secret, info.world_size - 1, str(store.port))
         _prefer_interface_towards(address, info)
         return store
     seconds = timeout.total_seconds()
@@ -129,7 +148,7 @@ def _open_at(address: str, port: int, token: str, info: RankInfo, timeout: timed
     # come at all
     answer_seconds = seconds if info.source == "ringrun" else ANSWER_SECONDS
     store_port, own_address = greet(
-        address, port, token, info.rank, seconds, answer_seconds=answer_seconds
+        address, port, secret, info.rank, seconds, answer_seconds=answer_seconds
     )
     prefer_interface(own_address)
     return _connect(address, int(store_port), info.rank, timeout)
@@ -196,17 +215,17 @@ def _agree_on_address(world: Any, info: RankInfo) -> str:
     if info.rank == 0:
         listener = listen("")
         candidates = reachable_candidates(os.environ)
-        token = secrets.token_hex(8)
-        world.bcast((candidates, listener.getsockname()[1], token))
+        secret = token_hex(16)
+        world.bcast((candidates, listener.getsockname()[1], secret))
         # one more than calls: it answers until it is closed
-        greeter = Greeter(listener, token, info.world_size, "here")
+        greeter = Greeter(listener, secret, info.world_size, "here")
         reached = {address: address for address in candidates}
     else:
-        candidates, port, token = world.bcast(None)
+        candidates, port, secret = world.bcast(None)
 
         def ask(address: str) -> str | None:
             try:
-                return greet(address, port, token, info.rank, _PROBE_SECONDS, listening=True)[1]
+                return greet(address, port, secret, info.rank, _PROBE_SECONDS, once=True)[1]
             except RankDiscoveryError:
                 return None
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 import select
 import socket
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +42,7 @@ class MessageConnection:
         self.socket = connection
         self.longest_line = LONGEST_LINE  # bytes
         self._received = b""
+        self._early: list[Message] = []  # that `next` left
         self._unsent = b""
 
     @property
@@ -70,18 +71,33 @@ class MessageConnection:
 
         Not by `select`, which refuses file descriptors above 1023.
         """
+        if self._early and not to_send:
+            return
         poll = select.poll()
         poll.register(self.socket, select.POLLOUT if to_send else select.POLLIN)
         poll.poll(seconds * 1000)
 
+    def next(self, seconds: float) -> tuple[Message | None, str | None]:
+        """The next message, if it arrives within ``seconds``; else why not: ``"nothing"``, or
+        that of `receive`.
+        """
+        until, over = time.monotonic() + seconds, None
+        while not self._early:
+            self._early, over = self.receive()
+            left = until - time.monotonic()
+            if self._early or over is not None or left <= 0:
+                break
+            self.wait(left)
+        return (self._early.pop(0), None) if self._early else (None, over or "nothing")
+
     def receive(self) -> tuple[list[Message], str | None]:
         """Whole messages that have arrived, and, once the connection is over, why (``"closed"``
-        or the error).
+        or the error). A line that is no message is an error.
         """
         over: str | None = None
         try:
             while True:
-                part = self.socket.recv(65536)
+                part = self.socket.recv(min(65536, self.longest_line + 1))
                 if not part:
                     over = "closed"
                     break
@@ -95,7 +111,16 @@ class MessageConnection:
         except OSError as error:
             over = error.strerror or str(error)
         *lines, self._received = self._received.split(b"\n")
-        return [message for line in lines if (message := parse(line)) is not None], over
+        messages, self._early = self._early, []
+        for line in lines:
+            if (message := parse(line)) is None:
+                return messages, "a line that is no message"
+            messages.append(message)
+        return messages, over
+
+    @property
+    def is_closed(self) -> bool:
+        return self.socket.fileno() == -1
 
     def close(self) -> None:
         self.socket.close()
@@ -112,17 +137,6 @@ def in_forked_children(method: Callable[[], None]) -> None:
             alive()
 
     os.register_at_fork(after_in_child=call)
-
-
-def is_token(given: object, token: str) -> bool:
-    """Whether a message's ``given`` is the secret ``token``, in a time that does not tell how
-    much of it is right.
-    """
-    return (
-        isinstance(given, str)
-        and bool(token)
-        and hmac.compare_digest(given.encode(errors="replace"), token.encode())
-    )
 
 
 def parse(line: bytes) -> Message | None:

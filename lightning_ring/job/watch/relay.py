@@ -4,26 +4,26 @@ connections that ended.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import secrets
-import selectors
 import socket
-import threading
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.job.ranks import RankInfo
+from lightning_ring.job.rendezvous.door import Door, knock
 from lightning_ring.job.rendezvous.greeting import LOOPBACK, listen, listening_address
-from lightning_ring.job.watch.messages import Message, MessageConnection, in_forked_children
+from lightning_ring.job.watch.messages import Message, MessageConnection
 
+_DOOR = "watch"
+_CONNECT_SECONDS = 30.0
 _SENDER = ("rank", "host", "pid")  # what the relay adds to every message
 
 
-def join_relay(info: RankInfo, store: Store) -> tuple[Relay | None, MessageConnection, Message]:
-    """Start the relay in rank 0, which publishes its address in ``store``, and connect this rank to
+def join_relay(
+    info: RankInfo, store: Store, secret: str
+) -> tuple[Relay | None, MessageConnection, Message]:
+    """Start the relay in rank 0, which publishes its port in ``store``, and connect this rank to
     it. Collective.
 
     Returns the relay (in rank 0), this rank's connection, and rank 0's ``host`` and ``pid``.
@@ -34,14 +34,14 @@ def join_relay(info: RankInfo, store: Store) -> tuple[Relay | None, MessageConne
     home = {"host": os.uname().nodename, "pid": os.getpid()}
     relay: Relay | None = None
     if info.rank == 0:
-        listener = listen(listening_address(info.num_nodes))
-        token = secrets.token_hex(16)
-        relay = Relay(listener, token)
-        relay.start()
-        store.set("relay", json.dumps([listener.getsockname()[1], token, home]))
+        relay = Relay(listen(listening_address(info.num_nodes)), secret, home)
+        store.set("relay", str(relay.port))
     try:
-        port, token, rank_0 = json.loads(store.get("relay"))
-        connection = MessageConnection(socket.create_connection((address, port), timeout=30))
+        port, hello = int(store.get("relay")), {"rank": info.rank} | home
+        connection, rank_0 = knock(
+            *([address], port, secret, _DOOR, hello, _CONNECT_SECONDS),
+            answer_seconds=_CONNECT_SECONDS,  # rank 0 may be in C code, or load libraries
+        )
     except (OSError, RuntimeError) as error:  # RuntimeError: the store's timeout
         advice = (
             "The launcher says that all ranks run on one node, and this one runs on "
@@ -55,8 +55,7 @@ def join_relay(info: RankInfo, store: Store) -> tuple[Relay | None, MessageConne
             f"Rank {info.rank} could not reach the job watch in rank 0, on {address}: "
             f"{str(error).splitlines()[0]}. Rank 0 may have failed to start. {advice}"
         ) from error
-    connection.send({"kind": "hello", "token": token, "rank": info.rank} | home)
-    return relay, connection, rank_0
+    return relay, connection, {name: rank_0[name] for name in home}
 
 
 def host_of(store: Store) -> str:
@@ -67,8 +66,8 @@ def host_of(store: Store) -> str:
 
 
 class Relay:
-    """Accepts the ranks that know ``token`` on ``listener`` and sends every message of one to all,
-    its sender included.
+    """Sends every message of one rank to all, its sender included. ``home`` is rank 0's ``host``
+    and ``pid``.
 
     A message with a rank under ``"to"`` goes to that one and to its sender only. A connection that
     ends without a ``failed`` or ``left`` message of its rank becomes a ``dead`` message; otherwise
@@ -76,101 +75,50 @@ class Relay:
     earlier failures.
     """
 
-    def __init__(self, listener: socket.socket, token: str) -> None:
-        self._listener = listener
-        self._token = token
-        self._selector = selectors.DefaultSelector()
-        self._ranks: dict[MessageConnection, Message] = {}  # its hello message, empty before that
+    def __init__(self, listener: socket.socket, secret: str, home: Message) -> None:
+        self._home = home
+        self._senders: dict[int, Message] = {}  # of the ranks that are connected
         self._excused: set[int] = set()  # ranks that sent failed or left
         self._history: list[Message] = []
-        self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="ring-watch-relay", daemon=True)
-
-    def start(self) -> None:
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
-        in_forked_children(self._close_sockets)
-        self._thread.start()
+        self._door = Door(listener, secret, _DOOR, self)
+        self.port = self._door.port
+        self._door.serve_in_thread("ring-watch-relay")
 
     def hellos(self) -> dict[int, Message]:
         """``host`` and ``pid`` of the ranks that are connected, from any thread."""
-        return {hello["rank"]: hello for hello in list(self._ranks.values()) if hello}
+        return dict(self._senders)
 
     def close(self) -> None:
         """End the thread. Earlier messages have been handed to the kernel."""
-        self._closing = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join(timeout=2)
+        self._door.close()
 
-    def _close_sockets(self) -> None:
-        """A forked child (a data-loader worker) must not hold the connections open when its
-        parent is killed.
-        """
-        with contextlib.suppress(OSError):
-            self._listener.close()
-            for connection in self._ranks:
-                connection.close()
+    # -- called by the door
 
-    def _serve(self) -> None:
-        while not self._closing:
-            for key, _ in self._selector.select(timeout=0.5):
-                if key.data is None:
-                    self._accept()
-                else:
-                    self._read(key.data)
-            for connection in list(self._ranks):
-                self._flush(connection)
-        self._close_sockets()
-        self._selector.close()
+    def admit(self, hello: Message) -> tuple[int, Message]:
+        rank: int = hello["rank"]
+        if (known := self._senders.get(rank)) is not None:
+            raise PermissionError(f"rank {rank} is process {known['pid']} on {known['host']}")
+        return rank, self._home
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            accepted, _ = self._listener.accept()
-            connection = MessageConnection(accepted)
-            self._ranks[connection] = {}
-            self._selector.register(accepted, selectors.EVENT_READ, connection)
+    def take(self, rank: int, message: Message) -> None:
+        if message["kind"] == "hello":
+            self._senders[rank] = {name: message[name] for name in _SENDER}
+            for earlier in self._history:
+                self._door.send(rank, earlier)
+            return
+        if message["kind"] in ("failed", "left"):
+            self._excused.add(rank)
+        elif message["kind"] == "fit":  # its error was caught, and a new fit begins
+            self._excused.discard(rank)
+        self._broadcast(message | self._senders[rank])
 
-    def _read(self, connection: MessageConnection) -> None:
-        messages, over = connection.receive()
-        for message in messages:
-            if not self._ranks[connection]:
-                over = over or self._welcome(connection, message)
-                continue
-            message |= {name: self._ranks[connection][name] for name in _SENDER}
-            if message["kind"] in ("failed", "left"):
-                self._excused.add(message["rank"])
-            elif message["kind"] == "fit":  # its error was caught, and a new fit begins
-                self._excused.discard(message["rank"])
-            self._broadcast(message)
-        if over is not None:
-            self._drop(connection, over)
-
-    def _welcome(self, connection: MessageConnection, hello: Message) -> str | None:
-        if hello["kind"] != "hello" or hello.get("token") != self._token:
-            return "not a rank of this job"
-        self._ranks[connection] = hello
-        for message in self._history:
-            connection.send(message)
-        return None
-
-    def _drop(self, connection: MessageConnection, why: str) -> None:
-        self._selector.unregister(connection.socket)
-        hello = self._ranks.pop(connection)
-        connection.close()
-        if hello:
-            kind = "gone" if hello["rank"] in self._excused else "dead"
-            self._broadcast({"kind": kind, "text": why} | {name: hello[name] for name in _SENDER})
+    def hung_up(self, rank: int, why: str) -> None:
+        kind = "gone" if rank in self._excused else "dead"
+        self._broadcast({"kind": kind, "text": why} | self._senders.pop(rank))
 
     def _broadcast(self, message: Message) -> None:
         if message["kind"] in ("failed", "left", "dead"):
             self._history.append(message)
-        for connection, hello in self._ranks.items():
-            one_of_two = hello.get("rank") in (message.get("to"), message["rank"])
-            if hello and ("to" not in message or one_of_two):
-                connection.send(message)
-
-    def _flush(self, connection: MessageConnection) -> None:
-        connection.flush()
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
-        self._selector.modify(connection.socket, events, connection)
+        for rank in list(self._senders):
+            if "to" not in message or rank in (message["to"], message["rank"]):
+                self._door.send(rank, message)

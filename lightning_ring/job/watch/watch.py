@@ -32,11 +32,11 @@ CLOSE_SECONDS = 10.0  # for which rank 0 waits until the others have closed too
 
 
 class JobWatch:
-    """This rank's end of the job watch. Building one is collective; with one rank it opens
-    nothing.
+    """This rank's end of the job watch, whose ranks know ``secret``. Building one is collective;
+    with one rank it opens nothing.
     """
 
-    def __init__(self, info: RankInfo, store: Store) -> None:
+    def __init__(self, info: RankInfo, store: Store, secret: str) -> None:
         self.info = info
         self._peers = PeerEvents()
         self._news = threading.Condition()
@@ -49,7 +49,7 @@ class JobWatch:
         self._relay: Relay | None = None
         self._closed = info.world_size == 1
         if not self._closed:
-            self._open(store)
+            self._open(store, secret)
 
     def check(self, waited: float | None = None) -> None:
         """Raise `PeerFailedError` if another rank failed, died or left; for loops that wait. Costs
@@ -208,8 +208,8 @@ class JobWatch:
     def _all_left(self) -> bool:
         return len(self._peers.left.keys() | self._peers.gone) >= self.info.world_size - 1
 
-    def _open(self, store: Store) -> None:
-        self._relay, self._connection, self.rank_0 = join_relay(self.info, store)
+    def _open(self, store: Store, secret: str) -> None:
+        self._relay, self._connection, self.rank_0 = join_relay(self.info, store, secret)
         self._wake = os.pipe()
         self._launcher = LauncherProbe()
         in_forked_children(self._forget)

@@ -1,0 +1,340 @@
+"""The door of every listener of a job. Whoever connects is a stranger until it has proved that it
+knows the job's secret, and strangers cost little.
+
+Each side proves itself by an HMAC over the other's nonce. So the secret is never sent, and what was
+overheard cannot be said again:
+
+    door       {"kind": "challenge", "nonce": D}
+    newcomer   {"kind": "hello", "nonce": N, ..., "proof": HMAC(secret, D and the message)}
+    door       {"kind": "welcome", ..., "proof": HMAC(secret, N and the message)}
+
+Without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import json
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from secrets import token_hex
+from typing import Any, Protocol
+
+from lightning_ring.job.watch.messages import (
+    LONGEST_LINE,
+    Message,
+    MessageConnection,
+    in_forked_children,
+)
+
+SECRET = "RING_SECRET"  # the variable by which launchers hand it to their ranks
+HELLO_SECONDS = 10.0  # in which a stranger has to say hello, however its bytes arrive
+HELLO_BYTES = 4096
+MOST_STRANGERS = 128  # at a time: the oldest is dropped for the next
+ANSWER_SECONDS = 5.0  # a door that accepted has to speak within this time
+_ACCEPTS = 32  # connections in one pass
+_ATTEMPT_SECONDS = 5.0
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Server(Protocol):
+    """What a `Door` calls. A guest is whatever `admit` calls it."""
+
+    def admit(self, hello: Message) -> tuple[Any, Message]:
+        """The guest who says ``hello``, and what its welcome tells it.
+
+        Raises:
+            PermissionError: It knows the secret, and takes no part: why.
+        """
+
+    def take(self, guest: Any, message: Message) -> None:
+        """``guest`` has sent ``message``; its hello is the first."""
+
+    def hung_up(self, guest: Any, why: str) -> None:
+        """The connection of ``guest`` has ended (`MessageConnection.receive`)."""
+
+
+@dataclass(slots=True, eq=False)
+class _Visitor:
+    """A connection; ``guest`` is None until it has proved itself."""
+
+    connection: MessageConnection
+    nonce: str
+    until: float
+    guest: Any = None
+
+
+class Door:
+    """Lets in whoever knows ``secret`` at ``listener``, and passes on what guests send.
+
+    ``name`` tells the doors of a job apart: a proof for one is worth nothing at another. `serve`
+    does everything; it is called again and again, or by `serve_in_thread`.
+
+    Attributes:
+        guests: Those that are connected.
+    """
+
+    def __init__(self, listener: socket.socket, secret: str, name: str, server: Server) -> None:
+        self.guests: dict[Any, _Visitor] = {}
+        self._listener = listener
+        self._key = _key(secret, name)
+        self._server = server
+        self._strangers: list[_Visitor] = []  # the oldest first
+        self._reserve: int | None = os.open(os.devnull, os.O_RDONLY)
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, None)
+        in_forked_children(self._close_sockets)
+
+    @property
+    def port(self) -> int:
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def serve(self, timeout: float) -> None:
+        """Serve what has arrived, and wait up to ``timeout`` seconds for more."""
+        for key, events in self._selector.select(timeout):
+            visitor: _Visitor | None = key.data
+            if visitor is None:
+                self._accept()
+            elif visitor.connection.is_closed:
+                continue
+            elif events & selectors.EVENT_READ:
+                self._read(visitor)
+            else:
+                self._flush(visitor)
+        now = time.monotonic()
+        while self._strangers and self._strangers[0].until < now:
+            self._close(self._strangers[0])
+
+    def serve_in_thread(self, name: str, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Serve in a thread until `close`, or until nobody else ``is_over()`` to come."""
+
+        def serve() -> None:
+            while not self._closing and not is_over():
+                self.serve(0.5)
+            self._close_all()
+
+        self._thread = threading.Thread(target=serve, name=name, daemon=True)
+        self._thread.start()
+
+    def send(self, guest: Any, message: Message) -> None:
+        """Send ``message`` to ``guest``, if it is connected."""
+        if (visitor := self.guests.get(guest)) is not None:
+            visitor.connection.send(message)
+            self._flush(visitor)
+
+    def hang_up(self, guest: Any) -> None:
+        if (visitor := self.guests.get(guest)) is not None:
+            self._close(visitor)
+
+    def close(self) -> None:
+        """Close all connections. What was sent before has been handed to the kernel."""
+        if self._thread is None:
+            self._close_all()
+            return
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, as a close does not
+        self._thread.join(timeout=2)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                accepted, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno in _FULL:
+                    self._turn_away()
+                return
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = MessageConnection(accepted)
+            connection.longest_line = HELLO_BYTES
+            visitor = _Visitor(connection, token_hex(16), time.monotonic() + HELLO_SECONDS)
+            self._strangers.append(visitor)
+            self._selector.register(accepted, selectors.EVENT_READ, visitor)
+            connection.send({"kind": "challenge", "nonce": visitor.nonce})
+            if len(self._strangers) > MOST_STRANGERS:
+                self._close(self._strangers[0])
+
+    def _turn_away(self) -> None:
+        """This process can open no more files: let strangers go, and the next one come later."""
+        for stranger in list(self._strangers):
+            self._close(stranger)
+        if self._reserve is not None:
+            os.close(self._reserve)
+        with contextlib.suppress(OSError):
+            accepted, _ = self._listener.accept()
+            with accepted:
+                accepted.send(b'{"kind": "full"}\n')
+        self._reserve = None
+        with contextlib.suppress(OSError):
+            self._reserve = os.open(os.devnull, os.O_RDONLY)
+        # The listener stays ready while another thread holds the last file.
+        time.sleep(0.01)
+
+    def _read(self, visitor: _Visitor) -> None:
+        messages, over = visitor.connection.receive()
+        if visitor.guest is None:
+            if len(messages) == 1 and self._welcome(visitor, messages[0]):
+                self._server.take(visitor.guest, messages[0])
+            elif messages or over is not None:
+                self._close(visitor)
+                return
+        else:
+            for message in messages:
+                self._server.take(visitor.guest, message)
+        if over is not None:
+            self._close(visitor)
+            self._server.hung_up(visitor.guest, over)
+
+    def _welcome(self, visitor: _Visitor, hello: Message) -> bool:
+        connection, nonce = visitor.connection, str(hello.get("nonce"))
+        if hello["kind"] != "hello" or not _is_proved(self._key, visitor.nonce, hello):
+            connection.send({"kind": "refused"})
+            return False
+        try:
+            guest, told = self._server.admit(hello)
+        except PermissionError as refusal:
+            connection.send(_proved(self._key, nonce, {"kind": "refused", "why": str(refusal)}))
+            return False
+        visitor.guest = guest
+        self._strangers.remove(visitor)
+        self.guests[guest] = visitor
+        connection.longest_line = LONGEST_LINE
+        self.send(guest, _proved(self._key, nonce, {"kind": "welcome", **told}))
+        return True
+
+    def _flush(self, visitor: _Visitor) -> None:
+        connection = visitor.connection
+        connection.flush()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        self._selector.modify(connection.socket, events, visitor)
+
+    def _close(self, visitor: _Visitor) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(visitor.connection.socket)
+        visitor.connection.close()
+        if visitor in self._strangers:
+            self._strangers.remove(visitor)
+        if self.guests.get(visitor.guest) is visitor:
+            del self.guests[visitor.guest]
+
+    def _close_all(self) -> None:
+        self._close_sockets()
+        self._selector.close()
+        if self._reserve is not None:
+            os.close(self._reserve)
+            self._reserve = None
+
+    def _close_sockets(self) -> None:
+        """A forked child (a data-loader worker) must not hold the connections open when its
+        parent is killed.
+        """
+        self._listener.close()
+        for visitor in [*self._strangers, *self.guests.values()]:
+            visitor.connection.close()
+
+
+class NotOurDoor(ConnectionError):
+    """Another program answers there, or another job."""
+
+
+def knock(
+    addresses: Sequence[str],
+    port: int,
+    secret: str,
+    name: str,
+    hello: Message,
+    seconds: float,
+    *,
+    once: bool = False,
+    answer_seconds: float = ANSWER_SECONDS,
+) -> tuple[MessageConnection, Message]:
+    """Connect to the `Door` ``name`` at one of ``addresses``; the connection, and the welcome.
+
+    Tries again for ``seconds``, unless ``once``: the door may not be open yet, or may have dropped
+    this connection among those of strangers. An address where a program says nothing for
+    ``answer_seconds``, or something else, is not tried again.
+
+    Raises:
+        PermissionError: The door refuses this process: why.
+        NotOurDoor: Another program answers at all addresses.
+        OSError: None could be reached.
+    """
+    key, until = _key(secret, name), time.monotonic() + seconds
+    left, failures = list(addresses), dict.fromkeys(addresses, "not tried")
+    while left:
+        for address in list(left):
+            try:
+                wait = min(_ATTEMPT_SECONDS, max(0.1, until - time.monotonic()))
+                connection = MessageConnection(socket.create_connection((address, port), wait))
+                try:
+                    return connection, _enter(connection, key, hello, answer_seconds)
+                except BaseException:
+                    connection.close()
+                    raise
+            except PermissionError:
+                raise
+            except NotOurDoor as error:
+                left.remove(address)
+                failures[address] = str(error)
+            except OSError as error:
+                failures[address] = str(error)
+        if left and (once or time.monotonic() > until):
+            break
+        time.sleep(0.1 if left else 0.0)
+    told = "; ".join(f"{address}: {why}" for address, why in failures.items())
+    raise OSError(told) if left else NotOurDoor(told)
+
+
+def _enter(connection: MessageConnection, key: bytes, hello: Message, seconds: float) -> Message:
+    """Prove to the door that this process knows the secret, and have it prove itself."""
+    challenge, over = connection.next(seconds)
+    if challenge is not None and challenge["kind"] == "full":
+        raise ConnectionResetError("it can open no more files")
+    if over == os.strerror(errno.ECONNRESET):
+        raise ConnectionResetError(over)
+    if challenge is None or challenge["kind"] != "challenge":
+        raise NotOurDoor(f"another program answered ({over or 'something else'})")
+    nonce = token_hex(16)
+    own = {"kind": "hello", "nonce": nonce, **hello}
+    connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.send(_proved(key, str(challenge.get("nonce")), own))
+    welcome, over = connection.next(seconds)
+    if welcome is None and over != "nothing":
+        raise ConnectionResetError(f"it hung up ({over})")
+    if welcome is None or not _is_proved(key, nonce, welcome):
+        raise NotOurDoor("another job, or another program, answered")
+    if welcome["kind"] != "welcome":
+        raise PermissionError(welcome.get("why"))
+    return welcome
+
+
+def _key(secret: str, name: str) -> bytes:
+    assert secret, "a door takes a secret"
+    return f"{name} {secret}".encode()
+
+
+def _proof(key: bytes, nonce: str, message: Message) -> str:
+    text = json.dumps([nonce, message], sort_keys=True)
+    return hmac.new(key, text.encode(), "sha256").hexdigest()
+
+
+def _proved(key: bytes, nonce: str, message: Message) -> Message:
+    """``message`` for the one who drew ``nonce``."""
+    return message | {"proof": _proof(key, nonce, message)}
+
+
+def _is_proved(key: bytes, nonce: str, message: Message) -> bool:
+    """Takes the proof out of ``message``."""
+    given = str(message.pop("proof", "")).encode(errors="replace")
+    return hmac.compare_digest(given, _proof(key, nonce, message).encode())

@@ -1,0 +1,148 @@
+"""What strangers do to the listeners of a job: ``attack.py ADDRESS FOLDER [KIND ...]``, until it is
+killed.
+
+A file ``FOLDER/listens.PID`` names a process of the job, and in it are ports that are attacked
+before they answer. Of the other ports at which these processes listen, those are attacked that
+begin with a challenge: torch's and MPI's do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import re
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+SILENT = 2000
+SEVERAL = 40
+GUESSES = ("", "?", "ringrun", "spawn", "torchrun")
+LOOPBACK = ("0100007F", 24 * "0" + "01000000")  # as in /proc/net
+Place = tuple[str, int]
+held: list[socket.socket] = []
+
+
+def connect(place: Place, first: bytes = b"") -> socket.socket:
+    one = socket.create_connection(place, timeout=5.0)
+    held.append(one)
+    one.sendall(first)
+    return one
+
+
+def many(number: int, first: bytes, drip: bytes = b"") -> Callable[[Place], None]:
+    """``number`` connections that send ``first``, and then ``drip``, a byte at a time."""
+
+    def attack(place: Place) -> None:
+        opened = []
+        for _ in range(number):
+            with contextlib.suppress(OSError):
+                if first or drip:
+                    opened.append(connect(place, first))
+                else:  # a full backlog answers none
+                    held.append(one := socket.socket())
+                    one.setblocking(False)
+                    one.connect_ex(place)
+        for byte in drip:
+            time.sleep(0.05)
+            for one in opened:
+                with contextlib.suppress(OSError):
+                    one.send(bytes([byte]))
+
+    return attack
+
+
+def hello(secret: str, name: str, nonce: str, guest: dict[str, object]) -> bytes:
+    message = {"kind": "hello", "nonce": "0" * 32, "pid": 1, "token": secret, **guest}
+    text = json.dumps([nonce, message], sort_keys=True).encode()
+    message["proof"] = hmac.new(f"{name} {secret}".encode(), text, "sha256").hexdigest()
+    return json.dumps(message).encode() + b"\n"
+
+
+def say_hello(replayed: bool) -> Callable[[Place], None]:
+    """As each rank, member and host, by secrets that are guessed; or with the true one, but to the
+    challenge of another connection.
+    """
+    guests = [{"rank": rank, "member": rank, "host": "b", "start": 1} for rank in range(2)]
+
+    def attack(place: Place) -> None:
+        for secret in true_secrets() if replayed else GUESSES:
+            for name in ("rendezvous", "watch", "steward", "agents"):
+                for guest in guests:
+                    with contextlib.suppress(OSError, ValueError):
+                        one, other = connect(place), connect(place)
+                        nonce = json.loads(other.makefile("rb").readline() or b"{}").get("nonce")
+                        one.sendall(hello(secret, name, nonce, guest) + b'{"kind": "left"}\n')
+
+    return attack
+
+
+def true_secrets() -> set[str]:
+    """Those of this user's jobs, which no stranger can read."""
+    found: set[str] = set()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            found |= set(re.findall(r"RING_SECRET=(\w+)", environ.read_bytes().decode("latin-1")))
+    return found
+
+
+KINDS: dict[str, Callable[[Place], None]] = {
+    "silent": many(SILENT, b""),
+    "line feeds": many(SEVERAL, 1_000_000 * b"\n"),
+    "half a message": many(SEVERAL, b'{"kind": "hello", "non'),
+    "a length of 2^60": many(SEVERAL, struct.pack("!Q", 2**60) + 100 * b"x"),
+    "dripping": many(SEVERAL, b"", 400 * b"x"),
+    "forged": say_hello(replayed=False),
+    "replayed": say_hello(replayed=True),
+}
+
+
+def listening(pid: str) -> dict[int, bool]:
+    """The ports at which process ``pid`` listens, and whether on loopback alone."""
+    own: set[str] = set()
+    with contextlib.suppress(OSError):
+        for file in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                own |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{file}")))
+    found: dict[int, bool] = {}
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and fields[9] in own:
+                    address, port = fields[1].split(":")
+                    found[int(port, 16)] = address in LOOPBACK
+    return found
+
+
+def is_door(place: Place) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(place, timeout=0.5) as one:
+        return one.recv(100).startswith(b'{"kind": "challenge"')
+    return False
+
+
+def main(address: str, folder: str, *kinds: str) -> None:
+    attacked: set[int] = set()
+    while True:
+        for file in Path(folder).glob("listens.*"):
+            known = set(map(int, file.read_text().split()))
+            for port in (known | listening(file.suffix[1:]).keys()) - attacked:
+                if port in known or is_door((address, port)):
+                    attacked.add(port)
+                    (Path(folder) / f"attacked.{port}").touch()
+                    for kind in kinds or KINDS:
+                        attack = threading.Thread(
+                            target=KINDS[kind], args=((address, port),), daemon=True
+                        )
+                        attack.start()
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

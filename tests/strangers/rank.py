@@ -1,0 +1,57 @@
+"""A rank that strangers come to: ``rank.py FOLDER STEPS [horovod]`` sums in every step, saves a
+file at the end, and writes how long a step took.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+FILES = 1024  # as in jobs.py; ranks are forked by a server with another limit
+
+folder, steps, minute = Path(sys.argv[1]), int(sys.argv[2]), timedelta(minutes=1)
+resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
+(folder / f"listens.{os.getpid()}").write_text(os.environ.get("RING_STORE", "").rpartition(":")[2])
+time.sleep(0.5)  # strangers come before the job opens its doors
+if "horovod" in sys.argv:
+    import lightning_ring.horovod as hvd
+
+    hvd.init()
+    rank = hvd.rank()
+
+    def total(value: torch.Tensor) -> torch.Tensor:
+        return hvd.allreduce(value, op=hvd.Sum)
+
+    assert hvd.broadcast_object({"from": rank}) == {"from": 0}
+else:
+    from lightning_ring.job.communicators import open_communicator
+    from lightning_ring.job.job import connect
+    from lightning_ring.job.ranks import discover_ranks
+
+    job = connect(discover_ranks(), torch.device("cpu"), minute)
+    comm = open_communicator(job, "auto", torch.device("cpu"), minute, minute)
+    rank = comm.rank
+
+    def total(value: torch.Tensor) -> torch.Tensor:
+        job.check()
+        comm.all_reduce_(value).wait()
+        return value
+
+    assert comm.all_gather_object(rank) == [0, 1]
+(folder / f"up.{rank}").touch()
+began = time.monotonic()
+for step in range(steps):
+    matrix = torch.ones(300, 300)
+    for _ in range(4):
+        matrix = matrix @ matrix / 300
+    assert total(torch.full((100_000,), step + rank, dtype=torch.float))[0] == 2 * step + 1
+    time.sleep(0.005)
+seconds = time.monotonic() - began
+torch.save(torch.ones(1), folder / "saved")
+(folder / f"{rank}.json").write_text(str(seconds / max(1, steps)))
