@@ -21,7 +21,7 @@ from tests.processes import ROOT
 ORDER = ["README.md", "docs/index.md", "docs/guides/launch.md", "docs/guides/recipes.md"]
 """These first, since others use what they make; then all the others by name."""
 NOT_HERE = {
-    r"\b(FOLDER|PHOTOS|IMAGES|DATE_TIME)|\bRUN\b": "needs files of the reader's",
+    r"\b(FOLDER|PHOTOS|IMAGES|DATE_TIME)|\b(RUN|TRAIN)\b": "needs files of the reader's",
     r"\bhost1\b|\ba:4\b": "needs other hosts",
     r"\bsudo\b": "needs root",
     r"^#!|^#SBATCH|\bsrun\b|\bsbatch\b": "needs Slurm",

@@ -60,9 +60,16 @@ def test_pages_that_the_code_names_exist() -> None:
     assert {page for page in named if not (ROOT / page).is_file()} == set()
 
 
+def test_pages_keep_to_their_size() -> None:
+    words = {page.relative_to(ROOT).as_posix(): len(page.read_text().split()) for page in PAGES}
+    assert sum(words.values()) <= 32_000
+    long = {page for page, count in words.items() if count > 1_800}
+    assert long <= {"docs/performance.md"}
+
+
 def test_readme_keeps_to_its_size() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) < 200
+    assert len(lines) <= 110
     assert [line for line in lines if len(line) > 100] == []
 
 
