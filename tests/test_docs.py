@@ -4,6 +4,7 @@ size.
 
 from __future__ import annotations
 
+import doctest
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from tests.processes import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+REFERENCE = sorted(ROOT.glob("docs/reference/*.md"))
 SOURCES = sorted(
     path
     for folder in ("lightning_ring", "recipes", "benchmarks", "tests")
@@ -48,6 +50,15 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.is_file() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert broken == []
+
+
+@pytest.mark.parametrize("page", REFERENCE, ids=lambda page: page.stem)
+def test_examples_of_the_reference_are_right(page: Path) -> None:
+    blocks = re.findall(r"^```pycon\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        example = doctest.DocTestParser().get_doctest(block, {}, page.name, str(page), 0)
+        assert doctest.DocTestRunner().run(example).failed == 0
 
 
 def test_pages_that_the_code_names_exist() -> None:
