@@ -27,7 +27,7 @@ NOT_HERE = {
     r"^#!|^#SBATCH|\bsrun\b|\bsbatch\b": "needs Slurm",
     r"\.ci/run|\bpytest\b": "the tests",
     r"benchmarks\.gpu": "needs a GPU",
-    r"large_batch\.py|--seeds 0:1000": "takes an hour",
+    r"large_batch\.py|--seeds 0:1000|tests\.chaos": "takes an hour",
 }
 SERVERS = re.compile(r"^(tensorboard|mkdocs serve)\b")
 SERVER_SECONDS = 20.0  # after which a server that still runs is one that started
