@@ -21,13 +21,13 @@ from tests.processes import ROOT
 ORDER = ["README.md", "docs/index.md", "docs/guides/launch.md", "docs/guides/recipes.md"]
 """These first, since others use what they make; then all the others by name."""
 NOT_HERE = {
-    r"\b(FOLDER|PHOTOS|IMAGES|DATE_TIME)|\bRUN\b": "needs files of the reader's",
+    r"\b(FOLDER|PHOTOS|IMAGES|DATE_TIME)|\b(RUN|TRAIN)\b": "needs files of the reader's",
     r"\bhost1\b|\ba:4\b": "needs other hosts",
     r"\bsudo\b": "needs root",
     r"^#!|^#SBATCH|\bsrun\b|\bsbatch\b": "needs Slurm",
     r"\.ci/run|\bpytest\b": "the tests",
     r"benchmarks\.gpu": "needs a GPU",
-    r"large_batch\.py|--seeds 0:1000": "takes an hour",
+    r"large_batch\.py|--seeds 0:1000|tests\.chaos": "takes an hour",
 }
 SERVERS = re.compile(r"^(tensorboard|mkdocs serve)\b")
 SERVER_SECONDS = 20.0  # after which a server that still runs is one that started

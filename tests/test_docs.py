@@ -4,6 +4,7 @@ size.
 
 from __future__ import annotations
 
+import doctest
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from tests.processes import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+REFERENCE = sorted(ROOT.glob("docs/reference/*.md"))
 SOURCES = sorted(
     path
     for folder in ("lightning_ring", "recipes", "benchmarks", "tests")
@@ -50,6 +52,15 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
+@pytest.mark.parametrize("page", REFERENCE, ids=lambda page: page.stem)
+def test_examples_of_the_reference_are_right(page: Path) -> None:
+    blocks = re.findall(r"^```pycon\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        example = doctest.DocTestParser().get_doctest(block, {}, page.name, str(page), 0)
+        assert doctest.DocTestRunner().run(example).failed == 0
+
+
 def test_pages_that_the_code_names_exist() -> None:
     named = {
         page
@@ -60,9 +71,16 @@ def test_pages_that_the_code_names_exist() -> None:
     assert {page for page in named if not (ROOT / page).is_file()} == set()
 
 
+def test_pages_keep_to_their_size() -> None:
+    words = {page.relative_to(ROOT).as_posix(): len(page.read_text().split()) for page in PAGES}
+    assert sum(words.values()) <= 32_000
+    long = {page for page, count in words.items() if count > 1_800}
+    assert long <= {"docs/performance.md"}
+
+
 def test_readme_keeps_to_its_size() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) < 200
+    assert len(lines) <= 110
     assert [line for line in lines if len(line) > 100] == []
 
 

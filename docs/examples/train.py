@@ -1,6 +1,8 @@
-"""A Lightning script that ``strategy="ring"`` trains: ``python train.py``, or ``mpirun -n 2
-python train.py``.
+"""A Lightning script for two ranks: ``python train.py``, ``mpirun -n 2 python train.py``, or
+``python train.py ring_elastic`` for another strategy.
 """
+
+import sys
 
 import lightning as L
 import torch
@@ -8,7 +10,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_ring  # noqa: F401  registers "ring" and "ring_sharded"
+import lightning_ring  # noqa: F401  registers "ring" and the others
 
 
 class Recogniser(L.LightningModule):
@@ -33,7 +35,8 @@ if __name__ == "__main__":
         torch.tensor(digits.target),
     )
     data = DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True)
+    strategy = sys.argv[1] if len(sys.argv) > 1 else "ring"
     trainer = L.Trainer(
-        strategy="ring", devices=2, accelerator="cpu", max_epochs=5, log_every_n_steps=5
+        strategy=strategy, devices=2, accelerator="cpu", max_epochs=5, log_every_n_steps=5
     )
     trainer.fit(Recogniser(), data)

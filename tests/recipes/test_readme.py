@@ -10,7 +10,8 @@ from hydra import compose, initialize_config_dir
 
 import lightning_ring.errors
 from lightning_ring.options import RingOptions
-from tests.processes import ROOT
+from tests import forked
+from tests.processes import ROOT, run
 
 DOCS = ROOT / "docs"
 
@@ -21,6 +22,8 @@ def commands(page):
     return [block.replace("\\\n", "") for block in blocks]
 
 
+README = (ROOT / "README.md").read_text()
+SCRIPTS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 COMMANDS = [block for block in commands(ROOT / "README.md") if "venv .venv" in block]
 RECIPES = [
     line
@@ -38,6 +41,14 @@ def test_quick_start_has_two_commands_of_one_line():
 
 def test_ci_runs_the_readmes_test_command():
     assert COMMANDS[1].strip() in (ROOT / ".ci" / "run").read_text().replace("\\\n", "")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("script", SCRIPTS, ids=["ring", "lars"])
+def test_readmes_scripts_run(script, tmp_path):
+    (tmp_path / "script.py").write_text(script)
+    done = run(["env", "-C", str(tmp_path), *forked.python(), "script.py"], **forked.ranks())
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("line", RECIPES)
