@@ -5,6 +5,7 @@ join, and on disk, when the job ends with too few ranks or has lost its state.
 from __future__ import annotations
 
 import copy
+import hashlib
 import mmap
 import os
 from collections import deque
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_ring.comm.communicator import Communicator, Work
 from lightning_ring.elastic.membership import JobEnded
-from lightning_ring.errors import StateLostError
+from lightning_ring.errors import CollectiveError, StateLostError
 from lightning_ring.integrations.lightning.checkpoints import count_trained_batches
 from lightning_ring.job.exit import say
 
@@ -50,7 +51,7 @@ class MemoryCheckpoint:
 
     @property
     def path(self) -> str:
-        return self._path_of("rest")
+        return _path_of(self._files["rest"])
 
     def load(self) -> dict[str, Any]:
         """The checkpoint. Its tensors lie in the files: whoever keeps one copies it, except for
@@ -58,7 +59,7 @@ class MemoryCheckpoint:
         """
         rest = _load(self.path)
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-            states = _load(self._path_of(_STATES))
+            states = _load(_path_of(self._files[_STATES]))
         return {**rest, _STATES: states}
 
     def send(
@@ -83,9 +84,16 @@ class MemoryCheckpoint:
                 if content is not None:
                     torch.save(content, sending)  # type: ignore[arg-type]
                 sending.finish()
+                self._check_pickle(file, comm)
 
-    def _path_of(self, key: str) -> str:
-        return f"/proc/self/fd/{self._files[key]}"
+    def _check_pickle(self, file: int, comm: Communicator) -> None:
+        """Objects between ranks are sealed, and these bytes are not: the part that is unpickled
+        has to be rank 0's. Collective.
+        """
+        pickled = torch._C.PyTorchFileReader(_path_of(file)).get_record("data.pkl")
+        digest = hashlib.sha256(pickled).digest()
+        if comm.broadcast_object(digest, name="checkpoint in memory") != digest:
+            raise CollectiveError("The checkpoint in memory is not the one that rank 0 has sent.")
 
     def __del__(self) -> None:
         for file in self._files.values():
@@ -156,6 +164,10 @@ def _num_bytes(content: Any) -> int:
     counting = _Counting()
     torch.save(content, counting)  # type: ignore[arg-type]
     return counting.num_bytes
+
+
+def _path_of(file: int) -> str:
+    return f"/proc/self/fd/{file}"
 
 
 def _load(path: str) -> Any:
