@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ring.host.whole_file import whole_file, write_whole
+from lightning_ring.host.whole_file import write_whole
 
 
 def test_a_link_in_its_place_is_removed_and_not_followed(tmp_path: Path) -> None:
@@ -27,13 +27,3 @@ def test_a_link_that_is_put_there_meanwhile_is_an_error(
     with pytest.raises(FileExistsError):
         write_whole(tmp_path / "name", b"new")
     assert not (tmp_path / "other").exists()
-
-
-def test_a_block_that_fails_leaves_the_file_before(tmp_path: Path) -> None:
-    path = tmp_path / "name"
-    path.write_text("before")
-    with pytest.raises(ValueError, match="no"), whole_file(path) as file:
-        file.write(b"half")
-        raise ValueError("no")
-    assert path.read_text() == "before"
-    assert [*tmp_path.iterdir()] == [path]
