@@ -20,6 +20,7 @@ from lightning_ring.tools.masking import masked
 ENVIRONMENT, END = "ring/environment/text_summary", "ring/end/text_summary"
 _MOST_SECONDS = 1e10  # since 1970
 _MOST_VALUES = 100_000  # of a configuration
+_MOST_BRACKETS = 100
 
 
 class Fit(NamedTuple):
@@ -166,12 +167,21 @@ def _text(event: Any) -> str:
     return b"".join(event.tensor_proto.string_val).decode(errors="replace")
 
 
+class _Loader(yaml.BaseLoader):
+    """All values are texts. The scanner looks at each open bracket for each token."""
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level >= _MOST_BRACKETS:
+            raise yaml.YAMLError(f"more than {_MOST_BRACKETS} brackets are open")
+        super().fetch_flow_collection_start(token)
+
+
 def _read(path: Path) -> Any:
     """YAML without secrets, whose values are texts, whatever their tags (``!!python/object``) would
     make of them.
     """
     try:
-        found = yaml.load(path.read_text(), yaml.BaseLoader) if path.is_file() else {}
+        found = yaml.load(path.read_text(), _Loader) if path.is_file() else {}
         # An alias repeats a value, and nested ones repeat it millions of times.
         if _count(found, {}) > _MOST_VALUES:
             raise ValueError("too many values")
