@@ -212,7 +212,7 @@ def _write_traces(folder: Path) -> None:
         other |= {"world_size": 2, "rank": about}
         file = TraceFile(rank_file(folder / "trace.json", rank), other, max_bytes=2**20)
         names = [("process_name", 0), ("thread_name", 1)]
-        meta = {"ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        meta = {"ph": "M", "pid": rank, "ts": 0, "args": {"name": f"rank {rank}"}}
         file.append(json.dumps(meta | {"name": name, "tid": tid}) for name, tid in names)
         event = {"ph": "X", "pid": rank, "tid": 1, "ts": 1e6, "dur": 5e3}
         file.append(
@@ -300,18 +300,21 @@ def failures(name: str, count: int, first: int = 0) -> Iterator[str]:
     folder = Path(tempfile.mkdtemp(prefix="mutations-"))
     try:
         parser.write(folder)
-        files = sorted(path for path in folder.glob(parser.files) if path.is_file())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        # also imports what is imported late, so that it counts for no mutation
+        parser.read(folder)
+        paths = sorted(path for path in folder.glob(parser.files) if path.is_file())
+        files = {path: path.read_bytes() for path in paths}
+        path = paths[0]
+        with _limits():
             for number in range(first, first + count):
-                random = Random(f"{name} {number}")
-                path = random.choice(files)
-                whole = path.read_bytes()
+                random, before = Random(f"{name} {number}"), path
+                path = random.choice(paths)
+                if before != path:
+                    before.write_bytes(files[before])
                 is_events = "tfevents" in path.name and random.random() < 0.8
-                path.write_bytes((_events_mutated if is_events else mutated)(whole, random))
+                path.write_bytes((_events_mutated if is_events else mutated)(files[path], random))
                 for problem in _problems(partial(parser.read, folder), parser.errors):
                     yield f"{name} {number} ({path.name}): {problem}"
-                path.write_bytes(whole)
     finally:
         shutil.rmtree(folder)
 
@@ -319,11 +322,13 @@ def failures(name: str, count: int, first: int = 0) -> Iterator[str]:
 def _problems(read: Callable[[], Any], errors: tuple[type[Exception], ...]) -> Iterator[str]:
     raised: BaseException | None = None
     began = time.process_time()
-    with _limits():
-        try:
-            read()
-        except Exception as error:
-            raised = error
+    signal.alarm(_HANGS)
+    try:
+        read()
+    except Exception as error:
+        raised = error
+    finally:
+        signal.alarm(0)
     if (seconds := time.process_time() - began) > SECONDS:
         yield f"it took {seconds:.1f} s"
     if raised is not None and not isinstance(raised, errors):
@@ -336,16 +341,17 @@ def _problems(read: Callable[[], Any], errors: tuple[type[Exception], ...]) -> I
 
 @contextmanager
 def _limits() -> Iterator[None]:
+    """At most `MOST_BYTES` more than now, and a signal that ends what hangs."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     most = pages * resource.getpagesize() + MOST_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
     handler = signal.signal(signal.SIGALRM, _raise_timeout)
-    signal.alarm(_HANGS)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
-        signal.alarm(0)
         signal.signal(signal.SIGALRM, handler)
         resource.setrlimit(resource.RLIMIT_AS, before)
 
