@@ -238,22 +238,18 @@ def _write_run(folder: Path) -> None:
 
     scalars = {"train/loss": [3.0, 2.0], "val/loss": [2.0, 1.0], "ring/step_ms": [5.0, 6.0]}
     scalars["ring/slowest_rank_behind_ms/rank_1"] = [1.0, 2.0]
-    config = "seed: 1\noptimizer: {lr: 0.1, betas: [0.9, 0.99]}\nlogger: {api_key: k}\n"
-    run = write_run(
-        folder / "run", scalars, config=config, overrides=("seed=1",), pictures=("nearest",)
-    )
-    (run / "result.json").write_text('{"seconds": 3.5, "ranks": 2, "metrics": {"a": 1}}')
-    (run / "hparams.yaml").write_text("model:\n  width: 8\n  names: &n [a, b]\n  same: *n\n")
+    config = "model: {lr: 0.1}\nlogger:\n  api_key: k\n  names: &n [a, b]\n  same: *n\n"
+    write_run(folder / "run", scalars, config=config, pictures=("nearest",))
 
 
 def _read_run(folder: Path) -> None:
-    from lightning_ring.tools.report import page
+    from lightning_ring.tools import report
     from lightning_ring.tools.report.runs import read_runs
 
     # Matplotlib takes a second for a page, and the template is compiled for each.
-    charts = patch.multiple(page.charts, line_chart=_no_chart, bar_chart=_no_chart)
-    with charts, patch.object(page, "Environment", _environment):
-        page.write_page(read_runs([folder / "run"]))
+    charts = patch.multiple(report.charts, line_chart=_no_chart, bar_chart=_no_chart)
+    with charts, patch.object(report, "Environment", _environment):
+        report.write_page(read_runs([folder / "run"]))
 
 
 def _no_chart(*arguments: Any, **options: Any) -> Markup:
