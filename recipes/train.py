@@ -37,6 +37,7 @@ def train(config: DictConfig) -> dict[str, float]:
     from lightning.pytorch.callbacks import LambdaCallback
 
     from lightning_ring.monitor.terminal import replace_bars
+    from lightning_ring.tools.masking import masked
 
     L.seed_everything(config.seed, workers=True, verbose=False)
     model, data = model_and_data(config)
@@ -47,7 +48,7 @@ def train(config: DictConfig) -> dict[str, float]:
     def on_train_start(trainer: Any, _: Any) -> None:
         before.extend((trainer.current_epoch, trainer.global_step))
         for logger in trainer.loggers:
-            logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+            logger.log_hyperparams(masked(OmegaConf.to_container(config, resolve=True)))
 
     callbacks.append(LambdaCallback(on_train_start=on_train_start))
     logger = instantiate(config.logger) or False
@@ -82,8 +83,10 @@ def log_result(trainer: Any, config: DictConfig, metrics: dict[str, float]) -> N
     """A row of TensorBoard's HParams tab: the configuration, the overrides, and what was found."""
     from lightning.pytorch.loggers import TensorBoardLogger
 
-    values: Any = OmegaConf.to_container(config, resolve=True)
-    values["overrides"] = " ".join(HydraConfig.get().overrides.task)
+    from lightning_ring.tools.masking import masked
+
+    values: Any = masked(OmegaConf.to_container(config, resolve=True))
+    values["overrides"] = " ".join(map(masked, HydraConfig.get().overrides.task))
     checkpoint = trainer.checkpoint_callback
     if checkpoint and checkpoint.monitor and checkpoint.best_model_score is not None:
         metrics = metrics | {f"best/{checkpoint.monitor}": float(checkpoint.best_model_score)}

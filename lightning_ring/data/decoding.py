@@ -10,22 +10,36 @@ import numpy.typing as npt
 import simplejpeg
 from PIL import Image
 
+# Of one image, as Pillow has it: 512 MiB of RGB. A file of a few hundred bytes may say any size.
+MAX_PIXELS = 178_956_970
 
-def decode_rgb(data: bytes | bytearray | memoryview) -> npt.NDArray[np.uint8]:
+
+def decode_rgb(
+    data: bytes | bytearray | memoryview, max_pixels: int = MAX_PIXELS
+) -> npt.NDArray[np.uint8]:
     """Pixels of an encoded image, height x width x 3, uint8. JPEGs release the GIL while they are
     decoded.
 
     Raises:
-        ValueError, OSError: Neither simplejpeg nor Pillow can decode it.
+        ValueError, OSError: Neither simplejpeg nor Pillow can decode it, or it has more than
+            ``max_pixels``, by its header.
     """
     if bytes(data[:2]) == b"\xff\xd8":
         try:
-            pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, colorspace="RGB")
-            return pixels
+            height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+            if height * width <= max_pixels:
+                pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, colorspace="RGB")
+                return pixels
         except ValueError:
             pass  # CMYK, or damage that Pillow may tolerate
     try:
-        return rgb_pixels(Image.open(BytesIO(data)))
+        image = Image.open(BytesIO(data))  # reads the header only
+        if image.width * image.height > max_pixels:
+            raise ValueError(
+                f"its header says {image.width} x {image.height} pixels, expected at most "
+                f"{max_pixels:,} (max_pixels=)"
+            )
+        return rgb_pixels(image)
     except (ValueError, OSError, MemoryError):
         raise
     # SyntaxError, DecompressionBombError, ...: Pillow's plugins raise of every kind

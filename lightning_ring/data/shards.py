@@ -36,14 +36,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import resource
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache, partial
-from itertools import accumulate
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -124,7 +125,17 @@ class Manifest:
         return json.dumps(head | asdict(self), indent=1, ensure_ascii=True) + "\n"
 
 
-_OTHERS = ("classes", "files", "source", "identity", "settings", "counts", "generation")
+_OTHERS = {
+    "classes": list,
+    "files": dict,
+    "source": str,
+    "identity": str,
+    "settings": dict,
+    "counts": dict,
+    "generation": int,
+}
+# It leads nowhere but into the folder.
+_PATH = re.compile(r"(\w[\w.-]*/)*\w[\w.-]*")
 
 
 def index_folder(generation: int) -> str:
@@ -163,7 +174,7 @@ def _read(root: Path, path: Path) -> Manifest:
         fields = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ShardError(f"{path} is not there. {_instead_of_manifest(root)}") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ShardError(
             f"{path} cannot be read: {error}. Restore it, or pack the images again."
         ) from None
@@ -174,6 +185,7 @@ def _read(root: Path, path: Path) -> Manifest:
     try:
         shards = [Shard(**shard) for shard in fields["shards"]]
         manifest = Manifest(shards=shards, **{name: fields[name] for name in _OTHERS})
+        _check_values(manifest)
         if manifest.fingerprint != fields["fingerprint"]:
             raise KeyError("fingerprint (it does not fit the rest: the file was edited or damaged)")
     except (KeyError, TypeError) as error:
@@ -181,6 +193,27 @@ def _read(root: Path, path: Path) -> Manifest:
             f"{path}: {error} is missing or wrong. Restore the file, or pack the images again."
         ) from None
     return manifest
+
+
+def _check_values(manifest: Manifest) -> None:
+    """Raises `KeyError`: a value that somebody may have written who means harm."""
+    for name, kind in _OTHERS.items():
+        if type(getattr(manifest, name)) is not kind:
+            raise KeyError(name)
+    numbers = [(shard.bytes, shard.samples) for shard in manifest.shards]
+    for number in (manifest.generation, *chain.from_iterable(numbers)):
+        if type(number) is not int or not 0 <= number < 2**48:
+            raise KeyError(f"a number ({number!r:.80})")
+    checksums = (*(shard.sha256 for shard in manifest.shards), *manifest.files.values())
+    for text in (*manifest.classes, *checksums):
+        if type(text) is not str:
+            raise KeyError(f"a text ({text!r:.80})")
+    for file in (*(shard.name for shard in manifest.shards), *manifest.files):
+        if type(file) is not str or not _PATH.fullmatch(file):
+            raise KeyError(f"the name of a file ({file!r:.80}), expected one in this folder,")
+    index = (NAMES, *(f"{column}.npy" for column in COLUMNS))
+    if missing := {REPORT, *(f"{manifest.index}/{name}" for name in index)} - manifest.files.keys():
+        raise KeyError(f"the checksum of {min(missing)}")
 
 
 def _instead_of_manifest(root: Path) -> str:
@@ -216,9 +249,14 @@ def check_lengths(root: Path, shards: list[Shard]) -> list[str]:
     problems = []
     for shard in shards:
         path = root / shard.name
-        if not path.exists():
-            problems.append(f"{path} is missing")
-        elif (size := path.stat().st_size) != shard.bytes:
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            gone = isinstance(error, FileNotFoundError)
+            what = "is missing" if gone else f"cannot be read: {error.strerror}"
+            problems.append(f"{path} {what}")
+            continue
+        if size != shard.bytes:
             what = "cut short" if size < shard.bytes else "longer than packed"
             problems.append(f"{path} is {what}: it has {size} bytes, expected {shard.bytes}")
     return problems
@@ -233,6 +271,15 @@ COLUMNS: dict[str, tuple[np.dtype[Any], int]] = {
     "name_ends": (np.dtype("<i8"), 1),
     "stamps": (np.dtype("<u8"), 1),
 }
+
+
+def _map_array(path: Path) -> npt.NDArray[Any]:
+    with open(path, "rb") as file:
+        magic = file.read(8)
+    # A header of a later version may say that it is 4 GiB long.
+    if magic != b"\x93NUMPY\1\0":
+        raise ValueError(f"it begins with {magic!r}, expected an array of numpy, version 1.0")
+    return np.lib.format.open_memmap(path, mode="r")
 
 
 class ByteRange(NamedTuple):
@@ -273,7 +320,7 @@ class ShardIndex:
 
         Raises `ShardError`: the file is missing, is no such array, or has not one row an image.
         """
-        values = self._mapped(f"{name}.npy", partial(np.load, mmap_mode="r"))
+        values = self._mapped(f"{name}.npy", _map_array)
         dtype, width = COLUMNS[name]
         shape = (self._samples, width)[: 1 + (width > 1)]
         if values.shape != shape or values.dtype != dtype:
@@ -292,7 +339,7 @@ class ShardIndex:
     def names(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """All names, a byte between any two, and where each of them ends."""
         ends = self.column("name_ends")
-        names = self._mapped(NAMES, partial(np.memmap, dtype=np.uint8, mode="r"))
+        names = self._mapped(NAMES, lambda path: np.memmap(path, np.uint8, "r"))
         self._check("name_ends.npy")
         self._check(NAMES)
         return names, ends
@@ -305,7 +352,8 @@ class ShardIndex:
         try:
             # A plain array over the same mapping: indexing a np.memmap costs several times as much.
             return load(path).view(np.ndarray)
-        except (OSError, ValueError, EOFError) as error:
+        # numpy's parser of headers raises of every kind
+        except Exception as error:
             raise ShardError(
                 f"{path} cannot be mapped: {error}. Restore it, or pack the images again."
             ) from None
@@ -325,11 +373,15 @@ class ShardIndex:
     def place(self, i: SupportsIndex) -> ByteRange:
         i = self.position(i)
         block, size, crc32 = self._places[i].tolist()
-        if not size:  # the CRC-32 of no bytes is 0: a page of zeros would pass for an image
+        shard = bisect_right(self._starts, i) - 1
+        end = self._manifest.shards[shard].bytes
+        # the CRC-32 of no bytes is 0: a page of zeros would pass for an image
+        if not 0 < size <= end - block * BLOCK:
             raise ShardError(
-                f"{self._path('places.npy')} is damaged: image {i} has no bytes in it. Restore it."
+                f"{self._path('places.npy')} is damaged: image {i} has {size} bytes at "
+                f"{block * BLOCK} in it, and its shard ends at {end}. Restore it."
             )
-        return ByteRange(bisect_right(self._starts, i) - 1, block * BLOCK, size, crc32)
+        return ByteRange(shard, block * BLOCK, size, crc32)
 
     def name(self, i: SupportsIndex) -> str:
         """Where image ``i`` came from: a path as the image folder or the CSV had it."""

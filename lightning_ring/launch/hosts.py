@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.launchers import tasks_per_node
 
 _LOCAL = ("localhost", "127.0.0.1")
+# The name goes to ssh and mpirun, which take one that begins with "-" for an option.
+_ENTRY = re.compile(r"(?P<name>[\w.@][\w.@-]*)(:(?P<slots>0*[1-9]\d{0,5}))?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,8 @@ def read_hostfile(path: str) -> list[Host]:
     """
     try:
         lines = Path(path).read_text().splitlines()
-    except OSError as error:
-        raise ConfigurationError(f"--hostfile {path}: {error.strerror}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--hostfile {path} cannot be read: {error}.") from error
     hosts: list[Host] = []
     for number, line in enumerate(lines, start=1):
         words = line.split("#")[0].split()
@@ -64,17 +67,13 @@ def listed_hosts(lines: Iterable[str], slots: int, where: str) -> list[Host]:
 
 
 def _host(entry: str, shown: str, where: str) -> Host:
-    name, colon, slots = entry.partition(":")
-    if (
-        not name
-        or name.startswith("-")
-        or (colon and not (slots.isdigit() and int(slots) > 0))
-        or set(name) & set(" =/;")
-    ):
+    found = _ENTRY.fullmatch(entry)
+    if found is None:
         raise ConfigurationError(
-            f"{where}: {shown!r} is not host:slots with slots > 0, such as gpu01:4."
+            f"{where}: {shown!r:.200} is not host:slots with slots > 0, such as gpu01:4. A name "
+            "has letters, digits and _ . @ - only."
         )
-    return Host(name, int(slots) if colon else 1)
+    return Host(found["name"], int(found["slots"] or 1))
 
 
 def _distinct(hosts: list[Host]) -> list[Host]:

@@ -33,6 +33,7 @@ from lightning_ring.monitor.step_times import (
 )
 from lightning_ring.timeline.drawing import ON_THE_WIRE, READY, WAITED_FOR, Bar, draw
 from lightning_ring.tools.doctor.packages import version
+from lightning_ring.tools.masking import masked
 
 # drawing an image takes 0.2 to 0.3
 _SECONDS_BETWEEN_IMAGES = 60
@@ -205,7 +206,7 @@ def _log_hyperparameters(trainer: Trainer) -> None:
             params |= part.hparams_initial
     params.pop("_class_path", None)
     for logger in trainer.loggers:
-        logger.log_hyperparams(params | hyperparameters(trainer))
+        logger.log_hyperparams(masked(params | hyperparameters(trainer)))
 
 
 # -- texts

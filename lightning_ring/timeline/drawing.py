@@ -91,9 +91,24 @@ def plot(trace: Path, path: Path, steps: tuple[int, int] | None = None) -> None:
     """Draw ``steps`` (first and last; default: the last two that every rank finished) of the merged
     ``trace`` into ``path``.
 
-    Raises `ConfigurationError`: the trace has no such steps.
+    Raises `ConfigurationError`: the trace has no such steps, or is damaged.
     """
-    events = json.loads(trace.read_text())["traceEvents"]
+    draw(read_trace(trace, steps)).savefig(path, dpi=110)
+
+
+def read_trace(trace: Path, steps: tuple[int, int] | None) -> list[Bar]:
+    try:
+        return _bars(json.loads(trace.read_text())["traceEvents"], steps)
+    except ConfigurationError:
+        raise
+    # of damaged events: anything
+    except Exception as error:
+        raise ConfigurationError(
+            f"{trace} is a damaged timeline ({error!r:.200}). Merge it again from the ranks' files."
+        ) from error
+
+
+def _bars(events: list[dict[str, Any]], steps: tuple[int, int] | None) -> list[Bar]:
     begin, end = _span(events, steps)
     names = {
         (event["pid"], event["tid"]): event["args"]["name"]
@@ -109,7 +124,7 @@ def plot(trace: Path, path: Path, steps: tuple[int, int] | None = None) -> None:
             kind, text = (lane, event["name"]) if event["name"] != "queued" else (READY, "")
             start, stop = ((max(begin, min(end, at)) - begin) / 1e6 for at in (start, stop))
             bars.append(Bar(lane, kind, start, stop, text, group))
-    draw(bars).savefig(path, dpi=110)
+    return bars
 
 
 def _span(events: list[dict[str, Any]], steps: tuple[int, int] | None) -> tuple[float, float]:

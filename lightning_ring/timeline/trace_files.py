@@ -15,6 +15,7 @@ trace.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -26,11 +27,13 @@ from typing import Any
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.file_lock import TAKEN, claim, is_claimed, release
+from lightning_ring.host.whole_file import whole_file
 from lightning_ring.timeline.settings import is_timeline
 
 _OTHER = b'{"otherData":'
 # bytes of a line of otherData
 _LONGEST_OTHER = 1 << 16
+_MOST_RANKS = 1 << 20
 
 
 class TraceFile:
@@ -49,7 +52,8 @@ class TraceFile:
         header = _other_line(other)
         # the last line is longer than the first
         self._room = max_bytes - 3 * len(header)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file = os.open(path, flags, 0o644)
         try:
             claim(self._file)
         except OSError:
@@ -130,7 +134,7 @@ def read_other(path: Path) -> dict[str, Any]:
     try:
         other: dict[str, Any] = json.loads(line)["otherData"]
         return dict(other)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is no timeline of a rank: {error}") from None
 
 
@@ -272,18 +276,21 @@ def merge(path: Path, output: Path | None = None) -> Merged:
 
     The drift of the clocks between start and end is corrected. Only files of the newest run are
     taken. Memory stays small, whatever the size. Raises `ConfigurationError` without a file of a
-    rank, `OSError` if writing fails.
+    rank, or if its events are damaged; `OSError` if writing fails.
     """
     files = rank_files(path)
     others, left_out = {}, []
     for rank, file in files.items():
         try:
             other = read_other(file)
-            if missing := {"run", "began", "world_size", "rank"} - other.keys():
+            if missing := {"generator", "run", "began", "world_size", "rank"} - other.keys():
                 raise ValueError(f"its otherData has no {min(missing)}")
+            _check(other["world_size"], other["rank"])
             others[rank] = other
         except (OSError, ValueError) as error:
             left_out.append(f"{file.name}: {error}")
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            left_out.append(f"{file.name}: its otherData is damaged: {error!r}")
     if not others:
         nothing = f"there is no {path.stem}.rank0.jsonl or the like in {path.absolute().parent}"
         raise ConfigurationError(
@@ -299,6 +306,16 @@ def merge(path: Path, output: Path | None = None) -> Merged:
     return merged
 
 
+def _check(world_size: Any, rank: Any) -> None:
+    """Raises an error of some kind unless these are what a `Session` writes."""
+    if type(world_size) is not int or not 0 < world_size <= _MOST_RANKS:
+        raise ValueError(f"its world_size is {world_size!r:.80}")
+    clocks = [rank["clock"], rank.get("clock_at_end") or rank["clock"]]
+    numbers = [clock[name] for clock in clocks for name in ("at", "offset", "error")]
+    if "shared" not in rank["clock"] or not all(map(math.isfinite, [rank["zero"], *numbers])):
+        raise ValueError("its clock is damaged")
+
+
 def _write(merged: Merged, newest: dict[str, Any], files: dict[int, Path]) -> None:
     about = {name: newest[name] for name in ("generator", "run", "began")} | {
         "world_size": merged.world_size,
@@ -306,27 +323,22 @@ def _write(merged: Merged, newest: dict[str, Any], files: dict[int, Path]) -> No
         "unfinished_ranks": merged.unfinished,
         "ranks": {str(rank): other["rank"] for rank, other in merged.others.items()},
     }
-    part = merged.path.with_name(merged.path.name + ".part")
     head = b'{"displayTimeUnit":"ms","otherData":%b,"traceEvents":[\n'
-    try:
-        with open(part, "wb") as out:
-            out.write(head % compact(about).encode())
-            for rank, other in merged.others.items():
-                for event in _in_step(read_events(files[rank]), other["rank"]):
-                    out.write(b",\n%b" % event if merged.num_events else event)
-                    merged.num_events += 1
-            out.write(b"\n]}\n")
-        os.replace(part, merged.path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    with whole_file(merged.path) as out:
+        out.write(head % compact(about).encode())
+        for rank, other in merged.others.items():
+            for event in _in_step(files[rank], other["rank"]):
+                out.write(b",\n%b" % event if merged.num_events else event)
+                merged.num_events += 1
+        out.write(b"\n]}\n")
 
 
-def _in_step(events: Iterator[bytes], rank: dict[str, Any]) -> Iterator[bytes]:
-    """``events`` on rank 0's clock, where this rank's clock ran faster or slower than that one
-    between the two readings. The first reading's offset is in the events already."""
-    start, end = rank.get("clock"), rank.get("clock_at_end")
-    if not start or not end or start["shared"] or end["at"] <= start["at"]:
+def _in_step(file: Path, rank: dict[str, Any]) -> Iterator[bytes]:
+    """The events of ``file`` on rank 0's clock, where this rank's clock ran faster or slower than
+    that one between the two readings. The first reading's offset is in the events already.
+    """
+    events, start, end = read_events(file), rank["clock"], rank.get("clock_at_end")
+    if not end or start["shared"] or end["at"] <= start["at"]:
         yield from events
         return
     rate = (end["offset"] - start["offset"]) / (end["at"] - start["at"])
@@ -336,12 +348,18 @@ def _in_step(events: Iterator[bytes], rank: dict[str, Any]) -> Iterator[bytes]:
         return max(0, nanoseconds - round(rate * (nanoseconds - zero)))
 
     for text in events:
-        event = json.loads(text)
-        if event["ph"] == "M":
-            yield text
-            continue
-        begin = round(event["ts"] * 1e3)
-        until = corrected(begin + round(event["dur"] * 1e3))
-        begin = corrected(begin)
-        event |= {"ts": begin / 1e3, "dur": (until - begin) / 1e3}
+        try:
+            event = json.loads(text)
+            if event["ph"] == "M":
+                yield text
+                continue
+            begin = round(event["ts"] * 1e3)
+            until = corrected(begin + round(event["dur"] * 1e3))
+            begin = corrected(begin)
+            event |= {"ts": begin / 1e3, "dur": (until - begin) / 1e3}
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"{file} has a damaged event ({error!r:.200}). Copy it again from its host, or "
+                "move it away to merge the others."
+            ) from error
         yield compact(event).encode()

@@ -332,7 +332,7 @@ def check_tensorboard_pages_are_written(tmp_path):
     class Named(Classifier):
         def __init__(self):
             super().__init__()
-            self.save_hyperparameters({"width": 16})
+            self.save_hyperparameters({"width": 16, "api_key": "k3y"})
 
         def configure_optimizers(self):
             return LARS(self.parameters(), lr=0.1)
@@ -379,6 +379,7 @@ def check_tensorboard_pages_are_written(tmp_path):
     )
     shown = content.session_start_info.hparams
     assert shown["width"].number_value == 16, "the module's own are there too"
+    assert shown["api_key"].string_value == "***"
     assert shown["ring/world_size"].number_value == SIZE
     assert shown["ring/optimizer"].string_value == "LARS"
     assert shown["ring/batch_size"].number_value == 4 * SIZE

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from lightning_ring.data import (
     ImageFolder,
@@ -16,6 +19,7 @@ from lightning_ring.data import (
     ShuffledSampler,
     image_loader,
 )
+from lightning_ring.data.loading.transforms import _MOST_KEPT, _Scratch
 from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.packing.run import pack
 from lightning_ring.errors import ConfigurationError, SampleError, ShardError, ShardLostError
@@ -100,3 +104,53 @@ def test_a_source_of_which_nothing_can_be_read_is_an_error(tmp_path: Path) -> No
     loader = make(folder, ShuffledSampler(6, rank=0, world_size=1), "skip")
     with pytest.raises(SampleError, match=r"nor can any image in its place"):
         next(iter(loader))
+
+
+def says(width: int, height: int, kind: str) -> bytes:
+    """A small image whose header says that it is ``width`` x ``height``."""
+    data = BytesIO()
+    Image.new("RGB", (16, 16)).save(data, kind)
+    whole = bytearray(data.getvalue())
+    if kind == "JPEG":
+        at = whole.index(b"\xff\xc0") + 5
+        whole[at : at + 4] = height.to_bytes(2, "big") + width.to_bytes(2, "big")
+        return bytes(whole)
+    whole[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    whole[29:33] = zlib.crc32(whole[12:29]).to_bytes(4, "big")
+    return bytes(whole)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("side", [65_500, 14_000])  # Pillow refuses the first by itself
+def test_a_header_that_says_too_many_pixels_is_damage(tmp_path: Path, kind: str, side: int) -> None:
+    write_folder(tmp_path, classes=2, images=3)
+    bad = tmp_path / "c0" / "1.jpg"
+    bad.write_bytes(says(side, side, kind))
+    folder, sampler = ImageFolder(tmp_path), ShuffledSampler(6, rank=0, world_size=1)
+    with pytest.raises(SampleError, match=r"1\.jpg: cannot be decoded.*(pixels|bomb)"):
+        list(make(folder, sampler, "raise"))
+    with pytest.raises(SampleError, match=r"1\.jpg: cannot be decoded.*(pixels|bomb)"):
+        folder[1]
+    loader = make(folder, sampler, "skip")
+    assert sum(len(images) for images, *_ in loader) == 6
+    assert list(loader.maker.skipped) == [1]
+
+
+def test_the_limit_of_pixels_is_an_argument(tmp_path: Path) -> None:
+    write_folder(tmp_path, classes=1, images=2, size=(48, 64))
+    sampler, crop = ShuffledSampler(2, rank=0, world_size=1), RandomResizedCrop(16)
+    assert (
+        len(list(image_loader(ImageFolder(tmp_path), sampler, 2, crop=crop, transform=None))) == 1
+    )
+    small = {"crop": crop, "transform": None, "max_pixels": 48 * 64 - 1}
+    with pytest.raises(SampleError, match="64 x 48 pixels, expected at most 3,071"):
+        list(image_loader(ImageFolder(tmp_path), sampler, 2, **small))
+    with pytest.raises(SampleError, match="expected at most 3,071"):
+        ImageFolder(tmp_path, max_pixels=3071)[0]
+
+
+def test_memory_that_a_large_image_was_decoded_into_is_not_kept() -> None:
+    scratch = _Scratch()
+    kept = scratch.room(3000)
+    assert len(scratch.room(_MOST_KEPT + 1)) > _MOST_KEPT
+    assert scratch.room(3000) is kept

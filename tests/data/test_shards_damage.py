@@ -162,7 +162,7 @@ def test_no_changed_byte_of_the_index_is_read_silently(packed, name):
     for at in (len(data) - 2, len(data) - 9, len(data) // 2 + 40):
         overwrite(path, at, bytes([data[at] ^ 1]))
         with pytest.raises(
-            ShardError, match=r"is not as it was packed|are not those that were packed|is cut short"
+            ShardError, match=r"is not as it was packed|are not those that were packed|is damaged"
         ):
             read_everything(packed)
         overwrite(path, at, data[at : at + 1])
@@ -201,6 +201,17 @@ def test_an_index_that_is_missing_or_short_is_named(packed, name):
         (lambda fields: fields.update(version=1), "'version': 1.*'version': 3}: pack the images"),
         (lambda fields: fields.update(format="zip"), "'format': 'zip'"),
         (lambda fields: fields.pop("shards"), "'shards' is missing or wrong"),
+        (
+            lambda fields: fields.update(generation="1"),
+            "generation is missing or wrong|'generation'",
+        ),
+        (lambda fields: fields["shards"][0].update(bytes=-1), r"a number \(-1\)"),
+        (
+            lambda fields: fields["shards"][0].update(name="../evil"),
+            r"name of a file \('\.\./evil'\)",
+        ),
+        (lambda fields: fields["files"].update({"/etc/passwd": ""}), "name of a file"),
+        (lambda fields: fields["files"].pop(f"{INDEX}/labels.npy"), "checksum of index"),
     ],
 )
 def test_a_changed_manifest_is_named(packed, change, message):
@@ -237,3 +248,17 @@ def test_a_shard_that_shrinks_or_goes_after_it_was_opened_is_named(packed):
     (packed / "shard-000000.tar").unlink()
     with pytest.raises(ShardError, match=r"shard-000000\.tar cannot be opened: No such file"):
         dataset.read(0)
+
+
+@pytest.mark.parametrize("header", [b"{'descr': '<i4', 'shape': (", b"\0" * 20, b"\x93NUMPY\2\0"])
+def test_a_damaged_header_of_the_index_is_named(packed, header):
+    path = packed / INDEX / "labels.npy"
+    overwrite(path, 0 if header[:1] == b"\x93" else 10, header)
+    with pytest.raises(ShardError, match=r"labels\.npy cannot be mapped"):
+        ShardDataset(packed)
+
+
+def test_a_manifest_of_many_brackets_is_named(packed):
+    (packed / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(ShardError, match=r"manifest\.json cannot be read"):
+        ShardDataset(packed)

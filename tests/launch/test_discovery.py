@@ -11,7 +11,7 @@ import pytest
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.launch import discovery as module
 from lightning_ring.launch.discovery import Discovery
-from lightning_ring.launch.hosts import Host, listed_hosts
+from lightning_ring.launch.hosts import Host, listed_hosts, parse_hosts
 from lightning_ring.launch.remote import ssh_line
 from lightning_ring.launch.slots import Slots
 
@@ -20,6 +20,9 @@ def test_a_list_of_hosts() -> None:
     lines = ["a:2", "", "  b  ", "# c", "a:1 # again"]
     assert listed_hosts(lines, 4, "here") == [Host("a", 3), Host("b", 4)]
     assert listed_hosts([], 4, "here") == []
+    for bad in ("a:x", "a:²", "-oProxyCommand=x", "a b", "a$(x)", "a:" + "9" * 5000, "a\x1bb"):
+        with pytest.raises(ConfigurationError, match="is not host:slots"):
+            parse_hosts(bad)
     with pytest.raises(ConfigurationError, match="here: 'a:x' is not host:slots"):
         listed_hosts(["a:x"], 1, "here")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from lightning_ring.data.decoding import decode_rgb
+from lightning_ring.data.decoding import MAX_PIXELS, decode_rgb
 from lightning_ring.errors import ConfigurationError
 
 _MAX_REDUCTION = 8
@@ -269,6 +269,7 @@ class DeviceTransform(nn.Module):
 
 
 _ALIGNMENT = 64  # bytes: no vector is longer
+_MOST_KEPT = 64 * 2**20  # bytes a thread: a larger image has memory of its own
 
 
 class _Scratch(threading.local):
@@ -281,17 +282,24 @@ class _Scratch(threading.local):
         """``num`` bytes, none of whose rows is aligned when all are: libjpeg-turbo writes such
         rows past the caches.
         """
-        if len(self.image) < num:
-            fresh = np.empty(num + 2 * _ALIGNMENT, dtype=np.uint8)
-            self.image = fresh[-fresh.ctypes.data % _ALIGNMENT + _ALIGNMENT // 2 + 1 :]
-        return self.image
+        if len(self.image) >= num:
+            return self.image
+        fresh = np.empty(num + 2 * _ALIGNMENT, dtype=np.uint8)
+        fresh = fresh[-fresh.ctypes.data % _ALIGNMENT + _ALIGNMENT // 2 + 1 :]
+        if num <= _MOST_KEPT:
+            self.image = fresh
+        return fresh
 
 
 _scratch = _Scratch()
 
 
 def decode_into(
-    out: Tensor, data: bytes | npt.NDArray[np.uint8], crop: Crop, uniforms: Sequence[float]
+    out: Tensor,
+    data: bytes | npt.NDArray[np.uint8],
+    crop: Crop,
+    uniforms: Sequence[float],
+    max_pixels: int = MAX_PIXELS,
 ) -> None:
     """Decode the image ``data``, and resize the part that ``crop`` chooses into ``out``.
 
@@ -305,9 +313,9 @@ def decode_into(
         data: Encoded, or its pixels: height x width x 3.
 
     Raises:
-        ValueError, OSError: The image cannot be decoded.
+        ValueError, OSError: The image cannot be decoded, or has more than ``max_pixels``.
     """
-    image, (top, left, height, width, flip) = _decode(data, crop, uniforms)
+    image, (top, left, height, width, flip) = _decode(data, crop, uniforms, max_pixels)
     part = image[None, top : top + height, left : left + width].transpose(0, 3, 1, 2)
     pixels = torch.from_numpy(part)
     if flip:
@@ -317,11 +325,13 @@ def decode_into(
 
 
 def _decode(
-    data: bytes | npt.NDArray[np.uint8], crop: Crop, uniforms: Sequence[float]
+    data: bytes | npt.NDArray[np.uint8], crop: Crop, uniforms: Sequence[float], max_pixels: int
 ) -> tuple[npt.NDArray[np.uint8], Box]:
     if isinstance(data, bytes) and data[:2] == b"\xff\xd8":
         try:
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+            if height * width > max_pixels:
+                raise ValueError("decode_rgb says so")
             box = crop.box(height, width, uniforms)
             factor = 1 if crop.exact else reduction(box, crop.size)
             while any(value % factor for value in box[:4]):  # no whole pixels
@@ -337,5 +347,5 @@ def _decode(
             return image, Box(top, left, height, width, box.flip)
         except ValueError:
             pass  # CMYK, or damage: Pillow reads the one and describes the other
-    image = data if isinstance(data, np.ndarray) else decode_rgb(data)
+    image = data if isinstance(data, np.ndarray) else decode_rgb(data, max_pixels)
     return image, crop.box(image.shape[0], image.shape[1], uniforms)

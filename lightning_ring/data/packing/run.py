@@ -35,7 +35,6 @@ from lightning_ring.data.packing.sources import (
     Sources,
     list_sources,
     load_sources,
-    write_whole,
 )
 from lightning_ring.data.packing.writer import (
     PackJob,
@@ -50,6 +49,7 @@ from lightning_ring.data.packing.writer import (
 from lightning_ring.data.shards import MANIFEST, Manifest, ShardIndex, read_manifest
 from lightning_ring.errors import ConfigurationError, ShardError
 from lightning_ring.host.file_lock import claim, release
+from lightning_ring.host.whole_file import write_whole
 
 # the report of an append that added nothing, and so made no generation
 NOT_ADDED = "index/left-out.csv"

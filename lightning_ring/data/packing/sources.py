@@ -15,16 +15,16 @@ import unicodedata
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.whole_file import whole_file
 
 HEADER = b"what,name,detail\n"
 
@@ -35,41 +35,6 @@ def report_row(what: str, name: str, detail: str) -> bytes:
     csv.writer(line, lineterminator="\n").writerow([what, name, detail])
     # a name may hold bytes that are no UTF-8
     return line.getvalue().encode("utf-8", "surrogateescape")
-
-
-@contextmanager
-def whole_file(path: Path, through: Path | None = None) -> Iterator[BinaryIO]:
-    """Open a file that gets the name ``path`` when the block ends without an error, and is on the
-    disk by then.
-
-    ``through`` is where it is written until then (default: beside ``path``); removed if the block
-    fails.
-    """
-    part = through or path.with_name(path.name + ".part")
-    try:
-        with open(part, "wb", buffering=2**20) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)  # the name, too, is on the disk
-
-
-def sync_folder(folder: Path) -> None:
-    """Names that were made in ``folder`` are on the disk when this returns."""
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    with whole_file(path) as file:
-        file.write(data)
 
 
 class Found(NamedTuple):
@@ -245,7 +210,9 @@ def read_classes(file: Path) -> list[str]:
         text = file.read_text(encoding="utf-8")
         is_manifest = file.suffix == ".json"
         classes = json.loads(text)["classes"] if is_manifest else text.rstrip("\n").split("\n")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not all(isinstance(name, str) for name in classes):
+            raise ValueError("a name of a class is no text")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigurationError(
             f"--classes {file} cannot be read: {error}. Expected a text file with the name of a "
             "class in each line, or the manifest.json of packed shards."

@@ -24,14 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_ring.data.packing.image import PackedImage, PackSettings
-from lightning_ring.data.packing.sources import (
-    HEADER,
-    Sources,
-    report_row,
-    sync_folder,
-    whole_file,
-    write_whole,
-)
+from lightning_ring.data.packing.sources import HEADER, Sources, report_row
 from lightning_ring.data.shards import (
     BLOCK,
     COLUMNS,
@@ -44,6 +37,7 @@ from lightning_ring.data.shards import (
     file_sha256,
     index_folder,
 )
+from lightning_ring.host.whole_file import sync_folder, whole_file, write_whole
 
 _END = bytes(2 * BLOCK)  # two empty blocks end a tar
 _TREATMENTS = ("copied", "shrunk", "turned", "converted", "not turned", "left out")

@@ -5,7 +5,6 @@ as it is.
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import TorchCheckpointIO
+
+from lightning_ring.host.whole_file import whole_file
 
 _LONGEST = 100  # characters of a file's name, of which some file systems take 255 bytes
 
@@ -41,13 +42,5 @@ class WholeCheckpointIO(TorchCheckpointIO):
         content = io.BytesIO()  # torch's own writer does not say that a disk is full
         torch.save(checkpoint, content)
         part = target.with_name(f".{target.name[-_LONGEST:]}.part")
-        try:
-            with part.open("wb") as file:
-                file.write(content.getbuffer())
-                file.flush()
-                # else a host that fails may have the new name, and not yet the bytes
-                os.fsync(file.fileno())
-            part.replace(target)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+        with whole_file(target, through=part) as file:
+            file.write(content.getbuffer())

@@ -148,7 +148,7 @@ def slowest_ranks(run: LoggedRun) -> list[tuple[int, float, float]]:
     by_rank = {
         int(tag.removeprefix(behind)): [point.value for point in points]
         for tag, points in run.scalars.items()
-        if tag.startswith(behind)
+        if re.fullmatch(rf"{behind}\d{{1,9}}", tag)
     }
     num_steps = sum(map(len, by_rank.values()))
     rows = [(rank, len(ms) / num_steps, statistics.median(ms)) for rank, ms in by_rank.items()]

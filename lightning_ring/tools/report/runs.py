@@ -14,9 +14,13 @@ from typing import Any, NamedTuple
 import yaml
 
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.tools.masking import masked
 
 # Texts of `lightning_ring.monitor.dashboard`.
 ENVIRONMENT, END = "ring/environment/text_summary", "ring/end/text_summary"
+_MOST_SECONDS = 1e10  # since 1970
+_MOST_VALUES = 100_000  # of a configuration
+_MOST_BRACKETS = 100
 
 
 class Fit(NamedTuple):
@@ -73,7 +77,8 @@ class LoggedRun:
 def read_runs(folders: Iterable[str | Path]) -> list[LoggedRun]:
     """The runs in ``folders``: each folder below them that holds event files is one.
 
-    Raises `ConfigurationError`: a folder does not exist, or holds no event files.
+    Raises `ConfigurationError`: a folder does not exist, or holds no event files, or such as
+    TensorBoard cannot read.
     """
     found: dict[Path, None] = {}
     for folder in map(Path, folders):
@@ -90,7 +95,17 @@ def read_runs(folders: Iterable[str | Path]) -> list[LoggedRun]:
                 "the folder that it writes to."
             )
         found |= dict.fromkeys(sorted(below, key=_numbers_by_value))
-    return [_read_run(*pair) for pair in zip(found, _names(list(found)), strict=True)]
+    runs = []
+    for folder, name in zip(found, _names(list(found)), strict=True):
+        try:
+            runs.append(_read_run(folder, name))
+        # TensorBoard raises of every kind on damaged events.
+        except Exception as error:
+            raise ConfigurationError(
+                f"{folder} holds damaged event files ({error!r:.200}). Move them away to see the "
+                "other runs."
+            ) from error
+    return runs
 
 
 def _numbers_by_value(path: Path) -> list[str]:
@@ -114,9 +129,11 @@ def _read_run(folder: Path, name: str) -> LoggedRun:
     events = EventAccumulator(str(folder), size_guidance=sizes, purge_orphaned_data=False).Reload()
     tags = events.Tags()
     # A run that went on from a checkpoint logged some steps twice: the later value counts.
-    by_step = {tag: {one.step: one for one in events.Scalars(tag)} for tag in tags["scalars"]}
+    by_step = {
+        tag: {one.step: one for one in _timed(events.Scalars(tag))} for tag in tags["scalars"]
+    }
     starts, ends = (
-        events.Tensors(tag) if tag in tags["tensors"] else [] for tag in (ENVIRONMENT, END)
+        _timed(events.Tensors(tag)) if tag in tags["tensors"] else [] for tag in (ENVIRONMENT, END)
     )
     # The run's folder may have been moved since its paths were written.
     path = re.compile(rf"\S*/{re.escape(folder.name)}(?=/|$)")
@@ -132,6 +149,11 @@ def _read_run(folder: Path, name: str) -> LoggedRun:
     )
 
 
+def _timed(events: Iterable[Any]) -> list[Any]:
+    """Those of ``events`` whose time is one: of damaged ones it may be any number."""
+    return [event for event in events if 0 <= event.wall_time < _MOST_SECONDS]
+
+
 def _fits(starts: list[Any], ends: list[Any]) -> Iterator[Fit]:
     times = [*(event.wall_time for event in starts), float("inf")]
     for number, event in enumerate(starts):
@@ -145,12 +167,37 @@ def _text(event: Any) -> str:
     return b"".join(event.tensor_proto.string_val).decode(errors="replace")
 
 
+class _Loader(yaml.BaseLoader):
+    """All values are texts. The scanner looks at each open bracket for each token."""
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level >= _MOST_BRACKETS:
+            raise yaml.YAMLError(f"more than {_MOST_BRACKETS} brackets are open")
+        super().fetch_flow_collection_start(token)
+
+
 def _read(path: Path) -> Any:
-    """YAML whose values are texts, whatever their tags (``!!python/object``) would make of them."""
+    """YAML without secrets, whose values are texts, whatever their tags (``!!python/object``) would
+    make of them.
+    """
     try:
-        return yaml.load(path.read_text(), yaml.BaseLoader) if path.is_file() else {}
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        found = yaml.load(path.read_text(), _Loader) if path.is_file() else {}
+        # An alias repeats a value, and nested ones repeat it millions of times.
+        if _count(found, {}) > _MOST_VALUES:
+            raise ValueError("too many values")
+        return masked(found)
+    except (yaml.YAMLError, OSError, ValueError, OverflowError, RecursionError) as error:
         return {path.name: f"cannot be read: {type(error).__name__}"}
+
+
+def _count(value: Any, known: dict[int, int]) -> int:
+    """Values in ``value``, in which one may occur many times."""
+    if not isinstance(value, (dict, list)):
+        return 1
+    if id(value) not in known:
+        inner = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_count(each, known) for each in inner)
+    return known[id(value)]
 
 
 def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -247,6 +247,24 @@ def test_a_damaged_folder_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     assert run.config == {"hparams.yaml": "cannot be read: ParserError"}
 
 
+def test_secrets_are_masked_and_deep_or_endless_files_are_named(tmp_path: Path) -> None:
+    laughs = "".join(f"- &a{i} [{f'*a{i - 1}, ' * 9}]\n" for i in range(1, 12))
+    configs = {
+        "a": "logger: {API_Key: k3y, list: [{password: k3y}]}\ntokenizer: gpt2\nn: a token=k3y",
+        "b": f"- &a0 [x]\n{laughs}",
+        "c": "[" * 10_000,
+    }
+    for name, config in configs.items():
+        write_run(tmp_path / name, {"val/loss": [1.0]}, config=config)
+    runs = read_runs([tmp_path])
+    assert runs[0].config["tokenizer"] == "gpt2"
+    assert runs[1].config == {"hparams.yaml": "cannot be read: ValueError"}
+    assert runs[2].config["hparams.yaml"].startswith("cannot be read: ")
+    page = page_of(tmp_path / "a")
+    assert page.count("***") == 3
+    assert "k3y" not in page
+
+
 def test_a_moved_run_differs_in_no_path(tmp_path: Path) -> None:
     for name in ("a", "b"):
         config = f"dirpath: /old/{name}/checkpoints"
