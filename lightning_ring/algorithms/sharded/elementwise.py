@@ -35,6 +35,8 @@ def check_can_be_sharded(optimizer: Optimizer) -> None:
         ConfigurationError: It is of another class.
     """
     kind, why = type(optimizer), ""
+    if kind.__name__ == "_MockOptimizer":
+        return  # Lightning's, of a module without optimizers. It steps nothing.
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         why = "it is no torch.optim.Optimizer, or does not call its constructor"
     elif kind not in ELEMENTWISE and not getattr(kind, "elementwise", False):

@@ -23,7 +23,7 @@ _MODULES = {
     "horovod.common": None,  # an empty package
     "horovod.common.basics": f"{_OURS}.builds",
     "horovod.common.elastic": f"{_OURS}.elastic",
-    "horovod.common.exceptions": f"{_OURS}.errors",
+    "horovod.common.exceptions": "lightning_ring.errors",
     "horovod.common.process_sets": f"{_OURS}.context",
     "horovod.common.util": f"{_OURS}.builds",
     "horovod.torch": _OURS,
