@@ -4,6 +4,22 @@ what to do.
 
 from __future__ import annotations
 
+__all__ = [
+    "CollectiveError",
+    "ConfigurationError",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "ModelMismatchError",
+    "PeerFailedError",
+    "RankDiscoveryError",
+    "RingError",
+    "SampleError",
+    "ShardError",
+    "ShardLostError",
+    "StateLostError",
+    "UnevenBatchesError",
+]
+
 
 class RingError(RuntimeError):
     """Base class of the errors of lightning_ring."""

@@ -114,7 +114,7 @@ def table():
     """The rooms as a table in Markdown."""
     lines = ["| question | room | contents | may import |", "|---|---|---|---|"]
     for name, room in ROOMS.items():
-        path = f"{name}/" if (PACKAGE / name).is_dir() else f"{name}.py"
+        path = f"{name}.py" if (PACKAGE / f"{name}.py").is_file() else f"{name}/"
         imports = ", ".join(f"`{one}`" for one in room.imports.split())
         lines.append(f"| {room.question} | `{path}` | {room.contents} | {imports} |")
     return "\n".join(lines)

@@ -15,6 +15,7 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_built(verbose: bool = False) -> bool:
+    """Whether mpi4py is installed."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
@@ -24,10 +25,12 @@ def mpi_enabled() -> bool:
 
 
 def gloo_built(verbose: bool = False) -> bool:
+    """Always True: torch brings Gloo."""
     return True
 
 
 def gloo_enabled() -> bool:
+    """Whether MPI did not start the ranks."""
     return not mpi_enabled()
 
 
@@ -40,14 +43,17 @@ def nccl_built(verbose: bool = False) -> int:
 
 
 def cuda_built(verbose: bool = False) -> bool:
+    """Whether this torch is built for CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built(verbose: bool = False) -> bool:
+    """Whether this torch is built for ROCm."""
     return torch.version.hip is not None
 
 
 def ccl_built(verbose: bool = False) -> bool:
+    """Always False: no backend uses this library."""
     return False
 
 

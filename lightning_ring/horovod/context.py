@@ -355,22 +355,27 @@ def stop_timeline() -> None:
 
 
 def is_initialized() -> bool:
+    """Whether `init` was called, and `shutdown` not since."""
     return _context is not None
 
 
 def rank() -> int:
+    """This process's number among all ranks, from 0."""
     return context().info.rank
 
 
 def size() -> int:
+    """Ranks of the job."""
     return context().info.world_size
 
 
 def local_rank() -> int:
+    """This process's number among the ranks of its node, from 0."""
     return context().info.local_rank
 
 
 def local_size() -> int:
+    """Ranks on this node."""
     return context().info.local_size
 
 

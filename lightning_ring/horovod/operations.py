@@ -26,6 +26,7 @@ def _waiting(start_it: Callable[P, int]) -> Callable[P, Any]:
         return synchronize(start_it(*args, **kwargs))
 
     call.__name__ = call.__qualname__ = start_it.__name__.replace("_async", "")
+    call.__doc__ = f"Call `{start_it.__name__}` and wait for its result."
     return call
 
 
@@ -37,6 +38,7 @@ def _in_place(start_it: Callable[P, int]) -> Callable[P, int]:
         return start_it(*args, _in_place=True, **kwargs)  # type: ignore[arg-type]
 
     call.__name__ = call.__qualname__ = f"{start_it.__name__}_"
+    call.__doc__ = f"As `{start_it.__name__}`, with the result in the tensor that it was given."
     return call
 
 
@@ -85,6 +87,7 @@ def allreduce_async(
     *,
     _in_place: bool = False,
 ) -> int:
+    """Start `allreduce` and return its handle."""
     settings = average, name, op, prescale_factor, postscale_factor, process_set
     return grouped_allreduce_async([tensor], *settings, _in_place=_in_place, _grouped=False)
 
@@ -101,6 +104,7 @@ def grouped_allreduce_async(
     _in_place: bool = False,
     _grouped: bool = True,
 ) -> int:
+    """Start `grouped_allreduce` and return its handle."""
     return start(
         "allreduce",
         tensors,
@@ -185,12 +189,14 @@ def sparse_allreduce_async(
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = _ALL) -> int:
+    """Start `allgather` and return its handle."""
     return start("allgather", [_with_rows(tensor)], name, process_set)
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = _ALL
 ) -> int:
+    """Start `grouped_allgather` and return its handle."""
     return start("allgather", [*map(_with_rows, tensors)], name, process_set, grouped=True)
 
 
@@ -230,6 +236,7 @@ def broadcast_async(
     *,
     _in_place: bool = False,
 ) -> int:
+    """Start `broadcast` and return its handle."""
     if root_rank not in process_set.ranks:
         raise ValueError(
             f"broadcast got root_rank={root_rank}, which is not one of the ranks "
@@ -339,6 +346,7 @@ def grouped_reducescatter_async(
     *,
     _grouped: bool = True,
 ) -> int:
+    """Start `grouped_reducescatter` and return its handle."""
     if any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError(
             "reducescatter got a tensor without dimensions; rows of the first "
@@ -366,6 +374,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
+    """Start `reducescatter` and return its handle."""
     factors = prescale_factor, postscale_factor
     return grouped_reducescatter_async([tensor], name, op, process_set, *factors, _grouped=False)
 

@@ -44,9 +44,9 @@ def test_ci_runs_the_readmes_test_command():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("script", SCRIPTS, ids=["ring", "lars"])
-def test_readmes_scripts_run(script, tmp_path):
-    (tmp_path / "script.py").write_text(script)
+def test_readmes_script_of_large_batches_runs(tmp_path):
+    # `tests/test_release.py` runs the first script
+    (tmp_path / "script.py").write_text(SCRIPTS[1])
     done = run(["env", "-C", str(tmp_path), *forked.python(), "script.py"], **forked.ranks())
     assert done.returncode == 0, done.stdout
 
