@@ -15,7 +15,7 @@ from tests.strangers.jobs import JOBS, run
 for job in sys.argv[1:] or JOBS:
     for kinds in (None, *([kind] for kind in KINDS), []):
         with tempfile.TemporaryDirectory() as folder:
-            seconds = run(job, Path(folder), kinds)
+            seconds = run(job, Path(folder), kinds, steps=600)
         named = "nobody" if kinds is None else ", ".join(kinds) or "all"
         print(f"{job:8} {named:17} {1000 * seconds:.1f} ms a step", flush=True)
 forked.close()
