@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,20 @@ def trained(strategy: Any, ckpt_path: str | None = None, **options: Any) -> dict
 
 
 class KilledOnce(L.Callback):
-    """Kills rank 1 in the second epoch, unless ``file`` says that it has done so."""
+    """Kills rank 1 in the second epoch, once the engine has written ``checkpoint`` (a file's name)
+    into ``folder``. The file ``folder/killed`` says that it has done so."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, folder: Path, checkpoint: str) -> None:
+        self._folder = folder
+        self._checkpoint = checkpoint
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_rank == 1 and trainer.current_epoch == 1 and not self._file.exists():
-            self._file.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        killed = self._folder / "killed"
+        if trainer.global_rank != 1 or trainer.current_epoch != 1 or killed.exists():
+            return
+        late = time.monotonic() + 60
+        while not list(self._folder.rglob(self._checkpoint)):
+            assert time.monotonic() < late, f"{self._checkpoint} was not written"
+            time.sleep(0.1)
+        killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)

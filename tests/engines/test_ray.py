@@ -60,7 +60,7 @@ def _loop(config: dict[str, Any]) -> None:
     strategy = config.get("strategy", "ring")
     callbacks: list[Any] = [RayTrainReportCallback()] if config.get("report") else []
     if config.get("kill"):
-        callbacks.append(KilledOnce(folder / "killed"))
+        callbacks.append(KilledOnce(folder, "checkpoint_manager_snapshot.json"))
     checkpoint = get_checkpoint()
     start = None if checkpoint is None else f"{checkpoint.to_directory()}/checkpoint.ckpt"
     said = trained(
