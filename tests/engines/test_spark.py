@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ def spark() -> Iterator[Any]:
 
     builder = SparkSession.builder.master("local-cluster[2,1,1024]").appName("tests")
     for name, value in (
-        ("spark.driver.host", "127.0.0.1"),
         ("spark.ui.enabled", "false"),
         ("spark.executorEnv.PYTHONPATH", str(ROOT)),
         ("spark.executorEnv.OMP_NUM_THREADS", "1"),
@@ -33,6 +33,10 @@ def spark() -> Iterator[Any]:
         builder = builder.config(name, value)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("PYSPARK_PYTHON", sys.executable)
+        # else each JVM asks a name server for this host
+        patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+        patch.setenv("SPARK_LOCAL_HOSTNAME", "localhost")
         try:
             session = builder.getOrCreate()
         except PySparkRuntimeError as error:
@@ -76,15 +80,16 @@ def _fit(strategy: str, parquet: str) -> dict[str, Any]:
     return said | {"images": sum(len(pixels) for pixels, _ in batches)}
 
 
-@pytest.mark.parametrize("local_mode", [True, False], ids=["local", "barrier"])
-def test_a_fit_has_the_bits_of_ddp(spark, parquet, local_mode):
+def test_a_fit_has_the_bits_of_ddp_on_one_host_and_in_a_barrier(spark, parquet):
     from pyspark.ml.torch.distributor import TorchDistributor
 
-    def run(strategy: str) -> dict[str, Any]:
+    def run(strategy: str, local_mode: bool) -> dict[str, Any]:
         distributor = TorchDistributor(num_processes=2, local_mode=local_mode, use_gpu=False)
         return distributor.run(_fit, strategy, str(parquet))
 
-    said = run("ring")
-    assert (said["rank"], said["world_size"], said["source"]) == (0, 2, "torchrun")
-    assert said["weights"] == run("ddp")["weights"]
-    assert said["images"] == IMAGES // 2
+    of_ddp = run("ddp", local_mode=True)
+    for local_mode in (True, False):
+        said = run("ring", local_mode)
+        assert (said["rank"], said["world_size"], said["source"]) == (0, 2, "torchrun")
+        assert said["weights"] == of_ddp["weights"]
+        assert said["images"] == IMAGES // 2
