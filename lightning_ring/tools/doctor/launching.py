@@ -27,7 +27,7 @@ _LAUNCHERS = (
 
 _ENGINES = {  # by a variable that each sets for its processes, the innermost first
     "RAY_JOB_ID": "Ray",
-    "PYTHON_WORKER_FACTORY_SECRET": "Spark",
+    "SPARK_USER": "Spark",
     "SLURM_JOB_ID": "Slurm",
     "LSB_JOBID": "LSF",
     "PBS_JOBID": "PBS",
