@@ -30,6 +30,10 @@ _MPI_VARIABLES = {  # by the launcher's name
         "MPI_LOCALRANKID",
         "MPI_LOCALNRANKS",
     ),
+    # LSF's job step manager. Its blaunch, and pbsdsh of PBS, state no number of ranks.
+    "jsrun": tuple(f"JSM_NAMESPACE_{name}" for name in _MPI_NUMBERS),
+    # Flux states how many ranks a node has only if all nodes have as many
+    "Flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
 }
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _RINGRUN = ("RING_RANK", "RING_WORLD_SIZE")

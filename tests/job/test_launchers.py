@@ -36,6 +36,22 @@ SRUN_STEP = BATCH_SHELL | {
     "SLURM_LOCALID": "0",
     "SLURM_NODEID": "1",
 }
+JSRUN = {  # the variables that Lightning's LSFEnvironment reads too
+    "LSB_JOBID": "7",
+    "JSM_NAMESPACE_RANK": "5",
+    "JSM_NAMESPACE_SIZE": "8",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "4",
+}
+FLUX = {
+    "FLUX_JOB_ID": "f1",
+    "FLUX_TASK_RANK": "5",
+    "FLUX_JOB_SIZE": "8",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_JOB_NNODES": "2",
+}
+BLAUNCH = {"LSB_JOBID": "7", "LSF_PM_TASKID": "2", "LSB_MCPU_HOSTS": "one 2 two 2"}
+PBSDSH = {"PBS_JOBID": "7", "PBS_NODENUM": "1", "PBS_TASKNUM": "2", "PBS_NODEFILE": "/nodes"}
 RINGRUN = {"RING_RANK": "1", "RING_WORLD_SIZE": "2"}
 
 
@@ -74,6 +90,8 @@ def place(found):
             "mpi",
             (2, 3, 0, 1, 1, 2),
         ),
+        (JSRUN, "mpi", (5, 8, 1, 4, None, None)),
+        (FLUX, "mpi", (5, 8, 1, None, None, None)),
         (RINGRUN, "ringrun", (1, 2, 1, 2, 0, 1)),
         (TORCHRUN, "torchrun", (3, 4, 1, 2, 1, 2)),
         (
@@ -110,6 +128,8 @@ def test_every_launcher_is_read(environ, source, expected):
         SRUN_STEP | {"SLURM_STEP_NUM_TASKS": "1", "LOCAL_RANK": "3"},
         SRUN_STEP | {"SLURM_STEP_NUM_TASKS": "1"},
         SRUN_STEP | {"SLURM_STEP_ID": "4294967290"},  # salloc's interactive step
+        BLAUNCH,
+        PBSDSH,
         {"PMIX_RANK": "0", "PMIX_NAMESPACE": "somebody"},  # a PMIx server that is no MPI launcher
     ],
 )
@@ -126,6 +146,8 @@ def test_one_process_is_no_rank_of_a_launcher(environ):
         (OPEN_MPI | TORCHRUN, "torchrun"),  # mpirun, one torchrun a node
         (SRUN_STEP | TORCHRUN, "torchrun"),
         (BATCH_SHELL | RINGRUN, "ringrun"),
+        (BLAUNCH | TORCHRUN, "torchrun"),  # a torchrun on each host
+        (PBSDSH | OPEN_MPI, "mpi"),
         # all four: each task starts several
         (SRUN_STEP | {name: TORCHRUN[name] for name in BY_HAND}, "torchrun"),
         (BATCH_SHELL | OPEN_MPI | {"LOCAL_RANK": "0"}, "mpi"),

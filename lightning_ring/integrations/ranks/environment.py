@@ -227,7 +227,7 @@ def environment_of(strategy: Any, plugins: Any, caller: str) -> RingEnvironment:
     """The environment of ``strategy``, or of its name.
 
     Raises:
-        ConfigurationError: There is a cluster environment among ``plugins``.
+        ConfigurationError: There is a cluster environment among ``plugins``, other than Ray's.
     """
     if not isinstance(strategy, str):
         environment: RingEnvironment = strategy.cluster_environment
@@ -236,6 +236,9 @@ def environment_of(strategy: Any, plugins: Any, caller: str) -> RingEnvironment:
     for plugin in plugins if isinstance(plugins, Iterable) else [plugins]:
         if isinstance(plugin, ClusterEnvironment):
             name = type(plugin).__name__
+            # Every example of Ray has it. It takes the same ranks from the worker of Ray.
+            if name == "RayLightningEnvironment":
+                continue
             found = "no launcher, and one process"
             if environment.creates_processes_externally:
                 found = (

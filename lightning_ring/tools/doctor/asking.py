@@ -17,7 +17,8 @@ from lightning_ring.launch.processes import processes_of_sessions
 
 # A launcher's variables for its ranks. The ranks that the doctor starts get variables of their own.
 _OF_LAUNCHERS = re.compile(
-    r"(OMPI|PMIX|PRTE|PMI|MV2_COMM_WORLD|TORCHELASTIC)_.*|MPI_LOCAL(RANKID|NRANKS)"
+    r"(OMPI|PMIX|PRTE|PMI|MV2_COMM_WORLD|JSM_NAMESPACE|FLUX_TASK|TORCHELASTIC)_.*"
+    r"|MPI_LOCAL(RANKID|NRANKS)|FLUX_JOB_SIZE"
     r"|((LOCAL|NODE|GROUP|ROLE)_)?RANK|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|RING_(RANK|WORLD_SIZE|STORE|STORE_FD|JOB|LAUNCHER_PID|STOP_SIGNAL)"
 )

@@ -31,6 +31,7 @@ R = TypeVar("R")
 
 FAMILIES: dict[str, Callable[[DoctorRequest], list[Finding]]] = {
     "versions": packages.check_versions,
+    "engine": launching.check_engine,
     "launcher": launching.check_launcher,
     "mpi": launching.check_mpi,
     "threads": resources.check_threads,

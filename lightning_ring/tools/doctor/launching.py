@@ -12,7 +12,6 @@ from pathlib import Path
 from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.job.exit import MPI_LAUNCHERS
 from lightning_ring.job.launchers import launcher_variables
-from lightning_ring.launch.hosts import in_allocation
 from lightning_ring.launch.mpirun import Mpirun, locate_mpirun, recognise, version_environment
 from lightning_ring.tools.doctor.asking import Answer, DoctorRequest, ask
 from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
@@ -24,6 +23,22 @@ _LAUNCHERS = (
     "ringrun",
     "lightning_ring.cli.ringrun",
 )
+
+
+_ENGINES = {  # by a variable that each sets for its processes, the innermost first
+    "RAY_JOB_ID": "Ray",
+    "SPARK_USER": "Spark",
+    "SLURM_JOB_ID": "Slurm",
+    "LSB_JOBID": "LSF",
+    "PBS_JOBID": "PBS",
+    "FLUX_JOB_ID": "Flux",
+    "KUBERNETES_SERVICE_HOST": "Kubernetes",
+}
+
+
+def check_engine(request: DoctorRequest) -> list[Finding]:
+    engines = [name for variable, name in _ENGINES.items() if variable in request.environ]
+    return [ok("engine", " in ".join(engines) or "none: this is an ordinary shell")]
 
 
 def check_launcher(request: DoctorRequest) -> list[Finding]:
@@ -39,15 +54,11 @@ def check_launcher(request: DoctorRequest) -> list[Finding]:
     except RankDiscoveryError as error:
         return [broken(name, str(error), f"{advice}Unset them.")]
     if found is None:
-        where = (
-            "inside a batch system's allocation"
-            if in_allocation(request.environ)
-            else "this is an ordinary shell"
-        )
-        return [ok(name, f"no launcher's variables: {where}")]
+        return [ok(name, "no launcher's variables: `python train.py` starts the ranks")]
     place = f"rank {found.rank} of {found.world_size}, by the variables of {found.launcher}"
-    if request.launcher:
-        return [ok(name, f"{place}, started by {request.launcher}")]
+    started_by = request.launcher or ("Ray" if "RAY_JOB_ID" in request.environ else "")
+    if started_by:
+        return [ok(name, f"{place}, started by {started_by}")]
     names = " ".join(sorted(set(request.environ) - set(request.child_environ)))
     return [
         broken(name, f"{place}, but no launcher started this process", f"{advice}unset {names}")

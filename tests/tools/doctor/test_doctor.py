@@ -14,7 +14,7 @@ import pytest
 from lightning_ring.cli import doctor as command
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.launch.processes import processes_of_sessions
-from lightning_ring.tools.doctor.asking import ask
+from lightning_ring.tools.doctor.asking import DoctorRequest, ask
 from lightning_ring.tools.doctor.findings import (
     HostReport,
     compare,
@@ -24,6 +24,7 @@ from lightning_ring.tools.doctor.findings import (
     short,
     warning,
 )
+from lightning_ring.tools.doctor.launching import check_engine, check_launcher
 from lightning_ring.tools.doctor.reduction import what_was_said
 from tests.processes import clean_env, mpirun_path, run
 from tests.tools.doctor.planting import doctor, own_environment, program
@@ -35,6 +36,28 @@ code = main(["doctor"])
 print("imported:", sorted(sys.modules.keys() & {"torch", "lightning", "mpi4py", "mpi4py.MPI"}))
 sys.exit(code)
 """
+
+
+@pytest.mark.parametrize(
+    ("variables", "engine"),
+    [
+        ([], "none: this is an ordinary shell"),
+        (["RAY_JOB_ID", "KUBERNETES_SERVICE_HOST"], "Ray in Kubernetes"),
+        (["PBS_JOBID", "PBS_NODEFILE"], "PBS"),
+        (["LSB_JOBID"], "LSF"),
+    ],
+)
+def test_the_engine_is_named(variables, engine):
+    request = DoctorRequest(2, 1, 60, environ=dict.fromkeys(variables, "1"))
+    assert check_engine(request) == [ok("engine", engine)]
+
+
+def test_a_worker_of_ray_is_a_rank_that_ray_started():
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), "1")
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
+    request = DoctorRequest(2, 1, 60, environ=ranks | sizes | {"RAY_JOB_ID": "1"})
+    found = "rank 1 of 2, by the variables of RANK, WORLD_SIZE, started by Ray"
+    assert check_launcher(request) == [ok("launcher", found)]
 
 
 @pytest.mark.ranks

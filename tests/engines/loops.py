@@ -1,0 +1,87 @@
+"""Training loops that the tests of this folder have an engine run, and data for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_ring  # noqa: F401  # registers the strategies
+from lightning_ring.job.job import current_job
+
+EPOCHS = 3
+
+
+class Regression(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+        )
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        x, y = batch
+        loss = torch.nn.functional.mse_loss(self.layers(x), y)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def samples() -> TensorDataset:
+    torch.manual_seed(1)
+    x = torch.randn(48, 8)
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def trained(strategy: Any, ckpt_path: str | None = None, **options: Any) -> dict[str, Any]:
+    """Fit on this worker. Returns what the ranks have to agree on, and where they were."""
+    L.seed_everything(2)
+    model = Regression()
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        max_epochs=EPOCHS,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **({"enable_checkpointing": False} | options),
+    )
+    trainer.fit(model, DataLoader(samples(), batch_size=4), ckpt_path=ckpt_path)
+    job = current_job()
+    weights = [value.tolist() for value in model.state_dict().values()]
+    return {
+        "rank": trainer.global_rank,
+        "world_size": trainer.world_size,
+        "nodes": trainer.num_nodes if job is None else job.info.num_nodes,
+        "source": "" if job is None else job.info.source,
+        "steps": trainer.global_step,
+        "weights": weights,
+    }
+
+
+class KilledOnce(L.Callback):
+    """Kills rank 1 in the second epoch, once the engine has written ``checkpoint`` (a file's name)
+    into ``folder``. The file ``folder/killed`` says that it has done so."""
+
+    def __init__(self, folder: Path, checkpoint: str) -> None:
+        self._folder = folder
+        self._checkpoint = checkpoint
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        killed = self._folder / "killed"
+        if trainer.global_rank != 1 or trainer.current_epoch != 1 or killed.exists():
+            return
+        late = time.monotonic() + 60
+        while not list(self._folder.rglob(self._checkpoint)):
+            assert time.monotonic() < late, f"{self._checkpoint} was not written"
+            time.sleep(0.1)
+        killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,104 @@
+"""Ray Train starts, places and watches the ranks; it runs here as it does on a cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.loops import EPOCHS, KilledOnce, trained
+from tests.processes import ROOT
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lightning-ring[ray]'")
+pytest.importorskip("ray.train.torch", reason="Ray Train is not installed: ray[train]")
+
+pytestmark = [pytest.mark.engines, pytest.mark.ranks]
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[None]:
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))  # of the daemons, and so of their workers
+        patch.setenv("OMP_NUM_THREADS", "1")
+        node = {"num_cpus": 2, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=node)
+        try:
+            cluster.add_node(num_cpus=2)
+            ray.init(address=cluster.address, log_to_driver=False)
+            yield
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+def fit(folder: Path, num_workers: int = 2, **config: Any) -> list[dict[str, Any]]:
+    """What each worker's fit returned, by rank. ``config`` is that of `_loop`."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    failures = FailureConfig(max_failures=1 if config.get("kill") else 0)
+    TorchTrainer(
+        _loop,
+        train_loop_config={"folder": str(folder)} | config,
+        scaling_config=ScalingConfig(num_workers=num_workers, placement_strategy="SPREAD"),
+        run_config=RunConfig(name="fit", storage_path=str(folder), failure_config=failures),
+    ).fit()
+    return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(num_workers)]
+
+
+def _loop(config: dict[str, Any]) -> None:
+    """``strategy`` is "ring", "ring_sharded" or, for Ray's own, "ddp"."""
+    from ray.train import get_checkpoint, get_context
+    from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, RayTrainReportCallback
+
+    folder = Path(config["folder"])
+    strategy = config.get("strategy", "ring")
+    callbacks: list[Any] = [RayTrainReportCallback()] if config.get("report") else []
+    if config.get("kill"):
+        callbacks.append(KilledOnce(folder, "checkpoint_manager_snapshot.json"))
+    checkpoint = get_checkpoint()
+    start = None if checkpoint is None else f"{checkpoint.to_directory()}/checkpoint.ckpt"
+    said = trained(
+        RayDDPStrategy() if strategy == "ddp" else strategy,
+        start,
+        devices="auto",
+        plugins=[RayLightningEnvironment()] if config.get("plugin") else [],
+        callbacks=callbacks,
+    )
+    said |= {"resumed": start is not None, "node": ray.get_runtime_context().get_node_id()}
+    (folder / f"rank{get_context().get_world_rank()}").write_text(json.dumps(said))
+
+
+def weights(said: list[dict[str, Any]]) -> Any:
+    assert all(one["weights"] == said[0]["weights"] for one in said)
+    return said[0]["weights"]
+
+
+def test_a_killed_worker_starts_again_and_the_fit_has_the_bits_of_ddp(two_nodes, tmp_path):
+    said = fit(tmp_path / "ring", plugin=True, report=True, kill=True)
+    assert (tmp_path / "ring" / "killed").exists()
+    assert all(one["resumed"] for one in said)
+    assert [one["rank"] for one in said] == [0, 1]
+    assert len({one["node"] for one in said}) == 2
+    assert said[0]["steps"] == EPOCHS * 6
+    of_ddp = fit(tmp_path / "ddp", strategy="ddp", plugin=True)
+    assert weights(said) == weights(of_ddp)
+
+
+def test_three_workers_shard_their_optimizer(two_nodes, tmp_path):
+    said = fit(tmp_path, num_workers=3, strategy="ring_sharded", report=True)
+    assert [one["world_size"] for one in said] == [3, 3, 3]
+    weights(said)
+
+
+def test_prepare_trainer_accepts_strategies_of_ray_only(two_nodes):
+    import lightning as L
+    from ray.train.lightning import prepare_trainer
+
+    with pytest.raises(RuntimeError, match="Invalid strategy class"):
+        prepare_trainer(L.Trainer(strategy="ring", accelerator="cpu", devices=1, logger=False))
