@@ -45,6 +45,11 @@ else:
 
     assert comm.all_gather_object(rank) == [0, 1]
 (folder / f"up.{rank}").touch()
+until = time.monotonic() + 30
+while (folder / "strangers before").exists() and time.monotonic() < until:
+    if list(folder.glob("attacked.*")):
+        break
+    time.sleep(0.02)
 began = time.monotonic()
 for step in range(steps):
     matrix = torch.ones(300, 300)
