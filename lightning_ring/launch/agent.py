@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.job.exit import say
 from lightning_ring.job.rendezvous.door import SECRET, knock
 from lightning_ring.job.watch.messages import Message, MessageConnection
 from lightning_ring.launch.child import Child
@@ -137,7 +138,7 @@ class Agent:
         try:
             child.start(order.cwd)
         except OSError as error:
-            print(f"lightning_ring: {order.host}: {error}", file=sys.stderr, flush=True)
+            say(f"{order.host}: {error}")
             self._send({"kind": "ended", "number": number, "code": 127})
             return
         self._children[number] = child
