@@ -15,6 +15,7 @@ from torch.distributed import HashStore, Store, TCPStore
 from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.job.ranks import SINGLE, RankInfo
 from lightning_ring.job.rendezvous import store as rendezvous
+from lightning_ring.job.rendezvous.door import NotOurDoor, knock
 from lightning_ring.job.rendezvous.greeting import Greeter, greet, listen, reserve_port
 from lightning_ring.job.rendezvous.interfaces import (
     ipv4_addresses,
@@ -172,6 +173,9 @@ def test_greeter_ends_when_all_have_called():
     door = listen(LOOPBACK)
     port = door.getsockname()[1]
     Greeter(door, "job", count=2, word="4711")
+    for hello in ({}, {"rank": []}):  # by one who knows a public secret
+        with pytest.raises(NotOurDoor):
+            knock([LOOPBACK], port, "job", "rendezvous", hello, seconds=60)
     for secret, rank in (("job", 1), ("guess", 2), ("job", 1), ("job", 2)):
         if secret == "guess":
             with pytest.raises(RankDiscoveryError, match="another job"):

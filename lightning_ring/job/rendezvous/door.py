@@ -206,6 +206,10 @@ class Door:
         except PermissionError as refusal:
             connection.send(_proved(self._key, nonce, {"kind": "refused", "why": str(refusal)}))
             return False
+        except (KeyError, TypeError):
+            # Without RING_SECRET the secret is no secret, and a stranger can have come this far.
+            connection.send({"kind": "refused"})
+            return False
         visitor.guest = guest
         self._strangers.remove(visitor)
         self.guests[guest] = visitor

@@ -90,6 +90,8 @@ class Greeter:
     # -- called by the door
 
     def admit(self, hello: Message) -> tuple[str, Message]:
+        if type(hello["rank"]) is not int:
+            raise TypeError("a rank is a number")
         return hello["nonce"], {"word": self._word}
 
     def take(self, caller: str, hello: Message) -> None:
