@@ -9,7 +9,7 @@ distributed SGD: ImageNet/ResNet-50 training in a flash" (2018), arXiv:1811.0523
 
 - One agreement over a transport between all ranks, which also carries small tensors and objects.
   The levels over MPI and Gloo exchange no headers of their own.
-- Three stages, each first in, first out: a piece is reduced in the node while another one is on the
+- Three stages, each begun first in, first out: a piece is reduced in the node while another one is on the
   wire. The first and the last stage have a communicator each over the same ranks and memory. The
   order of their pieces differs from rank to rank, and one queue for both would deadlock.
 - The first error ends every collective under way, on all levels.
@@ -66,31 +66,40 @@ class _PipelinedWork:
         self._policy = policy
         self._finish = finish
         self._finishing = threading.Lock()
-        self._last: Work = CompletedWork()
-        self._last_started = threading.Event()
+        self._last_stages: list[Work] = []
+        self._all_started = threading.Event()
 
-    def set_last(self, last: Work) -> None:
-        """``last`` is the last stage of the last piece; stages run first in, first out."""
-        self._last = last
-        self._last_started.set()
+    def add_last_stage(self, work: Work, is_last_piece: bool) -> None:
+        """``work`` is a piece's last stage. All are waited for: over several channels a later piece
+        may end before an earlier one.
+        """
+        self._last_stages.append(work)
+        if is_last_piece:
+            self._all_started.set()
 
     @property
     def ended(self) -> float | None:
-        return getattr(self._last, "ended", None) if self._last_started.is_set() else None
+        if not self._all_started.is_set():
+            return None
+        times = [getattr(work, "ended", None) for work in self._last_stages]
+        return max((time for time in times if time is not None), default=None)
 
     def wait(self) -> None:
         self.agreed.wait()
-        while not self._last_started.wait(CHECK_SECONDS):
+        while not self._all_started.wait(CHECK_SECONDS):
             self._policy.check_peers()
             if self._policy.error is not None:
                 self._policy.raise_named(self._policy.error)
-        self._last.wait()
+        for work in self._last_stages:
+            work.wait()
         with self._finishing:
             self._finish()
             self._finish = nothing
 
     def done(self) -> bool:
-        return self._policy.error is not None or (self._last_started.is_set() and self._last.done())
+        return self._policy.error is not None or (
+            self._all_started.is_set() and all(work.done() for work in self._last_stages)
+        )
 
 
 class HierarchicalCommunicator(RingCommunicator):
@@ -276,16 +285,16 @@ class HierarchicalCommunicator(RingCommunicator):
         def run(_: Channel) -> None:
             *others, last = pieces()
             for piece in others:
-                self._start_stages(what, piece, None)
-            self._start_stages(what, last, work)
+                self._start_stages(what, piece, work, is_last_piece=False)
+            self._start_stages(what, last, work, is_last_piece=True)
 
         work.agreed = self._start(what, run)
         return work
 
-    def _start_stages(self, what: str, piece: _PieceStages, work: _PipelinedWork | None) -> None:
-        """Two threads move ``piece`` from stage to stage. The last piece comes with the ``work``
-        of all.
-        """
+    def _start_stages(
+        self, what: str, piece: _PieceStages, work: _PipelinedWork, is_last_piece: bool
+    ) -> None:
+        """Two threads move ``piece`` from stage to stage."""
 
         def through_the_first() -> None:
             piece.intra_first().wait()
@@ -295,9 +304,7 @@ class HierarchicalCommunicator(RingCommunicator):
         def through_the_others(across: Work) -> None:
             across.wait()
             piece.after_across()
-            last = piece.intra_last()
-            if work is not None:
-                work.set_last(last)
+            work.add_last_stage(piece.intra_last(), is_last_piece)
 
         self._before_across.submit(what, through_the_first)
 

@@ -178,6 +178,40 @@ def test_a_bucket_is_reduced_in_the_node_while_another_one_is_on_the_wire():
     run_nested(NODES[1], rank)
 
 
+def test_a_piece_that_ends_after_later_ones_is_waited_for():
+    """Over several channels pieces may end in any order."""
+
+    class Late:
+        def __init__(self):
+            self.over = threading.Event()
+
+        def wait(self):
+            assert self.over.wait(20)
+
+        def done(self):
+            return self.over.is_set()
+
+    def rank(comm):
+        gather, late = comm._intra_last.all_gather_, Late()
+        calls = itertools.count()
+
+        def out_of_order(tensor, **kwargs):
+            work = gather(tensor, **kwargs)
+            return late if next(calls) == 0 else work
+
+        comm._intra_last.all_gather_ = out_of_order
+        tensor = torch.full((5000,), float(comm.rank))  # five pieces of 4 KiB
+        work = comm.all_reduce_(tensor)
+        threading.Timer(0.5, late.over.set).start()
+        time.sleep(0.2)
+        assert not work.done()
+        work.wait()
+        assert late.over.is_set()
+        assert next(calls) == 5
+
+    run_nested(NODES[1], rank)
+
+
 def test_past_the_timeout_the_missing_rank_is_named_by_its_number_in_the_job():
     over = threading.Barrier(4)
 
