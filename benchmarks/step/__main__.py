@@ -64,6 +64,7 @@ ROWS = {
     "two_hosts": Row("resnet18", _SHARDED_TOO, num_hosts=2, steps=3, rounds=5),
     "two_hosts_bf16": Row("resnet18", ("ddp", "ring:compression=bf16"), num_hosts=2),
     "four_ranks": Row("resnet18", ("ddp", "ring"), ranks=4, num_hosts=2, steps=2, rounds=5),
+    "small_two_hosts": Row("small", _WITH_ALONE, num_hosts=2, rate="10gbit", steps=50),
     "many_small": Row("many_small", _WITH_ALONE, steps=40),
     "one_process": Row("resnet18", _AS_AUTO, ranks=1, steps=5, rounds=16, by_turn=True),
     "monitor": _LOGGED,
@@ -177,7 +178,7 @@ def main() -> int:
     add = parser.add_argument
     add("row", choices=ROWS, help="one row of the table in docs/performance.md")
     add("--contenders", nargs="+", help="others than the row's, such as ring:bucket_cap_mb=4")
-    add("--model", choices=("resnet18", "resnet50", "many_small", "tiny"))
+    add("--model", choices=("resnet18", "resnet50", "many_small", "small", "tiny"))
     add("--ranks", type=int, help="in all, round-robin over the hosts")
     add("--hosts", dest="num_hosts", type=int)
     add("--rate", help="of the links between hosts, as tc writes it")

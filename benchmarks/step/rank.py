@@ -66,6 +66,14 @@ def resnet(name: str, num_classes: int) -> nn.Module:
     return model
 
 
+def small() -> nn.Module:
+    """585,000 parameters, most of them in one matrix: the network of the study of wires."""
+    convolution = nn.Conv2d(1, 32, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+    first = nn.Flatten(), nn.Linear(32 * 32, 384), nn.LayerNorm(384), nn.ReLU()
+    second = nn.Linear(384, 384), nn.LayerNorm(384), nn.ReLU()
+    return nn.Sequential(*convolution, *first, *second, nn.Linear(384, 100))
+
+
 def tiny() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 10))
 
@@ -75,6 +83,7 @@ MODELS: dict[str, Any] = {
     "resnet18": (lambda: resnet("resnet18", 1000), (3, 64, 64), 16),
     "resnet50": (lambda: resnet("resnet50", 1000), (3, 224, 224), 256),
     "many_small": (lambda: ManySmall(500), (1000,), 1),
+    "small": (small, (1, 8, 16), 64),
     "tiny": (tiny, (3, 8, 8), 4),
 }
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from lightning_ring.comm.ring import (
     finish_,
     landing_places,
     num_pieces,
-    prepare_,
 )
 from lightning_ring.comm.ring import (
     reduce_scatter_ as ring_reduce_scatter_,
@@ -38,6 +37,10 @@ from lightning_ring.comm.ring import (
 from lightning_ring.comm.transport import PointToPoint, Request
 
 DIRECT_BYTES = 16 * 1024  # per rank; up to this a reduction is one message to everybody
+# Two ranks send no more bytes than by a ring, in half as many messages. What is longer is summed
+# while it arrives.
+PAIR_BYTES = 2 * 1024 * 1024
+_FIRST_DIRECT_TAG = 16
 # elements that are summed at once: two such float32 buffers stay in the second-level cache
 _CHUNK = 64 * 1024
 
@@ -67,28 +70,47 @@ def all_gather_directly_(flat: Tensor, p2p: PointToPoint) -> None:
     exchange_rows([shard(flat, p2p.world_size, rank) for rank in range(p2p.world_size)], p2p)
 
 
-def all_reduce_directly_(flat: Tensor, p2p: PointToPoint, op: ReduceOp = ReduceOp.SUM) -> Tensor:
-    """Reduce a short 1-D ``flat``: each rank sends all of it to each other rank and reduces in the
-    order of the ranks.
+def goes_directly(flat: Tensor, world_size: int) -> bool:
+    """Whether an all-reduce sends the whole of ``flat`` straight to every other rank."""
+    if world_size == 2:
+        return flat.nbytes <= PAIR_BYTES
+    return flat.nbytes * (world_size - 1) <= DIRECT_BYTES
 
-    One message time instead of the ring's 2·(N−1), for N−1 times the bytes.
+
+def start_all_reduce_directly(
+    flat: Tensor, p2p: PointToPoint, op: ReduceOp
+) -> tuple[list[Request], Callable[[], object]]:
+    """Messages under way, and what reduces 1-D ``flat`` once they are over: in the order of the
+    ranks.
+
+    One message time instead of the ring's 2·(N−1), for N−1 times the bytes. The tag tells sizes
+    apart: Gloo aborts a process that gets more than it has room for.
     """
-    world_size = p2p.world_size
-    if world_size == 1:
-        return flat
-    wide = wants_wide_sum(flat.dtype, op)
-    if not wide:
-        prepare_(flat, op, world_size)
-    rows = flat.new_empty(world_size, flat.numel())
-    rows[p2p.rank] = flat
-    exchange_rows(rows, p2p)
-    if wide:
-        sum_into_(flat, list(rows), op)
-        return flat
-    flat.copy_(rows[0])
-    for row in rows[1:]:
-        COMBINE[op](flat, row, out=flat)
-    finish_(flat, op, world_size)
+    rows = [flat.new_empty(flat.numel()) for _ in range(p2p.world_size)]
+    if p2p.world_size == 2:
+        rows[p2p.rank] = flat  # read before it is written
+    else:
+        rows[p2p.rank].copy_(flat)
+    requests = start_exchange(rows, p2p, _FIRST_DIRECT_TAG + flat.nbytes)
+
+    def reduce() -> None:
+        if wants_wide_sum(flat.dtype, op):
+            sum_into_(flat, rows, op)
+            return
+        COMBINE[op](rows[0], rows[1], out=flat)
+        for row in rows[2:]:
+            COMBINE[op](flat, row, out=flat)
+        finish_(flat, op, p2p.world_size)
+
+    return requests, reduce
+
+
+def all_reduce_directly_(flat: Tensor, p2p: PointToPoint, op: ReduceOp = ReduceOp.SUM) -> Tensor:
+    """Reduce a short 1-D ``flat``."""
+    if p2p.world_size > 1:
+        requests, reduce = start_all_reduce_directly(flat, p2p, op)
+        p2p.wait(requests)
+        reduce()
     return flat
 
 
@@ -169,11 +191,9 @@ def reduce_scatter_(
 def all_reduce_(
     flat: Tensor, p2p: PointToPoint, op: ReduceOp, scratch: Tensor | None = None
 ) -> Tensor:
-    """Reduce 1-D ``flat`` in place. Short: straight to every rank. Long: each shard on one path
-    only, so that all ranks end with the same bits.
+    """Reduce 1-D ``flat`` in place, each shard on one path only, so that all ranks end with the
+    same bits.
     """
-    if flat.nbytes * (p2p.world_size - 1) <= DIRECT_BYTES:
-        return all_reduce_directly_(flat, p2p, op)
     return all_gather_(reduce_scatter_(flat, p2p, op, scratch), p2p)
 
 

@@ -9,9 +9,9 @@ distributed SGD: ImageNet/ResNet-50 training in a flash" (2018), arXiv:1811.0523
 
 - One agreement over a transport between all ranks, which also carries small tensors and objects.
   The levels over MPI and Gloo exchange no headers of their own.
-- Three stages, each begun first in, first out: a piece is reduced in the node while another one is on the
-  wire. The first and the last stage have a communicator each over the same ranks and memory. The
-  order of their pieces differs from rank to rank, and one queue for both would deadlock.
+- Three stages, each begun first in, first out: a piece is reduced in the node while another one is
+  on the wire. The first and the last stage have a communicator each over the same ranks and memory.
+  The order of their pieces differs from rank to rank, and one queue for both would deadlock.
 - The first error ends every collective under way, on all levels.
 - A bucket is cut into pieces (`comm.cost.num_nested_pieces`), none smaller than 4 MiB. All ranks
   must cut alike before anything is measured, so typical links are assumed.

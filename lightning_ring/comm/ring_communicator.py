@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -39,6 +40,10 @@ _CHANNEL_TAGS = (0, 2, 3)
 # A choice takes this into account of what went before: a channel that once carried a large tensor
 # is long free again.
 _REMEMBERED_BYTES = 16 * 1024 * 1024
+
+
+Started = tuple[Sequence[Request], Callable[[], object]]
+"""Messages under way, and what to do once they are over."""
 
 
 class Channel:
@@ -144,11 +149,14 @@ class RingCommunicator(Communicator):
         ring.check_reducible(flat, op)
         what = of_tensor("all_reduce", flat, name, op.value)
 
+        if exchange.goes_directly(flat, self.world_size):
+            start = functools.partial(exchange.start_all_reduce_directly, flat, self.transport, op)
+            return self._start(what, num_bytes=flat.nbytes, start=start)
+
         def run(channel: Channel) -> None:
             exchange.all_reduce_(flat, channel, op, channel.landing)
 
-        direct = flat.nbytes * (self.world_size - 1) <= DIRECT_BYTES
-        return self._start(what, run, 0 if direct else flat.nbytes)
+        return self._start(what, run, flat.nbytes)
 
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         flat = contiguous_flat(flat, "reduce_scatter_")
@@ -216,16 +224,18 @@ class RingCommunicator(Communicator):
     def _start(
         self,
         what: str,
-        run: Callable[[Channel], object],
+        run: Callable[[Channel], object] = nothing,
         num_bytes: int = 0,
         *,
+        start: Callable[[], Started] = lambda: ([], nothing),
         channel: Channel | None = None,
         alone: bool = False,
     ) -> Work:
         """Queue one collective; with one rank nothing is done, unless it does something ``alone``.
 
-        ``num_bytes`` chooses a channel; collectives that must begin in the order of the calls name
-        theirs.
+        ``start`` sends and receives at once, in the order of the calls; ``run`` is called once the
+        ranks have agreed. ``num_bytes`` chooses a channel; collectives that must begin in the order
+        of the calls name theirs.
         """
         if self.world_size == 1 and not alone:
             self._policy.raise_if_broken()
@@ -233,37 +243,45 @@ class RingCommunicator(Communicator):
         with self._starting:
             chosen = channel or self._channels.next(num_bytes)
             chosen.thread.check_open(what)
-            agree = self._announce(what) if self._checked else nothing
+            agree = self._under_way(self._announce(what)) if self._checked else nothing
+            finish = self._under_way(start)
 
             def agree_and_run() -> None:
                 agree()
+                finish()
                 run(chosen)
 
             return chosen.thread.submit(what, agree_and_run)
 
-    def _announce(self, what: str) -> Callable[[], None]:
-        """Tell the others what is called; returns what waits until they have told it too, and
-        compares.
-        """
+    def _announce(self, what: str) -> Callable[[], Started]:
+        """What tells the others what is called, and compares what they have told."""
         self._num_calls += 1
         call = self._num_calls
         headers = torch.empty(self.world_size, HEADER_BYTES, dtype=torch.uint8)
         headers[self.rank] = header(what)
-        requests: list[Request] = []
+        return lambda: (
+            exchange.start_exchange(headers, self.transport, _HEADER_TAG),
+            lambda: check_agreement(headers, call),
+        )
+
+    def _under_way(self, start: Callable[[], Started]) -> Callable[[], object]:
+        """Begin to send and receive; returns what waits for it and finishes."""
         failure: Exception | None = None
+        requests: Sequence[Request] = ()
+        finish: Callable[[], object] = nothing
         try:
-            requests = exchange.start_exchange(headers, self.transport, _HEADER_TAG)
+            requests, finish = start()
         except Exception as error:  # a peer is gone: whoever waits for the work is told
             failure = error
 
-        def agree() -> None:
+        def wait_and_finish() -> None:
             if failure is not None:
                 raise failure
             if requests:
                 self.transport.wait(requests)
-            check_agreement(headers, call)
+            finish()
 
-        return agree
+        return wait_and_finish
 
     def _while_waiting(self, peers: Sequence[int]) -> float:
         thread = self._channels.of_this_thread().thread

@@ -17,9 +17,10 @@ from lightning_ring.comm.backends.nccl import NCCLCommunicator
 from lightning_ring.comm.calls import contiguous_flat, of_tensor
 from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work
+from lightning_ring.comm.exchange import goes_directly
 from lightning_ring.comm.ring import check_reducible
-from lightning_ring.comm.ring_communicator import DIRECT_BYTES, Channel, RingCommunicator
-from lightning_ring.comm.waiting import DEFAULT_TIMEOUT, WaitPolicy, poll_until
+from lightning_ring.comm.ring_communicator import Channel, RingCommunicator
+from lightning_ring.comm.waiting import DEFAULT_TIMEOUT, WaitPolicy
 from lightning_ring.errors import ConfigurationError
 
 CHECK_VARIABLE = "RING_CHECK_COLLECTIVES"  # 1: NCCL's calls are compared between ranks
@@ -30,6 +31,7 @@ _NUM_CHANNELS = 3
 # nobody sends under these; more than one, since Gloo has connections for each network interface,
 # chosen by the tag
 _INTERRUPTING_TAGS = range(4, 8)
+_LOOK = timedelta(seconds=0.1)
 _NATIVE = (torch.float32, torch.float64)
 _GPU_NAMES = {"nccl": ("CUDA", "cuda", torch.cuda), "xccl": ("Intel", "xpu", torch.xpu)}
 _OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp} | {ReduceOp.AVG: dist.ReduceOp.SUM}
@@ -150,7 +152,7 @@ class GlooCommunicator(RingCommunicator):
         self._threads.append(self._arriving)
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
-        if tensor.dtype not in _NATIVE or tensor.nbytes * (self.world_size - 1) <= DIRECT_BYTES:
+        if tensor.dtype not in _NATIVE or goes_directly(tensor, self.world_size):
             return super().all_reduce_(tensor, op=op, name=name)
         flat = contiguous_flat(tensor, "all_reduce_")
         check_reducible(flat, op)
@@ -169,7 +171,11 @@ class GlooCommunicator(RingCommunicator):
         return started
 
     def _wait_for(self, work: dist.Work) -> None:
-        poll_until(work.is_completed, lambda: self._arriving.while_waiting(()))
+        """Without the interpreter's lock, but for a moment every tenth of a second."""
+        while not work.is_completed():
+            self._arriving.while_waiting(())
+            with contextlib.suppress(RuntimeError):  # the time is up
+                work.wait(_LOOK)
         work.wait()  # raises what went wrong
 
 

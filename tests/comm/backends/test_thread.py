@@ -136,13 +136,13 @@ def test_the_others_are_told_of_a_call_while_earlier_ones_are_under_way():
 
         comm.transport.wait, comm.transport.isend = wait_for_all_calls, counted_send
         works = [comm.all_reduce_(torch.ones(10_000), name=f"bucket {index}") for index in range(3)]
-        before_any_ended = list(told)
+        before_any_ended = told.count(1)  # headers; short tensors go with them
         called.set()
         for work in works:
             work.wait()
         return before_any_ended
 
-    assert run_ranks(2, rank) == [[1, 1, 1]] * 2
+    assert run_ranks(2, rank) == [3, 3]
 
 
 def test_views_that_hold_other_numbers_than_they_show_are_refused():
