@@ -88,8 +88,7 @@ class _PartOfStep:
         on_device = way == "fused" or clip is not None or options.capturable
         place = device if on_device else torch.device("cpu")
         hyper = listed.hyper_table([list(group.values()) for group in hyperparameters], place)
-        groups = listed.groups_on(place)
-        groups = groups if self._is_whole else groups.index_select(0, self.places(place))
+        groups = self._own(listed.groups_on(place))
         self.run: FusedRun | MultiTensorRun
         if way == "fused":
             self.ratios = listed.ratios
@@ -109,6 +108,7 @@ class _PartOfStep:
         return self._listed.tables.get(key, None, device, lambda: torch.tensor(self._positions))
 
     def _own(self, vector: Tensor) -> Tensor:
+        """The values of these parameters out of those of all."""
         return vector if self._is_whole else vector.index_select(0, self.places(vector.device))
 
     def commit(self) -> None:
