@@ -82,42 +82,36 @@ def locate_mpirun() -> str | None:
 
 
 def identify(path: str) -> Mpirun | None:
-    environ = version_environment(path, os.environ)
+    command = version_command(path)
     try:
-        answer = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=20, env=environ
-        )
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return recognise(path, answer.stdout)
 
 
+def version_command(path: str) -> list[str]:
+    """Asks the mpirun at ``path`` for its version. Intel's is a script that looks for its program
+    on PATH.
+    """
+    folders = f"{os.path.dirname(path)}{os.pathsep}{os.environ.get('PATH', '')}"
+    return ["env", f"PATH={folders}", path, "--version"]
+
+
 def recognise(path: str, says: str) -> Mpirun:
     """``says`` is what the mpirun at ``path`` answers to ``--version``."""
-    version = next((line.strip() for line in says.splitlines() if line.strip()), "")
-    if "Open MPI" in version or "OpenRTE" in version:
-        number = version.split()[-1].split(".")[0]
-        return Mpirun(path, "openmpi", int(number) if number.isdigit() else 0, version)
+    first = next((line.strip() for line in says.splitlines() if line.strip()), "")
     for family, name, release in (
+        ("openmpi", "Open MPI", r"\((?:Open MPI|OpenRTE)\) (\S+)"),
         # it does not say its own name
         ("mpich", "MPICH", r"HYDRA build details:\s+Version:\s+(\S+)"),
         ("intelmpi", "Intel MPI", r"Intel\(R\) MPI Library.*Version (\S+)"),
     ):
         if (match := re.search(release, says)) is not None:
             number = match[1].split(".")[0]
-            return Mpirun(
-                path, family, int(number) if number.isdigit() else 0, f"mpirun ({name}) {match[1]}"
-            )
-    return Mpirun(path, "other", 0, version)
-
-
-def version_environment(path: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` for asking the mpirun at ``path``: Intel's is a script that looks for its
-    program on PATH.
-    """
-    return dict(environ) | {
-        "PATH": os.pathsep.join(filter(None, [os.path.dirname(path), environ.get("PATH")]))
-    }
+            major = int(number) if number.isdigit() else 0
+            return Mpirun(path, family, major, f"mpirun ({name}) {match[1]}")
+    return Mpirun(path, "other", 0, first)
 
 
 def require_mpirun() -> Mpirun:

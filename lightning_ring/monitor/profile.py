@@ -81,10 +81,9 @@ class RingProfile(Callback):
 
     def _problem(self, trainer: Trainer, module: LightningModule) -> str:
         """What it cannot do; empty if nothing stands in the way."""
-        writable = os.access(self.path.absolute().parent, os.W_OK) and not self.path.is_dir()
         batches, strategy = trainer.accumulate_grad_batches, trainer.strategy
         algorithm = getattr(strategy, "algorithm", None)
-        if trainer.is_global_zero and not writable:
+        if trainer.is_global_zero and not os.access(self.path.absolute().parent, os.W_OK):
             return "be written. Name a file in a folder that is there."
         if not module.automatic_optimization:
             return "record manual optimization: Lightning does not say when backward begins."
@@ -154,13 +153,13 @@ class RingProfile(Callback):
             raise ConfigurationError(
                 "RingProfile saw no gradient in the steps it recorded: there is nothing to plan."
             )
-        ready = {
+        seconds = {
             name: median(seconds_between(*pair) for pair in pairs)
             for name, pairs in self._ready.items()
         }
-        last, found = max(ready.values()), []
+        last, found = max(seconds.values()), []
         for name, param in module.named_parameters():
             if param.requires_grad:
-                dtype, at = str(param.dtype).removeprefix("torch."), ready.get(name, last)
+                dtype, at = str(param.dtype).removeprefix("torch."), seconds.get(name, last)
                 found.append(Gradient(name, param.numel(), dtype, param.nbytes, at))
         return sorted(found, key=lambda gradient: gradient.ready)

@@ -13,12 +13,13 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_ring.comm.cost import TCP_ALPHA_SECONDS, CostModel
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.whole_file import write_whole
 
 FORMAT = 2
 _KIND = "lightning_ring profile"
@@ -57,7 +58,7 @@ class Phases:
     @property
     def alone(self) -> float:
         """A step of one rank that communicates nothing."""
-        return self.data + self.copy + self.forward + self.backward + self.optimizer + self.other
+        return sum(astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +109,15 @@ class Link:
 
 
 def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Whoever opens ``path`` meanwhile finds the old file or the new one, and never a part."""
     content = {"kind": _KIND, "format": FORMAT} | asdict(profile)
-    beside = Path(f"{path}.{os.getpid()}.part")
-    try:
-        beside.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(Path(path), (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
     """Raises `ConfigurationError`: it is not there, is no profile, or one of another format."""
     content = read_json(path)
-    about = (content.get("kind"), content.get("format")) if isinstance(content, dict) else None
-    if about != (_KIND, FORMAT):
+    about = {"kind": _KIND, "format": FORMAT}
+    if not isinstance(content, dict) or not content.items() >= about.items():
         raise ConfigurationError(
             f"{path} is JSON, but no profile of lightning_ring in format {FORMAT}. {_HOW}"
         )
@@ -166,15 +161,17 @@ def read_bench(path: str) -> Link:
     Raises `ConfigurationError`: no such file, or no such backend in it.
     """
     costs: dict[str, dict[str, CostModel]] = {}
-    residuals: dict[str, list[float]] = {}
+    residuals: dict[str, float] = {}
     try:
         content = read_json(path)
         device = str(content.get("world", {}).get("device", ""))
         for model in content["models"]:
-            bandwidth = math.inf if model["bandwidth"] is None else float(model["bandwidth"])
-            cost = CostModel(float(model["alpha_seconds"]), bandwidth)
-            costs.setdefault(model["backend"], {})[model["collective"]] = cost
-            residuals.setdefault(model["backend"], []).append(float(model.get("residual", 0)))
+            name, bandwidth = model["backend"], model["bandwidth"]
+            cost = CostModel(
+                float(model["alpha_seconds"]), math.inf if bandwidth is None else float(bandwidth)
+            )
+            costs.setdefault(name, {})[model["collective"]] = cost
+            residuals[name] = max(residuals.get(name, 0.0), float(model.get("residual", 0)))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"{path} is no file of `lightning-ring bench` ({error!r})."
@@ -186,7 +183,7 @@ def read_bench(path: str) -> Link:
             "Measure them with `lightning-ring bench --sizes 64K,256K,1M,4M,16M --json FILE.json`."
         )
     name = "auto" if "auto" in whole else whole[0]
-    return Link(f"{Path(path).name} ({name})", costs[name], device, max(residuals[name]))
+    return Link(f"{Path(path).name} ({name})", costs[name], device, residuals[name])
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

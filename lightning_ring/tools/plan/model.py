@@ -17,6 +17,7 @@ not over when backward ends is exposed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,11 +53,8 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The arguments of `RingStrategy` that the prediction depends on.
-
-    ``sixteen_bits`` are bf16 or fp16, which send the same bytes. Without ``bucket_cap_mb`` buckets
-    have the default size, which depends on device and number of ranks. ``local_steps`` are those of
-    ``LocalSGD``; without them gradients are averaged at every step.
+    """The arguments of `RingStrategy` that the prediction depends on. ``sixteen_bits`` are bf16 or
+    fp16, which send the same bytes. ``local_steps`` are those of ``LocalSGD``.
     """
 
     sharded: bool = False
@@ -91,30 +89,27 @@ class PredictedStep:
 def predict(profile: Profile, cluster: Cluster, settings: Settings) -> PredictedStep:
     """A step of ``profile``'s model on ``cluster``."""
     phases, size = profile.phases, cluster.world_size
-    if size == 1:
-        return PredictedStep(1, phases.alone, 0.0, phases.alone)
+    exposed = saved = 0.0
     # On CPUs `RingStrategy` takes a ring in each node and rings across nodes.
     nested = profile.run.device == "cpu" and cluster.num_nodes > 1 and cluster.local_size > 1
     wire = partial(_ends, cluster, nested)
-    if settings.local_steps is not None:
-        parameters = sum(gradient.num_bytes for gradient in profile.gradients)
-        exposed = wire("all_reduce", [(0.0, parameters)])[-1] / settings.local_steps
-        return PredictedStep(size, phases.alone + exposed, exposed, phases.alone)
     cap = settings.bucket_cap_mb or default_cap_mb(profile.run.device, size)
     buckets = cut_buckets(profile.gradients, cap, settings.sixteen_bits)
-    collective = "reduce_scatter" if settings.sharded else "all_reduce"
-    reduced = wire(collective, [(one.members[-1].ready, one.num_bytes) for one in buckets])[-1]
-    if not settings.sharded:
-        exposed = max(0.0, reduced - phases.backward)
-        return PredictedStep(size, phases.alone + exposed, exposed, phases.alone)
-    # which parameters some rank used travels after the last bucket, 4 bytes for each
-    link = cluster.network if cluster.num_nodes > 1 else cluster.node
-    reduced += link.seconds("all_reduce", 4 * len(profile.gradients), size)
-    gathered = wire("all_gather", [(0.0, bucket.num_bytes) for bucket in reversed(buckets)])
-    exposed = max(0.0, reduced - phases.backward)
-    exposed += _delay_of_forward(profile, zip(gathered, reversed(buckets), strict=True))
-    seconds = phases.alone - phases.optimizer * (1 - 1 / size) + exposed
-    return PredictedStep(size, seconds, exposed, phases.alone)
+    leave = [(bucket.members[-1].ready, bucket.num_bytes) for bucket in buckets]
+    if size > 1 and settings.local_steps is not None:
+        parameters = sum(gradient.num_bytes for gradient in profile.gradients)
+        exposed = wire("all_reduce", [(0.0, parameters)])[-1] / settings.local_steps
+    elif size > 1 and settings.sharded:
+        # which parameters some rank used travels after the last bucket, 4 bytes for each
+        link = cluster.network if cluster.num_nodes > 1 else cluster.node
+        flags = link.seconds("all_reduce", 4 * len(profile.gradients), size)
+        exposed = max(0.0, wire("reduce_scatter", leave)[-1] + flags - phases.backward)
+        gathered = wire("all_gather", [(0.0, num_bytes) for _, num_bytes in reversed(leave)])
+        exposed += _delay_of_forward(profile, zip(gathered, reversed(buckets), strict=True))
+        saved = phases.optimizer * (1 - 1 / size)
+    elif size > 1:
+        exposed = max(0.0, wire("all_reduce", leave)[-1] - phases.backward)
+    return PredictedStep(size, phases.alone - saved + exposed, exposed, phases.alone)
 
 
 def cut_buckets(
@@ -170,10 +165,8 @@ def _flat_stage(collective: str, cluster: Cluster) -> Callable[[float], float]:
         return partial(cluster.node.seconds, collective, num_ranks=size)
     network, node = cluster.network.costs[collective], cluster.node.costs[collective]
     hops = (nodes - 1) * network.alpha_seconds + (size - nodes) * node.alpha_seconds
-    bandwidth = network.bandwidth
-    if cluster.local_size > 1:
-        bandwidth = min(bandwidth, node.bandwidth)
-    passes = PASSES[collective]
+    slow = node.bandwidth if cluster.local_size > 1 else math.inf
+    bandwidth, passes = min(network.bandwidth, slow), PASSES[collective]
     return lambda num_bytes: passes * (hops + (size - 1) / size * num_bytes / bandwidth)
 
 
@@ -196,6 +189,7 @@ def _delay_of_forward(profile: Profile, gathered: Iterable[tuple[float, PlannedB
 
 def world_sizes(ranks_per_node: int, most: int = 10_000) -> list[int]:
     """1, 2, 4, ... ranks of one node, then 1, 2, 4, ... nodes, then ``most`` ranks."""
-    in_a_node = [size for power in range(14) if (size := 1 << power) <= ranks_per_node]
-    nodes = [size for power in range(14) if (size := ranks_per_node << power) <= most]
-    return sorted({*in_a_node, *nodes, max(1, most // ranks_per_node) * ranks_per_node})
+    powers = [1 << power for power in range(14)]
+    in_a_node = {size for size in powers if size <= ranks_per_node}
+    nodes = {size * ranks_per_node for size in powers if size * ranks_per_node <= most}
+    return sorted(in_a_node | nodes | {max(1, most // ranks_per_node) * ranks_per_node})

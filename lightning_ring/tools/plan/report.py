@@ -100,8 +100,7 @@ def advice(now: PredictedStep, found: Sequence[tuple[str, float]], data: float) 
         yield f"{head}. No change in this plan would save {WORTH:.0%}."
     if alike:
         yield f"what to change first: {alike[0]} ({saving[alike[0]]}), which trains as before."
-    most = next(iter(saving), "")
-    if most.startswith(_CHANGING):
+    if (most := next(iter(saving), "")).startswith(_CHANGING):
         yield f"{most} saves most ({saving[most]}), and changes the training a little."
     share = data / now.seconds
     if share > max(waits, WORTH):

@@ -10,12 +10,10 @@ from lightning_ring.tools.doctor.deaths import check
 pytestmark = pytest.mark.ranks
 
 
-def test_a_trial_is_survived_and_the_launcher_is_told():
-    death, launcher = check(DoctorRequest(4, 3, 30.0, launcher="torchrun"))
+def test_a_trial_is_survived():
+    (death,) = check(DoctorRequest(4, 3, 30.0))
     assert death.state == "ok", death
     assert "the other rank of a trial knew after" in death.found
-    assert launcher.state == "warning"
-    assert "ringrun" in launcher.advice
     assert check(DoctorRequest(4, 3, 30.0, part=True)) == []
 
 

@@ -4,7 +4,6 @@ the exit code tells.
 
 import os
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -143,13 +142,6 @@ def test_variables_that_do_not_fit(healthy, family, variables, finding, words):
     assert report.code == (state == "broken"), "warnings alone are no failure"
 
 
-def test_port_that_is_taken(healthy):
-    with socket.create_server(("", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        report = doctor(only=["network"], MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    assert_found(report, healthy, "MASTER_PORT", "broken", f"cannot listen on {port}", "in use")
-
-
 @pytest.mark.parametrize(
     ("family", "mounts", "name", "words"),
     [
@@ -224,14 +216,6 @@ def test_torchvision_for_another_torch(tmp_path, healthy):
         "broken",
         f"needs torch==2.6.0, found {torch}",
         "-U torchvision torch",
-    )
-
-
-def test_script_with_the_name_of_a_package(tmp_path, healthy):
-    (tmp_path / "lightning.py").touch()
-    report = doctor(only=["versions"], cwd=tmp_path)
-    assert_found(
-        report, healthy, "current folder", "broken", str(tmp_path / "lightning.py"), "Rename it"
     )
 
 
