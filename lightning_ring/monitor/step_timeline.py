@@ -82,14 +82,13 @@ class StepTimeline:
     def recording(self) -> bool:
         return self._session is not None
 
-    def start(self, path: str | Path | None = None, max_mb: float | None = None) -> None:
+    def start(self, path: str | Path | None = None) -> None:
         """Record from now on. All ranks call it at the same point of a fit. Where it records
         already: nothing.
 
         Args:
             path: Where rank 0 writes the merged trace at the end; default: what the strategy was
                 given.
-            max_mb: Largest size of a rank's file, in MiB.
 
         Raises:
             ConfigurationError: There is no path or no fit, or some rank cannot write; the same on
@@ -118,7 +117,7 @@ class StepTimeline:
         session = start_session(
             Path(chosen),
             self._comm,
-            max_bytes=int((max_mb or self.settings.max_mb) * 2**20),
+            max_bytes=int(self.settings.max_mb * 2**20),
             about=about,
             seconds_of=_device_clock(trainer),
             number=self.number,
@@ -207,13 +206,7 @@ class StepTimeline:
         Collective.
         """
         assert self.number is not None
-        made = join_session(
-            self._session,
-            comm,
-            number=self.number,
-            joins=self._session is None,
-            seconds_of=_device_clock(trainer),
-        )
+        made = join_session(self._session, comm, self.number, _device_clock(trainer))
         if made is not None:
             self._record_in(made, trainer)
         self.waits = False
