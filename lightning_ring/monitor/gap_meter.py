@@ -5,6 +5,7 @@ bottleneck.
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,20 +42,10 @@ SLOW_RANK = 1.25
 SMALL_GAP = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class LoaderCost:
-    """Seconds of one rank to make one batch, as one worker after another would take them."""
-
-    # waiting for storage
-    reading: float
-    # decoding and transforms: computing in the data set
-    decoding: float
-    # collating, and what lies between worker and training loop
-    handing_over: float
-
-    def largest(self) -> str:
-        costs = self.reading, self.decoding, self.handing_over
-        return ("reading", "decoding and transforms", "handing over")[costs.index(max(costs))]
+LoaderCost = tuple[float, float, float]
+"""Seconds of one rank to make one batch, as one worker after another would take them: waiting for
+storage; computing in the data set; collating, and what lies between worker and training loop."""
+_PARTS = ("reading", "decoding and transforms", "handing over")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +105,13 @@ class GapReport:
                 f"{1e3 * median(own):.1f} ms"
             )
         rank = self.ranks[self.waiting_rank]
-        step, costs = rank.step, rank.loader
+        step, (reading, decoding, handing_over) = rank.step, rank.loader
         copying = max(0.0, step[ON_HOST] - step[ON_DEVICE])
         return (
             f"bottleneck: {self.bottleneck}. Of {1e3 * step[REAL]:.1f} ms a step on real data, "
             f"training takes {1e3 * step[ON_DEVICE]:.1f}, copying {1e3 * copying:.1f}; a batch "
-            f"costs the loader {1e3 * costs.reading:.1f} ms of reading, "
-            f"{1e3 * costs.decoding:.1f} of decoding and transforms, "
-            f"{1e3 * costs.handing_over:.1f} of handing over"
+            f"costs the loader {1e3 * reading:.1f} ms of reading, {1e3 * decoding:.1f} of decoding "
+            f"and transforms, {1e3 * handing_over:.1f} of handing over"
         )
 
     def table(self) -> str:
@@ -172,17 +162,14 @@ def _bottleneck(gap: float, rank: RankTimes) -> str:
     copying = rank.step[ON_HOST] - rank.step[ON_DEVICE]
     if rank.copies and copying > (rank.step[REAL] - rank.step[ON_DEVICE]) / 2:
         return "copying to the device"
-    return rank.loader.largest()
+    return _PARTS[rank.loader.index(max(rank.loader))]
 
 
 def _slow_rank(ranks: Sequence[RankTimes]) -> int | None:
     own = [times.own for times in ranks]
-    slowest = max(own)
-    rank = own.index(slowest)
-    del own[rank]
-    if not own:
-        return None
-    others = median(own)
+    rank, slowest = own.index(max(own)), max(own)
+    own.remove(slowest)
+    others = median(own) if own else math.inf
     data = max(times.step[REAL] - times.step[ON_DEVICE] for times in ranks)
     return rank if slowest > max(SLOW_RANK * others, others + data) else None
 
@@ -199,19 +186,21 @@ def loader_cost(
     loader that measures itself (``loader.cost()``, as `lightning_ring.data`'s) is believed.
     """
     if hasattr(loader, "cost"):
-        return LoaderCost(*loader.cost())
-    dataset: Any = getattr(loader, "dataset", None)
+        reading, decoding, handing_over = loader.cost()
+        return reading, decoding, handing_over
     # an IterableDataset has a __getitem__, which raises; without a batch sampler only the sampler
     # knows the indices
     by_index = isinstance(loader, DataLoader) and loader.batch_sampler is not None
-    if not by_index or isinstance(dataset, IterableDataset):
-        return LoaderCost(0.0, 0.0, seconds_per_batch)
+    if not by_index or isinstance(dataset := loader.dataset, IterableDataset):
+        return 0.0, 0.0, seconds_per_batch
     wall = worked = collated = 0.0
     for number in range(num_batches):
         begin, ready = time.perf_counter(), _seconds_ready()
         indices = [(number * batch_size + index) % len(dataset) for index in range(batch_size)]
-        at_once = hasattr(dataset, "__getitems__")
-        items = dataset.__getitems__(indices) if at_once else [dataset[index] for index in indices]
+        if hasattr(dataset, "__getitems__"):
+            items = dataset.__getitems__(indices)
+        else:
+            items = [dataset[index] for index in indices]
         read = time.perf_counter()
         wall += (read - begin) / num_batches
         worked += (_seconds_ready() - ready) / num_batches
@@ -219,7 +208,7 @@ def loader_cost(
         collated += (time.perf_counter() - read) / num_batches
     explained = (wall + collated) / max(1, loader.num_workers)
     handing_over = collated + max(0.0, seconds_per_batch - explained)
-    return LoaderCost(max(0.0, wall - worked), worked, handing_over)
+    return max(0.0, wall - worked), worked, handing_over
 
 
 def _seconds_ready() -> float:
@@ -251,15 +240,11 @@ def borrowed(trainer: Trainer, module: LightningModule) -> Iterator[None]:
         if buffer is not None
     ]
     gradients = [(param, param.grad) for param in module.parameters()]
-    combined = trainer.fit_loop._combined_loader
-    parts: list[Any] = [
-        *trainer.optimizers,
-        trainer.precision_plugin,
-        *(config.scheduler for config in trainer.lr_scheduler_configs),
-        loop,
-        *(combined.flattened if combined is not None else ()),
-    ]
-    parts = [part for part in parts if hasattr(part, "state_dict")]
+    loaders = trainer.fit_loop._combined_loader
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    found: list[Any] = [*trainer.optimizers, trainer.precision_plugin, *schedulers, loop]
+    found += loaders.flattened if loaders is not None else ()
+    parts = [part for part in found if hasattr(part, "state_dict")]
     states = [copy.deepcopy(part.state_dict()) for part in parts]
     metrics = [one for one in module.modules() if isinstance(one, Metric)]
     kept = [copy.deepcopy(metric) for metric in metrics]
@@ -365,12 +350,8 @@ class _Measurement:
         self.first = replayed[0]
         synthetic = tree_map(_noise, self.first)
         self.device = self._to_device(synthetic)
-        self.sources: dict[str, Iterator[Any]] = {
-            ON_DEVICE: repeat(self.device),
-            ON_HOST: repeat(synthetic),
-            REPLAYED: cycle(replayed),
-            REAL: real,
-        }
+        batches = repeat(self.device), repeat(synthetic), cycle(replayed), real
+        self.sources: dict[str, Iterator[Any]] = dict(zip(SOURCES, batches, strict=True))
         self.times: dict[str, list[float]] = defaultdict(list)
         self.waits: list[float] = []
         self.fetches: list[float] = []
@@ -386,7 +367,7 @@ class _Measurement:
             own += self._block_alone()
         batch_size, fetching = count(self.first), median(self.fetches)
         # as of a loader that cannot be asked
-        unknown = LoaderCost(0.0, 0.0, fetching)
+        unknown = 0.0, 0.0, fetching
         arguments = self.loader.flattened[0], batch_size, fetching
         return RankTimes(
             batch_size=batch_size,
@@ -484,8 +465,10 @@ def _noise(leaf: Any) -> Any:
     """Random pixels for what looks like images, everything else (labels) as it is."""
     if not isinstance(leaf, Tensor) or leaf.ndim < 3:
         return leaf
-    if leaf.dtype != torch.uint8 and not leaf.is_floating_point():
+    if leaf.is_floating_point():
+        noise = torch.rand_like(leaf)
+    elif leaf.dtype == torch.uint8:
+        noise = torch.randint_like(leaf, 256)
+    else:
         return leaf
-    pixels = leaf.dtype == torch.uint8
-    noise = torch.randint_like(leaf, 256) if pixels else torch.rand_like(leaf)
     return noise.pin_memory() if leaf.is_pinned() else noise

@@ -10,7 +10,6 @@ from lightning_ring.monitor.gap_meter import (
     ON_HOST,
     REAL,
     REPLAYED,
-    LoaderCost,
     RankTimes,
     judge,
     loader_cost,
@@ -27,7 +26,7 @@ def test_on_two_ranks(battery, check):
 
 def rank(device=0.1, host=0.1, real=0.1, own=0.08, waits=(0.0,), cost=(0.01, 0.02, 0.005)):
     step = {ON_DEVICE: device, ON_HOST: host, REPLAYED: host, REAL: real}
-    return RankTimes(32, LoaderCost(*cost), step, waits, own)
+    return RankTimes(32, cost, step, waits, own)
 
 
 def test_the_gap_is_relative_to_synthetic_and_the_slowest_rank_sets_the_speed():
@@ -96,4 +95,4 @@ def test_loaders_whose_samples_cannot_be_had_one_by_one_are_judged_by_the_time_o
     batched = DataLoader(Batched(), batch_size=None, sampler=[[0, 1], [2, 3]])
     for loader in (DataLoader(Stream(), 4), batched):
         assert len(list(loader)) == 2
-        assert loader_cost(loader, 4, 0.25) == LoaderCost(0.0, 0.0, 0.25)
+        assert loader_cost(loader, 4, 0.25) == (0.0, 0.0, 0.25)
