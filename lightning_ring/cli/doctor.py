@@ -96,11 +96,6 @@ def _run(options: argparse.Namespace) -> int:
                 print(*lines(findings), sep="\n", flush=True)
         return _conclude(options, [here], [])
     reports, between = examine_hosts(hosts, options.only, request)
-    # this host starts the others
-    if not any(host.is_local for host in hosts):
-        chosen = [family for family in ("launcher", "mpi") if family in options.only]
-        here.findings.extend(chain.from_iterable(examine(request, chosen)))
-        reports.insert(0, here)
     if not options.json:
         for report in reports:
             print(f"{report.host}:", *lines(short(report.findings)), "", sep="\n")

@@ -30,28 +30,12 @@ from lightning_ring.launch.hosts import Host, in_allocation
 
 # Variables that ranks on other hosts get; those of this host inherit the whole environment
 _NAMES = (
-    "PATH",
-    "PYTHONPATH",
-    "PYTHONUNBUFFERED",
-    "LD_LIBRARY_PATH",
-    "VIRTUAL_ENV",
-    "CONDA_PREFIX",
+    *("PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
     "HYDRA_FULL_ERROR",
 )
 _PREFIXES = (
-    "RING_",
-    "HOROVOD_",
-    "NCCL_",
-    "GLOO_",
-    "OMP_",
-    "MKL_",
-    "TORCH_",
-    "CUDA_",
-    "PL_",
-    "HF_",
-    "WANDB_",
-    "UCX_",
-    "FI_",
+    *("RING_", "HOROVOD_", "NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "CUDA_", "PL_", "HF_"),
+    *("WANDB_", "UCX_", "FI_"),
 )
 
 
@@ -95,7 +79,7 @@ def version_command(path: str) -> list[str]:
     on PATH.
     """
     folders = f"{os.path.dirname(path)}{os.pathsep}{os.environ.get('PATH', '')}"
-    return ["env", f"PATH={folders}", path, "--version"]
+    return ["/usr/bin/env", f"PATH={folders}", path, "--version"]
 
 
 def recognise(path: str, says: str) -> Mpirun:
@@ -191,11 +175,8 @@ def rank_environment(
     """
     threads = available_cores(ranks_per_host(ranks, hosts, environ))
     defaults = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-    return (
-        defaults
-        | dict(environ)
-        | {"RING_STOP_SIGNAL": str(int(stop_signal)), "RING_LAUNCHER_PID": str(os.getpid())}
-    )
+    own = {"RING_STOP_SIGNAL": str(int(stop_signal)), "RING_LAUNCHER_PID": str(os.getpid())}
+    return defaults | dict(environ) | own
 
 
 def _written(hosts: Sequence[Host]) -> str:

@@ -98,10 +98,8 @@ def _task_config() -> Any:
     """
     frame = sys._getframe()
     while frame is not None:
-        if (
-            frame.f_code.co_name == "run_job"
-            and frame.f_globals.get("__name__") == "hydra.core.utils"
-        ):
+        where = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if where == ("hydra.core.utils", "run_job"):
             return frame.f_locals.get("task_cfg")
         frame = frame.f_back  # type: ignore[assignment]
     return None

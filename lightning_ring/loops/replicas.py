@@ -95,7 +95,7 @@ class Replicas:
                 broadcast_optimizer_state(optimizer, comm)
             recorded = RecordedCommunicator(comm, self.listeners, label)
             self.algorithm.attach(module, self._optimizers, recorded, warn, log.info)
-        elif timeline is None or not timeline.recording:
+        elif timeline is None:
             return
         try:
             entered = called if called is not None else module

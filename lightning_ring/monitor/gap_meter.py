@@ -5,11 +5,10 @@ bottleneck.
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, repeat
 from pathlib import Path
@@ -37,8 +36,6 @@ ON_DEVICE, ON_HOST, REPLAYED, REAL = SOURCES = (
     "replayed",
     "real",
 )
-SLOW_RANK = 1.25
-"""A rank whose own time is this many times that of the others is what a step waits for."""
 SMALL_GAP = 0.05
 
 
@@ -60,8 +57,6 @@ class RankTimes:
     step: Mapping[str, float]
     # for each step on real data the share of it spent waiting for the batch
     waits: Sequence[float]
-    # median time of forward and backward without any exchange of gradients
-    own: float
     # whether a batch has to be copied to the device: on the CPU the two synthetic sources are one
     copies: bool = True
 
@@ -77,9 +72,8 @@ class GapReport:
         wait_p50, wait_p95: Share of a step on real data spent waiting for the batch, on the rank
             that waits longest.
         waiting_rank: That rank.
-        slow_rank: The rank that the others wait for, if there is one.
-        bottleneck: ``"none"``, ``"reading"``, ``"decoding and transforms"``, ``"handing over"``,
-            ``"copying to the device"`` or ``"a slow rank"``.
+        bottleneck: ``"none"``, ``"reading"``, ``"decoding and transforms"``, ``"handing over"`` or
+            ``"copying to the device"``.
         ranks: What each measured.
     """
 
@@ -88,7 +82,6 @@ class GapReport:
     wait_p50: float
     wait_p95: float
     waiting_rank: int
-    slow_rank: int | None
     bottleneck: str
     ranks: Sequence[RankTimes]
 
@@ -96,14 +89,6 @@ class GapReport:
         """The bottleneck, in one line."""
         if self.bottleneck == "none":
             return f"no bottleneck: real data costs {100 * self.gap:.1f} % of the images per second"
-        if self.slow_rank is not None:
-            own = [times.own for times in self.ranks]
-            mine = own.pop(self.slow_rank)
-            return (
-                f"bottleneck: a slow rank. Rank {self.slow_rank} takes {1e3 * mine:.1f} ms for "
-                "forward and backward before any collective, the others "
-                f"{1e3 * median(own):.1f} ms"
-            )
         rank = self.ranks[self.waiting_rank]
         step, (reading, decoding, handing_over) = rank.step, rank.loader
         copying = max(0.0, step[ON_HOST] - step[ON_DEVICE])
@@ -132,9 +117,8 @@ class GapReport:
 def judge(ranks: Sequence[RankTimes]) -> GapReport:
     """Put the ranks' measurements together.
 
-    A slow rank holds the others up on any data: it is the bottleneck if it costs a step more than
-    real data do. Otherwise, if the gap is more than `SMALL_GAP`, it is copying where most of the
-    gap opens between the two synthetic sources, else the costliest part of the loader.
+    If the gap is more than `SMALL_GAP`, the bottleneck is copying where most of the gap opens
+    between the two synthetic sources, else the costliest part of the loader.
     """
     images = sum(times.batch_size for times in ranks)
     speed = {source: images / max(times.step[source] for times in ranks) for source in SOURCES}
@@ -143,15 +127,13 @@ def judge(ranks: Sequence[RankTimes]) -> GapReport:
     medians = [shares[len(shares) // 2] for shares in waits]
     waiting = medians.index(max(medians))
     longest = waits[waiting]
-    slow = _slow_rank(ranks)
     return GapReport(
         images_per_second=speed,
         gap=gap,
         wait_p50=medians[waiting],
         wait_p95=longest[int(0.95 * len(longest))],
         waiting_rank=waiting,
-        slow_rank=slow,
-        bottleneck="a slow rank" if slow is not None else _bottleneck(gap, ranks[waiting]),
+        bottleneck=_bottleneck(gap, ranks[waiting]),
         ranks=ranks,
     )
 
@@ -163,15 +145,6 @@ def _bottleneck(gap: float, rank: RankTimes) -> str:
     if rank.copies and copying > (rank.step[REAL] - rank.step[ON_DEVICE]) / 2:
         return "copying to the device"
     return _PARTS[rank.loader.index(max(rank.loader))]
-
-
-def _slow_rank(ranks: Sequence[RankTimes]) -> int | None:
-    own = [times.own for times in ranks]
-    rank, slowest = own.index(max(own)), max(own)
-    own.remove(slowest)
-    others = median(own) if own else math.inf
-    data = max(times.step[REAL] - times.step[ON_DEVICE] for times in ranks)
-    return rank if slowest > max(SLOW_RANK * others, others + data) else None
 
 
 def loader_cost(
@@ -360,11 +333,9 @@ class _Measurement:
         self.accumulated = int(min(trainer.accumulate_grad_batches, trainer.num_training_batches))
 
     def run(self, rounds: int, count: Callable[[Any], int]) -> RankTimes:
-        own: list[float] = []
         for _ in range(rounds):
             for source in SOURCES:
                 self._block(source)
-            own += self._block_alone()
         batch_size, fetching = count(self.first), median(self.fetches)
         # as of a loader that cannot be asked
         unknown = 0.0, 0.0, fetching
@@ -374,7 +345,6 @@ class _Measurement:
             loader=MonitorFailures().run("loader's cost", unknown, loader_cost, *arguments),
             step={source: median(times) for source, times in self.times.items()},
             waits=self.waits,
-            own=median(own),
             copies=self.module.device.type != "cpu",
         )
 
@@ -395,26 +365,6 @@ class _Measurement:
             if step >= steps // 2 and source == REAL:
                 self.waits.append(fetching / seconds)
                 self.fetches.append(fetching / self.accumulated)
-
-    def _block_alone(self) -> list[float]:
-        """Seconds of forward and backward without gradients travelling: a rank's own time, whoever
-        it would wait for.
-        """
-        found = []
-        trainer, automatic = self.trainer, self.module.automatic_optimization
-        block = None if automatic else getattr(trainer.strategy, "block_backward_sync", None)
-        # Lightning exchanges nothing, and does not step, before the second of two batches
-        trainer.accumulate_grad_batches, kept = 2, trainer.accumulate_grad_batches
-        with (block or nullcontext)():
-            for _ in range(max(2, self.steps // 4)):
-                begin = time.perf_counter()
-                self._train(self.device, 0)
-                self._wait_for_device()
-                found.append(time.perf_counter() - begin)
-        trainer.accumulate_grad_batches = kept
-        for param in self.module.parameters():
-            param.grad = None
-        return found
 
     def _train(self, batch: Any, batch_idx: int) -> None:
         """``batch_idx`` counts from the optimizer's last step."""

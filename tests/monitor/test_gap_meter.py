@@ -24,9 +24,9 @@ def test_on_two_ranks(battery, check):
     battery(MODULE, 2, check, timeout=150)
 
 
-def rank(device=0.1, host=0.1, real=0.1, own=0.08, waits=(0.0,), cost=(0.01, 0.02, 0.005)):
+def rank(device=0.1, host=0.1, real=0.1, waits=(0.0,), cost=(0.01, 0.02, 0.005)):
     step = {ON_DEVICE: device, ON_HOST: host, REPLAYED: host, REAL: real}
-    return RankTimes(32, cost, step, waits, own)
+    return RankTimes(32, cost, step, waits)
 
 
 def test_the_gap_is_relative_to_synthetic_and_the_slowest_rank_sets_the_speed():
@@ -53,9 +53,6 @@ def test_waiting_is_told_of_the_rank_that_waits_longest():
         ([rank(real=0.2, cost=(0.1, 0.2, 0.3))], "handing over"),
         ([rank(host=0.16, real=0.2, cost=(0.1, 0.2, 0.3))], "copying to the device"),
         ([rank(host=0.14, real=0.2, cost=(0.3, 0.2, 0.1))], "reading"),
-        ([rank(real=0.12), rank(real=0.12, own=0.2)], "a slow rank"),
-        ([rank(real=0.3, cost=(0.3, 0.2, 0.1)), rank(real=0.3, own=0.2)], "reading"),
-        ([rank(), rank(own=0.095)], "none"),
     ],
 )
 def test_one_bottleneck_is_named(ranks, expected):

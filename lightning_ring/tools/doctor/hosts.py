@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from lightning_ring.launch.hosts import Host
-from lightning_ring.tools.doctor import deaths, host, launching, packages, reduction
+from lightning_ring.tools.doctor import host, launching, packages, reduction
 from lightning_ring.tools.doctor.asking import DoctorRequest, ask, end_all
 from lightning_ring.tools.doctor.findings import Finding, HostReport, broken, compare
 
@@ -31,7 +31,6 @@ FAMILIES: dict[str, Callable[[DoctorRequest], Iterable[Finding]]] = {
     "gpus": packages.check_gpus,
     "imports": packages.check_imports,
     "all-reduce": reduction.check,
-    "deaths": deaths.check,
 }
 
 
