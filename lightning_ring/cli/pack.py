@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,9 +200,6 @@ def _summarise(manifest: Manifest, target: Path) -> None:
         number = counts.get("empty classes" if what == "empty class" else what, 0)
         if number:
             print(f"{what}: {number}, listed in {report}")
-            with open(report, newline="", encoding="utf-8", errors="backslashreplace") as rows:
-                for row in islice((row for row in csv.reader(rows) if row[0] == what), 3):
-                    print(f"  {row[1]}: {row[2]}")
 
 
 def _count(number: int, noun: str) -> str:

@@ -19,13 +19,6 @@ def processes_of_sessions(leaders: set[int]) -> list[int]:
     return [pid for pid, of in found if int(of[3]) in leaders and of[0] not in "ZX"]
 
 
-def children_of(parent: int) -> list[int]:
-    """Pids of the processes whose parent is ``parent``, also of ended ones that it has not
-    waited for.
-    """
-    return [pid for pid, fields in _all_processes() if int(fields[1]) == parent]
-
-
 def session_of(pid: int) -> int | None:
     """The leader of the session of process ``pid``; `None` if there is no such process."""
     fields = _fields(Path(f"/proc/{pid}/stat"))

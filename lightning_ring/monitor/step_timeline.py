@@ -74,9 +74,6 @@ class StepTimeline:
         self.waits = self.lets_in = False
         self._others_record = False
         self.call_together = _call
-        # when the ranks were connected that there are
-        self._ranks_since = 0.0
-        self._num_ranks = 1
 
     @property
     def recording(self) -> bool:
@@ -125,9 +122,8 @@ class StepTimeline:
         self._record_in(session, trainer)
 
     def _record_in(self, session: Session, trainer: Trainer) -> None:
-        self._session, self._ranks_since = session, time.perf_counter()
-        self._num_ranks = session.comm.world_size if session.comm is not None else 1
-        session.recorder.begin_step(_batch_number(trainer), self._ranks_since)
+        self._session = session
+        session.recorder.begin_step(_batch_number(trainer), time.perf_counter())
         self._listeners.append(session.recorder.collective)
         self._timer = StepTimer.attach(trainer, self._on_step)
         self._timer.interruption_listeners.append(self._on_interruption)
@@ -143,8 +139,6 @@ class StepTimeline:
         if is_gpu(device := trainer.strategy.root_device):
             # what it has not come to would be left out
             gpu_module(device).synchronize(device)
-        if session is not None and self.number is not None:
-            self._slice_of_ranks(session, time.perf_counter())
 
         def gather() -> list[str] | None:
             # another one where a rank has died in the first attempt
@@ -216,17 +210,8 @@ class StepTimeline:
         """Ranks have died or come, as ``text`` says; training has stood still ``since`` then
         (seconds).
         """
-        session, now = self._session, time.perf_counter()
-        if session is None:
-            return
-        self._slice_of_ranks(session, since)
-        session.recorder.slice(RANKS, text, max(since, self._ranks_since), now)
-        self._ranks_since = now
-
-    def _slice_of_ranks(self, session: Session, until: float) -> None:
-        if until > self._ranks_since:
-            session.recorder.slice(RANKS, f"{self._num_ranks} ranks", self._ranks_since, until)
-        self._num_ranks = self._comm.world_size if self._comm is not None else 1
+        if self._session is not None:
+            self._session.recorder.slice(RANKS, text, since, time.perf_counter())
 
     def abandon(self) -> None:
         """The fit is torn down, perhaps after an error on one rank: close this rank's file, ask

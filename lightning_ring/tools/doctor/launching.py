@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -88,8 +87,6 @@ _LIBRARY = (
     "print(MPI.Get_library_version())"
 )
 _SECONDS = 10.0
-# How the name of a library that mpi4py loads begins: the family of its mpirun
-_FAMILIES = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel(R) MPI": "intelmpi"}
 
 
 def check_mpi(request: DoctorRequest) -> Iterator[Finding]:
@@ -111,10 +108,7 @@ def check_mpi(request: DoctorRequest) -> Iterator[Finding]:
         yield say(name, f"cannot be loaded: {library.why}", _mend_library(request.environ))
         return
     first, *_ = library.stdout.replace("\0", "").strip().splitlines()
-    loaded = " ".join(first.split(", package")[0].split())
-    yield ok(name, loaded)
-    if mpirun is not None:
-        yield _match(mpirun, loaded)
+    yield ok(name, " ".join(first.split(", package")[0].split()))
 
 
 def chosen_mpirun(request: DoctorRequest) -> Mpirun | None:
@@ -167,27 +161,3 @@ def _mend_library(environ: Mapping[str, str]) -> str:
     if abi := environ.get("MPI4PY_MPIABI"):
         return f"Unset MPI4PY_MPIABI ({abi!r}), which chooses another MPI. Else: {advice}"
     return advice
-
-
-def _match(mpirun: Mpirun, library: str) -> Finding:
-    name, found = "mpi4py and mpirun", f"mpirun is {mpirun.version}, mpi4py loads {library}"
-    family = next((one for name, one in _FAMILIES.items() if library.startswith(name)), "other")
-    ours, theirs = _release(mpirun.version), _release(library)
-    hydra = {family, mpirun.family} == {"mpich", "intelmpi"}  # either starts the other's ranks
-    if (family != mpirun.family and not hydra) or (family == "openmpi" and ours[:1] != theirs[:1]):
-        advice = (
-            "Ranks would not see each other. Use the mpirun of the MPI that mpi4py loads, or "
-            f"reinstall mpi4py against this one: MPICC={Path(mpirun.path).with_name('mpicc')} pip "
-            "install --no-binary mpi4py --force-reinstall mpi4py."
-        )
-        return broken(name, found, advice)
-    if hydra or (family != "other" and ours != theirs[: len(ours)]):
-        advice = "They should be of one release; the all-reduce below shows if it works."
-        return warning(name, found, advice)
-    return ok(name, "of one MPI")
-
-
-def _release(text: str) -> list[str]:
-    """``"mpirun (Open MPI) 5.0.11"``: ``["5", "0", "11"]``."""
-    match = re.search(r"\d+(\.\d+)+", text)
-    return match[0].split(".")[:3] if match else []

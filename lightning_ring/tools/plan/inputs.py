@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
@@ -130,9 +131,8 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
 
 
 def parse_link(text: str, option: str) -> Link:
-    """``"10gbit"``, ``"30,10"`` (µs, Gbit/s), or a file of ``bench --json``.
-
-    Raises `ConfigurationError`: it is none of these; the message lists the names.
+    """``"10gbit"``, ``"30,10"`` (µs, Gbit/s), or a file of ``bench --json``. Raises
+    `ConfigurationError`: it is none of these.
     """
     if text.endswith(".json"):
         return read_bench(text)
@@ -141,49 +141,42 @@ def parse_link(text: str, option: str) -> Link:
     try:
         alpha, gbit = map(float, text.split(","))
     except ValueError:
-        raise ConfigurationError(
-            f"{option} {text}: is no network. Measure yours with `lightning-ring bench --json "
-            f"FILE.json` and name the file; or write one of {', '.join(NETWORKS)}, or latency and "
-            "speed as MICROSECONDS,GBIT (30,10)."
-        ) from None
+        alpha = gbit = math.nan
     if not (0 <= alpha < math.inf and 0 < gbit < math.inf):
         raise ConfigurationError(
-            f"{option} {text}: a latency is at least 0 µs, and a speed more than 0 Gbit/s; write "
-            "for instance 30,10."
+            f"{option} {text}: is no network. Measure yours with `lightning-ring bench --json "
+            f"FILE.json` and name the file; or write one of {', '.join(NETWORKS)}, or latency (0 "
+            "or more) and speed (more than 0) as MICROSECONDS,GBIT (30,10)."
         )
     return Link.of(f"{alpha:g} µs, {gbit:g} Gbit/s", CostModel(alpha * 1e-6, gbit * _GBIT))
 
 
 def read_bench(path: str) -> Link:
     """What ``lightning-ring bench --json`` fitted for the backend auto, or else for the first
-    backend of the file that has all three collectives.
-
-    Raises `ConfigurationError`: no such file, or no such backend in it.
+    backend of the file that has all three collectives. Raises `ConfigurationError`: there is none.
     """
-    costs: dict[str, dict[str, CostModel]] = {}
-    residuals: dict[str, float] = {}
+    backends: dict[str, dict[str, CostModel]] = defaultdict(dict)
+    residuals: dict[str, float] = defaultdict(float)
     try:
         content = read_json(path)
         device = str(content.get("world", {}).get("device", ""))
         for model in content["models"]:
-            name, bandwidth = model["backend"], model["bandwidth"]
-            cost = CostModel(
-                float(model["alpha_seconds"]), math.inf if bandwidth is None else float(bandwidth)
-            )
-            costs.setdefault(name, {})[model["collective"]] = cost
-            residuals[name] = max(residuals.get(name, 0.0), float(model.get("residual", 0)))
+            name, bandwidth = model["backend"], float(model["bandwidth"] or math.inf)
+            cost = CostModel(float(model["alpha_seconds"]), bandwidth)
+            backends[name][model["collective"]] = cost
+            residuals[name] = max(residuals[name], float(model.get("residual", 0)))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"{path} is no file of `lightning-ring bench` ({error!r})."
         ) from None
-    whole = [name for name, its in costs.items() if its.keys() >= PASSES.keys()]
+    whole = [name for name, costs in backends.items() if costs.keys() >= PASSES.keys()]
     if not whole:
         raise ConfigurationError(
             f"{path} holds no α and B for all of all-reduce, reduce-scatter and all-gather. "
             "Measure them with `lightning-ring bench --sizes 64K,256K,1M,4M,16M --json FILE.json`."
         )
     name = "auto" if "auto" in whole else whole[0]
-    return Link(f"{Path(path).name} ({name})", costs[name], device, residuals[name])
+    return Link(f"{Path(path).name} ({name})", backends[name], device, residuals[name])
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

@@ -3,16 +3,12 @@ backward goes on.
 
 A collective costs what `comm.cost` says. A bucket enters the wire when its last gradient is there
 and the bucket before it has left (the model of MG-WFBP, Shi et al. 2019, arXiv:1811.11141). What is
-not over when backward ends is exposed.
+not over when backward ends is exposed. Nested rings are three queues, which the pieces of a bucket
+pass one after the other. Sharded, all-gathers start after the step in the order of use; forward is
+assumed to be backward mirrored, and stops where a parameter is missing.
 
-- One ring over several nodes goes at the pace of the slower link, and each hop has its own latency.
-  Nested rings are three queues, which the pieces of a bucket pass one after the other.
-- Sharded: reduce-scatters end backward, the step takes 1/N, then all-gathers start in the order of
-  use. Forward is assumed to be backward mirrored, and stops where a parameter is missing.
-- 16 bits halve the bytes of float32. ``LocalSGD(k)`` pays one all-reduce of the parameters in k
-  steps.
-- Cores that compute while they should send are not in the model: a collective among busy CPUs takes
-  longer than α says. ``python -m benchmarks.step.plan`` compares predictions with runs.
+Cores that compute while they should send are not in the model: a collective among busy CPUs takes
+longer than α says. ``python -m benchmarks.step.plan`` compares predictions with runs.
 """
 
 from __future__ import annotations

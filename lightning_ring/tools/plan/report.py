@@ -61,21 +61,16 @@ def heading(profile: Profile, network: Link, node: Link | None) -> Iterator[str]
         cost = link.costs["all_reduce"]
         alpha, speed = 1e6 * cost.alpha_seconds, cost.bandwidth / 1e9
         yield f"{where}: {link.name}: {alpha:,.4g} µs a message, {speed:.3g} GB/s"
-    for where, link in links:
-        yield from warnings(run.device, where, link)
-
-
-def warnings(device: str, where: str, link: Link) -> Iterator[str]:
-    if link.device and (link.device == "cpu") != (device == "cpu"):
-        yield (
-            f"warning: {link.name}, {where}, was measured on {link.device}, and the profile was "
-            f"recorded on {device}. Measure it with `lightning-ring bench --device {device}`."
-        )
-    if link.residual > MOST_RESIDUAL:
-        yield (
-            f"warning: the times of {link.name}, {where}, are up to {link.residual:.0%} away from "
-            "its α and B, and this plan is no better. Measure again on an idle machine."
-        )
+        if link.device and (link.device == "cpu") != (run.device == "cpu"):
+            yield (
+                f"warning: {link.name} was measured on {link.device}, and the profile was recorded "
+                f"on {run.device}. Measure it with `lightning-ring bench --device {run.device}`."
+            )
+        if link.residual > MOST_RESIDUAL:
+            yield (
+                f"warning: the times of {link.name} are up to {link.residual:.0%} away from its α "
+                "and B, and this plan is no better. Measure again on an idle machine."
+            )
 
 
 def table_lines(table: Table) -> Iterator[str]:

@@ -94,7 +94,7 @@ def test_a_link_that_misleads_is_a_warning(
     ("options", "said"),
     [
         ("--network carrier-pigeon", "--network carrier-pigeon: is no network. Measure yours"),
-        ("--network 5,-1", "a speed more than 0"),
+        ("--network 5,-1", "speed (more than 0)"),
         ("--network nowhere.json", "No such file"),
         ("--network 1gbit --ranks 0", "--ranks 0: must be from 1 to 10,000"),
         ("--network 1gbit --ranks 2,many", "--ranks 2,many: write numbers of ranks"),
