@@ -18,7 +18,7 @@ from lightning_ring.comm.timing import Mark, now, seconds_between
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.monitor.step_times import PHASES, StepRecord, StepTimer
-from lightning_ring.tools.plan.inputs import Gradient, Model, Phases, Profile, Run, write_profile
+from lightning_ring.tools.plan.inputs import Gradient, Phases, Profile, Run, write_profile
 
 
 class RingProfile(Callback):
@@ -136,9 +136,9 @@ class RingProfile(Callback):
             num_parameters = sum(param.numel() for param in module.parameters())
             environment = getattr(strategy, "ring_environment", None)
             nodes = trainer.num_nodes if environment is None else environment.num_nodes()
-            run = Run(trainer.world_size, int(nodes), device.type, self.steps)
-            model = Model(type(module).__name__, num_parameters)
-            write_profile(Profile(model, run, phases, tuple(gradients)), self.path)
+            ran = trainer.world_size, int(nodes), device.type, self.steps
+            run = Run(*ran, type(module).__name__, num_parameters)
+            write_profile(Profile(run, phases, tuple(gradients)), self.path)
             rank_zero_info(
                 f"lightning_ring: RingProfile wrote {self.path}. Next: lightning-ring plan "
                 f"{self.path} --network 10gbit --ranks-per-node 1"

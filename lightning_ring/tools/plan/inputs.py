@@ -22,7 +22,7 @@ from lightning_ring.comm.cost import TCP_ALPHA_SECONDS, CostModel
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.whole_file import write_whole
 
-FORMAT = 2
+FORMAT = 3
 _KIND = "lightning_ring profile"
 _HOW = "Record one with lightning_ring.monitor.RingProfile."
 _GBIT = 1e9 / 8  # bytes a second
@@ -68,22 +68,14 @@ class Run:
     num_nodes: int
     device: str
     steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    name: str
+    model: str
     num_parameters: int
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.num_parameters:,} parameters)"
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
     """``gradients`` are in the order in which backward produced them."""
 
-    model: Model
     run: Run
     phases: Phases
     gradients: tuple[Gradient, ...]
@@ -124,8 +116,7 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
         )
     try:
         gradients = tuple(Gradient(**gradient) for gradient in content["gradients"])
-        model, run = Model(**content["model"]), Run(**content["run"])
-        return Profile(model, run, Phases(**content["phases"]), gradients)
+        return Profile(Run(**content["run"]), Phases(**content["phases"]), gradients)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(f"{path} is a damaged profile ({error!r}). {_HOW}") from None
 

@@ -59,12 +59,8 @@ class Settings:
     local_steps: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedBucket:
-    """Gradients that travel together, in the order in which backward produces them."""
-
-    members: Sequence[Gradient]
-    num_bytes: float
+Bucket = tuple[list[Gradient], float]
+"""Gradients that travel together, in the order in which backward produces them, and their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +87,7 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Predicted
     wire = partial(_ends, cluster, nested)
     cap = settings.bucket_cap_mb or default_cap_mb(profile.run.device, size)
     buckets = cut_buckets(profile.gradients, cap, settings.sixteen_bits)
-    leave = [(bucket.members[-1].ready, bucket.num_bytes) for bucket in buckets]
+    leave = [(members[-1].ready, num_bytes) for members, num_bytes in buckets]
     if size > 1 and settings.local_steps is not None:
         parameters = sum(gradient.num_bytes for gradient in profile.gradients)
         exposed = wire("all_reduce", [(0.0, parameters)])[-1] / settings.local_steps
@@ -108,11 +104,9 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Predicted
     return PredictedStep(size, phases.alone - saved + exposed, exposed, phases.alone)
 
 
-def cut_buckets(
-    gradients: Sequence[Gradient], cap_mb: float, sixteen_bits: bool
-) -> list[PlannedBucket]:
+def cut_buckets(gradients: Sequence[Gradient], cap_mb: float, sixteen_bits: bool) -> list[Bucket]:
     """As `plan_buckets` cuts them: one dtype to a bucket, in the order in which they can leave."""
-    found: list[PlannedBucket] = []
+    found: list[Bucket] = []
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         members = [gradient for gradient in gradients if gradient.dtype == dtype]
         sizes = [gradient.num_bytes for gradient in members]
@@ -120,9 +114,9 @@ def cut_buckets(
         share = 0.5 if sixteen_bits and dtype == "float32" else 1.0
         for number in dict.fromkeys(numbers):
             own = [one for one, its in zip(members, numbers, strict=True) if its == number]
-            found.append(PlannedBucket(own, share * sum(one.num_bytes for one in own)))
+            found.append((own, share * sum(one.num_bytes for one in own)))
     positions = {gradient.name: position for position, gradient in enumerate(gradients)}
-    return sorted(found, key=lambda bucket: positions[bucket.members[-1].name])
+    return sorted(found, key=lambda bucket: positions[bucket[0][-1].name])
 
 
 def _ends(
@@ -166,7 +160,7 @@ def _flat_stage(collective: str, cluster: Cluster) -> Callable[[float], float]:
     return lambda num_bytes: passes * (hops + (size - 1) / size * num_bytes / bandwidth)
 
 
-def _delay_of_forward(profile: Profile, gathered: Iterable[tuple[float, PlannedBucket]]) -> float:
+def _delay_of_forward(profile: Profile, gathered: Iterable[tuple[float, Bucket]]) -> float:
     """How long forward waits for parameters, ``gathered`` at these times after the optimizer.
 
     Forward is backward run the other way: the parameter whose gradient came last is needed first,
@@ -174,7 +168,7 @@ def _delay_of_forward(profile: Profile, gathered: Iterable[tuple[float, PlannedB
     """
     phases = profile.phases
     between = phases.data + phases.copy + phases.other
-    arrival = {one.name: at for at, bucket in gathered for one in bucket.members}
+    arrival = {one.name: at for at, (members, _) in gathered for one in members}
     delay = 0.0
     for gradient in sorted(profile.gradients, key=lambda gradient: -gradient.ready):
         left = 1 - gradient.ready / phases.backward if phases.backward else 0.0

@@ -51,8 +51,9 @@ def heading(profile: Profile, network: Link, node: Link | None) -> Iterator[str]
     run, phases = profile.run, profile.phases
     gradients = sum(gradient.num_bytes for gradient in profile.gradients) / MIB
     yield (
-        f"{profile.model}, {gradients:.1f} MiB of gradients in {len(profile.gradients)} tensors; "
-        f"on {run.device}, recorded on {run.world_size} rank(s), {run.steps} steps"
+        f"{run.model} ({run.num_parameters:,} parameters), {gradients:.1f} MiB of gradients in "
+        f"{len(profile.gradients)} tensors; on {run.device}, recorded on {run.world_size} rank(s), "
+        f"{run.steps} steps"
     )
     parts = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in asdict(phases).items())
     yield f"a step of one rank alone takes {1e3 * phases.alone:.1f} ms: {parts}"
@@ -95,8 +96,6 @@ def advice(now: PredictedStep, found: Sequence[tuple[str, float]], data: float) 
         yield f"{head}. No change in this plan would save {WORTH:.0%}."
     if alike:
         yield f"what to change first: {alike[0]} ({saving[alike[0]]}), which trains as before."
-    if (most := next(iter(saving), "")).startswith(_CHANGING):
-        yield f"{most} saves most ({saving[most]}), and changes the training a little."
     share = data / now.seconds
     if share > max(waits, WORTH):
         yield f"{share:.0%} of the step waits for data, which is more: ask GapMeter why."

@@ -37,9 +37,7 @@ Runs = Sequence[LoggedRun]
 
 def write_page(given: Runs, asked: str | None = None) -> str:
     """HTML of one run, or of several, sorted by the metric that was ``asked`` for, or by what
-    checkpoints go by.
-
-    Raises `ConfigurationError`: no run logged ``asked``.
+    checkpoints go by. Raises `ConfigurationError`: no run logged ``asked``.
     """
     tag, sign = choose_metric(given, asked)
     best = {run.name: _best(run, tag, sign) for run in given}
@@ -65,7 +63,6 @@ def write_page(given: Runs, asked: str | None = None) -> str:
         tests=tests,
         pictures=found[:num_shown],
         num_left_out=len(found) - num_shown,
-        most_megabytes=_MOST_PICTURE_BYTES // 1_000_000,
     )
 
 
@@ -85,8 +82,9 @@ def choose_metric(runs: Runs, asked: str | None) -> tuple[str | None, int]:
     monitored = [run.config.get("callbacks.checkpoint.monitor") for run in runs]
     num_runs = {tag: sum(tag in run.scalars for run in runs) for tag in found}
     tag = max(found, key=lambda tag: (monitored.count(tag), num_runs[tag]))
-    modes = [run.config.get("callbacks.checkpoint.mode", "min") for run in runs if tag in monitored]
-    lower = "min" in modes if modes else bool(_LOWER_IS_BETTER.search(tag))
+    lower = bool(_LOWER_IS_BETTER.search(tag))
+    if tag in monitored:
+        lower = any(run.config.get("callbacks.checkpoint.mode") != "max" for run in runs)
     return tag, 1 if lower else -1
 
 

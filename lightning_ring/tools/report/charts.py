@@ -31,6 +31,7 @@ _STYLE: Any = {
 }
 
 
+@rc_context(_STYLE)
 def line_chart(
     title: str, lines: Mapping[int, Sequence[tuple[float, float]]], *, log: bool = False
 ) -> Markup:
@@ -40,7 +41,8 @@ def line_chart(
     values = np.concatenate([*arrays.values()])[:, 1]
     finite = values[np.isfinite(values)]
     log = log and finite.size > 0 and finite.min() > 0 and finite.max() > 20 * finite.min()
-    figure, axes = _axes(4.8, 2.5)
+    figure = Figure(figsize=(4.8, 2.5), layout="constrained")
+    axes: Any = figure.add_subplot()
     for number, array in arrays.items():
         look: dict[str, Any] = {"gid": f"run-{number}", "color": _colour(number % NUM_COLOURS)}
         x, middle, low, high = intervals(array).T
@@ -63,9 +65,11 @@ def line_chart(
     return _figure(figure, title, "; ".join(notes))
 
 
+@rc_context(_STYLE)
 def bar_chart(rows: Mapping[str, Mapping[str, float]], parts: Sequence[str]) -> Markup:
     """A bar a row, of ``parts`` in milliseconds, each in a colour of its own."""
-    figure, axes = _axes(9.6, 1.0 + 0.28 * len(rows))
+    figure = Figure(figsize=(9.6, 1.0 + 0.28 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
     left = np.zeros(len(rows))
     for number, part in enumerate(parts):
         widths = np.array([row.get(part, 0.0) for row in rows.values()])
@@ -89,22 +93,13 @@ def intervals(points: np.ndarray) -> np.ndarray:
     return np.array(rows).reshape(-1, 4)
 
 
-def _axes(width: float, height: float) -> tuple[Figure, Any]:
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        return figure, figure.add_subplot()
-
-
 def _colour(number: int) -> str:
     return f"#0100{number:x}0"
 
 
 def _figure(figure: Figure, title: str, notes: str) -> Markup:
-    file = StringIO()
-    with rc_context(_STYLE):
-        figure.savefig(file, format="svg", transparent=True)
-    text = file.getvalue()
-    text = text[text.index("<svg") :]
+    figure.savefig(file := StringIO(), format="svg", transparent=True)
+    text = file.getvalue().partition("<svg")[2]
     whole = r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->"
     text = re.sub(whole, "", text, flags=re.DOTALL).replace("xlink:href", "href")
     text = re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", text, count=5)
@@ -113,4 +108,6 @@ def _figure(figure: Figure, title: str, notes: str) -> Markup:
     text = re.sub(r' id="[A-Za-z0-9.]+_[\w.]*"| font-family: [^;"]+;?', "", text)
     text = re.sub(r"#0100(\d)0\b", r"var(--c\1)", text.replace(_TEXT, "var(--soft)"))
     head = Markup('<figure class="chart"><figcaption>{} <small>{}</small></figcaption>')
-    return head.format(title, notes) + Markup(" ".join(text.split())) + Markup("</figure>")
+    return (
+        head.format(title, notes) + Markup("<svg " + " ".join(text.split())) + Markup("</figure>")
+    )

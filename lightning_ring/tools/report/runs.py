@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,14 +19,11 @@ from lightning_ring.tools.masking import masked
 # Texts of `lightning_ring.monitor.dashboard`.
 ENVIRONMENT, END = "ring/environment/text_summary", "ring/end/text_summary"
 _MOST_SECONDS = 1e10  # since 1970
-_MOST_VALUES = 100_000  # of a configuration
-_MOST_BRACKETS = 1_000
+_MOST_BRACKETS, _MOST_ALIASES = 1_000, 10  # of a configuration
 
 
 class Fit(NamedTuple):
-    """One call of `Trainer.fit`, as `RingMonitor` recorded it. ``end`` is empty where no end was
-    recorded.
-    """
+    """One call of `Trainer.fit`, as `RingMonitor` recorded it; ``end`` is empty without one."""
 
     time: float
     environment: Mapping[str, str]
@@ -35,15 +32,14 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """Events are TensorBoard's: ``scalars`` by tag, one a step; ``pictures`` are the last of each
-    tag. ``config`` has dotted names.
-    """
+    """``scalars``: TensorBoard's events by tag, one a step; ``pictures``: the last of each tag;
+    ``config``: by dotted names."""
 
     name: str
-    scalars: Mapping[str, list[Any]] = field(default_factory=dict)
-    pictures: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, str] = field(default_factory=dict)
-    fits: tuple[Fit, ...] = ()
+    scalars: Mapping[str, list[Any]]
+    pictures: Mapping[str, Any]
+    config: Mapping[str, str]
+    fits: tuple[Fit, ...]
 
     def last(self, tag: str) -> float | None:
         return self.scalars[tag][-1].value if tag in self.scalars else None
@@ -72,8 +68,7 @@ class LoggedRun:
 def read_runs(folders: Iterable[str | Path]) -> list[LoggedRun]:
     """The runs in ``folders``: each folder below them that holds event files is one.
 
-    Raises `ConfigurationError`: a folder does not exist, or holds no event files, or such as
-    TensorBoard cannot read.
+    Raises `ConfigurationError`: a folder holds no event files, or such as TensorBoard cannot read.
     """
     found: dict[Path, None] = {}
     for folder in map(Path, folders):
@@ -155,23 +150,13 @@ def _read(path: Path) -> Any:
         # The scanner looks at each open bracket for each token.
         if text.count("[") + text.count("{") > _MOST_BRACKETS:
             raise ValueError("too many brackets")
-        found = yaml.load(text, yaml.BaseLoader)
         # An alias repeats a value, and nested ones repeat it millions of times.
-        if _count(found, {}) > _MOST_VALUES:
-            raise ValueError("too many values")
-        return masked(found)
+        events = yaml.parse(text, yaml.BaseLoader)
+        if sum(isinstance(event, yaml.AliasEvent) for event in events) > _MOST_ALIASES:
+            raise ValueError("too many aliases")
+        return masked(yaml.load(text, yaml.BaseLoader))
     except (yaml.YAMLError, OSError, ValueError, OverflowError, RecursionError) as error:
         return {path.name: f"cannot be read: {type(error).__name__}"}
-
-
-def _count(value: Any, known: dict[int, int]) -> int:
-    """Values in ``value``, in which one may occur many times."""
-    if not isinstance(value, (dict, list)):
-        return 1
-    if id(value) not in known:
-        inner = value.values() if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_count(each, known) for each in inner)
-    return known[id(value)]
 
 
 def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

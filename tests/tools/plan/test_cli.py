@@ -119,7 +119,7 @@ def without(key: str) -> Any:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda content: content.update(format=1), "no profile of lightning_ring in format 2"),
+        (lambda content: content.update(format=2), "no profile of lightning_ring in format 3"),
         (lambda content: content.update(kind="shopping list"), "no profile of lightning_ring"),
         (without("phases"), "KeyError('phases')"),
         (lambda content: content["phases"].pop("other"), "TypeError"),
