@@ -23,13 +23,12 @@ from lightning_ring.tools.plan.inputs import Gradient, Phases, Profile, Run, wri
 
 class RingProfile(Callback):
     """Writes a profile of ``steps`` training steps, after ``warmup`` others, to ``path``, for
-    ``lightning-ring plan``.
+    ``lightning-ring plan``. Training goes on as it was.
 
     With any strategy on one rank, with ``strategy="ring"`` on any number, of which the slowest
-    rank is recorded. Rank 0 writes the file. Training goes on as it was; while it records, each
-    gradient costs a clock read (on CUDA an event). Raises `ConfigurationError` when training starts
-    where the path cannot be written, or steps cannot be told apart (manual optimization,
-    accumulated gradients, another strategy on several ranks).
+    rank is recorded. Raises `ConfigurationError` when training starts where the path cannot be
+    written, or steps cannot be told apart (manual optimization, accumulated gradients, another
+    strategy on several ranks).
     """
 
     def __init__(self, path: str | os.PathLike[str], steps: int = 20, warmup: int = 10) -> None:

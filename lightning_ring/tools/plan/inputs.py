@@ -83,10 +83,8 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a message costs, by collective; bandwidth is a rank's inside a node, and a whole
-    host's between nodes. A measured link has the ``device`` of its ranks, and as ``residual`` the
-    largest distance of a time from these costs.
-    """
+    """What a message costs, by collective; between nodes bandwidth is a whole host's. ``residual``:
+    the largest distance of a measured time from these costs, on ranks on ``device``."""
 
     name: str
     costs: Mapping[str, CostModel]
@@ -107,7 +105,7 @@ def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
-    """Raises `ConfigurationError`: it is not there, is no profile, or one of another format."""
+    """Raises `ConfigurationError`: it is no profile of this format."""
     content = read_json(path)
     about = {"kind": _KIND, "format": FORMAT}
     if not isinstance(content, dict) or not content.items() >= about.items():
@@ -157,9 +155,8 @@ def read_bench(path: str) -> Link:
             backends[name][model["collective"]] = cost
             residuals[name] = max(residuals[name], float(model.get("residual", 0)))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"{path} is no file of `lightning-ring bench` ({error!r})."
-        ) from None
+        said = f"{path} is no file of `lightning-ring bench` ({error!r})."
+        raise ConfigurationError(said) from None
     whole = [name for name, costs in backends.items() if costs.keys() >= PASSES.keys()]
     if not whole:
         raise ConfigurationError(

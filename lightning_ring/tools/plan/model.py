@@ -18,12 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_ring.comm.cost import (
-    FIRST_BUCKET_MB,
-    default_cap_mb,
-    num_nested_pieces,
-    number_by_size,
-)
+from lightning_ring.comm import cost
 from lightning_ring.tools.plan.inputs import PASSES, Gradient, Link, Profile
 
 MIB = 2**20
@@ -85,7 +80,7 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Predicted
     # On CPUs `RingStrategy` takes a ring in each node and rings across nodes.
     nested = profile.run.device == "cpu" and cluster.num_nodes > 1 and cluster.local_size > 1
     wire = partial(_ends, cluster, nested)
-    cap = settings.bucket_cap_mb or default_cap_mb(profile.run.device, size)
+    cap = settings.bucket_cap_mb or cost.default_cap_mb(profile.run.device, size)
     buckets = cut_buckets(profile.gradients, cap, settings.sixteen_bits)
     leave = [(members[-1].ready, num_bytes) for members, num_bytes in buckets]
     if size > 1 and settings.local_steps is not None:
@@ -110,7 +105,7 @@ def cut_buckets(gradients: Sequence[Gradient], cap_mb: float, sixteen_bits: bool
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         members = [gradient for gradient in gradients if gradient.dtype == dtype]
         sizes = [gradient.num_bytes for gradient in members]
-        numbers = number_by_size(sizes, cap_mb * MIB, FIRST_BUCKET_MB * MIB)
+        numbers = cost.number_by_size(sizes, cap_mb * MIB, cost.FIRST_BUCKET_MB * MIB)
         share = 0.5 if sixteen_bits and dtype == "float32" else 1.0
         for number in dict.fromkeys(numbers):
             own = [one for one, its in zip(members, numbers, strict=True) if its == number]
@@ -137,7 +132,7 @@ def _ends(
     free, ends = [0.0] * len(stages), []
     for ready, num_bytes in messages:
         cut = nested and collective == "all_reduce"
-        pieces = num_nested_pieces(num_bytes, local, nodes) if cut else 1
+        pieces = cost.num_nested_pieces(num_bytes, local, nodes) if cut else 1
         for _ in range(pieces):
             at = ready
             for index, seconds in enumerate(stages):

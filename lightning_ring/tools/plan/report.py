@@ -96,6 +96,5 @@ def advice(now: PredictedStep, found: Sequence[tuple[str, float]], data: float) 
         yield f"{head}. No change in this plan would save {WORTH:.0%}."
     if alike:
         yield f"what to change first: {alike[0]} ({saving[alike[0]]}), which trains as before."
-    share = data / now.seconds
-    if share > max(waits, WORTH):
+    if (share := data / now.seconds) > max(waits, WORTH):
         yield f"{share:.0%} of the step waits for data, which is more: ask GapMeter why."
