@@ -105,7 +105,7 @@ def record(folder: Path) -> str:
     run([sys.executable, "-m", "benchmarks.step.plan", "--record", path])
     profile = read_profile(path)
     alone = 1e3 * profile.phases.alone
-    print(f"recorded: {profile.model}, {alone:.0f} ms a step alone", flush=True)
+    print(f"recorded: {profile.run.model}, {alone:.0f} ms a step alone", flush=True)
     return path
 
 

@@ -29,10 +29,9 @@ from lightning_ring.launch.child import Child, _bind_to_parent
 from lightning_ring.launch.elastic import ElasticJob, ElasticLimits
 from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.process_ends import RespawnLimits
-from lightning_ring.launch.processes import children_of
 from tests.chaos import host as chaos_host
 from tests.chaos.plan import Plan
-from tests.chaos.processes import Forked, die_with_parent, field_of
+from tests.chaos.processes import Forked, children_of, die_with_parent, field_of
 from tests.chaos.rank import live
 
 HANG_SECONDS = 180.0  # in which no process of the job has written anything

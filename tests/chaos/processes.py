@@ -36,3 +36,11 @@ def field_of(pid: int, number: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[number]
     except OSError:
         return "gone"
+
+
+def children_of(parent: int) -> list[int]:
+    """Pids of the processes whose parent is ``parent``, also of ended ones that it has not waited
+    for.
+    """
+    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if field_of(pid, 1) == str(parent)]

@@ -58,8 +58,8 @@ def test_one_rank_is_enough_to_plan_for_many(
     assert torch.equal(recorded, fit(again, 9))
     assert not any(param._post_accumulate_grad_hooks for param in frozen.parameters())
     found = read_profile(path)
-    assert found.model.name == "Slow"
-    assert found.model.num_parameters == 4 * (32 * 32 + 32)
+    assert found.run.model == "Slow"
+    assert found.run.num_parameters == 4 * (32 * 32 + 32)
     assert {gradient.name.split(".")[1] for gradient in found.gradients} == {"1", "2", "3"}
     assert [
         gradient.ready >= 0.01 * (1 + index // 2) for index, gradient in enumerate(found.gradients)
