@@ -29,9 +29,10 @@ from benchmarks.turns import Conductor, Turns, prepare
 NUM_NAMES = 160
 NUMEL = 10
 WARM_UP = 3
+RANKS, BATCH = 2, 2
 
 
-def names(hvd: Any, asked: argparse.Namespace) -> Callable[[], None]:
+def names(hvd: Any) -> Callable[[], None]:
     """A step all-reduces `NUM_NAMES` named tensors in place."""
     import torch
 
@@ -45,20 +46,20 @@ def names(hvd: Any, asked: argparse.Namespace) -> Callable[[], None]:
     return step
 
 
-def training(hvd: Any, asked: argparse.Namespace) -> Callable[[], None]:
+def training(hvd: Any) -> Callable[[], None]:
     """Horovod's synthetic benchmark: the same random batch at every step."""
     import torch
     import torch.nn.functional as F
     import torchvision
 
     torch.manual_seed(0)
-    model = getattr(torchvision.models, asked.model)()
+    model = torchvision.models.resnet50()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    data = torch.randn(asked.batch, 3, asked.pixels, asked.pixels)
-    target = torch.randint(1000, (asked.batch,))
+    data = torch.randn(BATCH, 3, 64, 64)
+    target = torch.randint(1000, (BATCH,))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -79,7 +80,7 @@ def rank(asked: argparse.Namespace) -> None:
     hvd = importlib.import_module(asked.rank)
     hvd.init()
     turns = Turns(asked.rank)
-    step = BENCHMARKS[asked.benchmark](hvd, asked)
+    step = BENCHMARKS[asked.benchmark](hvd)
     processor = []
     while turns.wait():
         began = time.process_time()
@@ -92,14 +93,13 @@ def rank(asked: argparse.Namespace) -> None:
 
 def commands(asked: argparse.Namespace) -> dict[str, list[str]]:
     """What starts each job, by its name."""
-    words = ["-m", "benchmarks.comm.horovod_ring", asked.benchmark, "--model", asked.model]
-    words += ["--batch", str(asked.batch), "--pixels", str(asked.pixels), "--rank"]
+    words = ["-m", "benchmarks.comm.horovod_ring", asked.benchmark, "--rank"]
     ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi"]
-    ringrun += ["-n", str(asked.ranks), sys.executable]
+    ringrun += ["-n", str(RANKS), sys.executable]
     found = {"lightning_ring.horovod": [*ringrun, *words, "lightning_ring.horovod"]}
     if asked.horovod:
         horovodrun = str(Path(asked.horovod).with_name("horovodrun"))
-        theirs = [asked.horovod, horovodrun, "--gloo", "-np", str(asked.ranks), asked.horovod]
+        theirs = [asked.horovod, horovodrun, "--gloo", "-np", str(RANKS), asked.horovod]
         found["horovod.torch"] = [*theirs, *words, "horovod.torch"]
     return found
 
@@ -111,7 +111,7 @@ def measure(asked: argparse.Namespace) -> None:
     seconds: dict[str, list[float]] = {job: [] for job in jobs}
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder, Conductor(Path(folder)) as conductor:
-        conductor.open(list(started.values()), jobs, asked.ranks)
+        conductor.open(list(started.values()), jobs, RANKS)
         for number in range(asked.rounds + WARM_UP):
             for job in jobs if number % 2 else jobs[::-1]:
                 times = conductor.turn(job, asked.steps)
@@ -119,8 +119,7 @@ def measure(asked: argparse.Namespace) -> None:
                     seconds[job].append(min(times))
         after = os.getloadavg()[0]
         facts = conductor.finish()
-    print(f"{asked.ranks} ranks, {asked.rounds} turns of {asked.steps} steps")
-    print(f"load average {before:.1f} to {after:.1f}")
+    print(f"{asked.rounds} turns of {asked.steps} steps; load average {before:.1f} to {after:.1f}")
     for job, times in seconds.items():
         fastest, middle = min(times) * 1e3, statistics.median(times) * 1e3
         print(f"{job:24} fastest step {fastest:9.3f} ms, median turn {middle:9.3f} ms")
@@ -140,12 +139,8 @@ def main() -> None:
     add = parser.add_argument
     add("benchmark", choices=BENCHMARKS)
     add("--horovod", metavar="PYTHON", help="interpreter that has Horovod; horovodrun beside it")
-    add("--ranks", type=int, default=2)
     add("--rounds", type=int, default=20, help="turns of each job")
     add("--steps", type=int, help="a turn; by default 50 for names, 1 for training")
-    add("--model", default="resnet50", help="of torchvision")
-    add("--batch", type=int, default=2, help="images a rank")
-    add("--pixels", type=int, default=64, help="height and width of an image")
     add("--rank", metavar="MODULE", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.steps = asked.steps or (50 if asked.benchmark == "names" else 1)

@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,14 +178,12 @@ def main() -> int:
     add("row", choices=ROWS, help="one row of the table in docs/performance.md")
     add("--contenders", nargs="+", help="others than the row's, such as ring:bucket_cap_mb=4")
     add("--model", choices=("resnet18", "resnet50", "many_small", "tiny"))
-    add("--ranks", type=int, help="in all, round-robin over the hosts")
-    add("--hosts", dest="num_hosts", type=int)
     add("--rate", help="of the links between hosts, as tc writes it")
     add("--steps", type=int, help="a turn")
     add("--rounds", type=int)
     add("--json", metavar="FILE", help="write every step's seconds")
     asked = parser.parse_args()
-    names = ("model", "ranks", "num_hosts", "rate", "steps", "rounds")
+    names = ("model", "rate", "steps", "rounds")
     given = {name: getattr(asked, name) for name in names if getattr(asked, name) is not None}
     row = replace(ROWS[asked.row], **given)
     if asked.contenders:
@@ -196,8 +194,7 @@ def main() -> int:
     seconds, facts = measure(row)
     print(*report(row, seconds, facts), sep="\n", flush=True)
     if asked.json is not None:
-        found = {"row": asdict(row), "seconds": seconds, "facts": facts}
-        Path(asked.json).write_text(json.dumps(found) + "\n")
+        Path(asked.json).write_text(json.dumps({"seconds": seconds, "facts": facts}))
     return 0
 
 

@@ -16,6 +16,7 @@ import argparse
 import ast
 import atexit
 import gc
+import itertools
 import json
 import logging
 import os
@@ -24,13 +25,14 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
+import torchvision
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -45,13 +47,11 @@ from lightning_ring.host.malloc import keep_freed_memory
 
 
 class ManySmall(nn.Module):
-    """``count`` parameters of 1,000 elements, each used once: little computation, many
-    gradients.
-    """
+    """500 parameters of 1,000 elements, each used once: little computation, many gradients."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones(1000)) for _ in range(count))
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(1000)) for _ in range(500))
 
     def forward(self, x: Tensor) -> Tensor:
         for scale in self.scales:
@@ -59,23 +59,17 @@ class ManySmall(nn.Module):
         return x
 
 
-def resnet(name: str, num_classes: int) -> nn.Module:
-    import torchvision
-
-    model: nn.Module = getattr(torchvision.models, name)(num_classes=num_classes)
-    return model
-
-
-def tiny() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 10))
-
-
+NUM_BATCHES = 1_000_000  # the same again and again: no time goes into loading
 # Name: model, shape of a sample, default batch of a rank.
 MODELS: dict[str, Any] = {
-    "resnet18": (lambda: resnet("resnet18", 1000), (3, 64, 64), 16),
-    "resnet50": (lambda: resnet("resnet50", 1000), (3, 224, 224), 256),
-    "many_small": (lambda: ManySmall(500), (1000,), 1),
-    "tiny": (tiny, (3, 8, 8), 4),
+    "resnet18": (lambda: torchvision.models.resnet18(), (3, 64, 64), 16),
+    "resnet50": (lambda: torchvision.models.resnet50(), (3, 224, 224), 256),
+    "many_small": (ManySmall, (1000,), 1),
+    "tiny": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 10)),
+        (3, 8, 8),
+        4,
+    ),
 }
 
 
@@ -94,46 +88,13 @@ class Trained(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-6, momentum=0.9)
 
 
-class OneBatch:
-    """The same batch for ever: no time goes into loading."""
-
-    def __init__(
-        self, shape: tuple[int, ...], batch_size: int, device: str, channels_last: bool
-    ) -> None:
-        self._images = torch.randn(batch_size, *shape, device=device)
-        if channels_last:
-            self._images = self._images.to(memory_format=torch.channels_last)
-        self._labels = torch.zeros(batch_size, dtype=torch.int64, device=device)
-
-    def __len__(self) -> int:
-        return 1_000_000
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for _ in range(len(self)):
-            yield self._images, self._labels
-
-
-class AnyBatch:
-    """Samples of which `sampled` makes the same batch, whichever they are."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return indices
-
-
-def sampled(batches: OneBatch, batch_size: int) -> DataLoader[Any]:
-    """The batch of ``batches`` from a loader with a sampler, which an elastic fit needs to
-    divide an epoch anew.
-    """
-    batch = next(iter(batches))
-    length = len(batches) * batch_size
-    order = ShuffledSampler(length, shuffle=False, remainder="drop", seed=0)
-    return DataLoader(AnyBatch(length), batch_size, sampler=order, collate_fn=lambda _: batch)  # type: ignore[arg-type]
+def one_batch(
+    shape: tuple[int, ...], batch_size: int, device: str = "cpu", channels_last: bool = False
+) -> tuple[Tensor, Tensor]:
+    images = torch.randn(batch_size, *shape, device=device)
+    if channels_last:
+        images = images.to(memory_format=torch.channels_last)
+    return images, torch.zeros(batch_size, dtype=torch.int64, device=device)
 
 
 class InTurns(L.Callback):
@@ -216,7 +177,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--precision", default="32-true")
     add("--channels-last", action="store_true")
     add("--logger", action="store_true", help="log to TensorBoard, in a temporary folder")
-    add("--sampled", action="store_true", help="read the batch by a DataLoader with a sampler")
+    add(
+        "--sampled",
+        action="store_true",
+        help="by a DataLoader with a sampler, as elastic fits need",
+    )
     asked = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -225,11 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if asked.image:
         shape = (3, asked.image, asked.image)
     on_cuda = asked.device == "cuda"
-    if on_cuda:
-        turns = Turns(asked.contender, torch.cuda.synchronize, pause=torch.cuda.empty_cache)
-    else:
-        turns = Turns(asked.contender)
+    on_gpu = (torch.cuda.synchronize, torch.cuda.empty_cache) if on_cuda else ()
+    turns = Turns(asked.contender, *on_gpu)
     chosen, settings = strategy(asked.contender, "cuda:0" if on_cuda else "cpu")
+    quiet = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing")
     trainer = L.Trainer(
         strategy=chosen,
         accelerator="gpu" if on_cuda else "cpu",
@@ -238,19 +202,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         benchmark=on_cuda,
         max_epochs=1,
         logger=TensorBoardLogger(tempfile.mkdtemp(prefix="ring-step-")) if asked.logger else False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
+        **dict.fromkeys(quiet, False),
         **settings,
     )
     for logger in trainer.loggers:
         atexit.register(shutil.rmtree, logger.save_dir, ignore_errors=True)
     batch_size = asked.batch or batch_size
-    batches = OneBatch(shape, batch_size, asked.device, asked.channels_last)
-    trainer.fit(
-        Trained(build(), asked.channels_last),
-        sampled(batches, batch_size) if asked.sampled else batches,
-    )
+    batch = one_batch(shape, batch_size, asked.device, asked.channels_last)
+    batches: Any = itertools.repeat(batch, NUM_BATCHES)
+    if asked.sampled:
+        length = NUM_BATCHES * batch_size
+        order = ShuffledSampler(length, shuffle=False, remainder="drop", seed=0)
+        batches = DataLoader(range(length), batch_size, sampler=order, collate_fn=lambda _: batch)
+    trainer.fit(Trained(build(), asked.channels_last), batches)
 
 
 def fork(job: dict[str, Any], host: int) -> int:
