@@ -2,8 +2,6 @@
 not asserted.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -36,14 +34,14 @@ turns.leave({"pid": os.getpid()})
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def job(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "job.py").write_text(JOB)
     return [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "log")]
 
 
 @pytest.mark.ranks
-def test_jobs_take_turns_and_only_timed_steps_count(job: list[str], tmp_path: Path) -> None:
+def test_jobs_take_turns_and_only_timed_steps_count(job, tmp_path):
     with Conductor(tmp_path) as conductor:
         conductor.open([[*job, "a"], [*job, "b"]], "ab", num_ranks=1)
         times = [conductor.turn(name, 3) for name in "abba"]
@@ -60,9 +58,7 @@ def test_jobs_take_turns_and_only_timed_steps_count(job: list[str], tmp_path: Pa
 
 
 @pytest.mark.ranks
-def test_a_job_that_fails_is_an_error_with_its_output_and_ends_the_others(
-    job: list[str], tmp_path: Path
-) -> None:
+def test_a_job_that_fails_is_an_error_with_its_output_and_ends_the_others(job, tmp_path):
     fails = [sys.executable, "-c", "raise ValueError('no such photo')"]
     said = r"(?s)a job ended with exit code 1:.*no such photo"
     with pytest.raises(SystemExit, match=said), Conductor(tmp_path) as conductor:
@@ -74,9 +70,7 @@ def test_a_job_that_fails_is_an_error_with_its_output_and_ends_the_others(
 
 
 @pytest.mark.ranks
-def test_a_rank_that_leaves_while_its_launcher_waits_is_an_error_with_its_output(
-    job: list[str], tmp_path: Path
-) -> None:
+def test_a_rank_that_leaves_while_its_launcher_waits_is_an_error_with_its_output(job, tmp_path):
     leaves = "Turns('b')._stream.close(); print('no such photo', flush=True); time.sleep(60)"
     waits = [sys.executable, "-c", f"import time; from benchmarks.turns import Turns; {leaves}"]
     said = r"(?s)b: a rank left in mid-turn, or hangs:.*no such photo"
@@ -86,7 +80,7 @@ def test_a_rank_that_leaves_while_its_launcher_waits_is_an_error_with_its_output
             conductor.turn("b", 3)
 
 
-def command_lines() -> list[str]:
+def command_lines():
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -97,7 +91,7 @@ def command_lines() -> list[str]:
 
 
 @pytest.mark.ranks
-def test_ddp_and_the_ring_are_timed_side_by_side(tmp_path: Path) -> None:
+def test_ddp_and_the_ring_are_timed_side_by_side(tmp_path):
     words = [
         "one_node",
         "--model",
@@ -131,7 +125,7 @@ def test_ddp_and_the_ring_are_timed_side_by_side(tmp_path: Path) -> None:
     assert "of the time of ddp" in result.stdout
 
 
-def test_a_death_is_timed_to_the_next_step_and_lost_steps_are_counted() -> None:
+def test_a_death_is_timed_to_the_next_step_and_lost_steps_are_counted():
     before = [(step, 80.0 + step) for step in range(1, DEADLY)]
     # another rank ends the victim's last step behind its death
     late = [*before[:-1], (DEADLY - 1, 100.01)]
@@ -148,7 +142,7 @@ def test_a_death_is_timed_to_the_next_step_and_lost_steps_are_counted() -> None:
 
 
 @pytest.mark.ranks
-def test_a_rank_is_killed_and_the_next_step_is_timed() -> None:
+def test_a_rank_is_killed_and_the_next_step_is_timed():
     words = ["--contenders", "ring_elastic:gloo", "--ranks", "2", "--mib", "4", "--jobs", "1"]
     result = run([sys.executable, "-m", "benchmarks.elastic.outlive", *words])
     assert result.returncode == 0, result.stdout
@@ -160,7 +154,7 @@ def test_a_rank_is_killed_and_the_next_step_is_timed() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_gpu_benchmark_says_so_in_one_line() -> None:
+def test_without_a_gpu_the_gpu_benchmark_says_so_in_one_line():
     result = run([sys.executable, "-m", "benchmarks.gpu"])
     assert result.returncode == 77
     assert result.stdout.splitlines() == [
@@ -170,8 +164,8 @@ def test_without_a_gpu_the_gpu_benchmark_says_so_in_one_line() -> None:
 
 @pytest.mark.ranks
 def test_the_gpu_benchmark_walks_its_way_on_the_cpu(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     pytest.importorskip("timm")
     words = ["--device", "cpu", "--tiny", "--stages", "ceilings", "steps", "bandwidth"]
     command = [sys.executable, "-m", "benchmarks.gpu", *words, "--out", str(tmp_path)]
@@ -189,13 +183,13 @@ def test_the_gpu_benchmark_walks_its_way_on_the_cpu(
 
 
 @pytest.mark.ranks
-def test_a_stage_ends_at_its_limit_with_what_it_said() -> None:
+def test_a_stage_ends_at_its_limit_with_what_it_said():
     asked = argparse.Namespace(device="cpu", tiny=True)
     code, text = gpu.run("steps", 0.5, asked)
     assert (code, text) == ("ended after its 0 s", "")
 
 
-def test_turns_are_compared_by_their_means() -> None:
+def test_turns_are_compared_by_their_means():
     peer = [1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
     middle, low, high = step.ratio_of_turns([1.1, 1.1, 1.0, 3.2, 4.8, 4.8], peer, steps=2)
     assert (middle, low, high) == pytest.approx((1.1, 1.05, 1.2))
@@ -215,7 +209,7 @@ sys.exit(pytest.main([*selection(), "--collect-only"], plugins=[Missing()]))
 """
 
 
-def test_every_gpu_test_is_in_a_file_that_the_gpu_benchmark_names() -> None:
+def test_every_gpu_test_is_in_a_file_that_the_gpu_benchmark_names():
     mark = "pytest.mark." + "gpu"
     marked = {
         str(path.relative_to(ROOT))
@@ -226,7 +220,7 @@ def test_every_gpu_test_is_in_a_file_that_the_gpu_benchmark_names() -> None:
 
 
 @pytest.mark.ranks
-def test_gpu_tests_are_collected_without_packages_that_other_tests_need() -> None:
+def test_gpu_tests_are_collected_without_packages_that_other_tests_need():
     result = run([sys.executable, "-c", MISSING], PYTHONPATH=str(ROOT))
     assert result.returncode == 0, result.stdout
     assert all(name in result.stdout for name in GPU_TESTS), result.stdout

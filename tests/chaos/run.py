@@ -36,7 +36,7 @@ class Result:
     standstill: float = 0.0
 
 
-def run_job(plan: Plan, *, mounts: bool) -> Result:
+def run_job(plan, *, mounts):
     """``mounts``: whether this process may make some, for small disks."""
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))

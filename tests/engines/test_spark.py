@@ -1,12 +1,8 @@
 """Spark's TorchDistributor starts the ranks, on the driver's host and in the tasks of a barrier."""
 
-from __future__ import annotations
-
 import io
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +15,7 @@ IMAGES = 16
 
 
 @pytest.fixture(scope="module")
-def spark() -> Iterator[Any]:
+def spark():
     """A cluster of two workers, each a process with one core."""
     from pyspark.errors import PySparkRuntimeError
     from pyspark.sql import SparkSession
@@ -46,7 +42,7 @@ def spark() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def parquet(spark, tmp_path_factory) -> Path:
+def parquet(spark, tmp_path_factory):
     """A DataFrame of JPEGs and labels, as Spark writes it."""
     from PIL import Image
 
@@ -60,7 +56,7 @@ def parquet(spark, tmp_path_factory) -> Path:
     return folder
 
 
-def _fit(strategy: str, parquet: str) -> dict[str, Any]:
+def _fit(strategy, parquet):
     """On each rank; Spark hands back what one of them returns."""
     from datasets import Dataset
 
@@ -84,7 +80,7 @@ def _fit(strategy: str, parquet: str) -> dict[str, Any]:
 def test_a_fit_has_the_bits_of_ddp_on_one_host_and_in_a_barrier(spark, parquet):
     from pyspark.ml.torch.distributor import TorchDistributor
 
-    def run(strategy: str, local_mode: bool) -> dict[str, Any]:
+    def run(strategy, local_mode):
         distributor = TorchDistributor(num_processes=2, local_mode=local_mode, use_gpu=False)
         return distributor.run(_fit, strategy, str(parquet))
 

@@ -26,10 +26,10 @@ class Option:
 
 
 def option(
-    weight: float = 1.0,
-    without: str = "",
-    unused: bool = False,
-    rounding: bool = False,
-    **code: str,
-) -> Option:
+    weight=1.0,
+    without="",
+    unused=False,
+    rounding=False,
+    **code,
+):
     return Option(weight, code, tuple(without.split()), unused, rounding)

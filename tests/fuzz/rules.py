@@ -3,13 +3,10 @@
 `settle` takes out what has no meaning beside the rest.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tests.fuzz.program import Program
+    pass
 
 _BY_GRAD = ("adversarial example by autograd.grad", "gradient penalty", "torch.func.grad")
 _FUNCTIONAL = ("Linear()", "Norm()", "Twice()", "Method()", "Large()")
@@ -22,21 +19,21 @@ _CHANGES_GRADIENTS = (
 )
 
 
-def _plain_blocks(blocks: list[str], *words: str) -> None:
+def _plain_blocks(blocks, *words):
     """Put a plain layer into the place of each block that has one of ``words`` in it."""
     blocks[:] = ["Linear()" if any(word in block for word in words) else block for block in blocks]
 
 
-def settle(program: Program) -> None:
+def settle(program):
     """Change ``program`` in place; twice is as once."""
     choice = program.choice
     choices, hooks = program.choices, program.hooks
 
-    def plain(*axes: str) -> None:
+    def plain(*axes):
         for axis in axes:
             choices.pop(axis, None)
 
-    def without(*names: str) -> None:
+    def without(*names):
         hooks[:] = [hook for hook in hooks if not any(name in hook for name in names)]
 
     if choice("compression") != "none":  # 64-bit gradients are not compressed
@@ -105,9 +102,7 @@ def settle(program: Program) -> None:
         plain("schedule")
 
 
-def _settle_loop(
-    program: Program, plain: Callable[..., None], without: Callable[..., None]
-) -> None:
+def _settle_loop(program, plain, without):
     choice = program.choice
     choices = program.choices
     without("gradients are zeros", "every third step")  # methods of a LightningModule
@@ -161,7 +156,7 @@ def _settle_loop(
         ]
 
 
-def _settle_blocks(program: Program) -> None:
+def _settle_blocks(program):
     choice = program.choice
     blocks, choices = program.blocks, program.choices
     if "raises" in choice("training") + choice("failure"):
@@ -202,9 +197,7 @@ def _settle_blocks(program: Program) -> None:
         blocks.append("Linear()")
 
 
-def _settle_freezing(
-    program: Program, plain: Callable[..., None], without: Callable[..., None]
-) -> None:
+def _settle_freezing(program, plain, without):
     choice = program.choice
     freeze = choice("freeze")
     if freeze == "none":
@@ -221,7 +214,7 @@ def _settle_freezing(
         without("average of weights", "best weights")
 
 
-def differs_in_one_process(program: Program) -> bool:
+def differs_in_one_process(program):
     """Whether what a rank does to its own gradients means something else where one process plays
     all ranks.
     """
@@ -234,7 +227,7 @@ def differs_in_one_process(program: Program) -> bool:
     return (local and several) or (counted and (reentrant or several))
 
 
-def must_be_refused(program: Program) -> bool:
+def must_be_refused(program):
     """Whether each rank steps gradients of its own, before they are averaged: an error, and
     never drift.
     """
@@ -242,7 +235,7 @@ def must_be_refused(program: Program) -> bool:
     return "in backward" in choice("stepping") + choice("training")
 
 
-def refusals(program: Program, strategy: str) -> dict[str, str]:
+def refusals(program, strategy):
     """Errors that the documentation states for ``program`` under ``strategy``: what, and a
     pattern of the message.
     """

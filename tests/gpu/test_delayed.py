@@ -11,27 +11,23 @@ It proves the order of streams. It does not prove how much of a wire's time is h
 ranks than one, and with them mirrors: see `test_thread_ranks`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.optim import SGD, AdamW
 
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.backends import nccl
 from lightning_ring.comm.backends.nccl import NCCLCommunicator
-from lightning_ring.comm.communicator import Communicator, as_bytes
+from lightning_ring.comm.communicator import as_bytes
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.comm.waiting import WaitPolicy
-from tests.comm.backends.fake_nccl import Compute, CPUTensorsOverNCCL, FakeDistributed
+from tests.comm.backends.fake_nccl import CPUTensorsOverNCCL, FakeDistributed
+from tests.compressors import COMPRESSORS, MESSAGES
 from tests.gpu import DEVICE, ON_GPU
-from tests.gpu.test_thread_ranks import COMPRESSORS, MakeAlgorithm, largest, net_of, train
+from tests.gpu.test_thread_ranks import largest, net_of, train
 from tests.thread_ranks import ThreadCommunicator, ThreadWorld
 
 pytestmark = ON_GPU
@@ -42,12 +38,12 @@ WHOLE = ("all_reduce", "broadcast")  # the other collectives are halves of an al
 class LateWork:
     """A work of torch.distributed. ``held`` lives until the first `wait`."""
 
-    def __init__(self, held: Any, over: Any, arrive: Callable[[], object] | None = None) -> None:
+    def __init__(self, held, over, arrive=None):
         self._held = held
         self._over = over
         self._arrive = arrive
 
-    def wait(self, *args: Any) -> bool:
+    def wait(self, *args):
         if self._over is not None:
             torch.cuda.current_stream().wait_event(self._over)
         elif self._arrive is not None:
@@ -55,7 +51,7 @@ class LateWork:
         self._held = self._arrive = None
         return True
 
-    def is_completed(self) -> bool:
+    def is_completed(self):
         return bool(self._over.query()) if self._over is not None else self._arrive is None
 
 
@@ -64,21 +60,21 @@ class DelayedGroup:
     caller waits.
     """
 
-    def __init__(self, *, delays: bool) -> None:
+    def __init__(self, *, delays):
         self._delays = delays
         # As NCCL's kernels, it does not queue for SMs after all blocks of a convolution.
         self._stream = torch.cuda.Stream(priority=-1) if DEVICE == "cuda" else None
 
-    def _get_backend(self, device: torch.device) -> DelayedGroup:
+    def _get_backend(self, device):
         return self
 
     @torch.no_grad()
-    def start(self, kind: str, op: Any, sent: Any, output: Any, how: Compute) -> LateWork:
+    def start(self, kind, op, sent, output, how):
         several = isinstance(sent, list)
         sources, targets = (sent, output) if several else ([sent], [output])
 
         @torch.no_grad()
-        def arrive(aside: dict[int, Tensor]) -> None:
+        def arrive(aside):
             # What was not taken away is read now: whoever writes to it early changes the result.
             copies = [aside.get(tensor.data_ptr(), tensor) for tensor in sources]
             how([copies if several else copies[0]], [output])
@@ -105,7 +101,7 @@ class DelayedGroup:
         return work
 
 
-def take_away(sent: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[int, Tensor]:
+def take_away(sent, outputs):
     """What is sent in place, by its address; its memory is NaN, and so is that of other results.
 
     The rest may be read meanwhile, as NCCL reads it.
@@ -117,22 +113,20 @@ def take_away(sent: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[int, Te
     return aside
 
 
-def ring_over(*, delays: bool = True) -> NCCLCommunicator:
+def ring_over(*, delays=True):
     host = ThreadCommunicator(ThreadWorld(1), 0, WaitPolicy())
     backend = NCCLCommunicator if DEVICE == "cuda" else CPUTensorsOverNCCL
-    return backend(DelayedGroup(delays=delays), host)  # type: ignore[arg-type]
+    return backend(DelayedGroup(delays=delays), host)
 
 
-def largest_difference(
-    algorithm: MakeAlgorithm, *, recorded: bool, compressed: bool = False, accumulates: bool = False
-) -> float:
+def largest_difference(algorithm, *, recorded, compressed=False, accumulates=False):
     """Training over a slow wire, beside one process; with a compressor beside a wire that is none.
 
     ``recorded``: with a listener, as the monitor is one.
     """
     features = {"accumulates": accumulates, "clips": True}
 
-    def over(comm: Communicator) -> dict[str, Tensor]:
+    def over(comm):
         if recorded:
             comm = RecordedCommunicator(comm, [lambda record: None])
         return train(comm, net, algorithm(), make, **features)
@@ -164,9 +158,9 @@ def test_training(algorithm, monkeypatch):
         assert small(recorded=False) <= 1e-12
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", MESSAGES)
 def test_compressors(name):
-    def compressing() -> Averaging:
+    def compressing():
         return Averaging(bucket_cap_mb=0.02, compression=COMPRESSORS[name]())
 
     assert largest_difference(compressing, recorded=True, compressed=True) <= 1e-6

@@ -11,20 +11,15 @@ peers, autograd's thread for the GPU (a backward runs in its rank's thread here,
 would wait for each other in that one), or any speed.
 """
 
-from __future__ import annotations
-
 import copy
 import math
-from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.grad_mode import set_multithreading_enabled
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW
@@ -32,39 +27,22 @@ from torch.optim import SGD, AdamW
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.backends.nccl import NCCLCommunicator
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.gradients.compression import (
-    DGC,
-    Compressor,
-    Int8,
-    OneBit,
-    PowerSGD,
     TernGrad,
-    TopK,
 )
 from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.optim import LAMB
+from tests.algorithms import test_loss_scaling
 from tests.comm.backends.fake_nccl import CPUTensorsOverNCCL, over_fake_nccl
+from tests.compressors import COMPRESSORS, MESSAGES
 from tests.gpu import DEVICE, ON_GPU
-from tests.thread_ranks import ThreadCommunicator, run_ranks
+from tests.thread_ranks import run_ranks
 
 pytestmark = ON_GPU
 TIMEOUT = timedelta(seconds=20)  # of the ranks of one run
 STEPS = 4
-INFINITE_AT = 2  # step, counted from 0
 SHAPES = [(129, 257), (513,), (64, 3, 3, 3), (1,)]  # of gradients: shards are not aligned
-COMPRESSORS: dict[str, Callable[[], Compressor]] = {
-    "int8": lambda: Int8(0),
-    "onebit": lambda: OneBit(0),
-    "powersgd": lambda: PowerSGD(rank=2, start_iter=0),
-    "topk": lambda: TopK(0.05, 0),
-    "dgc": lambda: DGC(0.05, warmup_steps=0, min_numel=0),
-    "terngrad": lambda: TernGrad(min_numel=0),
-}
-
-Make = Callable[[Any], torch.optim.Optimizer]
-MakeAlgorithm = Callable[[], Averaging | Sharded]
 
 
 @pytest.fixture
@@ -74,8 +52,8 @@ def ranks(monkeypatch):
     open_nccl = over_fake_nccl(monkeypatch, backend)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
-    def run(world_size: int, fn: Callable[[Any], Any]) -> list[Any]:
-        def rank(host: ThreadCommunicator) -> Any:
+    def run(world_size, fn):
+        def rank(host):
             comm = open_nccl(host)
             if DEVICE == "cpu":
                 return fn(comm)
@@ -95,7 +73,7 @@ def ranks(monkeypatch):
 # -- training
 
 
-def net_of(dtype: torch.dtype) -> nn.Module:
+def net_of(dtype):
     torch.manual_seed(0)
     first, second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 24, 3, stride=2)
     linear = nn.Flatten(), nn.Linear(216, 37), nn.Tanh(), nn.Linear(37, 5)
@@ -103,19 +81,19 @@ def net_of(dtype: torch.dtype) -> nn.Module:
     return net.to(dtype, memory_format=torch.channels_last)
 
 
-def batches(step: int, dtype: torch.dtype) -> Tensor:
+def batches(step, dtype):
     return torch.randn(24, 3, 8, 8, generator=torch.Generator().manual_seed(step)).to(dtype)
 
 
 def train(
-    comm: Communicator | None,
-    net: nn.Module,
-    algorithm: Averaging | Sharded | None,
-    make: Make,
+    comm,
+    net,
+    algorithm,
+    make,
     *,
-    accumulates: bool = False,
-    clips: bool = False,
-) -> dict[str, Tensor]:
+    accumulates=False,
+    clips=False,
+):
     """Train a copy of ``net`` on this rank's part of each batch; without ``comm`` on the whole.
 
     Returns the parameters; under `Averaging` also the gradients of the last step, and with mirrors
@@ -158,14 +136,14 @@ def train(
         if algorithm.mirrors_shards:
             result["mirrors"] = differences_of_mirrors(algorithm)
     else:
-        result["gradients"] = flat_of([p.grad for p in net.parameters()])  # type: ignore[misc]
+        result["gradients"] = flat_of([p.grad for p in net.parameters()])
     result["parameters"] = flat_of(list(net.parameters()))
     if algorithm is not None:
         algorithm.detach()
     return result
 
 
-def differences_of_mirrors(algorithm: Sharded) -> Tensor:
+def differences_of_mirrors(algorithm):
     """A mirror has stepped with the gradients that it received, its owner with its own."""
     assert algorithm._mirrors is not None
     found = []
@@ -176,32 +154,32 @@ def differences_of_mirrors(algorithm: Sharded) -> Tensor:
     return flat_of(found)
 
 
-def flat_of(tensors: list[Tensor]) -> Tensor:
+def flat_of(tensors):
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-def largest(values: Iterable[Tensor]) -> float:
+def largest(values):
     """NaN, if there is one."""
     return float(torch.stack(list(values)).max())
 
 
 def check(
-    ranks: Any,
-    world_size: int,
-    algorithm: MakeAlgorithm,
-    make: Make,
-    allowed: float,
+    ranks,
+    world_size,
+    algorithm,
+    make,
+    allowed,
     *,
-    dtype: torch.dtype = torch.float64,
-    **features: bool,
-) -> None:
+    dtype=torch.float64,
+    **features,
+):
     """Ranks beside one process on the same GPU. A listener records collectives, as the monitor
     does.
     """
     net = net_of(dtype)
     expected = train(None, net, None, make, **features)
 
-    def rank(comm: Communicator) -> dict[str, Tensor]:
+    def rank(comm):
         recorded = RecordedCommunicator(comm, [lambda record: None])
         return train(recorded, net, algorithm(), make, **features)
 
@@ -215,7 +193,7 @@ def check(
     assert largest(differences) <= allowed
 
 
-def same_bits(found: list[list[Tensor]]) -> list[Tensor]:
+def same_bits(found):
     for result in found:
         for one, other in zip(result, found[0], strict=True):
             assert torch.equal(one, other), "ranks hold different bits"
@@ -224,8 +202,8 @@ def same_bits(found: list[list[Tensor]]) -> list[Tensor]:
 
 RING, SHARDED = (partial(algorithm, bucket_cap_mb=0.02) for algorithm in (Averaging, Sharded))
 BOTH = pytest.mark.parametrize("algorithm", [RING, SHARDED], ids=["ring", "sharded"])
-MAKE_SGD: Make = partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
-MAKE_LAMB: Make = partial(LAMB, lr=0.01, eps=1e-3)
+MAKE_SGD = partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+MAKE_LAMB = partial(LAMB, lr=0.01, eps=1e-3)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -249,7 +227,7 @@ def test_accumulation_and_clipping(ranks, algorithm):
 
 
 def test_mirrors(ranks):
-    def mirrored() -> Sharded:
+    def mirrored():
         algorithm = SHARDED()
         algorithm.mirrors_shards = True
         return algorithm
@@ -257,61 +235,17 @@ def test_mirrors(ranks):
     check(ranks, 3, mirrored, MAKE_SGD, 1e-12)
 
 
-# -- a loss scaler
-
-
-def scaled(
-    comm: Communicator, net: nn.Module, algorithm: Any, layer: str, *, fused: bool
-) -> list[tuple[float, Tensor]]:
-    """For each step the scale after it, and the parameters. On rank 1 a gradient of ``layer``
-    becomes infinite. A fused optimizer unscales, and skips, in its own step.
-    """
-    net = copy.deepcopy(net).to(DEVICE)
-    fused_adam = partial(AdamW, lr=0.01, fused=True)
-    optimizer = (fused_adam if fused else partial(SGD, lr=0.1))(net.parameters())
-    algorithm.attach(net, [optimizer], comm)
-    scaler = torch.amp.GradScaler(DEVICE, init_scale=16.0, growth_interval=100)
-    bias: Any = net.get_submodule(layer).bias
-    steps = []
-    for step in range(STEPS + 1):
-        inputs = batches(step, torch.float32).chunk(comm.world_size)[comm.rank].to(DEVICE)
-        with algorithm.forward():
-            loss = net(inputs).square().mean()
-        optimizer.zero_grad()
-        factor = torch.inf if step == INFINITE_AT and comm.rank == 1 else 1.0
-        handle = bias.register_hook(lambda grad, factor=factor: grad * factor)
-        with algorithm.backward():
-            scaler.scale(loss).backward()
-        handle.remove()
-        algorithm.before_step(optimizer, has_closure=False)
-        if not fused:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        algorithm.after_step(optimizer)
-        algorithm.wait_parameters()
-        steps.append((scaler.get_scale(), flat_of(list(net.parameters())).clone()))
-    algorithm.detach()
-    return steps
-
-
-@BOTH
+@pytest.mark.parametrize("strategy", ["ring", "ring_sharded"])
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("layer", ["0", "7"])  # of different ranks' shards
-def test_an_infinity_on_one_rank_skips_the_step_on_all(ranks, algorithm, fused, layer):
-    net = net_of(torch.float32)
-    found = ranks(3, lambda comm: scaled(comm, net, algorithm(), layer, fused=fused))
-    same_bits([[params for _, params in steps] for steps in found])
-    assert [scale for scale, _ in found[0]] == [16, 16, 8, 8, 8]
-    for number, ((_, before), (_, after)) in enumerate(pairwise(found[0]), 1):
-        assert torch.equal(before, after) == (number == INFINITE_AT), f"step {number}"
-        assert after.isfinite().all(), f"step {number}"
+@pytest.mark.parametrize("layer", [0, 4])  # of different ranks' shards
+def test_an_infinity_on_one_rank_skips_the_step_on_all(ranks, strategy, fused, layer):
+    test_loss_scaling.check(ranks, strategy, None, layer, fused, DEVICE)
 
 
 # -- messages
 
 
-def averages(comm: Communicator, compressor: Compressor, device: str, steps: int) -> list[Tensor]:
+def averages(comm, compressor, device, steps):
     """The averaged gradients of each step, on the CPU. With more than `STEPS` steps all of them
     have the same gradients.
     """
@@ -327,26 +261,24 @@ def averages(comm: Communicator, compressor: Compressor, device: str, steps: int
         with reducer.backward():
             pairs = zip(params, gradients, strict=True)
             torch.stack([(p * grad.to(device)).sum() for p, grad in pairs]).sum().backward()
-        found.append(flat_of([p.grad for p in params]).cpu())  # type: ignore[misc]
+        found.append(flat_of([p.grad for p in params]).cpu())
     reducer.remove()
     return found
 
 
-def drawn(seed: int) -> list[Tensor]:
+def drawn(seed):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def both(
-    ranks: Any, make: Callable[[], Compressor], world_size: int, steps: int
-) -> tuple[list[Tensor], list[Tensor]]:
+def both(ranks, make, world_size, steps):
     """Averages on the device, and of the same compressor on the CPU, over a ring."""
     expected = run_ranks(world_size, lambda comm: averages(comm, make(), "cpu", steps))[0]
     found = ranks(world_size, lambda comm: averages(comm, make(), DEVICE, steps))
     return same_bits(found), expected
 
 
-@pytest.mark.parametrize("name", sorted(COMPRESSORS.keys() - {"terngrad"}))
+@pytest.mark.parametrize("name", [name for name in MESSAGES if name != "terngrad"])
 def test_compressors_send_what_they_send_on_a_cpu(ranks, name):
     """A value on the border between two codes may fall to either side, and so may one of two
     that compete for a place among the largest.

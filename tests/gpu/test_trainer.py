@@ -4,8 +4,6 @@ One rank trains a small network with ``force_communication=True``, so that all b
 collectives run, and again on a plain single device with the same seed: the parameters agree.
 """
 
-from pathlib import Path
-
 import lightning as L
 import pytest
 import torch
@@ -142,12 +140,12 @@ def test_compressors(compression):
         agree(sharded(compression=compression), allowed)
 
 
-def test_resumed(tmp_path: Path):
+def test_resumed(tmp_path):
     agree(ring(), SAME, folder=tmp_path)
     agree(sharded(), CLOSE, folder=tmp_path)
 
 
-def test_options(tmp_path: Path):
+def test_options(tmp_path):
     agree(ring(monitor=False), SAME)
     agree(ring(timeline=tmp_path / "trace.json"), SAME)
     agree(ring(), SAME, module={"channels_last": True})

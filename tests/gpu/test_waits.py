@@ -6,7 +6,6 @@ follow. Left out, because they wait by design: loss scalers, which read whether 
 infinite, and sparse gradients, whose sizes ranks exchange.
 """
 
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -28,7 +27,7 @@ BOTH = pytest.mark.parametrize("algorithm", [Averaging, Sharded])
 def train(
     algorithm, compression=None, *, optimizer=torch.optim.SGD, dtype=torch.float32, clips=False,
     backwards=1, listens=False,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Six steps, the last three of which may not wait for the device."""
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.LayerNorm(256))]
@@ -43,7 +42,7 @@ def train(
         if listens:
             training.listeners.append(lambda record: None)
 
-        def step() -> None:
+        def step():
             for backward in range(backwards):
                 is_last = backward + 1 == backwards
                 with nullcontext() if is_last else training.no_sync():
@@ -62,7 +61,7 @@ def train(
 
 
 @contextmanager
-def refusing_waits() -> Iterator[None]:
+def refusing_waits():
     if DEVICE == "cpu":
         yield
         return
