@@ -2,12 +2,10 @@
 
     NCCL_SOCKET_IFNAME=lo python -m benchmarks.gpu --budget 540 --out results
 
-The variable is for machines without a network. The stages:
-
-- ``ceilings``: versions, and how fast the card copies 2 GiB, which kernels are held against;
-- ``tests``: the tests that need a GPU, by pytest with its timeout and xdist plugins;
-- ``steps``: the reducer's cost beside that of DDP's, ResNet-50;
-- ``bandwidth``: replays of LAMB and LARS, the codes of gradients.
+The variable is for machines without a network. ``ceilings`` tells how fast the card copies, which
+kernels are held against; ``tests`` runs the tests that need a GPU, by pytest with its timeout and
+xdist plugins; ``steps`` times ResNet-50 beside DDP, ``bandwidth`` replays of LAMB and LARS and the
+codes of gradients.
 
 Each stage is a process with a time limit. Its lines, JSON where they are numbers, are written to
 ``--out`` and printed before the next begins; a stage that fails or runs out of time stops no other.
@@ -15,8 +13,6 @@ Each stage is a process with a time limit. Its lines, JSON where they are number
 a GPU it says so and ends with exit code 77; after a stage that failed, with 1. ``--device cpu
 --tiny`` walks the same way without a GPU and with a model of a few parameters.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -31,23 +27,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.step import __main__ as compare
 from benchmarks.step import optim
-from benchmarks.turns import ROOT, prepare
+from benchmarks.turns import ROOT, parser_of, prepare
 from lightning_ring.gradients.compression.between_nodes import messages
 from lightning_ring.gradients.compression.blocks import shard_length
 from lightning_ring.gradients.compression.int8 import INT8
 from lightning_ring.gradients.compression.one_bit import SIGNS
 
-NO_GPU = 77  # what test harnesses take for "skipped"
 PACKAGES = ("torch", "triton", "lightning", "torchvision", "timm", "numpy", "mpi4py")
 # The files are named, since others import packages that a machine with a GPU may lack.
 GPU_TESTS = (
@@ -63,36 +56,34 @@ FORCED = "force_communication=True,monitor=False"
 CONTENDERS = ("ddp", f"ring:{FORCED}", f"ring_sharded:{FORCED}", "ring", "auto")
 
 
-def tell(**found: object) -> None:
+def tell(**found):
     print(json.dumps(found), flush=True)
 
 
-def ceilings(device: str, tiny: bool) -> int:
+def ceilings(device, tiny):
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     tell(python=platform.python_version(), cores=os.cpu_count(), **versions)
     if device == "cuda":
-        card = torch.cuda.get_device_properties(0)
-        tell(card=card.name, memory_gib=round(card.total_memory / 2**30, 1))
-        tell(nccl=".".join(map(str, torch.cuda.nccl.version())))
-        tell(copy_gb_s=round(optim.copy_bandwidth()))
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        tell(card=torch.cuda.get_device_name(0), nccl=nccl, copy_gb_s=round(optim.copy_bandwidth()))
     return 0
 
 
-def selection() -> list[str]:
+def selection():
     """pytest's arguments that choose the tests that need a GPU."""
     jpeg = JPEG_TESTS if importlib.util.find_spec("simplejpeg") else ()
     return ["-m", "gpu", "-q", "-p", "no:cacheprovider", *GPU_TESTS, *jpeg]
 
 
-def tests(device: str, tiny: bool) -> int:
+def tests(device, tiny):
     command = [sys.executable, "-m", "pytest", *selection(), "-n", "8", "--timeout", "90", "-rs"]
     return subprocess.run(command, cwd=ROOT).returncode
 
 
-def steps(device: str, tiny: bool) -> int:
+def steps(device, tiny):
     """What the reducer costs beside DDP's: ResNet-50, bf16-mixed, channels-last.
 
     A ring of one rank leaves its collectives out: only the forced one is compared with DDP, whose
@@ -118,7 +109,7 @@ def steps(device: str, tiny: bool) -> int:
     return 0
 
 
-def bandwidth(device: str, tiny: bool) -> int:
+def bandwidth(device, tiny):
     """What share of the card's bandwidth LAMB, LARS and the codes of gradients reach."""
     copy = optim.copy_bandwidth() if device == "cuda" else 1.0
     models = {"tiny": optim.TINY} if tiny else {name: make() for name, make in optim.MODELS.items()}
@@ -129,9 +120,7 @@ def bandwidth(device: str, tiny: bool) -> int:
     return 0
 
 
-def code_speeds(
-    device: str, num_bytes: int, copy_gb_s: float, num_ranks: int = 4
-) -> Iterator[dict[str, object]]:
+def code_speeds(device, num_bytes, copy_gb_s, num_ranks=4):
     """GB/s of memory, read and written, at which a rank's whole bucket is coded, by code, and its
     share of ``copy_gb_s``. ``num_bytes`` of gradients should be many times the GPU's cache.
     ``average`` decodes the messages of all ranks for one shard.
@@ -141,12 +130,12 @@ def code_speeds(
     for name, code in {"int8": INT8, "onebit": SIGNS}.items():
         num_message_bytes = num_ranks * code.num_bytes(length)
         sent = messages(num_ranks, code.num_bytes(length), values)
-        calls: dict[str, tuple[Callable[[], None], int]] = {
+        calls = {
             "encode": (partial(code.encode, values, sent), values.nbytes),
             "decode": (partial(code.decode, sent, values), values.nbytes),
             "average": (partial(code.average, sent, values[:length]), 4 * length),
         }
-        told: dict[str, object] = {"code": name, "ranks": num_ranks}
+        told = {"code": name, "ranks": num_ranks}
         for way, (call, num_value_bytes) in calls.items():
             call()  # compiles its kernel
             speed = (num_value_bytes + num_message_bytes) / optim.ms_of(call, device, 20) / 1e6
@@ -160,7 +149,7 @@ STAGES = {ceilings: 40.0, tests: 180.0, steps: 120.0, bandwidth: 60.0}
 NAMES = {stage.__name__: stage for stage in STAGES}
 
 
-def run(stage: str, limit: float, asked: argparse.Namespace) -> tuple[int | str, str]:
+def run(stage, limit, asked):
     """What became of a stage in a process of its own, and its output."""
     command = [sys.executable, "-u", "-m", "benchmarks.gpu", "--in-process", "--stages", stage]
     command += ["--device", asked.device, *(["--tiny"] if asked.tiny else [])]
@@ -170,7 +159,7 @@ def run(stage: str, limit: float, asked: argparse.Namespace) -> tuple[int | str,
             command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code: int | str = process.wait(limit)
+            code = process.wait(limit)
         except subprocess.TimeoutExpired:
             code = f"ended after its {limit:.0f} s"
         finally:
@@ -181,7 +170,7 @@ def run(stage: str, limit: float, asked: argparse.Namespace) -> tuple[int | str,
         return code, log.read().decode(errors="replace")
 
 
-def objects(text: str) -> list[dict[str, Any]]:
+def objects(text):
     """The lines that are objects of JSON."""
     found = []
     for line in text.splitlines():
@@ -191,12 +180,8 @@ def objects(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def main():
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--tiny", action="store_true", help="models of a few parameters")
@@ -210,7 +195,7 @@ def main() -> int:
         return NAMES[asked.stages[0]](asked.device, asked.tiny)
     if asked.device == "cuda" and not torch.cuda.is_available():
         print("no NVIDIA GPU that torch can use here: nothing was measured", file=sys.stderr)
-        return NO_GPU
+        return 77  # what test harnesses take for "skipped"
     prepare()
     folder = asked.out or Path(tempfile.mkdtemp(prefix="ring-gpu-"))
     folder.mkdir(parents=True, exist_ok=True)

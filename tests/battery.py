@@ -147,15 +147,7 @@ class Battery:
             key=lambda folder: folder.stat().st_mtime,
         )
 
-    def __call__(
-        self,
-        module,
-        world_size,
-        check,
-        timeout=240,
-        only=(),
-        **env,
-    ):
+    def __call__(self, module, world_size, check, timeout=240, only=(), **env):
         """Fail with the traceback of every rank on which ``check`` failed, or with the output if
         it never ended.
         """

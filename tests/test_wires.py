@@ -9,7 +9,6 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from benchmarks.hosts import why_not
 from benchmarks.wires.rank import StepsOfAll
 from benchmarks.wires.study import (
     Cell,
@@ -22,6 +21,7 @@ from benchmarks.wires.study import (
     tables,
 )
 from tests import forked
+from tests.hosts import why_not
 from tests.processes import ROOT, run
 
 
@@ -66,10 +66,7 @@ def test_tables_hold_all_runs_on_record_whatever_command_made_them(study):
     record = {}
 
     def put(method, rate, straggler, seed, settings=settings):
-        found = result(method.label, seed, [(2.0, 0.8)]) | {
-            "rate": rate,
-            "straggler": straggler,
-        }
+        found = result(method.label, seed, [(2.0, 0.8)]) | {"rate": rate, "straggler": straggler}
         record[Run(method, rate, straggler, seed).key(settings)] = found
 
     for seed in (1, 2, 3):

@@ -112,24 +112,11 @@ class ThreadTransport:
 class ThreadCommunicator(RingCommunicator):
     """A `Communicator` among the threads of one `ThreadWorld`."""
 
-    def __init__(
-        self,
-        world,
-        rank,
-        policy,
-        *,
-        num_channels=1,
-    ):
+    def __init__(self, world, rank, policy, *, num_channels=1):
         super().__init__(ThreadTransport(world, rank), policy, num_channels=num_channels)
 
 
-def run_ranks(
-    world_size,
-    fn,
-    *,
-    timeout=timedelta(seconds=60),
-    num_channels=1,
-):
+def run_ranks(world_size, fn, *, timeout=timedelta(seconds=60), num_channels=1):
     """Run ``fn(comm)`` on ``world_size`` thread-ranks and return their results, by rank.
 
     When one raises, the others' collectives end at once and the first error is raised here.

@@ -3,17 +3,11 @@ takes there.
 
     sudo python -m benchmarks.step.plan  # 2, 3 and 4 hosts at two link speeds, 3 minutes
 
-1. One rank trains ResNet-18 and records a profile (`RingProfile`), unless --profile names one.
-2. At each speed `lightning-ring bench` measures the link between two hosts, and once the memory
-   that two ranks share.
-3. From these two the model predicts every row; nothing is fitted to the rows themselves.
-4. Ranks on the hosts replay the step: sleeps instead of computation, which two cores cannot do for
-   four hosts, and the real reducer, sharding and communicators.
-
-It needs Linux, root, ip and tc: the hosts are network namespaces (`benchmarks.hosts`).
+From a profile of ResNet-18 (`RingProfile`) and from what `lightning-ring bench` measures between
+two hosts, and between two ranks of one, the model predicts every row. Ranks on the hosts replay the
+step: sleeps instead of computation, which two cores cannot do for four hosts, and the real
+reducer, sharding and communicators. The hosts are network namespaces (`tests.hosts`).
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
@@ -22,29 +16,25 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.function import once_differentiable
 
-from benchmarks.hosts import Hosts, open_hosts, why_not
-from benchmarks.turns import Processes, prepare
-from lightning_ring.algorithms.algorithm import Algorithm
+from benchmarks.turns import Processes, parser_of, prepare
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.local import LocalSGD
 from lightning_ring.algorithms.sharded import Sharded
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
 from lightning_ring.gradients.compression import COMPRESSORS
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import connect
 from lightning_ring.job.ranks import discover_ranks
-from lightning_ring.tools.plan.inputs import Gradient, Link, Profile, read_bench, read_profile
+from lightning_ring.tools.plan.inputs import read_bench, read_profile
 from lightning_ring.tools.plan.model import Cluster, Settings, predict
+from tests.hosts import open_hosts, why_not
 
 SIZES = "64K,256K,512K,1M,4M,16M"
 SECONDS = 200
@@ -60,7 +50,7 @@ WAYS = {
 }
 
 
-def measure_all(asked: argparse.Namespace, folder: Path) -> float:
+def measure_all(asked, folder):
     """Print a line for each row; returns the largest error."""
     path, worst = Path(asked.profile or folder / "profile.json"), 0.0
     if not asked.profile:
@@ -91,7 +81,7 @@ def measure_all(asked: argparse.Namespace, folder: Path) -> float:
     return worst
 
 
-def record(path: str) -> None:
+def record(path):
     """A profile of ResNet-18 on 64 x 64 images, one thread, one rank."""
     import lightning as L
 
@@ -108,7 +98,7 @@ def record(path: str) -> None:
     trainer.fit(Trained(build(), channels_last=False), batches)
 
 
-def measure_link(folder: Path, seconds: float, hosts: Hosts | None) -> Link:
+def measure_link(folder, seconds, hosts):
     """Between two of ``hosts``, or between two ranks of this node."""
     path = folder / "link.json"
     bench = [sys.executable, "-m", "lightning_ring.cli.main", "bench", "--backends", "auto"]
@@ -117,7 +107,7 @@ def measure_link(folder: Path, seconds: float, hosts: Hosts | None) -> Link:
     return read_bench(str(path))
 
 
-def run(folder: Path, command: Sequence[str]) -> None:
+def run(folder, command):
     """Raises `SystemExit`: it failed, or took too long; with its output."""
     with Processes(folder) as processes:
         process = processes.start(command)
@@ -134,7 +124,7 @@ class Pace:
 
     due = backward_began = 0.0
 
-    def work(self, seconds: float) -> None:
+    def work(self, seconds):
         now = time.perf_counter()
         if now > self.due + LATE:  # it waited for parameters, which no work made up for
             self.due = now
@@ -142,7 +132,7 @@ class Pace:
         sleep_until(self.due)
 
 
-def sleep_until(moment: float) -> None:
+def sleep_until(moment):
     time.sleep(max(0.0, moment - time.perf_counter()))
 
 
@@ -152,13 +142,13 @@ class Produce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Layer) -> Tensor:
+    def forward(ctx, x, weight, layer):
         ctx.layer = layer
         return x.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx, grad):
         layer = ctx.layer
         sleep_until(layer.pace.backward_began + layer.ready)
         # Memory of its own: ring_sharded makes a gradient that is held unreadable.
@@ -166,7 +156,7 @@ class Produce(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    def __init__(self, gradient: Gradient, seconds: float, pace: Pace, zeros: Tensor) -> None:
+    def __init__(self, gradient, seconds, pace, zeros):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(gradient.numel))
         self.ready = gradient.ready
@@ -174,9 +164,9 @@ class Layer(nn.Module):
         self.pace = pace
         self.gradient = zeros[: gradient.numel]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.pace.work(self.seconds)
-        out: Tensor = Produce.apply(x, self.weight, self)
+        out = Produce.apply(x, self.weight, self)
         return out
 
 
@@ -185,16 +175,16 @@ class SleepingOptimizer(torch.optim.Optimizer):
 
     elementwise = True
 
-    def __init__(self, params: Any, seconds_an_element: float) -> None:
+    def __init__(self, params, seconds_an_element):
         super().__init__(params, {"seconds_an_element": seconds_an_element})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             num_elements = sum(param.numel() for param in group["params"] if param.grad is not None)
             time.sleep(num_elements * group["seconds_an_element"])
 
 
-def build(profile: Profile, pace: Pace) -> nn.Sequential:
+def build(profile, pace):
     """Layers in the order of forward, which is backward's, reversed; times keep their
     proportion.
     """
@@ -209,7 +199,7 @@ def build(profile: Profile, pace: Pace) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def make(way: str, cap_mb: float) -> Algorithm:
+def make(way, cap_mb):
     if way == "local_sgd_8":
         return LocalSGD(8)
     compression = COMPRESSORS["bf16"].build() if way == "bf16" else None
@@ -217,7 +207,7 @@ def make(way: str, cap_mb: float) -> Algorithm:
     return build(bucket_cap_mb=cap_mb, compression=compression)
 
 
-def replay(profile: Profile, comm: Communicator, way: str, steps: int) -> list[float]:
+def replay(profile, comm, way, steps):
     """Seconds of each step."""
     phases, pace = profile.phases, Pace()
     model = build(profile, pace)
@@ -249,7 +239,7 @@ def replay(profile: Profile, comm: Communicator, way: str, steps: int) -> list[f
     return seconds[WARMUP:]
 
 
-def run_rank(path: str, out: str, topology: str, steps: str) -> None:
+def run_rank(path, out, topology, steps):
     """What each rank on a host does; rank 0 writes the seconds of each way's steps to ``out``."""
     torch.set_num_threads(1)
     profile, cpu = read_profile(path), torch.device("cpu")
@@ -269,12 +259,8 @@ def run_rank(path: str, out: str, topology: str, steps: str) -> None:
 # -- the command
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.step.plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def main():
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--profile", help="of RingProfile; default: record ResNet-18 first")
     add("--rates", nargs="+", default=["1gbit", "3gbit"], help="of every link, as tc writes it")

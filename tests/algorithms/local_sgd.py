@@ -13,13 +13,7 @@ class LocalSGD(Algorithm):
         self.every = every
         self.num_steps = 0
 
-    def attach(
-        self,
-        module,
-        optimizers,
-        comm,
-        *_,
-    ):
+    def attach(self, module, optimizers, comm, *_):
         self.module, self.comm = module, comm
 
     def after_step(self, optimizer):

@@ -63,9 +63,7 @@ def test_equals_the_formula_in_one_process(world_size, optimizer, every, warmup)
         lambda: DiLoCo(4, fragments=2, overlap=3, outer_bits=8),
     ],
 )
-def test_averages_are_shown_without_a_trace_and_a_round_is_resumed_exactly(
-    make,
-):
+def test_averages_are_shown_without_a_trace_and_a_round_is_resumed_exactly(make):
     """After each of the first 7 steps averages are shown. After some a checkpoint is written, from
     which another job goes on: in the middle of a round, before its last step, after it."""
     straight = trained(3, make(), "adamw")
@@ -168,10 +166,7 @@ def test_a_request_to_stop_reaches_every_rank_with_the_next_exchange():
             lambda: RingFabricStrategy(algorithm="ring_local", compression="int8"),
             "LocalSGD got compression='int8'",
         ),
-        (
-            lambda: ElasticStrategy(algorithm=LocalSGD()),
-            "LocalSGD keeps state of its ranks",
-        ),
+        (lambda: ElasticStrategy(algorithm=LocalSGD()), "LocalSGD keeps state of its ranks"),
     ],
 )
 def test_what_cannot_work_is_refused(make, words):

@@ -34,9 +34,7 @@ def begin(algorithm, comm, optimizer="sgd", **said):
     ],
     ids=["local", "diloco", "streaming", "asynchronous"],
 )
-def test_a_parameter_that_is_frozen_within_a_round_is_averaged(
-    make,
-):
+def test_a_parameter_that_is_frozen_within_a_round_is_averaged(make):
     """At evaluations in that round, and at its end; with `DiLoCo` it is then at rest, whatever
     its momentum.
     """
@@ -77,9 +75,7 @@ def test_a_parameter_that_is_frozen_within_a_round_is_averaged(
     [lambda: LocalSGD(4), lambda: DiLoCo(4), AsynchronousGossip],
     ids=["local", "diloco", "asynchronous"],
 )
-def test_weights_that_code_changes_beside_an_evaluation_are_kept(
-    make,
-):
+def test_weights_that_code_changes_beside_an_evaluation_are_kept(make):
     """As by `StochasticWeightAveraging`, which puts in its average at an epoch's end. A swap and
     back is no change.
     """

@@ -30,10 +30,10 @@ import time
 from collections import Counter
 from dataclasses import asdict
 
-from benchmarks.hosts import why_not
 from tests.chaos import host as chaos_host
 from tests.chaos.plan import draw
 from tests.chaos.run import run_job
+from tests.hosts import why_not
 
 
 def main():

@@ -10,12 +10,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.hosts import open_hosts
 from tests.chaos import host as chaos_host
 from tests.chaos.checks import Outcome
 from tests.chaos.job import SLOW_SECONDS, Job
 from tests.chaos.plan import Plan
 from tests.chaos.rank import fit
+from tests.hosts import open_hosts
 
 _DISK_MIB = 4
 _SHM_MIB = 16

@@ -89,9 +89,7 @@ class NoteOwn(L.Callback):
         module.trained.append(parameters(module))
 
 
-def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(
-    tmp_path,
-):
+def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(tmp_path):
     folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
 
     def run(make, name, ckpt_path=None):
@@ -128,9 +126,7 @@ def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(
         assert torch.equal(parameters(resumed), parameters(whole))
 
 
-def check_averages_over_steps_and_over_epochs_are_those_of_the_ranks_average(
-    tmp_path,
-):
+def check_averages_over_steps_and_over_epochs_are_those_of_the_ranks_average(tmp_path):
     folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
     module = NotedToTheEnd()
     callbacks = [NoteOwn(), EMAWeightAveraging(decay=0.5, use_buffers=False)]

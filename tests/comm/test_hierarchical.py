@@ -34,13 +34,7 @@ LENGTHS = [0, 1, 7, 5003, 6000]  # 6,000: equal shards
 SOME = [torch.float32, torch.int32]
 
 
-def run_nested(
-    nodes,
-    fn,
-    *,
-    piece_bytes=4096,
-    timeout=60,
-):
+def run_nested(nodes, fn, *, piece_bytes=4096, timeout=60):
     """`run_ranks` on a `HierarchicalCommunicator` whose every level is a ring of threads."""
     peers = [sorted(ranks) for ranks in zip(*nodes, strict=True)]
     inward, outward = ([ThreadWorld(len(ranks)) for ranks in nodes] for _ in range(2))

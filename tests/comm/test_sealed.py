@@ -13,9 +13,7 @@ class _Loud:
         return pytest.fail, ("it was unpickled",)
 
 
-def test_only_what_was_sealed_with_the_job_s_secret_is_unpickled(
-    monkeypatch,
-):
+def test_only_what_was_sealed_with_the_job_s_secret_is_unpickled(monkeypatch):
     monkeypatch.setattr(sealed, "_secret", None)
     monkeypatch.setenv("RING_SECRET", "of the launcher")
     message = sealed.dumps({"a": [1, None]})

@@ -47,12 +47,7 @@ class Summing:
         self.step = None
         self.complete = False
         self.buckets = []
-        self.result = {
-            "communicators": [],
-            "segments": [],
-            "default": [],
-            "opening": [],
-        }
+        self.result = {"communicators": [], "segments": [], "default": [], "opening": []}
 
     def enter(self):
         self.member.report(Report(self.step, self.complete))

@@ -91,9 +91,7 @@ def test_a_value_after_an_aborted_collective_is_not_taken(monkeypatch):
     with_a_generation(monkeypatch, then)
 
 
-def test_a_group_is_not_aborted_while_a_collective_is_launched(
-    monkeypatch,
-):
+def test_a_group_is_not_aborted_while_a_collective_is_launched(monkeypatch):
     """NCCL would free the communicator under the launch."""
 
     def then(ours, made, default):

@@ -60,12 +60,7 @@ def _fit(strategy, parquet):
     """On each rank; Spark hands back what one of them returns."""
     from datasets import Dataset
 
-    from lightning_ring.data import (
-        CenterCrop,
-        HuggingFaceImages,
-        ShuffledSampler,
-        image_loader,
-    )
+    from lightning_ring.data import CenterCrop, HuggingFaceImages, ShuffledSampler, image_loader
     from tests.engines.loops import trained
 
     # "auto" is one rank for Lightning's own strategies on a CPU

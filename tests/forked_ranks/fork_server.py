@@ -47,7 +47,7 @@ READ_AT_START = (
 # Read later, or set by imports in pytest's process.
 READ_LATER = ("KMP_DUPLICATE_", "KMP_INIT_", "LIGHTNING_RING_", "PYTORCH_NVML_", "TORCHELASTIC_")
 READ_LATER += ("TORCHINDUCTOR_", "TORCH_NCCL_")
-ENTERED = ("net", "uts", "mnt")  # namespaces: those of a made-up host (`benchmarks/hosts.py`)
+ENTERED = ("net", "uts", "mnt")  # namespaces: those of a made-up host (`tests/hosts.py`)
 INHERITED = "RING_STORE_FD"  # a file descriptor that a launcher leaves to rank 0
 OPTIONS = ("-B", "-u", "-W")  # of Python, that a forked rank heeds
 

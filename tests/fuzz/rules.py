@@ -72,10 +72,7 @@ def settle(program):
     if choice("extra") == "backward between two steps on rank 0" and choice("skip") != "none":
         # rank 0 alone would have none at all, which optimizers tell from zeros
         without("gradients are zeros")
-    if choice("skip") == "None on one rank" and choice("log") in (
-        "synchronised",
-        "per epoch",
-    ):
+    if choice("skip") == "None on one rank" and choice("log") in ("synchronised", "per epoch"):
         plain("log")
     if "saliency" in choice("extra") and choice("validation") == "none":
         choices["validation"] = "synchronised loss"
@@ -83,11 +80,7 @@ def settle(program):
         plain("groups", "clip", "accumulate", "skip", "freeze")
         _plain_blocks(program.blocks, "Conv", "Shapes")
         without("every third step", "gradients")
-    if choice("schedule") == "one cycle" and choice("optimizer") in (
-        "Adagrad",
-        "ASGD",
-        "LBFGS",
-    ):
+    if choice("schedule") == "one cycle" and choice("optimizer") in ("Adagrad", "ASGD", "LBFGS"):
         plain("schedule")  # it cycles a momentum that they lack
     _settle_freezing(program, plain, without)
     if "Dropped()" in program.blocks and choice("again").startswith("resumed"):
@@ -119,16 +112,7 @@ def _settle_loop(program, plain, without):
     if any(word in choice("freeze") for word in ("new", "own", "callback")):
         plain("freeze")
     if choice("stepping").startswith("in backward"):
-        plain(
-            "window",
-            "clip",
-            "scaler",
-            "failure",
-            "groups",
-            "again",
-            "freeze",
-            "compression",
-        )
+        plain("window", "clip", "scaler", "failure", "groups", "again", "freeze", "compression")
     elif choice("stepping") == "two optimizers":
         plain("freeze")
         without("average of weights")  # it would read what the first one has just stepped
@@ -184,11 +168,7 @@ def _settle_blocks(program):
         program.hooks[:] = [hook for hook in program.hooks if hook.startswith("reads")]
         if "by reference" in choice("training"):
             choices.pop("training")
-    if "Complex()" in blocks and choice("optimizer") not in (
-        "SGD",
-        "SGD without momentum",
-        "Adam",
-    ):
+    if "Complex()" in blocks and choice("optimizer") not in ("SGD", "SGD without momentum", "Adam"):
         choices["optimizer"] = "SGD"
     if all(
         block in ("Unused()", "Frozen()", "Dropped()", "OnOneRank()", "EveryOtherStep()")

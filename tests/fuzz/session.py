@@ -99,13 +99,7 @@ class Session:
                 raise
         return found
 
-    def _work(
-        self,
-        key,
-        todo,
-        outcomes,
-        saved,
-    ):
+    def _work(self, key, todo, outcomes, saved):
         job = self._jobs.setdefault(key, Job(*key, self._folder, self._limit))
         for index, program in todo:
             if self._stopped:

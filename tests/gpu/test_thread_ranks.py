@@ -28,9 +28,7 @@ from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.backends.nccl import NCCLCommunicator
 from lightning_ring.comm.recording import RecordedCommunicator
-from lightning_ring.gradients.compression import (
-    TernGrad,
-)
+from lightning_ring.gradients.compression import TernGrad
 from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.optim import LAMB
 from tests.algorithms import test_loss_scaling
@@ -85,15 +83,7 @@ def batches(step, dtype):
     return torch.randn(24, 3, 8, 8, generator=torch.Generator().manual_seed(step)).to(dtype)
 
 
-def train(
-    comm,
-    net,
-    algorithm,
-    make,
-    *,
-    accumulates=False,
-    clips=False,
-):
+def train(comm, net, algorithm, make, *, accumulates=False, clips=False):
     """Train a copy of ``net`` on this rank's part of each batch; without ``comm`` on the whole.
 
     Returns the parameters; under `Averaging` also the gradients of the last step, and with mirrors
@@ -163,16 +153,7 @@ def largest(values):
     return float(torch.stack(list(values)).max())
 
 
-def check(
-    ranks,
-    world_size,
-    algorithm,
-    make,
-    allowed,
-    *,
-    dtype=torch.float64,
-    **features,
-):
+def check(ranks, world_size, algorithm, make, allowed, *, dtype=torch.float64, **features):
     """Ranks beside one process on the same GPU. A listener records collectives, as the monitor
     does.
     """

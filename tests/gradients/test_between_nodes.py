@@ -13,24 +13,12 @@ from torch.optim import SGD, Adam
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.comm.communicator import ChainedWork, shard
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.gradients.compression import (
-    DGC,
-    Int8,
-    OneBit,
-    TernGrad,
-    TopK,
-)
+from lightning_ring.gradients.compression import DGC, Int8, OneBit, TernGrad, TopK
 from lightning_ring.gradients.compression.between_nodes import Part
 from lightning_ring.gradients.compression.top_k import largest
 from lightning_ring.gradients.reducer import Reducer
 from tests.checks.compression import references
-from tests.checks.compression.formulas import (
-    SIZES,
-    OneTensor,
-    Sender,
-    assert_equals,
-    gradient,
-)
+from tests.checks.compression.formulas import SIZES, OneTensor, Sender, assert_equals, gradient
 from tests.comm.test_hierarchical import run_nested
 from tests.thread_ranks import run_ranks
 

@@ -51,9 +51,7 @@ def elastic_job(folder, *options, size, deaths, **env):
 
 
 @pytest.mark.ranks
-def test_rank_0_dies_the_others_go_back_to_the_last_commit_and_a_new_process_joins(
-    tmp_path,
-):
+def test_rank_0_dies_the_others_go_back_to_the_last_commit_and_a_new_process_joins(tmp_path):
     found = elastic_job(tmp_path, "-np", "3", "--min-np", "2", "--respawn", size=3, deaths="0:0:2")
     assert set(found) == {"1", "2", "3"}
     killed = float((tmp_path / "killed").read_text())
@@ -185,9 +183,7 @@ def test_run_calls_again_after_an_interrupt_and_raises_other_errors():
         train(state, "", error=hvd.HorovodInternalError)
 
 
-def test_an_error_that_no_death_explains_is_raised_after_some_attempts(
-    monkeypatch,
-):
+def test_an_error_that_no_death_explains_is_raised_after_some_attempts(monkeypatch):
     class Views:
         has_state = False
         members: tuple[int, ...] = (0, 1)

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 
-from benchmarks.hosts import open_hosts
 from tests import forked
+from tests.hosts import open_hosts
 from tests.processes import ROOT, clean_env, end_session
 from tests.strangers.attack import listening
 

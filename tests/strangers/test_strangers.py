@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.hosts import why_not
+from tests.hosts import why_not
 from tests.strangers.jobs import run
 
 HOSTS = pytest.param("hosts", marks=pytest.mark.netns)

@@ -19,14 +19,7 @@ from lightning_ring import RingStrategy
 from lightning_ring.errors import CollectiveError, ConfigurationError
 from lightning_ring.integrations.lightning.stop_requests import StopRequest
 from tests.checks.marks import by_world_size
-from tests.checks.models import (
-    RANK,
-    SIZE,
-    Classifier,
-    fit,
-    loader,
-    trainer,
-)
+from tests.checks.models import RANK, SIZE, Classifier, fit, loader, trainer
 from tests.checks.sharded.late import Late, LateRing, LateWork
 from tests.checks.sharded.references import CAP, With, assert_same, sharded
 from tests.strategies import ring

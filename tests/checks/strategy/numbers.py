@@ -24,11 +24,7 @@ from tests.checks.models import (
     relative_difference,
     trainer,
 )
-from tests.checks.strategy.references import (
-    assert_like_ddp,
-    both,
-    scaler_plugin,
-)
+from tests.checks.strategy.references import assert_like_ddp, both, scaler_plugin
 
 
 class Convolutions(nn.Module):

@@ -127,12 +127,7 @@ class FakeGroup:
         connected: Whether NCCL has started, as by ``device_id`` or by the first collective.
     """
 
-    def __init__(
-        self,
-        comm,
-        meeting=None,
-        connected=True,
-    ):
+    def __init__(self, comm, meeting=None, connected=True):
         self.comm = comm
         self.connected = connected
         self.calls = []

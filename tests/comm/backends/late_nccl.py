@@ -50,13 +50,7 @@ class LateWork:
     As torch's works do, it keeps the tensors alive until the first `wait` in any stream.
     """
 
-    def __init__(
-        self,
-        streams,
-        touched,
-        outputs,
-        results,
-    ):
+    def __init__(self, streams, touched, outputs, results):
         self._streams = streams
         self._held = (*touched, *outputs)
         self._places = [_place(tensor) for tensor in touched]

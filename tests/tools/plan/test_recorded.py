@@ -14,7 +14,6 @@ import lightning as L
 import pytest
 import torch
 
-from benchmarks.hosts import why_not
 from benchmarks.step.plan import WAYS
 from lightning_ring.cli import plan
 from lightning_ring.errors import ConfigurationError
@@ -22,6 +21,7 @@ from lightning_ring.monitor import RingProfile, StepTimer
 from lightning_ring.tools.plan.inputs import read_profile, write_profile
 from tests.battery import Battery, check_names
 from tests.checks.slow_model import Slow, batches, weights
+from tests.hosts import why_not
 from tests.processes import run
 from tests.tools.plan.profiles import profile, several
 

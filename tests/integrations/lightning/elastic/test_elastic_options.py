@@ -57,9 +57,7 @@ def test_what_cannot_work_is_named(arguments, named):
         ElasticStrategy(**arguments)
 
 
-def test_launchers_that_end_all_ranks_are_refused_before_anything_opens(
-    monkeypatch,
-):
+def test_launchers_that_end_all_ranks_are_refused_before_anything_opens(monkeypatch):
     for name, value in {
         "RANK": 0,
         "WORLD_SIZE": 2,
@@ -232,10 +230,7 @@ def test_one_cycle_stays_at_its_end_where_fewer_ranks_take_more_steps(within):
         configs = [SimpleNamespace(scheduler=scheduler)]
         trainer = SimpleNamespace(accumulate_grad_batches=1)
         strategy = SimpleNamespace(
-            optimizers=[optimizer],
-            lr_scheduler_configs=configs,
-            fit_trainer=trainer,
-            world_size=3,
+            optimizers=[optimizer], lr_scheduler_configs=configs, fit_trainer=trainer, world_size=3
         )
         resize = Resize("keep")
         resize.finish_step(4)

@@ -28,9 +28,7 @@ def test_a_second_fit_of_a_script_goes_on_with_the_same_ranks(tmp_path):
     assert output.count(" steps, 1 deaths") == 2
 
 
-def test_a_step_that_is_finished_after_a_death_runs_its_hooks_no_second_time(
-    tmp_path,
-):
+def test_a_step_that_is_finished_after_a_death_runs_its_hooks_no_second_time(tmp_path):
     code, output = job(tmp_path, "1", "1:3:9:hook")
     assert code == 0, output
     # the survivors held the averages, and a hook would find no communicator
@@ -65,9 +63,7 @@ def test_a_death_after_the_fit_fails_the_job(event, fits, expected, told, tmp_pa
     assert re.search(told, output.splitlines()[-1]), output
 
 
-def test_a_rank_that_dies_at_the_end_of_the_fit_is_followed_by_another_rank_0(
-    tmp_path,
-):
+def test_a_rank_that_dies_at_the_end_of_the_fit_is_followed_by_another_rank_0(tmp_path):
     code, output = job(tmp_path, "1", "0:8:9:train_end")
     assert code == 0, output
     assert sorted(re.findall(r"fit 0: 2 ranks.*rank (\d)", output)) == ["0", "1"]

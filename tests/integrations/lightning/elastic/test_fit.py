@@ -23,15 +23,7 @@ SAMPLES, BATCH, EPOCHS = 144, 4, 2
 pytestmark = pytest.mark.ranks
 
 
-def fit(
-    folder,
-    backend,
-    *deaths,
-    ranks=4,
-    respawn=False,
-    agent=False,
-    **env,
-):
+def fit(folder, backend, *deaths, ranks=4, respawn=False, agent=False, **env):
     """The ends of those that live to the end, of 4 ranks."""
     command = elastic_command(
         ranks, RANK, str(folder), backend, *deaths, respawn=respawn, agent=agent
@@ -139,17 +131,13 @@ def test_a_fit_outlives_ranks_before_its_first_step(deaths, tmp_path):
     check(tmp_path, fit(tmp_path, "gloo", *deaths), 2)
 
 
-def test_a_rank_that_others_wait_for_in_the_next_step_does_that_again_with_them(
-    tmp_path,
-):
+def test_a_rank_that_others_wait_for_in_the_next_step_does_that_again_with_them(tmp_path):
     # a step of several batches. The others are in the first one, in the average of the loss that
     # they log
     check_late(tmp_path, 3, accumulate=2)
 
 
-def test_a_rank_that_others_wait_for_in_an_epochs_last_step_plans_it_as_they_do(
-    tmp_path,
-):
+def test_a_rank_that_others_wait_for_in_an_epochs_last_step_plans_it_as_they_do(tmp_path):
     # of one batch. With three ranks there are two batches left
     check_late(tmp_path, 4, accumulate=2, samples=SAMPLES + 3 * BATCH)
 
@@ -181,9 +169,7 @@ def check_behind(folder, ends, samples):
         assert samples - len(trained) < 6 * BATCH
 
 
-def test_a_rank_that_is_behind_at_two_deaths_plans_its_step_for_the_ranks_between_them(
-    tmp_path,
-):
+def test_a_rank_that_is_behind_at_two_deaths_plans_its_step_for_the_ranks_between_them(tmp_path):
     """Behind step 3 process 4 dies. All go on without it but process 0, which has yet to return
     from a barrier when process 3 dies too: in the next step, planned for four ranks with two
     batches. For five there was one left."""
@@ -287,9 +273,7 @@ def test_a_newcomer_steps_several_optimizers_as_the_others_do(tmp_path):
     assert len(trained_batches(tmp_path, 2)) > 5
 
 
-def test_gradients_of_an_earlier_training_step_are_there_when_the_next_is_done_again(
-    tmp_path,
-):
+def test_gradients_of_an_earlier_training_step_are_there_when_the_next_is_done_again(tmp_path):
     ends = fit(tmp_path, "gloo", "1:7:between", ranks=3, FIT_MANUAL="accumulates")
     check(tmp_path, ends, 2)
     seen = [
@@ -406,9 +390,7 @@ def test_averaged_weights_are_exchanged_once_and_reach_newcomers(tmp_path):
     assert [end["number"] for end in ends] == [0, 2, 3]
 
 
-def test_a_process_waits_where_stochastic_weight_averaging_cannot_take_it_in(
-    tmp_path,
-):
+def test_a_process_waits_where_stochastic_weight_averaging_cannot_take_it_in(tmp_path):
     """It would train with another schedule."""
     env = {
         "FIT_CALLBACKS": "StochasticWeightAveraging(0.01, swa_epoch_start=1)",
@@ -446,12 +428,7 @@ def test_a_process_waits_where_stochastic_weight_averaging_cannot_take_it_in(
     ],
 )
 def test_survivors_compute_what_fewer_ranks_compute_from_that_state(
-    backend,
-    variables,
-    ranks,
-    options,
-    deaths,
-    tmp_path,
+    backend, variables, ranks, options, deaths, tmp_path
 ):
     (first, fresh) = (tmp_path / "first", tmp_path / "fresh")
     first.mkdir()
@@ -475,9 +452,7 @@ def test_survivors_compute_what_fewer_ranks_compute_from_that_state(
     assert {end["digest"] for end in ends} == {end["digest"] for end in again}
 
 
-def test_a_fit_that_goes_on_within_an_epoch_trains_once_on_what_is_left_of_it(
-    tmp_path,
-):
+def test_a_fit_that_goes_on_within_an_epoch_trains_once_on_what_is_left_of_it(tmp_path):
     """With fewer ranks than the checkpoint's, of which one dies in that epoch."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
@@ -496,9 +471,7 @@ def test_a_fit_that_goes_on_within_an_epoch_trains_once_on_what_is_left_of_it(
 @pytest.mark.skipif(
     not reachable_candidates({}), reason="this host has no address but its own loopback"
 )
-def test_a_job_that_has_lost_a_shard_goes_on_from_its_last_checkpoint_by_itself(
-    tmp_path,
-):
+def test_a_job_that_has_lost_a_shard_goes_on_from_its_last_checkpoint_by_itself(tmp_path):
     """Rank 3, on another host, is the mirror of rank 1. The two others end with the bits of a
     fresh job from that checkpoint."""
     first, fresh = tmp_path / "first", tmp_path / "fresh"

@@ -87,9 +87,7 @@ def test_what_no_death_explains_is_raised():
         HostCalls(recover).call(dying(1, None))
 
 
-def test_a_batch_that_begins_again_counts_once_for_the_broadcasts_of_buffers(
-    monkeypatch,
-):
+def test_a_batch_that_begins_again_counts_once_for_the_broadcasts_of_buffers(monkeypatch):
     strategy, module = ElasticStrategy(), torch.nn.Module()
     module.register_buffer("count", torch.zeros(1))
     strategy.model = module
