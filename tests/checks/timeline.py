@@ -224,7 +224,7 @@ def said():
     """What this package logs."""
     messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("lightning_ring").addHandler(handler)
     try:
         yield messages
@@ -261,7 +261,7 @@ class Between(L.Callback):
         self.path = path
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        timeline = trainer.strategy.timeline  # type: ignore[attr-defined]
+        timeline = trainer.strategy.timeline
         if batch_idx == 2:
             timeline.start(self.path)
             timeline.start()  # it is on
@@ -269,8 +269,8 @@ class Between(L.Callback):
         if batch_idx == 5:
             timeline.stop()
             timeline.stop()
-            assert not isinstance(trainer.profiler, StepTimer)  # type: ignore[attr-defined]
-            assert not trainer.strategy.listeners  # type: ignore[attr-defined]
+            assert not isinstance(trainer.profiler, StepTimer)
+            assert not trainer.strategy.listeners
 
 
 def check_started_and_stopped_by_hand(tmp_path):
@@ -310,7 +310,7 @@ def check_switched_on_and_off_from_outside(tmp_path):
 def check_a_largest_size(tmp_path):
     class Chatty(Between):
         def on_train_batch_end(self, trainer, *_):
-            session = trainer.strategy.timeline._session  # type: ignore[attr-defined]
+            session = trainer.strategy.timeline._session
             for _ in range(7000 if session else 0):
                 session.recorder.slice(1, "step", 0.0, 0.0)
 

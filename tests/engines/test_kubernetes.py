@@ -5,10 +5,6 @@ operator 0.8.2, TrainJob v1alpha1 of Kubeflow Trainer 2.3.0. Both manifests were
 whole definitions, with no unknown field, on 28 November 2026.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import yaml
 
@@ -18,11 +14,11 @@ FOLDER = ROOT / "examples" / "kubernetes"
 CONTAINER = {"name": str, "image": str, "command": [str], "args": [str]}
 CONTAINER |= {"resources": {"limits": dict}, "volumeMounts": [{"name": str, "mountPath": str}]}
 VOLUMES = [{"name": str, "emptyDir": {"medium": str, "sizeLimit": str}}]
-POD: dict[str, Any] = {"spec": {"containers": [CONTAINER], "volumes": VOLUMES}}
+POD = {"spec": {"containers": [CONTAINER], "volumes": VOLUMES}}
 REPLICAS = {"replicas": int, "template": POD}
 JOBS = [{"name": str, "template": {"spec": {"template": POD}}}]
 VALUE = {"secretKeyRef": {"name": str, "key": str}}
-FIELDS: dict[str, Any] = {
+FIELDS = {
     "mpijob": {
         "slotsPerWorker": int,
         "sshAuthMountPath": str,
@@ -49,7 +45,7 @@ FIELDS: dict[str, Any] = {
 }
 
 
-def unknown(value: Any, known: Any, path: str = "spec") -> list[str]:
+def unknown(value, known, path="spec"):
     """What of ``value`` is not as in ``known``."""
     if isinstance(known, type):
         return [] if type(value) is known else [path]
@@ -65,7 +61,7 @@ def unknown(value: Any, known: Any, path: str = "spec") -> list[str]:
     return [problem for problems in found for problem in problems]
 
 
-def manifest(name: str) -> dict[str, Any]:
+def manifest(name):
     return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
 
 

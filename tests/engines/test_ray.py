@@ -1,11 +1,7 @@
 """Ray Train starts, places and watches the ranks; it runs here as it does on a cluster."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +15,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.ranks]
 
 
 @pytest.fixture(scope="module")
-def two_nodes() -> Iterator[None]:
+def two_nodes():
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
@@ -36,7 +32,7 @@ def two_nodes() -> Iterator[None]:
             cluster.shutdown()
 
 
-def fit(folder: Path, num_workers: int = 2, **config: Any) -> list[dict[str, Any]]:
+def fit(folder, num_workers=2, **config):
     """What each worker's fit returned, by rank. ``config`` is that of `_loop`."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -51,14 +47,14 @@ def fit(folder: Path, num_workers: int = 2, **config: Any) -> list[dict[str, Any
     return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(num_workers)]
 
 
-def _loop(config: dict[str, Any]) -> None:
+def _loop(config):
     """``strategy`` is "ring", "ring_sharded" or, for Ray's own, "ddp"."""
     from ray.train import get_checkpoint, get_context
     from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, RayTrainReportCallback
 
     folder = Path(config["folder"])
     strategy = config.get("strategy", "ring")
-    callbacks: list[Any] = [RayTrainReportCallback()] if config.get("report") else []
+    callbacks = [RayTrainReportCallback()] if config.get("report") else []
     if config.get("kill"):
         callbacks.append(KilledOnce(folder, "checkpoint_manager_snapshot.json"))
     checkpoint = get_checkpoint()
@@ -74,7 +70,7 @@ def _loop(config: dict[str, Any]) -> None:
     (folder / f"rank{get_context().get_world_rank()}").write_text(json.dumps(said))
 
 
-def weights(said: list[dict[str, Any]]) -> Any:
+def weights(said):
     assert all(one["weights"] == said[0]["weights"] for one in said)
     return said[0]["weights"]
 
