@@ -34,6 +34,7 @@ _ENGINES = {  # by a variable that each sets for its processes, the innermost fi
     "FLUX_JOB_ID": "Flux",
     "KUBERNETES_SERVICE_HOST": "Kubernetes",
 }
+_ENGINE_OF = {"jsrun": "LSF", "Flux": "Flux"}  # by the launcher's name in `job.launchers`
 
 
 def check_engine(request: DoctorRequest) -> list[Finding]:
@@ -56,10 +57,12 @@ def check_launcher(request: DoctorRequest) -> list[Finding]:
     if found is None:
         return [ok(name, "no launcher's variables: `python train.py` starts the ranks")]
     place = f"rank {found.rank} of {found.world_size}, by the variables of {found.launcher}"
-    started_by = request.launcher or ("Ray" if "RAY_JOB_ID" in request.environ else "")
-    if started_by:
+    # these start ranks from processes whose names are no launcher's
+    engine = "Ray" if "RAY_JOB_ID" in request.environ else _ENGINE_OF.get(found.launcher)
+    if started_by := request.launcher or engine:
         return [ok(name, f"{place}, started by {started_by}")]
     names = " ".join(sorted(set(request.environ) - set(request.child_environ)))
+    names = names or "${!SLURM_@}"  # the ranks that the doctor starts keep those of the job
     return [
         broken(name, f"{place}, but no launcher started this process", f"{advice}unset {names}")
     ]
