@@ -1,8 +1,12 @@
 """Training loops that the tests of this folder have an engine run, and data for them."""
 
+from __future__ import annotations
+
 import os
 import signal
 import time
+from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -15,29 +19,29 @@ EPOCHS = 3
 
 
 class Regression(L.LightningModule):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
         )
 
-    def training_step(self, batch, index):
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
         x, y = batch
         loss = torch.nn.functional.mse_loss(self.layers(x), y)
         self.log("loss", loss, sync_dist=True)
         return loss
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def samples():
+def samples() -> TensorDataset:
     torch.manual_seed(1)
     x = torch.randn(48, 8)
     return TensorDataset(x, x.sum(1, keepdim=True))
 
 
-def trained(strategy, ckpt_path=None, **options):
+def trained(strategy: Any, ckpt_path: str | None = None, **options: Any) -> dict[str, Any]:
     """Fit on this worker. Returns what the ranks have to agree on, and where they were."""
     L.seed_everything(2)
     model = Regression()
@@ -64,14 +68,16 @@ def trained(strategy, ckpt_path=None, **options):
 
 
 class KilledOnce(L.Callback):
-    """Kills rank 1 in the second epoch, once the engine has written ``checkpoint`` (a file's name)
-    into ``folder``. The file ``folder/killed`` says that it has done so."""
+    """Kills rank 1 in the second epoch, or with ``parent`` the engine's process that started it,
+    once the engine has written ``checkpoint`` (a file's name) into ``folder``. The file
+    ``folder/killed`` says that it has done so."""
 
-    def __init__(self, folder, checkpoint):
+    def __init__(self, folder: Path, checkpoint: str, *, parent: bool = False) -> None:
         self._folder = folder
         self._checkpoint = checkpoint
+        self._parent = parent
 
-    def on_train_batch_start(self, trainer, *_):
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         killed = self._folder / "killed"
         if trainer.global_rank != 1 or trainer.current_epoch != 1 or killed.exists():
             return
@@ -80,4 +86,5 @@ class KilledOnce(L.Callback):
             assert time.monotonic() < late, f"{self._checkpoint} was not written"
             time.sleep(0.1)
         killed.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getppid() if self._parent else os.getpid(), signal.SIGKILL)
+        time.sleep(60)  # the watch ends a rank whose parent has gone

@@ -32,6 +32,7 @@ _ENGINES = {  # by a variable that each sets for its processes, the innermost fi
     "FLUX_JOB_ID": "Flux",
     "KUBERNETES_SERVICE_HOST": "Kubernetes",
 }
+_ENGINE_OF = {"jsrun": "LSF", "Flux": "Flux"}  # by the launcher's name in `job.launchers`
 
 
 def check_engine(request: DoctorRequest) -> list[Finding]:
@@ -54,11 +55,15 @@ def check_launcher(request: DoctorRequest) -> list[Finding]:
     if found is None:
         return [ok(name, "no launcher's variables: `python train.py` starts the ranks")]
     place = f"rank {found.rank} of {found.world_size}, by the variables of {found.launcher}"
-    if by := request.launcher or ("Ray" if "RAY_JOB_ID" in request.environ else ""):
-        return [ok(name, f"{place}, started by {by}")]
+    # these start ranks from processes whose names are no launcher's
+    engine = "Ray" if "RAY_JOB_ID" in request.environ else _ENGINE_OF.get(found.launcher)
+    if started_by := request.launcher or engine:
+        return [ok(name, f"{place}, started by {started_by}")]
     names = " ".join(sorted(set(request.environ) - set(request.child_environ)))
-    found_none = f"{place}, but no launcher started this process"
-    return [broken(name, found_none, f"{advice}unset {names}")]
+    names = names or "${!SLURM_@}"  # the ranks that the doctor starts keep those of the job
+    return [
+        broken(name, f"{place}, but no launcher started this process", f"{advice}unset {names}")
+    ]
 
 
 def living_launcher() -> str:

@@ -27,6 +27,7 @@ from lightning_ring.tools.doctor.findings import (
 )
 from lightning_ring.tools.doctor.launching import check_engine, check_launcher
 from lightning_ring.tools.doctor.reduction import what_was_said
+from tests.job.test_launchers import FLUX, JSRUN, SRUN_STEP
 from tests.processes import clean_env, mpirun_path, run
 from tests.tools.doctor.planting import doctor, own_environment, program
 
@@ -53,12 +54,26 @@ def test_the_engine_is_named(variables, engine):
     assert check_engine(request) == [ok("engine", engine)]
 
 
-def test_a_worker_of_ray_is_a_rank_that_ray_started():
-    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), "1")
-    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
-    request = DoctorRequest(2, 1, 60, environ=ranks | sizes | {"RAY_JOB_ID": "1"})
-    found = "rank 1 of 2, by the variables of RANK, WORLD_SIZE, started by Ray"
-    assert check_launcher(request) == [ok("launcher", found)]
+RAY_WORKER = {"RAY_JOB_ID": "1", "RANK": "1", "LOCAL_RANK": "1"}
+RAY_WORKER |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        (RAY_WORKER, "rank 1 of 2, by the variables of RANK, WORLD_SIZE, started by Ray"),
+        (JSRUN, "rank 5 of 8, by the variables of jsrun, started by LSF"),
+        (FLUX, "rank 5 of 8, by the variables of Flux, started by Flux"),
+    ],
+)
+def test_an_engine_started_the_rank(environ, found):
+    assert check_launcher(DoctorRequest(2, 1, 60, environ=environ)) == [ok("launcher", found)]
+
+
+def test_variables_of_slurm_that_are_left_can_be_unset():
+    [finding] = check_launcher(DoctorRequest(2, 1, 60, environ=SRUN_STEP))
+    assert finding.found.endswith("by the variables of srun, but no launcher started this process")
+    assert finding.advice.endswith("unset ${!SLURM_@}")
 
 
 @pytest.mark.ranks
