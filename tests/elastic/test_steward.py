@@ -1,7 +1,5 @@
 """The steward and its members in one process: views, the store of a view, refusals, strangers."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -13,14 +11,14 @@ from tests.elastic.serving import WAIT, first_view, serving
 from tests.processes import wait_for
 
 
-def test_a_death_stops_the_others_and_frees_who_waits_in_the_store() -> None:
+def test_a_death_stops_the_others_and_frees_who_waits_in_the_store():
     with serving() as server:
         one, two, three = first_view(server, 3)
         stopped = threading.Event()
         two.on_stop = lambda error: stopped.set()
-        freed: list[BaseException] = []
+        freed = []
 
-        def wait() -> None:
+        def wait():
             try:
                 one.request({"op": "get", "keys": ["never"]}, WAIT)
             except GenerationOver as error:
@@ -46,7 +44,7 @@ def test_a_death_stops_the_others_and_frees_who_waits_in_the_store() -> None:
             member.check()
 
 
-def test_the_store_answers_as_torchs_and_each_view_begins_with_an_empty_one() -> None:
+def test_the_store_answers_as_torchs_and_each_view_begins_with_an_empty_one():
     with serving() as server:
         one, two = first_view(server, 2)
         assert one.request({"op": "add", "key": "n", "value": 2}, WAIT) == 2
@@ -77,7 +75,7 @@ def test_the_store_answers_as_torchs_and_each_view_begins_with_an_empty_one() ->
         assert one.request({"op": "count"}, WAIT) == 0
 
 
-def test_a_newcomer_is_announced_and_let_in_when_the_members_stop() -> None:
+def test_a_newcomer_is_announced_and_let_in_when_the_members_stop():
     with serving() as server:
         (one,) = first_view(server, 1)
         two = server.join(1)
@@ -97,7 +95,7 @@ def test_a_newcomer_is_announced_and_let_in_when_the_members_stop() -> None:
         assert not one.newcomers_wait
 
 
-def test_who_waits_for_a_rank_that_died_after_the_fit_is_told_so() -> None:
+def test_who_waits_for_a_rank_that_died_after_the_fit_is_told_so():
     with serving() as server:
         one, two = first_view(server, 2)
         for member in (one, two):
@@ -111,7 +109,7 @@ def test_who_waits_for_a_rank_that_died_after_the_fit_is_told_so() -> None:
             one.check()
 
 
-def test_a_newcomer_that_does_not_fit_is_removed_and_a_member_is_not() -> None:
+def test_a_newcomer_that_does_not_fit_is_removed_and_a_member_is_not():
     with serving() as server:
         (one,) = first_view(server, 1)
         two = server.join(1)
@@ -130,7 +128,7 @@ def test_a_newcomer_that_does_not_fit_is_removed_and_a_member_is_not() -> None:
         assert server.steward.turned_away == {1}
 
 
-def test_a_failure_ends_the_job_on_every_rank() -> None:
+def test_a_failure_ends_the_job_on_every_rank():
     with serving() as server:
         one, two = first_view(server, 2)
         one.fail("rank 0 failed: ValueError: no such file")
@@ -144,7 +142,7 @@ def test_a_failure_ends_the_job_on_every_rank() -> None:
         assert not ended.value.finished
 
 
-def test_a_failure_that_follows_from_a_late_death_leaves_the_last_word_to_the_launcher() -> None:
+def test_a_failure_that_follows_from_a_late_death_leaves_the_last_word_to_the_launcher():
     with serving() as server:
         one, two, three = first_view(server, 3)
         for member in (one, two, three):
@@ -162,7 +160,7 @@ def test_a_failure_that_follows_from_a_late_death_leaves_the_last_word_to_the_la
 
 
 @pytest.mark.parametrize("parted", [False, True])
-def test_ranks_that_are_too_few_for_too_long_learn_why_the_job_ends(parted: bool) -> None:
+def test_ranks_that_are_too_few_for_too_long_learn_why_the_job_ends(parted):
     """By the type of the error. Ranks with parts of the state meet once more before."""
     with serving(min_ranks=2) as server:
         one, two = first_view(server, 2)
@@ -186,7 +184,7 @@ def test_ranks_that_are_too_few_for_too_long_learn_why_the_job_ends(parted: bool
         assert not isinstance(ended.value, TooFewRanks)
 
 
-def test_a_process_that_waits_when_the_training_ends_is_told_so() -> None:
+def test_a_process_that_waits_when_the_training_ends_is_told_so():
     with serving() as server:
         (one,) = first_view(server, 1)
         two = server.join(1)
@@ -200,7 +198,7 @@ def test_a_process_that_waits_when_the_training_ends_is_told_so() -> None:
             assert ended.value.finished
 
 
-def test_a_stranger_is_sent_away() -> None:
+def test_a_stranger_is_sent_away():
     with serving() as server:
         (one,) = first_view(server, 1)
         with pytest.raises(RankDiscoveryError, match="another job"):
@@ -208,7 +206,7 @@ def test_a_stranger_is_sent_away() -> None:
         one.check()
 
 
-def test_a_process_learns_whether_the_job_has_begun() -> None:
+def test_a_process_learns_whether_the_job_has_begun():
     with serving() as server:
         early, replacement = server.join(0), server.join(5)
         early.report(Report())
