@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from typing import Protocol
 
 import torch
@@ -155,6 +156,7 @@ class Recovery:
         attempts = 0
         self.since = time.perf_counter()
         while True:
+            _let_go(error)
             self._generations.close(_as_ring_error(error))
             between = self.training.is_between(first_attempt)
             first_attempt = False
@@ -228,6 +230,15 @@ def is_from_a_peer(error: BaseException) -> bool:
     if isinstance(error, JobEnded):
         return False
     return isinstance(error, RingError | TimeoutError) or comes_from_a_peer(error)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drop what the frames that ``error`` has left hold: buckets among it, whose memory the next
+    view uses again.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _as_ring_error(error: Exception | None) -> RingError | None:

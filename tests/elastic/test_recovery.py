@@ -4,10 +4,11 @@ that only record.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -96,6 +97,32 @@ def test_a_step_that_others_have_finished_is_finished_first_and_once() -> None:
     )
     assert ranks.calls == [*first, *second, "enter 2"]
     assert ranks.recovery.step == 6
+
+
+def test_what_a_broken_step_held_is_free_when_ranks_connect() -> None:
+    """Else every bucket of shared memory is made anew: 0.7 s for 256 MiB of three ranks."""
+    ranks = Recorder(View(1, (0, 2), 5))
+    ranks.recovery.step = 5
+    held: list[weakref.ref[Mock]] = []
+    free: list[bool] = []
+
+    def wait_for_averages() -> None:
+        bucket = Mock()
+        held.append(weakref.ref(bucket))
+        raise OVER
+
+    def backward() -> None:
+        try:
+            wait_for_averages()
+        except GenerationOver as error:
+            raise CollectiveError("a transport is broken") from error
+
+    with patch.object(ranks, "open", lambda view: free.append(held[0]() is None)):
+        try:
+            backward()
+        except CollectiveError as error:
+            ranks.recovery.after(error)
+    assert free == [True]
 
 
 def test_a_newcomer_has_state_only_once_it_has_entered() -> None:
