@@ -135,9 +135,9 @@ class Relay:
             self._door.send({"kind": "all left", "rank": None}, *self._senders)
 
     def _pass_on(self, message: Message) -> None:
-        if "to" in message:
-            self._door.send(message, message["to"])
-            if message["to"] != message["rank"]:  # its sender counts what was passed on
+        if isinstance(to := message.get("to"), int):
+            self._door.send(message, to)
+            if to != message["rank"]:  # its sender counts what was passed on
                 self._door.send({"kind": "passed on", "rank": message["rank"]}, message["rank"])
         elif self._is_for_all(message):
             self._door.send(message, *self._senders)
@@ -154,7 +154,7 @@ class Relay:
         if len(told) >= _TOLD:
             return False
         if kind == "failed":  # failures of earlier fits were caught
-            fit = message["fit"]
+            fit = message.get("fit", 0)
             self._history = [one for one in self._history if one.get("fit", fit) >= fit]
         self._history.append(message)
         return True
@@ -163,4 +163,4 @@ class Relay:
 def _sort(event: Message) -> tuple[str, bool, int]:
     """Events of one sort say the same to a rank: that another one failed, and why."""
     failed = event["kind"] == "failed"
-    return event["kind"], failed and event["echo"], event["fit"] if failed else 0
+    return event["kind"], failed and event.get("echo", False), event.get("fit", 0) if failed else 0
