@@ -8,8 +8,7 @@ turn blocks in a read and takes no processor time. Ranks talk to the conductor o
 which reaches into network namespaces too.
 """
 
-from __future__ import annotations
-
+import argparse
 import contextlib
 import json
 import os
@@ -18,19 +17,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-from typing_extensions import Self
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 240.0  # for all jobs' imports and first collectives
 TURN_SECONDS = 60.0
 
 
-def prepare() -> None:
+def prepare():
     """For the ranks of all jobs: one thread each, and this checkout on their path. SIGTERM leaves
     no job behind.
     """
@@ -40,6 +35,12 @@ def prepare() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
+def parser_of(text):
+    """Of a command whose help begins with ``text``."""
+    whole = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=text, formatter_class=whole)
+
+
 class Processes:
     """Commands that run until they end or this context manager does; it leaves none behind.
 
@@ -47,11 +48,11 @@ class Processes:
     session first, then by process.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
-        self.running: list[subprocess.Popen[bytes]] = []
+        self.running = []
 
-    def start(self, command: Sequence[str], **environ: str) -> subprocess.Popen[bytes]:
+    def start(self, command, **environ):
         with (self.folder / f"{len(self.running)}.log").open("wb") as log:
             process = subprocess.Popen(
                 list(command),
@@ -64,23 +65,21 @@ class Processes:
         self.running.append(process)
         return process
 
-    def output(self, number: int) -> str:
-        """The last lines that a command and its processes have written."""
-        return (self.folder / f"{number}.log").read_text(errors="replace")[-3000:]
+    def outputs(self):
+        """The last lines that each command and its processes have written."""
+        logs = sorted(self.folder.glob("*.log"))
+        return "\n".join(log.read_text(errors="replace")[-3000:] for log in logs)
 
-    def outputs(self) -> str:
-        return "\n".join(map(self.output, range(len(self.running))))
-
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds):
         until = time.monotonic() + seconds
         for process in self.running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         for number in (signal.SIGTERM, signal.SIGKILL):
             for process in self.running:
                 with contextlib.suppress(ProcessLookupError):
@@ -91,18 +90,18 @@ class Processes:
 class Conductor(Processes):
     """Lets jobs that it starts train in turns. Its socket lies in ``folder`` too."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         super().__init__(folder)
-        self._ranks: dict[str, list[Any]] = {}
+        self._ranks = {}
         self._door = socket.socket(socket.AF_UNIX)
         self._door.bind(str(folder / "turns"))
         self._door.listen(64)
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self._door.close()
         super().__exit__(*error)
 
-    def open(self, commands: Sequence[Sequence[str]], jobs: Sequence[str], num_ranks: int) -> None:
+    def open(self, commands, jobs, num_ranks):
         """Run ``commands``, and wait until all ``num_ranks`` ranks of each of ``jobs`` are about
         to train.
         """
@@ -113,7 +112,7 @@ class Conductor(Processes):
         while any(len(ranks) < num_ranks for ranks in self._ranks.values()):
             self._accept(until)
 
-    def _accept(self, until: float) -> None:
+    def _accept(self, until):
         self._door.settimeout(0.2)
         try:
             connection, _ = self._door.accept()
@@ -127,25 +126,25 @@ class Conductor(Processes):
         stream = connection.makefile("rw")
         self._ranks[json.loads(stream.readline())].append(stream)
 
-    def _check_alive(self) -> None:
-        for number, process in enumerate(self.running):
+    def _check_alive(self):
+        for process in self.running:
             if code := process.poll():
-                raise SystemExit(f"a job ended with exit code {code}:\n{self.output(number)}")
+                raise SystemExit(f"a job ended with exit code {code}:\n{self.outputs()}")
 
-    def turn(self, job: str, num_steps: int) -> list[float]:
+    def turn(self, job, num_steps):
         """Seconds of each of ``num_steps`` steps of ``job`` on its slowest rank, after one that
         is not timed.
         """
         return [max(step) for step in zip(*self._ask(job, num_steps + 1), strict=True)]
 
-    def finish(self) -> dict[str, list[Any]]:
+    def finish(self):
         """Let every job end; returns what its ranks say of themselves (`Turns.facts`)."""
         facts = {job: self._ask(job, 0) for job in self._ranks}
         self.wait(TURN_SECONDS)
         self._check_alive()
         return facts
 
-    def _ask(self, job: str, num_steps: int) -> list[Any]:
+    def _ask(self, job, num_steps):
         answers = []
         for stream in self._ranks[job]:
             with contextlib.suppress(OSError):  # a rank that has left answers nothing
@@ -174,12 +173,7 @@ class Turns:
         pause: Called when a turn is over, to give back memory that the others need.
     """
 
-    def __init__(
-        self,
-        job: str,
-        synchronize: Callable[[], object] | None = None,
-        pause: Callable[[], object] = lambda: None,
-    ) -> None:
+    def __init__(self, job, synchronize=None, pause=lambda: None):
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(os.environ["TURNS_SOCKET"])
         self._stream = connection.makefile("rw")
@@ -188,9 +182,9 @@ class Turns:
         self._pause = pause
         self._left = 0
         # at the beginning of each step of this turn, and at the end of the last
-        self._clock: list[float] = []
+        self._clock = []
 
-    def wait(self) -> bool:
+    def wait(self):
         """Return when this step may begin; False for the last one, which is not timed."""
         if self._left == 0:
             if self._clock:
@@ -205,17 +199,17 @@ class Turns:
         self._left -= 1
         return True
 
-    def leave(self, facts: dict[str, Any]) -> None:
+    def leave(self, facts):
         """After training: tell the conductor what it cannot see."""
         self._say(facts)
         self._stream.close()
 
-    def _tick(self, synchronize: bool) -> None:
+    def _tick(self, synchronize):
         if synchronize and self._synchronize is not None:
             self._synchronize()
         self._clock.append(time.perf_counter())
 
-    def _seconds(self) -> list[float]:
+    def _seconds(self):
         """Of each step but the first, which finds caches cold, and of a sharded optimizer its
         parameters gathered.
         """
@@ -224,6 +218,6 @@ class Turns:
             return [(clock[-1] - clock[0]) / (len(clock) - 1)] * (len(clock) - 1)
         return [after - before for before, after in pairwise(clock)]
 
-    def _say(self, message: object) -> None:
+    def _say(self, message):
         self._stream.write(json.dumps(message) + "\n")
         self._stream.flush()

@@ -14,8 +14,6 @@ shared by all ranks).
 By hand: ``mpirun -n 2 python -m tests.battery tests.checks.comm FOLDER [CHECK ...]``.
 """
 
-from __future__ import annotations
-
 import ast
 import faulthandler
 import importlib
@@ -37,7 +35,7 @@ from tests.processes import ROOT, clean_env, end_session, mpirun_command
 IDLE_RANKS = 8  # of all launches together: each takes some 200 MB
 
 
-def checks_of(module: str, mark: str = "") -> dict[str, str]:
+def checks_of(module, mark=""):
     """The checks of ``module``, a file or a folder of files, and the file that each is in.
 
     Read from their text, so that collecting tests imports nothing heavy.
@@ -50,7 +48,7 @@ def checks_of(module: str, mark: str = "") -> dict[str, str]:
     files = {f"{module}.{file.stem}": file for file in sorted(path.glob("*.py"))} or {
         module: path.with_suffix(".py")
     }
-    found: dict[str, str] = {}
+    found = {}
     for name, file in files.items():
         functions = [
             node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)
@@ -67,7 +65,7 @@ def checks_of(module: str, mark: str = "") -> dict[str, str]:
     return found
 
 
-def check_names(module: str, mark: str = "") -> list[str]:
+def check_names(module, mark=""):
     return list(checks_of(module, mark))
 
 
@@ -76,7 +74,7 @@ class Launch:
     does.
     """
 
-    def __init__(self, folder: Path, world_size: int, env: dict[str, str]) -> None:
+    def __init__(self, folder, world_size, env):
         self.world_size = world_size
         self._output = folder / "output"
         fifos = [folder / f"{rank}.orders" for rank in range(world_size)]
@@ -94,7 +92,7 @@ class Launch:
                 start_new_session=True,
             )
 
-    def run(self, module: str, only: tuple[str, ...], out: Path, timeout: float) -> str:
+    def run(self, module, only, out, timeout):
         """Run checks of ``module`` on all ranks; what the ranks printed meanwhile. Ends the
         launch if that is late.
         """
@@ -109,26 +107,26 @@ class Launch:
             time.sleep(0.02)
         return self._said(begin)
 
-    def _said(self, begin: int) -> str:
+    def _said(self, begin):
         return self._output.read_bytes()[begin:].decode(errors="replace")
 
-    def is_alive(self) -> bool:
+    def is_alive(self):
         return self._process.poll() is None
 
-    def dismiss(self) -> None:
+    def dismiss(self):
         """The ranks read the end of their orders, and end."""
         for orders in self._orders:
             os.close(orders)
         self._orders.clear()
 
-    def end(self, timeout: float = 20) -> None:
+    def end(self, timeout=20):
         self.dismiss()
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.kill()
 
-    def kill(self) -> None:
+    def kill(self):
         self.dismiss()
         end_session(self._process)
         self._process.wait(60)
@@ -137,27 +135,19 @@ class Launch:
 class Battery:
     """Results of modules at world sizes; a module runs when the first result is asked for."""
 
-    def __init__(self, tmp: Path) -> None:
+    def __init__(self, tmp):
         self._tmp = tmp
-        self._launches: dict[tuple[object, ...], Launch] = {}  # the one used last at the end
-        self._results: dict[tuple[object, ...], tuple[dict[int, dict[str, str | None]], str]] = {}
+        self._launches = {}  # the one used last at the end
+        self._results = {}
 
-    def left_by(self, module: str, world_size: int, check: str) -> Path:
+    def left_by(self, module, world_size, check):
         """The ``tmp_path`` of a check that has run."""
         return max(
             self._tmp.glob(f"{module}-{world_size}-*/{check}"),
             key=lambda folder: folder.stat().st_mtime,
         )
 
-    def __call__(
-        self,
-        module: str,
-        world_size: int,
-        check: str,
-        timeout: float = 240,
-        only: tuple[str, ...] = (),
-        **env: str,
-    ) -> None:
+    def __call__(self, module, world_size, check, timeout=240, only=(), **env):
         """Fail with the traceback of every rank on which ``check`` failed, or with the output if
         it never ended.
         """
@@ -184,7 +174,7 @@ class Battery:
                 f"characters)\n{output[-4000:]}"
             )
 
-    def _launch(self, world_size: int, env: dict[str, str]) -> Launch:
+    def _launch(self, world_size, env):
         key = (world_size, *sorted(env.items()))
         launch = self._launches.pop(key, None)
         if launch is not None and not launch.is_alive():
@@ -203,20 +193,20 @@ class Battery:
         self._launches[key] = launch
         return launch
 
-    def close(self) -> None:
+    def close(self):
         for launch in self._launches.values():
             launch.dismiss()
         for launch in self._launches.values():
             launch.end()
 
 
-def run_checks(module: str, out: Path, only: list[str]) -> None:
+def run_checks(module, out, only):
     # deferred: pytest imports this file too, and MPI must start in the ranks only
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     files = checks_of(module)
-    results: dict[str, str | None] = {}
+    results = {}
     for name in only or files:
         check = getattr(importlib.import_module(files[name]), name)
         world.Barrier()
@@ -236,7 +226,7 @@ def run_checks(module: str, out: Path, only: list[str]) -> None:
     (out / f"{world.rank}.done").touch()
 
 
-def follow_orders(folder: str) -> None:
+def follow_orders(folder):
     from mpi4py import MPI
 
     with Path(folder, f"{MPI.COMM_WORLD.rank}.orders").open() as orders:
@@ -247,7 +237,7 @@ def follow_orders(folder: str) -> None:
     os._exit(0)  # to take all that was imported down again lasts seconds
 
 
-def main(first: str, *rest: str) -> None:
+def main(first, *rest):
     if rest:
         run_checks(first, Path(rest[0]), list(rest[1:]))
     else:

@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 import gc
 import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
 
 import pytest
 
@@ -47,7 +44,7 @@ LONG = (
 OWN_SEGMENTS = pytest.StashKey[str]()
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Once a session: xdist's workers, which start later, and pytest within a test inherit the
     folder and the servers.
 
@@ -66,14 +63,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
+def pytest_unconfigure(config):
     forked.close()
     if folder := config.stash.get(OWN_SEGMENTS, ""):
         del os.environ[SEGMENTS]
         shutil.rmtree(folder)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Tests on the ranks of a battery, of Slurm or of two hosts are marked `ranks` here, all
     others in their files.
     """
@@ -88,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("ranks")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """What is imported by now stays: garbage collections, some of which tests ask for, need not
     visit it.
 
@@ -105,7 +102,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _ranks_are_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _ranks_are_marked(request, monkeypatch):
     """Without the marker `ranks`, `tests.processes` starts nothing."""
     monkeypatch.setattr(
         processes, "may_start", request.node.get_closest_marker("ranks") is not None
@@ -113,7 +110,7 @@ def _ranks_are_marked(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _told_to_end() -> Iterator[None]:
+def _told_to_end():
     """SIGTERM ends the session as Ctrl-C does: with what tests and fixtures have to clean up."""
     before = signal.signal(
         signal.SIGTERM, lambda number, frame: pytest.exit("SIGTERM", 128 + number)
@@ -123,7 +120,7 @@ def _told_to_end() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _environment_stays() -> Iterator[None]:
+def _environment_stays():
     """What a test calls may set variables, as `open_store` sets GLOO_SOCKET_IFNAME; later tests'
     ranks inherit them.
     """
@@ -135,7 +132,7 @@ def _environment_stays() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_open_group() -> Iterator[None]:
+def _no_open_group():
     """A fit leaves torch.distributed's default group to the process, and ranks that meet look
     for one first.
     """
@@ -146,7 +143,7 @@ def _no_open_group() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def battery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Battery]:
+def battery(tmp_path_factory):
     battery = Battery(tmp_path_factory.mktemp("battery"))
     yield battery
     battery.close()

@@ -2,13 +2,6 @@
 test says so.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
-import pytest
-from torch import Tensor
-
 from lightning_ring.comm import communicator, host_copy
 from lightning_ring.gradients import delivery
 from lightning_ring.gradients.compression import error_feedback
@@ -17,17 +10,17 @@ from lightning_ring.gradients.compression import error_feedback
 class FakeEvent:
     """After a copy. ``reached`` tells whether the device has come to it."""
 
-    def __init__(self, reached: Callable[[], bool]) -> None:
+    def __init__(self, reached):
         self._reached = reached
 
-    def query(self) -> bool:
+    def query(self):
         return self._reached()
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         raise AssertionError("the host waits inside the driver")
 
 
-def on_fake_device(monkeypatch: pytest.MonkeyPatch, mark: Callable[[], Callable[[], bool]]) -> None:
+def on_fake_device(monkeypatch, mark):
     """Have all tensors lie on a device. ``mark`` is called for each copy, and returns whether it
     has arrived.
     """
@@ -38,5 +31,5 @@ def on_fake_device(monkeypatch: pytest.MonkeyPatch, mark: Callable[[], Callable[
     )
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _copied(tensor):
     return tensor.detach().clone()

@@ -2,14 +2,10 @@
 host wait.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -47,14 +43,12 @@ class HostWaits(AssertionError):
 class NoHostWaits(TorchDispatchMode):
     """An error for each operation that makes the host wait for a CUDA device."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         # by their storage; kept, so that no other storage gets the address
-        self._pinned: dict[int, Tensor] = {}
+        self._pinned = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         packet = func.overloadpacket
         if packet is aten.is_pinned:
@@ -82,16 +76,14 @@ class NoHostWaits(TorchDispatchMode):
         made = func(*args, **kwargs)
         return self._pin(made) if kwargs.get("pin_memory") else made
 
-    def _pin(self, tensor: Tensor) -> Tensor:
+    def _pin(self, tensor):
         self._pinned[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    def _is_pinned(self, tensor: Tensor) -> bool:
+    def _is_pinned(self, tensor):
         return tensor.untyped_storage()._cdata in self._pinned
 
-    def _check_copy(
-        self, func: Any, source: Tensor, target: torch.device, non_blocking: bool
-    ) -> None:
+    def _check_copy(self, func, source, target, non_blocking):
         if source.device.type == target.type:
             return
         if not non_blocking:
@@ -100,33 +92,33 @@ class NoHostWaits(TorchDispatchMode):
             raise HostWaits(f"{func} from pageable memory to {target}")
 
 
-def _non_blocking(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _non_blocking(args, kwargs):
     return args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
 
 
 class FakeGPUCommunicator(NCCLCommunicator):
     """Rank 0 of two, whose peer has the same. Collectives touch nothing."""
 
-    def all_gather_object(self, obj: Any, *, name: str = "") -> list[Any]:
+    def all_gather_object(self, obj, *, name=""):
         self._check_objects(name)
         return [obj, obj]
 
-    def broadcast_object(self, obj: T, *, src: int = 0, name: str = "") -> T:
+    def broadcast_object(self, obj, *, src=0, name=""):
         self._check_objects(name)
         return obj
 
-    def _check_objects(self, name: str) -> None:
+    def _check_objects(self, name):
         if isinstance(_get_current_dispatch_mode(), NoHostWaits):
             raise HostWaits(f"ranks exchange objects: {name}")
 
-    def read(self, tensor: Tensor) -> Tensor:
+    def read(self, tensor):
         raise HostWaits("a read of a tensor")
 
 
 class _Distributed(SimpleNamespace):
     """In place of `torch.distributed`: collectives that touch nothing."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         work = SimpleNamespace(wait=lambda: True, is_completed=lambda: True)
         return lambda *args, **kwargs: work
 
@@ -136,24 +128,24 @@ class _Copy:
 
     immediate = False
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor):
         tensor.to("cpu", non_blocking=True)
         self._asked = 0
 
-    def ready(self) -> bool:
+    def ready(self):
         self._asked += 1
         return self._asked > 1
 
-    def value(self) -> _Zero:
+    def value(self):
         return _Zero()
 
 
 class _Zero(float):
-    def isfinite(self) -> bool:
+    def isfinite(self):
         return True
 
 
-def _sharded_gradient(cls: Any, part: Any, contents: Any) -> Any:
+def _sharded_gradient(cls, part, contents):
     """A subclass of a tensor without values."""
     gradient = Tensor._make_wrapper_subclass(
         cls, part.size, part.strides, dtype=contents.average.dtype, device="cuda:0"
@@ -163,23 +155,23 @@ def _sharded_gradient(cls: Any, part: Any, contents: Any) -> Any:
 
 
 @contextmanager
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FakeGPUCommunicator]]:
+def fake_gpu(monkeypatch):
     """Tensors made inside have no values, and may be on ``"cuda"``. Yields what makes a
     communicator.
     """
-    memory_of: dict[int, tuple[int, Tensor]] = {}  # by storage: an address, and what keeps it
+    memory_of = {}  # by storage: an address, and what keeps it
 
-    def address(tensor: Tensor) -> int:
+    def address(tensor):
         storage = tensor.untyped_storage()._cdata
         start, _ = memory_of.setdefault(storage, ((len(memory_of) + 1) << 32, tensor.detach()))
         return start + tensor.storage_offset() * tensor.element_size()
 
-    def from_dlpack(flat: Tensor) -> Tensor:
+    def from_dlpack(flat):
         alias = torch.empty_like(flat)
         memory_of[alias.untyped_storage()._cdata] = (address(flat), alias.detach())
         return alias
 
-    def pin_memory(tensor: Tensor) -> Tensor:
+    def pin_memory(tensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     monkeypatch.setattr(Tensor, "pin_memory", pin_memory)  # which such tensors lack
@@ -196,7 +188,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FakeGPUCo
     monkeypatch.setattr(blocks, "triton_kernels", lambda values: None)
     monkeypatch.setattr(communicator, "HostCopy", lambda tensor, wait_until: _Copy(tensor))
     monkeypatch.setattr(nccl, "dist", _Distributed(ReduceOp=nccl.dist.ReduceOp))
-    host: Any = SimpleNamespace(rank=0, world_size=2)
-    group: Any = SimpleNamespace(_get_backend=lambda device: None)
+    host = SimpleNamespace(rank=0, world_size=2)
+    group = SimpleNamespace(_get_backend=lambda device: None)
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield lambda: FakeGPUCommunicator(group, host)

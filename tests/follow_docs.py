@@ -5,8 +5,6 @@ To be run in a fresh clone. Each command must end with 0. Left out, and named: c
 placeholder in capitals, and those that need other hosts or root.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -18,7 +16,7 @@ from pathlib import Path
 
 from tests.processes import ROOT
 
-ORDER = ["README.md", "docs/index.md", "docs/guides/launch.md", "docs/guides/recipes.md"]
+ORDER = ["README.md", "docs/index.md", "docs/guides/recipes.md"]
 """These first, since others use what they make; then all the others by name."""
 NOT_HERE = {
     r"\b(FOLDER|PHOTOS|IMAGES|DATE_TIME)|\b(RUN|TRAIN)\b": "needs files of the reader's",
@@ -33,7 +31,7 @@ SERVERS = re.compile(r"^(tensorboard|mkdocs serve)\b")
 SERVER_SECONDS = 20.0  # after which a server that still runs is one that started
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pages", nargs="*", help="all by default")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for a command")
@@ -70,7 +68,7 @@ def main() -> int:
     return int(failed > 0)
 
 
-def pages() -> list[str]:
+def pages():
     others = sorted(
         str(path.relative_to(ROOT))
         for path in (*ROOT.glob("docs/**/*.md"), ROOT / "CONTRIBUTING.md")
@@ -78,7 +76,7 @@ def pages() -> list[str]:
     return [*ORDER, *(page for page in others if page not in ORDER)]
 
 
-def commands(page: Path) -> list[tuple[int, str]]:
+def commands(page):
     """Line number and text of each command in the blocks of ``bash``, without comments."""
     found, inside, pending = [], False, ""
     for number, line in enumerate((ROOT / page).read_text().splitlines(), 1):
@@ -99,7 +97,7 @@ class Shell:
     ended.
     """
 
-    def __init__(self, log) -> None:
+    def __init__(self, log):
         self._process = subprocess.Popen(
             ["bash", "--norc"],
             stdin=subprocess.PIPE,
@@ -109,7 +107,7 @@ class Shell:
             cwd=ROOT,
         )
 
-    def run(self, command: str, timeout: float) -> int:
+    def run(self, command, timeout):
         """The exit code; 124 after ``timeout`` seconds. A server is ended, and 0 if it ran until
         then.
         """
@@ -133,7 +131,7 @@ class Shell:
         code.unlink()
         return (0 if server else 124) if late else ended
 
-    def close(self) -> None:
+    def close(self):
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 

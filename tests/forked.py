@@ -11,8 +11,6 @@ Not for tests of what a rank's launcher sees or sends: the rank is a child of th
 session of its own.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -24,10 +22,10 @@ from tests.forked_ranks import fork_server
 from tests.forked_ranks.fork_server import ADDRESS, FORKED_RANKS
 
 SERVER = fork_server.__file__
-_servers: list[subprocess.Popen[bytes]] = []
+_servers = []
 
 
-def start() -> None:
+def start():
     """Start the servers, for this process and for what it starts from now on. They import when a
     rank asks for it.
     """
@@ -47,14 +45,14 @@ def start() -> None:
         )
 
 
-def python() -> list[str]:
+def python():
     """The command for `sys.executable`."""
     if ADDRESS not in os.environ:
         start()
     return [sys.executable, "-I", "-S", SERVER, "rank"]
 
 
-def ranks() -> dict[str, str]:
+def ranks():
     """Variables with which launchers' ranks are forked, as long as they are started as ``python
     script`` or ``python -m module``. What a rank starts in turn is not."""
     from tests.processes import clean_env
@@ -62,7 +60,7 @@ def ranks() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([FORKED_RANKS, clean_env()["PYTHONPATH"]])}
 
 
-def close() -> None:
+def close():
     """End the servers that this process started, and ranks that are left."""
     for server in _servers:
         assert server.stdin is not None

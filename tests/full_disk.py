@@ -1,14 +1,11 @@
 """A disk that takes no more."""
 
-from __future__ import annotations
-
 import resource
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
+def files_of_at_most(num_bytes):
     """Files that this process writes get no longer: what comes behind is an OSError."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))

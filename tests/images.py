@@ -2,16 +2,11 @@
 seed.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
 
-def picture(seed: int, height: int, width: int) -> npt.NDArray[np.uint8]:
+def picture(seed, height, width):
     generator = np.random.default_rng(seed)
     coarse = (generator.random((max(2, height // 24), max(2, width // 24), 3)) * 255).astype(
         np.uint8
@@ -22,9 +17,7 @@ def picture(seed: int, height: int, width: int) -> npt.NDArray[np.uint8]:
     return (smooth + generator.normal(0, 3, smooth.shape)).clip(0, 255).astype(np.uint8)
 
 
-def write_folder(
-    root: Path, *, classes: int = 3, images: int = 7, size: tuple[int, int] = (48, 64)
-) -> Path:
+def write_folder(root, *, classes=3, images=7, size=(48, 64)):
     """``root/c0/0.jpg`` and so on."""
     for number in range(classes):
         folder = root / f"c{number}"

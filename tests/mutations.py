@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +46,7 @@ from tests.images import write_folder
 SECONDS = 1.0
 MOST_BYTES = 256 * 2**20
 _HANGS = 20  # seconds
-_STRANGE: tuple[Any, ...] = (
+_STRANGE = (
     *(None, True, -1, 0, 2**31, 2**63, 10**4000, 1e308, float("nan"), float("inf"), "", "x", "²"),
     *("../../evil", "/etc/passwd", "a\0b", "\ud800", "x" * 5000, [], {}, [[]], {"a": {"b": 1}}),
 )
@@ -59,7 +59,7 @@ _PIECES = (
 # -- mutations
 
 
-def mutated(data: bytes, random: Random) -> bytes:
+def mutated(data, random):
     """``data`` with one to four changes: of a value, if it is JSON, or of its bytes."""
     with suppress(ValueError, RecursionError):
         if random.random() < 0.5:
@@ -84,7 +84,7 @@ def mutated(data: bytes, random: Random) -> bytes:
     return data
 
 
-def _changed(value: Any, random: Random) -> Any:
+def _changed(value, random):
     """A copy, in which a value, or the name of one, is another."""
     if not isinstance(value, (dict, list)) or not value or random.random() < 0.1:
         return random.choice(_STRANGE)
@@ -101,7 +101,7 @@ def _changed(value: Any, random: Random) -> Any:
     return copy
 
 
-def _events_mutated(data: bytes, random: Random) -> bytes:
+def _events_mutated(data, random):
     """TensorBoard's file of events with one event mutated, and the right checksum of it."""
     records, at = [], 0
     while at < len(data):
@@ -117,7 +117,7 @@ def _events_mutated(data: bytes, random: Random) -> bytes:
     )
 
 
-def _checksum(data: bytes) -> bytes:
+def _checksum(data):
     return struct.pack("<I", masked_crc32c(data))
 
 
@@ -136,12 +136,12 @@ class Parser:
     errors: tuple[type[Exception], ...] = ()
 
 
-def _write_shards(folder: Path) -> None:
+def _write_shards(folder):
     source = write_folder(folder / "src", classes=2, images=3, size=(8, 8))
     pack(source, folder / "dst", PackSettings(shard_mb=4 / 1024), 1, lambda *numbers: None)
 
 
-def _read_shards(folder: Path) -> None:
+def _read_shards(folder):
     """With checksums that fit, as somebody would write them who means harm, or as it is."""
     root = folder / "dst"
     path = root / MANIFEST
@@ -161,11 +161,11 @@ def _read_shards(folder: Path) -> None:
         path.write_bytes(whole)
 
 
-def _index(root: Path) -> Iterator[Path]:
+def _index(root):
     return root.glob("index/*/*")
 
 
-def _read_everything(root: Path) -> None:
+def _read_everything(root):
     images = ShardDataset(root, decode=False)
     for i in range(min(100, len(images))):
         assert images.name(i) is not None
@@ -173,7 +173,7 @@ def _read_everything(root: Path) -> None:
     assert len(images._index.stamps) == len(images)
 
 
-def _write_messages(folder: Path) -> None:
+def _write_messages(folder):
     messages = [
         {"kind": "hello", "token": "0123456789abcdef", "rank": 1, "pid": 4711, "host": "node-1"},
         {"kind": "failed", "rank": 3, "error": "ValueError: é", "stacks": ["a", "b"], "at": 1.5},
@@ -181,18 +181,18 @@ def _write_messages(folder: Path) -> None:
     (folder / "messages").write_text("\n".join(map(json.dumps, messages)))
 
 
-def _read_messages(folder: Path) -> None:
+def _read_messages(folder):
     for line in (folder / "messages").read_bytes().split(b"\n"):
         message = parse(line)
         assert message is None or isinstance(message["kind"], str)
 
 
-def _write_hosts(folder: Path) -> None:
+def _write_hosts(folder):
     lines = ["# two hosts", "gpu01 slots=4", "user@gpu-02.example.org:8  # with more", "", "node3"]
     (folder / "hosts").write_text("\n".join(lines))
 
 
-def _read_hosts(folder: Path) -> None:
+def _read_hosts(folder):
     text = (folder / "hosts").read_bytes().decode(errors="replace")
     try:
         hosts = parse_hosts(text)
@@ -204,7 +204,7 @@ def _read_hosts(folder: Path) -> None:
         assert set(host.name).isdisjoint(" \n\0;/$`'\"")
 
 
-def _write_traces(folder: Path) -> None:
+def _write_traces(folder):
     for rank in range(2):
         clocks = {"shared": rank == 0, "offset": 0.5, "error": 1e-5, "at": 10.0}
         about = {"zero": 9.0, "host": "node", "clock": clocks}
@@ -223,7 +223,7 @@ def _write_traces(folder: Path) -> None:
         file.close(other | {"ended": "finished"})
 
 
-def _read_traces(folder: Path) -> None:
+def _read_traces(folder):
     from lightning_ring.cli.timeline import _report
     from lightning_ring.timeline.drawing import read_trace
 
@@ -233,7 +233,7 @@ def _read_traces(folder: Path) -> None:
     read_trace(merged.path, None)
 
 
-def _write_run(folder: Path) -> None:
+def _write_run(folder):
     from tests.tools.report.made_up import write_run
 
     scalars = {"train/loss": [3.0, 2.0], "val/loss": [2.0, 1.0], "ring/step_ms": [5.0, 6.0]}
@@ -242,7 +242,7 @@ def _write_run(folder: Path) -> None:
     write_run(folder / "run", scalars, config=config, pictures=("nearest",))
 
 
-def _read_run(folder: Path) -> None:
+def _read_run(folder):
     from lightning_ring.tools import report
     from lightning_ring.tools.report.runs import read_runs
 
@@ -252,25 +252,25 @@ def _read_run(folder: Path) -> None:
         report.write_page(read_runs([folder / "run"]))
 
 
-def _no_chart(*arguments: Any, **options: Any) -> Markup:
+def _no_chart(*arguments, **options):
     return Markup()
 
 
-def _environment(**options: Any) -> Environment:
+def _environment(**options):
     return _made.setdefault("environment", Environment(**options))
 
 
-_made: dict[str, Environment] = {}
+_made = {}
 
 
-def _write_images(folder: Path) -> None:
+def _write_images(folder):
     from PIL import Image
 
     write_folder(folder, classes=1, images=1, size=(24, 32))
     Image.open(folder / "c0" / "0.jpg").save(folder / "c0" / "0.png")
 
 
-def _read_images(folder: Path) -> None:
+def _read_images(folder):
     for path in sorted(folder.glob("*/*")):
         with suppress(ValueError, OSError):
             assert decode_rgb(path.read_bytes(), 2**24).nbytes <= 3 * 2**24
@@ -290,7 +290,7 @@ PARSERS = {
 # -- the driver
 
 
-def failures(name: str, count: int, first: int = 0) -> Iterator[str]:
+def failures(name, count, first=0):
     """What went wrong with mutations ``first`` to ``first + count`` for the parser ``name``."""
     parser = PARSERS[name]
     folder = Path(tempfile.mkdtemp(prefix="mutations-"))
@@ -315,8 +315,8 @@ def failures(name: str, count: int, first: int = 0) -> Iterator[str]:
         shutil.rmtree(folder)
 
 
-def _problems(read: Callable[[], Any], errors: tuple[type[Exception], ...]) -> Iterator[str]:
-    raised: BaseException | None = None
+def _problems(read, errors):
+    raised = None
     began = time.process_time()
     signal.alarm(_HANGS)
     try:
@@ -336,7 +336,7 @@ def _problems(read: Callable[[], Any], errors: tuple[type[Exception], ...]) -> I
 
 
 @contextmanager
-def _limits() -> Iterator[None]:
+def _limits():
     """At most `MOST_BYTES` more than now, and a signal that ends what hangs."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -352,11 +352,11 @@ def _limits() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def _raise_timeout(number: int, frame: object) -> None:
+def _raise_timeout(number, frame):
     raise TimeoutError(f"it hangs for {_HANGS} s")
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(prog="python -m tests.mutations")
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, help="number of the first mutation")

@@ -1,7 +1,5 @@
 """What a fit may leave behind in its process: taken before and after, and compared."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import logging
@@ -10,13 +8,12 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 
-def process_state() -> dict[str, Any]:
+def process_state():
     """Everything process-wide that a library can change and a script can see. File descriptors
     by what they are.
     """
@@ -50,7 +47,7 @@ def process_state() -> dict[str, Any]:
     }
 
 
-def _opened() -> list[str]:
+def _opened():
     opened = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -60,5 +57,5 @@ def _opened() -> list[str]:
     return opened
 
 
-def changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def changed(before, after):
     return {key: (before[key], after[key]) for key in before if before[key] != after[key]}

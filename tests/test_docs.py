@@ -2,11 +2,8 @@
 size.
 """
 
-from __future__ import annotations
-
 import doctest
 import re
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +18,7 @@ SOURCES = sorted(
 )
 
 
-def prose(page: Path) -> str:
+def prose(page):
     """Text of ``page`` and of the file that it includes, without code."""
     included = r'^--8<-- "(.+\.md)"$'
     text = re.sub(
@@ -30,7 +27,7 @@ def prose(page: Path) -> str:
     return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """Of the headings of ``page``, as MkDocs and GitHub make them."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {
@@ -40,7 +37,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]+`", "code", prose(page))):
         if re.match(r"https?://", link):
@@ -53,7 +50,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", REFERENCE, ids=lambda page: page.stem)
-def test_examples_of_the_reference_are_right(page: Path) -> None:
+def test_examples_of_the_reference_are_right(page):
     blocks = re.findall(r"^```pycon\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     assert blocks
     for block in blocks:
@@ -61,7 +58,7 @@ def test_examples_of_the_reference_are_right(page: Path) -> None:
         assert doctest.DocTestRunner().run(example).failed == 0
 
 
-def test_pages_that_the_code_names_exist() -> None:
+def test_pages_that_the_code_names_exist():
     named = {
         page
         for source in SOURCES
@@ -71,20 +68,20 @@ def test_pages_that_the_code_names_exist() -> None:
     assert {page for page in named if not (ROOT / page).is_file()} == set()
 
 
-def test_pages_keep_to_their_size() -> None:
+def test_pages_keep_to_their_size():
     words = {page.relative_to(ROOT).as_posix(): len(page.read_text().split()) for page in PAGES}
     assert sum(words.values()) <= 32_000
     long = {page for page, count in words.items() if count > 1_800}
     assert long <= {"docs/performance.md"}
 
 
-def test_readme_keeps_to_its_size() -> None:
+def test_readme_keeps_to_its_size():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 110
     assert [line for line in lines if len(line) > 100] == []
 
 
-def test_the_plain_loop_is_included() -> None:
+def test_the_plain_loop_is_included():
     # in a block of plain "python" ruff formats the line of the include as if it were code
     assert (
         '\n--8<-- "docs/examples/plain_loop.py:loop"\n'

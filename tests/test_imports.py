@@ -92,7 +92,7 @@ ROOMS = {
     "tools": Room(
         "Is it set up right, how fast is it, how far will it scale?",
         "doctor, bench, plan, report",
-        "launch elastic job comm host",
+        "launch job comm host",
     ),
     "cli": Room(
         "What does a command take?",

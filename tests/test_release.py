@@ -2,8 +2,6 @@
 README's script, trained from an installed wheel.
 """
 
-from __future__ import annotations
-
 import email
 import importlib
 import inspect
@@ -34,7 +32,7 @@ NOT_SHIPPED = shutil.ignore_patterns(
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_public_names_are_documented(room: str) -> None:
+def test_public_names_are_documented(room):
     module = importlib.import_module(room)
     pages = [(DOCS / page).read_text() for page in re.findall(r"\((\S+?)\)", ROOMS[room])]
     written = set(re.findall(r"\w+", "\n".join(pages)))
@@ -51,13 +49,13 @@ def test_public_names_are_documented(room: str) -> None:
             assert not value.__doc__.startswith(f"{name}(")
 
 
-def test_every_reference_page_is_of_a_public_room() -> None:
+def test_every_reference_page_is_of_a_public_room():
     pages = {page.relative_to(DOCS).as_posix() for page in DOCS.glob("reference/*.md")}
     assert pages == set(re.findall(r"reference/\w+\.md", "\n".join(ROOMS.values())))
 
 
 @pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def release(tmp_path_factory):
     """A folder with the sdist and the wheel of this checkout."""
     checkout = tmp_path_factory.mktemp("release") / "checkout"
     shutil.copytree(ROOT, checkout, ignore=NOT_SHIPPED)
@@ -69,7 +67,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(release, tmp_path_factory):
     """Python of an environment with the wheel; its dependencies are those of this one."""
     environment = tmp_path_factory.mktemp("installed")
     made = run([sys.executable, "-m", "venv", "--without-pip", str(environment)])
@@ -86,7 +84,7 @@ def installed(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.ranks
-def test_twine_accepts_the_release(release: Path) -> None:
+def test_twine_accepts_the_release(release):
     files = sorted(map(str, release.iterdir()))
     assert [Path(file).suffix for file in files] == [".whl", ".gz"]
     checked = run([sys.executable, "-m", "twine", "check", "--strict", *files])
@@ -94,7 +92,7 @@ def test_twine_accepts_the_release(release: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_wheel_holds_the_package_alone(release: Path) -> None:
+def test_wheel_holds_the_package_alone(release):
     (wheel,) = release.glob("*.whl")
     assert wheel.stat().st_size <= MAX_WHEEL_BYTES
     with zipfile.ZipFile(wheel) as archive:
@@ -114,9 +112,7 @@ def test_wheel_holds_the_package_alone(release: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_installed_wheel_trains_the_script_of_readme(
-    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_installed_wheel_trains_the_script_of_readme(installed, tmp_path, monkeypatch):
     script = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)[0]
     trained = tmp_path / "train.py"
     trained.write_text(f"{script}    print(trainer.global_step, lightning_ring.__file__)\n")
@@ -129,9 +125,7 @@ def test_installed_wheel_trains_the_script_of_readme(
 
 
 @pytest.mark.ranks
-def test_installed_wheel_passes_a_strict_type_checker(
-    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_installed_wheel_passes_a_strict_type_checker(installed, tmp_path, monkeypatch):
     for room in ROOMS:
         names = importlib.import_module(room).__all__
         lines = [f"from {room} import {name}\nreveal_type({name})\n" for name in names]

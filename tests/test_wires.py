@@ -1,25 +1,19 @@
 """The study of wires: its table on made-up runs, and a tiny study on real hosts."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from benchmarks.hosts import why_not
 from benchmarks.wires.rank import StepsOfAll
 from benchmarks.wires.study import (
     Cell,
     Method,
     Run,
-    Settings,
     bits_per_second,
     cells_on_record,
     seconds_until,
@@ -27,10 +21,11 @@ from benchmarks.wires.study import (
     tables,
 )
 from tests import forked
+from tests.hosts import why_not
 from tests.processes import ROOT, run
 
 
-def result(method: str, seed: int, curve: list[tuple[float, float]], accuracy: float = 0.9) -> dict:
+def result(method, seed, curve, accuracy=0.9):
     about = {
         "method": method,
         "rate": "1gbit",
@@ -42,12 +37,12 @@ def result(method: str, seed: int, curve: list[tuple[float, float]], accuracy: f
     return about | {"curve": curve, "accuracy": accuracy}
 
 
-def test_time_to_target_is_that_of_the_first_evaluation_that_reaches_it() -> None:
+def test_time_to_target_is_that_of_the_first_evaluation_that_reaches_it():
     assert seconds_until([(1.0, 0.5), (2.0, 0.8), (3.0, 0.7), (4.0, 0.9)], 0.7) == 2.0
     assert seconds_until([(1.0, 0.5)], 0.7) == float("inf")
 
 
-def test_the_table_says_what_was_not_reached() -> None:
+def test_the_table_says_what_was_not_reached():
     slow = [result("DDP", seed, [(2.0, 0.5), (4.0 + seed, 0.8)]) for seed in range(3)]
     fast = [result("ring", seed, [(1.0, 0.8), (2.0, 0.8)], 0.8 + 0.1 * seed) for seed in range(3)]
     never = [result("lost", seed, [(1.0, 0.5)]) for seed in range(2)] + [
@@ -65,18 +60,13 @@ def test_the_table_says_what_was_not_reached() -> None:
     assert rows[4][3] == "not reached"
 
 
-def test_tables_hold_all_runs_on_record_whatever_command_made_them(study: Any) -> None:
+def test_tables_hold_all_runs_on_record_whatever_command_made_them(study):
     settings, by_name = study
     methods = [by_name["ddp"], by_name["ring"]]
-    record: dict[str, dict] = {}
+    record = {}
 
-    def put(
-        method: Method, rate: str, straggler: bool, seed: int, settings: Settings = settings
-    ) -> None:
-        found = result(method.label, seed, [(2.0, 0.8)]) | {
-            "rate": rate,
-            "straggler": straggler,
-        }
+    def put(method, rate, straggler, seed, settings=settings):
+        found = result(method.label, seed, [(2.0, 0.8)]) | {"rate": rate, "straggler": straggler}
         record[Run(method, rate, straggler, seed).key(settings)] = found
 
     for seed in (1, 2, 3):
@@ -106,11 +96,11 @@ def test_tables_hold_all_runs_on_record_whatever_command_made_them(study: Any) -
     assert cells_on_record({}, methods, settings, 0.72) == []
 
 
-def test_rates_are_read_as_tc_does() -> None:
+def test_rates_are_read_as_tc_does():
     assert [bits_per_second(rate) for rate in ("8bit", "100mbit", "1.5gbit")] == [8, 1e8, 1.5e9]
 
 
-def test_the_published_runs_are_those_of_the_configuration(study: Any) -> None:
+def test_the_published_runs_are_those_of_the_configuration(study):
     settings, by_name = study
     record = {
         result["key"]: result
@@ -124,14 +114,14 @@ def test_the_published_runs_are_those_of_the_configuration(study: Any) -> None:
 
 
 @pytest.fixture
-def study() -> tuple[Settings, dict[str, Method]]:
+def study():
     with initialize_config_dir(str(ROOT / "benchmarks" / "wires"), version_base="1.3"):
         config = OmegaConf.to_container(compose("wires"), resolve=True)
     methods = {name: Method(**node) for name, node in config["methods"].items()}
     return config["settings"], methods
 
 
-def test_steps_of_all_are_known_however_long_a_step_takes() -> None:
+def test_steps_of_all_are_known_however_long_a_step_takes():
     """A rank of long steps sees those that others take meanwhile."""
     store = dist.HashStore()
     mine, others = StepsOfAll(store), StepsOfAll(store)
@@ -147,7 +137,7 @@ def test_steps_of_all_are_known_however_long_a_step_takes() -> None:
 
 @pytest.mark.netns
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_study_goes_on_where_it_stopped(tmp_path):
     options = [
         "rates=[]",
         "straggler_rates=[200mbit]",

@@ -2,16 +2,11 @@
 ring and checks.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
-
-from torch import Tensor
 
 from lightning_ring.comm.communicator import as_bytes
 from lightning_ring.comm.ring_communicator import RingCommunicator
@@ -24,14 +19,14 @@ T = TypeVar("T")
 class ThreadWorld:
     """What the thread-ranks share: the messages between them, and the first rank that failed."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size):
         self.world_size = world_size
         self.changed = threading.Condition()
-        self.sent: dict[tuple[int, int, int], deque[Message]] = defaultdict(deque)
-        self.awaited: dict[tuple[int, int, int], deque[Message]] = defaultdict(deque)
-        self.failed: tuple[int, BaseException] | None = None
+        self.sent = defaultdict(deque)
+        self.awaited = defaultdict(deque)
+        self.failed = None
 
-    def post(self, mine: Message, src: int, dst: int, tag: int, *, receives: bool) -> None:
+    def post(self, mine, src, dst, tag, *, receives):
         """Match a send with the oldest open receive of the same pair and tag, or a receive with
         the oldest send.
         """
@@ -51,12 +46,12 @@ class ThreadWorld:
             source.over = target.over = True
             self.changed.notify_all()
 
-    def fail(self, rank: int, error: BaseException) -> None:
+    def fail(self, rank, error):
         with self.changed:
             self.failed = self.failed or (rank, error)
             self.changed.notify_all()
 
-    def raise_if_failed(self) -> None:
+    def raise_if_failed(self):
         if self.failed is not None:
             rank, error = self.failed
             raise PeerFailedError(f"rank {rank} failed: {type(error).__name__}: {error}")
@@ -67,7 +62,7 @@ class Message:
 
     __slots__ = ("over", "payload", "peer")
 
-    def __init__(self, payload: Tensor, peer: int) -> None:
+    def __init__(self, payload, peer):
         self.payload = payload
         self.peer = peer
         self.over = False
@@ -78,63 +73,50 @@ class ThreadTransport:
     nothing.
     """
 
-    def __init__(self, world: ThreadWorld, rank: int, connection: int = 0) -> None:
+    def __init__(self, world, rank, connection=0):
         self._world = world
         self.connection = connection
         self._num_duplicates = 0
         self.rank = rank
         self.world_size = world.world_size
-        self.while_waiting: Callable[[Sequence[int]], float] = lambda peers: 0.0
+        self.while_waiting = lambda peers: 0.0
 
-    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Message:
+    def isend(self, tensor, dst, tag=0):
         message = Message(as_bytes(tensor), dst)
         self._world.post(message, self.rank, dst, 1000 * self.connection + tag, receives=False)
         return message
 
-    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Message:
+    def irecv(self, tensor, src, tag=0):
         message = Message(as_bytes(tensor), src)
         self._world.post(message, src, self.rank, 1000 * self.connection + tag, receives=True)
         return message
 
-    def wait(self, requests: Sequence[Message]) -> None:
+    def wait(self, requests):
         with self._world.changed:
             while not all(request.over for request in requests):
                 self._world.changed.wait(CHECK_SECONDS)
                 self._world.raise_if_failed()
                 self.while_waiting([request.peer for request in requests if not request.over])
 
-    def interrupt(self) -> None:
+    def interrupt(self):
         return None  # waits ask every 20 ms
 
-    def duplicate(self, policy: WaitPolicy) -> ThreadTransport:
+    def duplicate(self, policy):
         self._num_duplicates += 1
         return ThreadTransport(self._world, self.rank, self._num_duplicates)
 
-    def close(self, broken: bool) -> None:
+    def close(self, broken):
         return None
 
 
 class ThreadCommunicator(RingCommunicator):
     """A `Communicator` among the threads of one `ThreadWorld`."""
 
-    def __init__(
-        self,
-        world: ThreadWorld,
-        rank: int,
-        policy: WaitPolicy,
-        *,
-        num_channels: int = 1,
-    ) -> None:
+    def __init__(self, world, rank, policy, *, num_channels=1):
         super().__init__(ThreadTransport(world, rank), policy, num_channels=num_channels)
 
 
-def run_ranks(
-    world_size: int,
-    fn: Callable[[ThreadCommunicator], T],
-    *,
-    timeout: timedelta = timedelta(seconds=60),
-    num_channels: int = 1,
-) -> list[T]:
+def run_ranks(world_size, fn, *, timeout=timedelta(seconds=60), num_channels=1):
     """Run ``fn(comm)`` on ``world_size`` thread-ranks and return their results, by rank.
 
     When one raises, the others' collectives end at once and the first error is raised here.
@@ -144,9 +126,9 @@ def run_ranks(
         RingError: Some rank did not return within ``timeout``.
     """
     world = ThreadWorld(world_size)
-    results: dict[int, T] = {}
+    results = {}
 
-    def run_rank(rank: int) -> None:
+    def run_rank(rank):
         comm = ThreadCommunicator(
             world, rank, WaitPolicy(timeout, world.raise_if_failed), num_channels=num_channels
         )

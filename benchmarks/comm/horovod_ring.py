@@ -6,38 +6,33 @@ ranks. ``python -m benchmarks.comm.horovod_ring training`` trains ResNet-50 as H
 benchmark does: random images, SGD, `DistributedOptimizer` with named parameters.
 
 With ``--horovod PYTHON``, an interpreter that has Horovod 0.28.1 built for PyTorch with Gloo, both
-run under Horovod too. The jobs are up from the start and take turns (`benchmarks/turns.py`), so
-that both meet the same machine; ratios are those of turns that follow each other. Processor time,
-of all threads of a rank, depends less on what else runs.
+run under Horovod too, in turns (`benchmarks/turns.py`), so that both meet the same machine.
+Processor time, of all threads of a rank, depends less on what else runs.
 """
-
-from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from benchmarks.turns import Conductor, Turns, prepare
+from benchmarks.turns import Conductor, Turns, parser_of, prepare
 
 NUM_NAMES = 160
 NUMEL = 10
 WARM_UP = 3
+RANKS, BATCH = 2, 2
 
 
-def names(hvd: Any, asked: argparse.Namespace) -> Callable[[], None]:
+def names(hvd):
     """A step all-reduces `NUM_NAMES` named tensors in place."""
     import torch
 
     named = {f"layer{number}.weight": torch.ones(NUMEL) for number in range(NUM_NAMES)}
 
-    def step() -> None:
+    def step():
         handles = [hvd.allreduce_async_(tensor, name=name) for name, tensor in named.items()]
         for handle in handles:
             hvd.synchronize(handle)
@@ -45,22 +40,22 @@ def names(hvd: Any, asked: argparse.Namespace) -> Callable[[], None]:
     return step
 
 
-def training(hvd: Any, asked: argparse.Namespace) -> Callable[[], None]:
+def training(hvd):
     """Horovod's synthetic benchmark: the same random batch at every step."""
     import torch
     import torch.nn.functional as F
     import torchvision
 
     torch.manual_seed(0)
-    model = getattr(torchvision.models, asked.model)()
+    model = torchvision.models.resnet50()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    data = torch.randn(asked.batch, 3, asked.pixels, asked.pixels)
-    target = torch.randint(1000, (asked.batch,))
+    data = torch.randn(BATCH, 3, 64, 64)
+    target = torch.randint(1000, (BATCH,))
 
-    def step() -> None:
+    def step():
         optimizer.zero_grad()
         F.cross_entropy(model(data), target).backward()
         optimizer.step()
@@ -71,7 +66,7 @@ def training(hvd: Any, asked: argparse.Namespace) -> Callable[[], None]:
 BENCHMARKS = {"names": names, "training": training}
 
 
-def rank(asked: argparse.Namespace) -> None:
+def rank(asked):
     """One rank of one job."""
     import torch
 
@@ -79,73 +74,58 @@ def rank(asked: argparse.Namespace) -> None:
     hvd = importlib.import_module(asked.rank)
     hvd.init()
     turns = Turns(asked.rank)
-    step = BENCHMARKS[asked.benchmark](hvd, asked)
+    step = BENCHMARKS[asked.benchmark](hvd)
     processor = []
     while turns.wait():
         began = time.process_time()
         step()
         processor.append((time.process_time() - began) * 1e3)
-    kept = processor[2 * WARM_UP :]
-    turns.leave({"least": min(kept), "median": statistics.median(kept)})
+    turns.leave({"processor_ms": statistics.median(processor[2 * WARM_UP :])})
     hvd.shutdown()
 
 
-def commands(asked: argparse.Namespace) -> dict[str, list[str]]:
+def commands(asked):
     """What starts each job, by its name."""
-    words = ["-m", "benchmarks.comm.horovod_ring", asked.benchmark, "--model", asked.model]
-    words += ["--batch", str(asked.batch), "--pixels", str(asked.pixels), "--rank"]
+    words = ["-m", "benchmarks.comm.horovod_ring", asked.benchmark, "--rank"]
     ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi"]
-    ringrun += ["-n", str(asked.ranks), sys.executable]
+    ringrun += ["-n", str(RANKS), sys.executable]
     found = {"lightning_ring.horovod": [*ringrun, *words, "lightning_ring.horovod"]}
     if asked.horovod:
         horovodrun = str(Path(asked.horovod).with_name("horovodrun"))
-        theirs = [asked.horovod, horovodrun, "--gloo", "-np", str(asked.ranks), asked.horovod]
+        theirs = [asked.horovod, horovodrun, "--gloo", "-np", str(RANKS), asked.horovod]
         found["horovod.torch"] = [*theirs, *words, "horovod.torch"]
     return found
 
 
-def measure(asked: argparse.Namespace) -> None:
+def measure(asked):
     prepare()
     started = commands(asked)
     jobs = list(started)
-    seconds: dict[str, list[float]] = {job: [] for job in jobs}
-    before = os.getloadavg()[0]
+    seconds = {job: [] for job in jobs}
     with tempfile.TemporaryDirectory() as folder, Conductor(Path(folder)) as conductor:
-        conductor.open(list(started.values()), jobs, asked.ranks)
+        conductor.open(list(started.values()), jobs, RANKS)
         for number in range(asked.rounds + WARM_UP):
             for job in jobs if number % 2 else jobs[::-1]:
                 times = conductor.turn(job, asked.steps)
                 if number >= WARM_UP:
                     seconds[job].append(min(times))
-        after = os.getloadavg()[0]
         facts = conductor.finish()
-    print(f"{asked.ranks} ranks, {asked.rounds} turns of {asked.steps} steps")
-    print(f"load average {before:.1f} to {after:.1f}")
+    print(f"{asked.rounds} turns of {asked.steps} steps")
     for job, times in seconds.items():
-        fastest, middle = min(times) * 1e3, statistics.median(times) * 1e3
-        print(f"{job:24} fastest step {fastest:9.3f} ms, median turn {middle:9.3f} ms")
-        least, median = facts[job][0].values()
-        print(f"    processor time, ms: least {least:8.1f}, median {median:8.1f}")
+        print(f"{job:24} fastest step {min(times) * 1e3:9.3f} ms")
+        print(f"    processor time of a step, median {facts[job][0]['processor_ms']:9.1f} ms")
     if len(jobs) == 2:
-        ratios = [ours / theirs for ours, theirs in zip(*seconds.values(), strict=True)]
-        fastest = min(seconds[jobs[0]]) / min(seconds[jobs[1]])
-        middle = statistics.median(ratios)
-        print(f"ours / Horovod: {fastest:.3f} of the fastest, {middle:.3f} median of turns")
+        ours, theirs = (min(times) for times in seconds.values())
+        print(f"ours / Horovod: {ours / theirs:.3f} of the fastest")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main():
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("benchmark", choices=BENCHMARKS)
     add("--horovod", metavar="PYTHON", help="interpreter that has Horovod; horovodrun beside it")
-    add("--ranks", type=int, default=2)
     add("--rounds", type=int, default=20, help="turns of each job")
     add("--steps", type=int, help="a turn; by default 50 for names, 1 for training")
-    add("--model", default="resnet50", help="of torchvision")
-    add("--batch", type=int, default=2, help="images a rank")
-    add("--pixels", type=int, default=64, help="height and width of an image")
     add("--rank", metavar="MODULE", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.steps = asked.steps or (50 if asked.benchmark == "names" else 1)

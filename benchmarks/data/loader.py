@@ -13,25 +13,21 @@ also with our decoder. DALI decodes and crops by itself, on the CPU. What is not
 out, and the benchmark says so.
 """
 
-from __future__ import annotations
-
-import argparse
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFilter
 from torch.utils.data import DataLoader, default_collate
 
+from benchmarks.turns import parser_of
 from lightning_ring.data import (
     DeviceTransform,
     HuggingFaceImages,
@@ -53,7 +49,7 @@ CLASSES = 10
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def draw(seed: int) -> Image.Image:
+def draw(seed):
     """Soft light, hard-edged objects, fine texture and sensor noise: some 30 kB at quality 90,
     as a photo has.
     """
@@ -74,10 +70,10 @@ def draw(seed: int) -> Image.Image:
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
 
-def make_images(root: Path, num: int) -> None:
+def make_images(root, num):
     """``root/images/CLASS/n.jpg``, packed to ``root/shards``."""
 
-    def write(i: int) -> None:
+    def write(i):
         path = root / "images" / f"c{i % CLASSES}/{i:06d}.jpg"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,20 +84,20 @@ def make_images(root: Path, num: int) -> None:
     pack(root / "images", root / "shards", PackSettings(shard_mb=1), 2, lambda *_: None)
 
 
-def ours(source: Any, workers: int, transform: DeviceTransform | None) -> Iterable[Any]:
+def ours(source, workers, transform):
     sampler = ShuffledSampler(len(source), rank=0, world_size=1)
     return image_loader(
         source, sampler, BATCH, crop=RandomResizedCrop(), transform=transform, num_threads=workers
     )
 
 
-def encoded_columns(root: Path) -> dict[str, Any]:
+def encoded_columns(root):
     """What `ours, shards` reads, as columns."""
     source = ShardDataset(root / "shards", decode=False)
     return {"image": source.read_many(range(len(source))), "label": source.labels}
 
 
-def our_lance(root: Path, workers: int, transform: DeviceTransform | None) -> Iterable[Any]:
+def our_lance(root, workers, transform):
     import lance
     import pyarrow
 
@@ -111,7 +107,7 @@ def our_lance(root: Path, workers: int, transform: DeviceTransform | None) -> It
     return ours(LanceImages(lance.dataset(folder)), workers, transform)
 
 
-def our_parquet(root: Path, workers: int, transform: DeviceTransform | None) -> Iterable[Any]:
+def our_parquet(root, workers, transform):
     import datasets
     import pyarrow.parquet
 
@@ -122,14 +118,14 @@ def our_parquet(root: Path, workers: int, transform: DeviceTransform | None) -> 
     return ours(HuggingFaceImages(data), workers, transform)
 
 
-def our_map_style(root: Path, workers: int, transform: DeviceTransform | None) -> Iterable[Any]:
+def our_map_style(root, workers, transform):
     from torchvision.datasets import ImageFolder as Folder
 
     return ours(MapStyleImages(Folder(str(root / "images"))), workers, transform)
 
 
 @lru_cache
-def transform_of(kind: str) -> Any:
+def transform_of(kind):
     """torchvision's, from a Pillow image to ``kind``."""
     from torchvision.transforms import v2
 
@@ -139,31 +135,31 @@ def transform_of(kind: str) -> Any:
     return v2.Compose(steps)
 
 
-def workers_of(data: Any, workers: int, **options: Any) -> Iterable[Any]:
+def workers_of(data, workers, **options):
     return DataLoader(data, num_workers=workers, persistent_workers=True, **options)
 
 
-def torchvision_folder(root: Path, workers: int, kind: str) -> Iterable[Any]:
+def torchvision_folder(root, workers, kind):
     from torchvision.datasets import ImageFolder as Folder
 
     data = Folder(root / "images", transform_of(kind))
     return workers_of(data, workers, batch_size=BATCH, shuffle=True)
 
 
-def our_decoder(data: bytes) -> torch.Tensor:
+def our_decoder(data):
     out = torch.empty(1, 224, 224, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
     decode_into(out, data, CROP, np.random.random(CROP.num_uniforms).tolist())
     return out[0]
 
 
-def as_torchvision(data: bytes, kind: str) -> Any:
+def as_torchvision(data, kind):
     return transform_of(kind)(Image.open(BytesIO(data)).convert("RGB"))
 
 
-def webdataset_tar(root: Path, workers: int, decode: Callable[[bytes], Any]) -> Iterable[Any]:
+def webdataset_tar(root, workers, decode):
     import webdataset
 
-    def sample(item: dict[str, Any]) -> tuple[Any, int]:
+    def sample(item):
         return decode(item["jpg"]), int(item["cls"])
 
     files = [str(path) for path in sorted((root / "shards").glob("*.tar"))]
@@ -172,12 +168,12 @@ def webdataset_tar(root: Path, workers: int, decode: Callable[[bytes], Any]) -> 
     return workers_of(data, workers, batch_size=None)
 
 
-def dali_folder(root: Path, workers: int, kind: str) -> Iterable[Any]:
+def dali_folder(root, workers, kind):
     from nvidia.dali import fn, pipeline_def, types
     from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
 
     @pipeline_def(batch_size=BATCH, num_threads=workers, device_id=None)
-    def pipeline() -> Any:
+    def pipeline():
         folder = str(root / "images")
         encoded, labels = fn.readers.file(file_root=folder, random_shuffle=True, name="files")
         images = fn.decoders.image_random_crop(encoded, device="cpu", random_area=[0.08, 1.0])
@@ -194,44 +190,44 @@ def dali_folder(root: Path, workers: int, kind: str) -> Iterable[Any]:
     )
 
     class Pairs:
-        def __iter__(self) -> Any:
+        def __iter__(self):
             yield from ((batch[0]["images"], batch[0]["labels"]) for batch in batches)
             batches.reset()
 
     return Pairs()
 
 
-def cpu_seconds() -> float:
+def cpu_seconds():
     """Of this process and its living descendants. Workers persist, so none has ended."""
     return time.process_time() + sum(map(_used, _descendants(os.getpid())))
 
 
-def _descendants(pid: int) -> Iterable[int]:
+def _descendants(pid):
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, children.read_text().split()):
             yield child
             yield from _descendants(child)
 
 
-def _used(pid: int) -> float:
+def _used(pid):
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(loader: Iterable[Any]) -> tuple[float, float]:
-    """Images per CPU-second and per second of one epoch."""
-    cpu, wall, num = cpu_seconds(), time.perf_counter(), 0
+def measure(loader):
+    """Images per CPU-second of one epoch."""
+    cpu, num = cpu_seconds(), 0
     for images, *_ in loader:
         num += len(images)
-    return num / (cpu_seconds() - cpu), num / (time.perf_counter() - wall)
+    return num / (cpu_seconds() - cpu)
 
 
-def candidates(root: Path, workers: int) -> dict[str, dict[str, Callable[[], Iterable[Any]]]]:
+def candidates(root, workers):
     """Loaders by what they deliver and their names; the first of each is what the others are
     compared with.
     """
     folder, shards = ImageFolder(root / "images"), ShardDataset(root / "shards")
-    found: dict[str, dict[str, Callable[[], Iterable[Any]]]] = {}
+    found = {}
     for kind, transform in (("uint8", None), ("float32", DeviceTransform(MEAN, STD))):
         theirs, mine = (root, workers, kind), (root, workers, transform)
         decoded = partial(as_torchvision, kind=kind)
@@ -249,10 +245,8 @@ def candidates(root: Path, workers: int) -> dict[str, dict[str, Callable[[], Ite
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main():
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--images", type=int, default=2000)
     add("--rounds", type=int, default=3)
@@ -266,7 +260,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{asked.images} images, batches of {BATCH}, {workers} workers, {asked.rounds} rounds")
     for kind, makers in candidates(root, workers).items():
-        loaders: dict[str, Iterable[Any]] = {}
+        loaders = {}
         for name, make in makers.items():
             try:
                 loaders[name] = make()
@@ -274,22 +268,20 @@ def main() -> None:
             except ImportError as error:
                 loaders.pop(name, None)
                 print(f"left out: {name}: {error}")
-        results: dict[str, list[tuple[float, float]]] = {name: [] for name in loaders}
+        results = {name: [] for name in loaders}
         for _ in range(asked.rounds):
             for name, loader in loaders.items():
                 results[name].append(measure(loader))
         report(kind, results)
 
 
-def report(kind: str, results: dict[str, list[tuple[float, float]]]) -> None:
-    columns = "images per CPU-second | lowest to highest | images per second | x the first"
-    print(f"\n| {kind} | {columns} |\n| --- | --- | --- | --- | --- |")
-    first = statistics.median(cpu for cpu, _ in next(iter(results.values())))
+def report(kind, results):
+    columns = "images per CPU-second | lowest to highest | x the first"
+    print(f"\n| {kind} | {columns} |\n| --- | --- | --- | --- |")
+    first = statistics.median(next(iter(results.values())))
     for name, rounds in results.items():
-        cpu, wall = zip(*rounds, strict=True)
-        middle, speed = statistics.median(cpu), statistics.median(wall)
-        span = f"{min(cpu):.0f} to {max(cpu):.0f}"
-        print(f"| {name} | {middle:.0f} | {span} | {speed:.0f} | {middle / first:.2f} |")
+        middle, span = statistics.median(rounds), f"{min(rounds):.0f} to {max(rounds):.0f}"
+        print(f"| {name} | {middle:.0f} | {span} | {middle / first:.2f} |")
 
 
 if __name__ == "__main__":

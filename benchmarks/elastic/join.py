@@ -9,8 +9,6 @@ the bytes on the wire. ``--mib`` is the whole state: parameters and twice as muc
 ``--algorithm sharded`` shards it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -23,13 +21,14 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.hosts import INTERFACE, open_hosts, why_not
+from benchmarks.turns import parser_of
+from tests.hosts import INTERFACE, open_hosts, why_not
 
 WIDTH, DEADLY, AFTER = 1024, 8, 4  # of layers of 4 MiB; steps before the death, and after the join
 JOB_SECONDS = 400.0
 
 
-def train(folder: Path, mib: float, algorithm: str) -> None:
+def train(folder, mib, algorithm):
     import lightning.pytorch as pl
     import torch
     from torch import nn
@@ -43,17 +42,17 @@ def train(folder: Path, mib: float, algorithm: str) -> None:
     rows = max(1, round(mib * 2**20 / 3 / 4 / WIDTH))
 
     class Module(pl.LightningModule):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             sizes = [min(WIDTH, rows - first) for first in range(0, rows, WIDTH)]
             self.layers = nn.ModuleList(nn.Linear(WIDTH, size, bias=False) for size in sizes)
 
-        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        def training_step(self, batch, batch_idx):
             if number == "1" and self.global_step == DEADLY:
                 os.kill(os.getpid(), signal.SIGKILL)
             return sum(layer(batch[0]).square().mean() for layer in self.layers)  # type: ignore[return-value]
 
-        def on_train_batch_end(self, *_: object) -> None:
+        def on_train_batch_end(self, *_):
             with (folder / f"{number}.steps").open("a") as log:
                 entry = [self.global_step, self.trainer.world_size, time.monotonic()]
                 log.write(json.dumps(entry) + "\n")
@@ -62,7 +61,7 @@ def train(folder: Path, mib: float, algorithm: str) -> None:
                 # the same on all ranks, a step later
                 self.trainer.should_stop = len(lines) > AFTER and self.trainer.world_size > 1
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
+        def configure_optimizers(self):
             return torch.optim.Adam(self.parameters(), 1e-6)
 
     trainer = pl.Trainer(
@@ -77,7 +76,7 @@ def train(folder: Path, mib: float, algorithm: str) -> None:
     trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(200_000, WIDTH)), batch_size=1))
 
 
-def measure(mib: float, rate: str, algorithm: str) -> tuple[float, float, float]:
+def measure(mib, rate, algorithm):
     """Seconds of a median step of two ranks, and for which the other rank stood still at the
     death, and at the join.
     """
@@ -106,12 +105,8 @@ def measure(mib: float, rate: str, algorithm: str) -> tuple[float, float, float]
     return of_two, death - of_one, join - of_two
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.elastic.join",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def main():
+    parser = parser_of(__doc__)
     parser.add_argument("--mib", type=float, nargs="+", default=[16.0, 256.0, 1024.0])
     parser.add_argument("--rate", default="10gbit")
     parser.add_argument("--jobs", type=int, default=3, help="of each")

@@ -32,20 +32,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.elastic.outlive_rank import DEADLY, STEPS
-from benchmarks.turns import Processes, prepare
+from benchmarks.turns import Processes, parser_of, prepare
 
 JOB_SECONDS = 600.0  # of a job that comes no further
 END_SECONDS = 40.0  # for a job's end after its last step, and after SIGTERM
@@ -65,16 +63,16 @@ class Outcome:
 class Job(Processes):
     """The processes of a job, which trains up to the step ``last``."""
 
-    def __init__(self, folder: Path, last: int = STEPS) -> None:
+    def __init__(self, folder, last=STEPS):
         super().__init__(folder)
         self._last = last
-        self._servers: list[subprocess.Popen[bytes]] = []
+        self._servers = []
 
-    def serve(self, *command: str) -> None:
+    def serve(self, *command):
         """Start a process that does not end by itself."""
         self._servers.append(self.start(command))
 
-    def train(self) -> None:
+    def train(self):
         """Return once a process has finished the last step, and the others had time to end.
 
         Raises `SystemExit`: none has, and all have ended, or nothing came in time.
@@ -91,19 +89,19 @@ class Job(Processes):
             time.sleep(0.05)
 
 
-def rank(loop: str, folder: Path, asked: argparse.Namespace) -> list[str]:
+def rank(loop, folder, asked):
     words = [loop, str(folder), "--mib", str(asked.mib), "--ranks", str(asked.ranks)]
     return ["-m", "benchmarks.elastic.outlive_rank", *words, "--steps", str(asked.steps)]
 
 
-def ring_elastic(job: Job, folder: Path, asked: argparse.Namespace, backend: str) -> None:
+def ring_elastic(job, folder, asked, backend):
     ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", str(asked.ranks)]
     ringrun += ["--min-ranks", "1"] + (["--respawn"] if asked.join else [])
     trains = [sys.executable, *rank("ring_elastic", folder, asked), "--backend", backend]
     job.start([*ringrun, *trains])
 
 
-def torchelastic(job: Job, folder: Path, asked: argparse.Namespace) -> None:
+def torchelastic(job, folder, asked):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--max-restarts", "3", "--nproc-per-node", str(asked.ranks)]
     # Else ranks that start again meet in the store of those before, and connect to addresses of the
@@ -112,9 +110,7 @@ def torchelastic(job: Job, folder: Path, asked: argparse.Namespace) -> None:
     job.start([*torchrun, *rank("torchelastic", folder, asked)], **own_store)
 
 
-def torchft(
-    job: Job, folder: Path, asked: argparse.Namespace, heartbeats: int = 5000, join: int = 10000
-) -> None:
+def torchft(job, folder, asked, heartbeats=5000, join=10000):
     """Time limits of the lighthouse are in milliseconds."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -128,7 +124,7 @@ def torchft(
         job.start(command, TORCHFT_LIGHTHOUSE=f"http://localhost:{port}")
 
 
-def horovod(job: Job, folder: Path, asked: argparse.Namespace) -> None:
+def horovod(job, folder, asked):
     hosts = folder / "hosts"
     listed = "".join(f"echo 127.0.0.{'0' * number}1:1\n" for number in range(asked.ranks))
     hosts.write_text(f"#!/bin/sh\n{listed}")
@@ -139,7 +135,7 @@ def horovod(job: Job, folder: Path, asked: argparse.Namespace) -> None:
 
 
 Start = Callable[[Job, Path, argparse.Namespace], None]
-CONTENDERS: dict[str, Start] = {
+CONTENDERS = {
     "ring_elastic": lambda *job: ring_elastic(*job, "auto"),
     "ring_elastic:gloo": lambda *job: ring_elastic(*job, "gloo"),
     "torchelastic": torchelastic,
@@ -150,7 +146,7 @@ CONTENDERS: dict[str, Start] = {
 PEERS = ("torchft", "horovod")  # each runs under an interpreter of its own
 
 
-def finished_steps(folder: Path) -> dict[int, list[tuple[int, float]]]:
+def finished_steps(folder):
     """Steps and when they were finished, of each process that has finished any, by its pid."""
     found = {}
     for path in folder.glob("*.steps"):
@@ -160,7 +156,7 @@ def finished_steps(folder: Path) -> dict[int, list[tuple[int, float]]]:
     return found
 
 
-def outcome(died: float, processes: Sequence[Sequence[tuple[int, float]]]) -> Outcome:
+def outcome(died, processes):
     """What the steps of the processes of a job tell, one of which died in step `DEADLY`."""
     before = []
     for steps in processes:
@@ -183,14 +179,14 @@ def outcome(died: float, processes: Sequence[Sequence[tuple[int, float]]]) -> Ou
     )
 
 
-def longest_step(steps: Sequence[tuple[int, float]], died: float) -> float:
+def longest_step(steps, died):
     """Of a process that trained before the death, but for the first step after it."""
     later = [when for _, when in steps if when > died]
     survived = steps[0][1] < died
     return max((b - a for a, b in pairwise(later)), default=0.0) if survived else 0.0
 
 
-def run(start: Start, asked: argparse.Namespace) -> Outcome:
+def run(start, asked):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with Job(folder, asked.steps) as job:
@@ -199,11 +195,9 @@ def run(start: Start, asked: argparse.Namespace) -> Outcome:
         return outcome(float((folder / "died").read_text()), list(finished_steps(folder).values()))
 
 
-def report(found: dict[str, list[Outcome]]) -> Iterator[str]:
-    yield (
-        "| | a step before | the next step ends after | a new step ends after | finished steps "
-        "lost | longest step later |"
-    )
+def report(found):
+    ends = "the next step ends after | a new step ends after"
+    yield f"| | a step before | {ends} | finished steps lost | longest step later |"
     yield "|---|---|---|---|---|---|"
     for name, jobs in found.items():
         times = [[getattr(job, field) for job in jobs] for field in ("next_step", "new_step")]
@@ -214,12 +208,8 @@ def report(found: dict[str, list[Outcome]]) -> Iterator[str]:
         yield f"| {name} | {step:.0f} ms | {shown[0]} | {shown[1]} | {lost:g} | {join:.2f} s |"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.elastic.outlive",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def main():
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--ranks", type=int, default=4)
     add("--mib", type=float, default=256.0, help="of gradients")
@@ -236,16 +226,13 @@ def main() -> None:
         if name.startswith(missing):
             parser.error(f"{name} runs under the interpreter that --{name.partition(':')[0]} names")
     names = asked.contenders or [name for name in CONTENDERS if not name.startswith(missing)]
-    found: dict[str, list[Outcome]] = {name: [] for name in names}
-    loads = [os.getloadavg()[0]]
+    found = {name: [] for name in names}
     for _ in range(asked.jobs):
         for name in names:
             found[name].append(run(CONTENDERS[name], asked))
             print(f"{name}: {found[name][-1]}", file=sys.stderr, flush=True)
-    loads.append(os.getloadavg()[0])
     print(*report(found), sep="\n")
-    said = f"load average {loads[0]:.1f} at the beginning, {loads[1]:.1f} at the end"
-    print(f"\n{asked.ranks} ranks, {asked.mib:g} MiB, {asked.jobs} jobs each; {said}")
+    print(f"\n{asked.ranks} ranks, {asked.mib:g} MiB, {asked.jobs} jobs each")
 
 
 if __name__ == "__main__":

@@ -5,20 +5,17 @@ Each loop trains the same layers as its library's documentation tells a user to.
 in the loops: the Pythons that have torchft and Horovod need not have the others.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+
+from benchmarks.turns import parser_of
 
 WIDTH, BATCH = 1024, 8  # of layers of 4 MiB; samples of a rank
 DEADLY, STEPS = 13, 18  # the step in which a rank is killed; all steps
@@ -28,14 +25,14 @@ SAVE_EVERY = 5  # steps, where a restart needs a checkpoint: two finished steps 
 class Watch:
     """Writes when this process finished which step, by the host's clock."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
 
-    def finished(self, step: int) -> None:
+    def finished(self, step):
         with (self._folder / f"{os.getpid()}.steps").open("a") as log:
             log.write(json.dumps([step, time.monotonic()]) + "\n")
 
-    def backward_of(self, step: int, *, victim: bool) -> None:
+    def backward_of(self, step, *, victim):
         """Between forward and backward of ``step``: the victim is killed there, once in the job."""
         died = self._folder / "died"
         if victim and step == DEADLY and not died.exists():
@@ -43,38 +40,38 @@ class Watch:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def layers(mib: float) -> nn.Module:
+def layers(mib):
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, round(mib / 4))))
     )
 
 
-def loss_of(module: nn.Module, batch: Tensor) -> Tensor:
-    loss: Tensor = module(batch).square().mean()
+def loss_of(module, batch):
+    loss = module(batch).square().mean()
     return loss
 
 
-def ring_elastic(watch: Watch, asked: argparse.Namespace) -> None:
+def ring_elastic(watch, asked):
     import lightning.pytorch as pl
     from torch.utils.data import DataLoader, TensorDataset
 
     from lightning_ring import ElasticStrategy
 
     class Module(pl.LightningModule):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.net = layers(asked.mib)
 
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        def training_step(self, batch, batch_idx):
             loss = loss_of(self.net, batch[0])
             watch.backward_of(self.global_step + 1, victim=os.environ["RING_MEMBER"] == "1")
             return loss
 
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             watch.finished(self.global_step)
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=1e-6)
 
     trainer = pl.Trainer(
@@ -90,7 +87,7 @@ def ring_elastic(watch: Watch, asked: argparse.Namespace) -> None:
     trainer.fit(Module(), DataLoader(data, batch_size=BATCH))
 
 
-def torchelastic(watch: Watch, asked: argparse.Namespace) -> None:
+def torchelastic(watch, asked):
     dist.init_process_group("gloo")
     net = layers(asked.mib)
     step, saved = 0, asked.folder / "checkpoint.pt"
@@ -114,7 +111,7 @@ def torchelastic(watch: Watch, asked: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def torchft(watch: Watch, asked: argparse.Namespace) -> None:
+def torchft(watch, asked):
     """A replica group for each rank; all of the library's time limits are its defaults.
 
     Gradients are averaged by the manager, not by the library's DistributedDataParallel: version 0.2
@@ -125,7 +122,7 @@ def torchft(watch: Watch, asked: argparse.Namespace) -> None:
     net = layers(asked.mib)
     inner = torch.optim.SGD(net.parameters(), lr=1e-6)
 
-    def load_state_dict(state: dict[str, Any]) -> None:
+    def load_state_dict(state):
         net.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
 
@@ -162,7 +159,7 @@ def torchft(watch: Watch, asked: argparse.Namespace) -> None:
     os._exit(0)  # its threads would wait for the last one's time limit
 
 
-def horovod(watch: Watch, asked: argparse.Namespace) -> None:
+def horovod(watch, asked):
     import horovod.torch as hvd  # type: ignore[import-not-found]
 
     hvd.init()
@@ -171,7 +168,7 @@ def horovod(watch: Watch, asked: argparse.Namespace) -> None:
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters())
 
     @hvd.elastic.run  # type: ignore[untyped-decorator]
-    def train(state: Any) -> None:
+    def train(state):
         while state.step < asked.steps:
             optimizer.zero_grad()
             loss = loss_of(net, torch.randn(BATCH, WIDTH))
@@ -185,7 +182,7 @@ def horovod(watch: Watch, asked: argparse.Namespace) -> None:
     train(hvd.elastic.TorchState(net, optimizer, step=0))
 
 
-LOOPS: dict[str, Callable[[Watch, argparse.Namespace], None]] = {
+LOOPS = {
     "ring_elastic": ring_elastic,
     "torchelastic": torchelastic,
     "torchft": torchft,
@@ -193,10 +190,8 @@ LOOPS: dict[str, Callable[[Watch, argparse.Namespace], None]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main():
+    parser = parser_of(__doc__)
     parser.add_argument("loop", choices=LOOPS)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--mib", type=float, required=True, help="of gradients")

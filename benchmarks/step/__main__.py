@@ -8,27 +8,23 @@ ranks without communication: what is left when communication costs nothing. ``ke
 ring's default, and the limit is taken with it.
 
 Rows with hosts need Linux and root: they make network namespaces with links of limited rate
-(`benchmarks/hosts.py`).
+(`tests/hosts.py`).
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import random
-import socket
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from benchmarks import hosts
-from benchmarks.turns import Conductor, prepare
+from benchmarks.turns import Conductor, parser_of, prepare
 from lightning_ring.job.rendezvous.greeting import reserve_port
+from tests import hosts
 
 
 @dataclass(frozen=True)
@@ -54,8 +50,7 @@ _SHARDED_TOO = ("ddp", "ring", "ring_sharded", _ALONE)
 _AS_AUTO = ("auto", "ring:keep_freed_memory=False", "ring")
 _MONITORED = ("ring:monitor=False", "ring", _TRACED)
 # A loader with a sampler, which an elastic job needs; it has a launcher that outlives its ranks.
-_SAMPLED = ("--logger", "--sampled", "--batch", "4")
-_ELASTIC = Row("resnet18", ("ring", "ring_elastic"), start="ringrun", options=_SAMPLED)
+_SAMPLED = {"start": "ringrun", "options": ("--logger", "--sampled", "--batch", "4")}
 # Of 50 steps one is logged.
 _LOGGED = Row("resnet18", _MONITORED, steps=50, options=("--logger",), by_turn=True)
 
@@ -67,21 +62,19 @@ ROWS = {
     "many_small": Row("many_small", _WITH_ALONE, steps=40),
     "one_process": Row("resnet18", _AS_AUTO, ranks=1, steps=5, rounds=16, by_turn=True),
     "monitor": _LOGGED,
-    "elastic": replace(_ELASTIC, steps=50, rounds=12, by_turn=True),
+    "elastic": replace(_LOGGED, contenders=("ring", "ring_elastic"), rounds=12, **_SAMPLED),
     "state": Row("resnet18", ("ring", "ring_sharded"), steps=2, rounds=2),
 }
 # Until this process ends, the ports of its jobs are given to nobody.
-_RESERVED: list[socket.socket] = []
+_RESERVED = []
 
 
-def measure(
-    row: Row, options: Sequence[str] = ()
-) -> tuple[dict[str, list[float]], dict[str, list[Any]]]:
+def measure(row, options=()):
     """Seconds of every step by contender, and what its ranks say of themselves. ``options`` are
     those of `benchmarks.step.rank`.
     """
     prepare()
-    seconds: dict[str, list[float]] = {name: [] for name in row.contenders}
+    seconds = {name: [] for name in row.contenders}
     with (
         tempfile.TemporaryDirectory() as folder,
         commands(row, options) as started,
@@ -98,7 +91,7 @@ def measure(
 
 
 @contextlib.contextmanager
-def commands(row: Row, options: Sequence[str]) -> Iterator[list[list[str]]]:
+def commands(row, options):
     """What to run: a process a host that forks the ranks of all jobs, or a command for each job."""
     python, arguments = [sys.executable, "-m"], [row.model, *row.options, *options]
     each = [[*python, "benchmarks.step.rank", *arguments, name] for name in row.contenders]
@@ -132,16 +125,13 @@ def commands(row: Row, options: Sequence[str]) -> Iterator[list[list[str]]]:
             yield [opened.on(name, *gloo, *fork, str(n)) for n, name in enumerate(opened.names)]
 
 
-def report(row: Row, seconds: dict[str, list[float]], facts: dict[str, list[Any]]) -> Iterator[str]:
+def report(row, seconds, facts):
     where = f"{row.num_hosts} hosts at {row.rate}" if row.num_hosts > 1 else "one node"
     yield f"\n{row.model}, {row.ranks} rank(s), {where}, {row.rounds} turns of {row.steps} steps\n"
-    yield "| strategy | ms a step, median | least | p95 | optimizer state, MB a rank |"
-    yield "|---|---|---|---|---|"
+    yield "| strategy | ms a step, median | optimizer state, MB a rank |\n|---|---|---|"
     for name, times in seconds.items():
-        p95 = sorted(times)[int(0.95 * len(times))]
         state = max(fact["state_bytes"] for fact in facts[name]) / 1e6
-        numbers = [1e3 * statistics.median(times), 1e3 * min(times), 1e3 * p95, state]
-        yield f"| {name} | " + " | ".join(f"{number:.1f}" for number in numbers) + " |"
+        yield f"| {name} | {1e3 * statistics.median(times):.1f} | {state:.1f} |"
     yield ""
     peer = row.contenders[0]
     for ours in row.contenders[1:]:
@@ -154,9 +144,7 @@ def report(row: Row, seconds: dict[str, list[float]], facts: dict[str, list[Any]
             yield f"  by means of turns {middle:.4f}, 95 % of medians {low:.4f} to {high:.4f}"
 
 
-def ratio_of_turns(
-    ours: Sequence[float], peer: Sequence[float], steps: int
-) -> tuple[float, float, float]:
+def ratio_of_turns(ours, peer, steps):
     """Median over turns of the ratio of the turns' means, and where 95 % of the medians of
     resampled turns lie.
     """
@@ -168,24 +156,18 @@ def ratio_of_turns(
     return statistics.median(ratios), medians[50], medians[1949]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def main():
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("row", choices=ROWS, help="one row of the table in docs/performance.md")
     add("--contenders", nargs="+", help="others than the row's, such as ring:bucket_cap_mb=4")
     add("--model", choices=("resnet18", "resnet50", "many_small", "tiny"))
-    add("--ranks", type=int, help="in all, round-robin over the hosts")
-    add("--hosts", dest="num_hosts", type=int)
     add("--rate", help="of the links between hosts, as tc writes it")
     add("--steps", type=int, help="a turn")
     add("--rounds", type=int)
     add("--json", metavar="FILE", help="write every step's seconds")
     asked = parser.parse_args()
-    names = ("model", "ranks", "num_hosts", "rate", "steps", "rounds")
+    names = ("model", "rate", "steps", "rounds")
     given = {name: getattr(asked, name) for name in names if getattr(asked, name) is not None}
     row = replace(ROWS[asked.row], **given)
     if asked.contenders:
@@ -196,8 +178,7 @@ def main() -> int:
     seconds, facts = measure(row)
     print(*report(row, seconds, facts), sep="\n", flush=True)
     if asked.json is not None:
-        found = {"row": asdict(row), "seconds": seconds, "facts": facts}
-        Path(asked.json).write_text(json.dumps(found) + "\n")
+        Path(asked.json).write_text(json.dumps({"seconds": seconds, "facts": facts}))
     return 0
 
 

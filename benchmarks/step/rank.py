@@ -10,12 +10,10 @@ or CUDA has started by then. A rank finds its place in torchrun's variables, whi
 and lightning_ring both read.
 """
 
-from __future__ import annotations
-
-import argparse
 import ast
 import atexit
 import gc
+import itertools
 import json
 import logging
 import os
@@ -24,20 +22,19 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
+import torchvision
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.turns import Turns
+from benchmarks.turns import Turns, parser_of
 from lightning_ring import ElasticStrategy, RingStrategy
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.data import ShuffledSampler
@@ -45,106 +42,59 @@ from lightning_ring.host.malloc import keep_freed_memory
 
 
 class ManySmall(nn.Module):
-    """``count`` parameters of 1,000 elements, each used once: little computation, many
-    gradients.
-    """
+    """500 parameters of 1,000 elements, each used once: little computation, many gradients."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self):
         super().__init__()
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones(1000)) for _ in range(count))
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(1000)) for _ in range(500))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for scale in self.scales:
             x = x * scale
         return x
 
 
-def resnet(name: str, num_classes: int) -> nn.Module:
-    import torchvision
-
-    model: nn.Module = getattr(torchvision.models, name)(num_classes=num_classes)
-    return model
-
-
-def tiny() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 10))
-
-
+NUM_BATCHES = 1_000_000  # the same again and again: no time goes into loading
 # Name: model, shape of a sample, default batch of a rank.
-MODELS: dict[str, Any] = {
-    "resnet18": (lambda: resnet("resnet18", 1000), (3, 64, 64), 16),
-    "resnet50": (lambda: resnet("resnet50", 1000), (3, 224, 224), 256),
-    "many_small": (lambda: ManySmall(500), (1000,), 1),
-    "tiny": (tiny, (3, 8, 8), 4),
+MODELS = {
+    "resnet18": (lambda: torchvision.models.resnet18(), (3, 64, 64), 16),
+    "resnet50": (lambda: torchvision.models.resnet50(), (3, 224, 224), 256),
+    "many_small": (ManySmall, (1000,), 1),
+    "tiny": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 10)), (3, 8, 8), 4),
 }
 
 
 class Trained(L.LightningModule):
     """``model`` on one random batch, again and again, with SGD and momentum."""
 
-    def __init__(self, model: nn.Module, channels_last: bool) -> None:
+    def __init__(self, model, channels_last):
         super().__init__()
         self.model = model.to(memory_format=torch.channels_last) if channels_last else model
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         images, labels = batch
         return F.cross_entropy(self.model(images), labels)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1e-6, momentum=0.9)
 
 
-class OneBatch:
-    """The same batch for ever: no time goes into loading."""
-
-    def __init__(
-        self, shape: tuple[int, ...], batch_size: int, device: str, channels_last: bool
-    ) -> None:
-        self._images = torch.randn(batch_size, *shape, device=device)
-        if channels_last:
-            self._images = self._images.to(memory_format=torch.channels_last)
-        self._labels = torch.zeros(batch_size, dtype=torch.int64, device=device)
-
-    def __len__(self) -> int:
-        return 1_000_000
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for _ in range(len(self)):
-            yield self._images, self._labels
-
-
-class AnyBatch:
-    """Samples of which `sampled` makes the same batch, whichever they are."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return indices
-
-
-def sampled(batches: OneBatch, batch_size: int) -> DataLoader[Any]:
-    """The batch of ``batches`` from a loader with a sampler, which an elastic fit needs to
-    divide an epoch anew.
-    """
-    batch = next(iter(batches))
-    length = len(batches) * batch_size
-    order = ShuffledSampler(length, shuffle=False, remainder="drop", seed=0)
-    return DataLoader(AnyBatch(length), batch_size, sampler=order, collate_fn=lambda _: batch)  # type: ignore[arg-type]
+def one_batch(shape, batch_size, device="cpu", channels_last=False):
+    images = torch.randn(batch_size, *shape, device=device)
+    if channels_last:
+        images = images.to(memory_format=torch.channels_last)
+    return images, torch.zeros(batch_size, dtype=torch.int64, device=device)
 
 
 class InTurns(L.Callback):
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns):
         self._turns = turns
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, *_):
         if not self._turns.wait():
             trainer.should_stop = True
 
-    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_end(self, trainer, *_):
         algorithm = getattr(trainer.strategy, "algorithm", None)
         # sharded state is hidden otherwise
         shown = getattr(algorithm, "states_shown", nullcontext)
@@ -153,9 +103,9 @@ class InTurns(L.Callback):
         self._turns.leave({"strategy": type(trainer.strategy).__name__, "state_bytes": held})
 
 
-def optimizer_state_bytes() -> int:
+def optimizer_state_bytes():
     """Bytes of all tensors in the state of all optimizers of this process, each memory once."""
-    seen: dict[int, int] = {}
+    seen = {}
     optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
     for state in (state for optimizer in optimizers for state in optimizer.state.values()):
         for value in state.values():
@@ -164,7 +114,7 @@ def optimizer_state_bytes() -> int:
     return sum(seen.values())
 
 
-def strategy(contender: str, device: str) -> tuple[Any, dict[str, Any]]:
+def strategy(contender, device):
     """The strategy, and what the Trainer has to be told besides."""
     name, _, text = contender.partition(":")
     settings = dict(setting.split("=", 1) for setting in text.split(",")) if text else {}
@@ -180,7 +130,7 @@ def strategy(contender: str, device: str) -> tuple[Any, dict[str, Any]]:
         return "auto" if name == "auto" else SingleDeviceStrategy(torch.device(device)), own
     if name == "ddp":
         alone = world_size == 1
-        environment: Any = LightningEnvironment() if alone else TorchElasticEnvironment()
+        environment = LightningEnvironment() if alone else TorchElasticEnvironment()
         backend = "nccl" if device.startswith("cuda") else "gloo"
         return DDPStrategy(cluster_environment=environment, process_group_backend=backend), devices
     values = {key: _value(value) for key, value in settings.items()}
@@ -190,23 +140,20 @@ def strategy(contender: str, device: str) -> tuple[Any, dict[str, Any]]:
         wire = {key: values.pop(key, None) for key in ("bucket_cap_mb", "compression")}
         values["algorithm"] = Sharded(**wire)
     elif name != "ring":
-        raise SystemExit(
-            f"{contender}: contenders are auto, alone, ddp, ring, ring_sharded and ring_elastic"
-        )
+        known = "auto, alone, ddp, ring, ring_sharded and ring_elastic"
+        raise SystemExit(f"{contender}: contenders are {known}")
     return RingStrategy(**values), devices
 
 
-def _value(text: str) -> Any:
+def _value(text):
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(arguments=None):
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("model", choices=MODELS)
     add("contender")
@@ -216,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--precision", default="32-true")
     add("--channels-last", action="store_true")
     add("--logger", action="store_true", help="log to TensorBoard, in a temporary folder")
-    add("--sampled", action="store_true", help="read the batch by a DataLoader with a sampler")
+    add("--sampled", action="store_true", help="read through a sampler, as elastic fits need")
     asked = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -225,11 +172,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if asked.image:
         shape = (3, asked.image, asked.image)
     on_cuda = asked.device == "cuda"
-    if on_cuda:
-        turns = Turns(asked.contender, torch.cuda.synchronize, pause=torch.cuda.empty_cache)
-    else:
-        turns = Turns(asked.contender)
+    on_gpu = (torch.cuda.synchronize, torch.cuda.empty_cache) if on_cuda else ()
+    turns = Turns(asked.contender, *on_gpu)
     chosen, settings = strategy(asked.contender, "cuda:0" if on_cuda else "cpu")
+    quiet = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing")
     trainer = L.Trainer(
         strategy=chosen,
         accelerator="gpu" if on_cuda else "cpu",
@@ -238,22 +184,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         benchmark=on_cuda,
         max_epochs=1,
         logger=TensorBoardLogger(tempfile.mkdtemp(prefix="ring-step-")) if asked.logger else False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
+        **dict.fromkeys(quiet, False),
         **settings,
     )
     for logger in trainer.loggers:
         atexit.register(shutil.rmtree, logger.save_dir, ignore_errors=True)
     batch_size = asked.batch or batch_size
-    batches = OneBatch(shape, batch_size, asked.device, asked.channels_last)
-    trainer.fit(
-        Trained(build(), asked.channels_last),
-        sampled(batches, batch_size) if asked.sampled else batches,
-    )
+    batch = one_batch(shape, batch_size, asked.device, asked.channels_last)
+    batches = itertools.repeat(batch, NUM_BATCHES)
+    if asked.sampled:
+        length = NUM_BATCHES * batch_size
+        order = ShuffledSampler(length, shuffle=False, remainder="drop", seed=0)
+        batches = DataLoader(range(length), batch_size, sampler=order, collate_fn=lambda _: batch)
+    trainer.fit(Trained(build(), asked.channels_last), batches)
 
 
-def fork(job: dict[str, Any], host: int) -> int:
+def fork(job, host):
     """Run this host's ranks of all jobs; 1 if one failed, which ends the others."""
     pids = set()
     for name in job["jobs"]:
@@ -276,7 +222,7 @@ def fork(job: dict[str, Any], host: int) -> int:
     return code
 
 
-def place(job: dict[str, Any], name: str, rank: int) -> dict[str, str]:
+def place(job, name, rank):
     """torchrun's variables of one rank; ranks are round-robin over the hosts."""
     node, local_rank = rank % job["hosts"], rank // job["hosts"]
     numbers = {

@@ -6,9 +6,6 @@ mpirun. ``ringrun`` starts the ranks without a process that imports torch first.
 turns.
 """
 
-from __future__ import annotations
-
-import argparse
 import os
 import statistics
 import subprocess
@@ -16,6 +13,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from benchmarks.turns import parser_of
 
 SCRIPT = """
 import os, sys, time
@@ -39,17 +38,17 @@ CONTENDERS = {
 }
 
 
-def seconds_to_first_step(command: list[str], folder: str) -> float:
+def seconds_to_first_step(command, folder):
     environ = os.environ | {"STARTED": repr(time.time())}
     said = subprocess.check_output(command, cwd=folder, env=environ, timeout=300, text=True)
     return float(said.partition("first step ")[2].split()[0])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main():
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
-    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    seconds = {name: [] for name in CONTENDERS}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(SCRIPT)
         for _ in range(rounds + 1):

@@ -11,30 +11,29 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from hydra.utils import instantiate
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.hosts import INTERFACE
 from lightning_ring import distribute
 from lightning_ring.schedules import warmup_cosine
 from recipes.data.digits import Images, augment, load_digits
 from recipes.data.tensors import stratified_split
 from recipes.large_batch import accuracy
+from tests.hosts import INTERFACE
 
 WARM_UP, TIMED = 6, 20  # batches
 TOLD_SECONDS = 0.02
 
 
-def pairs_of_digits(count: int) -> dict[str, Images]:
+def pairs_of_digits(count):
     """``train`` of ``count`` images ``[1, 8, 16]``, ``val`` of an eighth of that, ``test`` of a
     quarter.
 
@@ -46,7 +45,7 @@ def pairs_of_digits(count: int) -> dict[str, Images]:
     rest, val = stratified_split(labels[train], 0.25, seed=0)
     generator = torch.Generator().manual_seed(0)
 
-    def pairs(part: Tensor, size: int) -> Images:
+    def pairs(part, size):
         left, right = part[torch.randint(len(part), (2, size), generator=generator)]
         both = torch.cat([augment(images[left], generator), augment(images[right], generator)], 3)
         return Images(both, 10 * labels[left] + labels[right])
@@ -58,7 +57,7 @@ def pairs_of_digits(count: int) -> dict[str, Images]:
     }
 
 
-def network(hidden: int) -> nn.Module:
+def network(hidden):
     """Images ``[batch, 1, 8, 16]`` to logits. Most of its bytes are in one matrix, as in many
     recognisers.
     """
@@ -68,9 +67,7 @@ def network(hidden: int) -> nn.Module:
     return nn.Sequential(*convolution, *first, *second, nn.Linear(hidden, 100))
 
 
-def batches(
-    train: Images, batch_size: int, rank: int, num_ranks: int, seed: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(train, batch_size, rank, num_ranks, seed):
     """This rank's batches, endlessly: an epoch is one order of all images, of which each rank
     takes its part.
     """
@@ -82,7 +79,7 @@ def batches(
                 yield train.images[batch], train.labels[batch]
 
 
-def sent_bytes() -> int:
+def sent_bytes():
     """That this host has sent, headers of TCP included."""
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
@@ -102,9 +99,7 @@ class Replicas:
     close: Callable[[], object]
 
 
-def kept_together(
-    module: nn.Module, optimizer: torch.optim.Optimizer, order: dict[str, Any]
-) -> Replicas:
+def kept_together(module, optimizer, order):
     """``module`` on this rank, which the order's method keeps equal to the others'."""
     if order["method"]["distribute"] is None:
         rank, store = int(os.environ["OMPI_COMM_WORLD_RANK"]), f"tcp://{order['address']}:29511"
@@ -130,26 +125,26 @@ class StepsOfAll:
     else is on that.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store):
         self.taken = 0  # by this rank
         self._store = store
         self._of_others = 0
         self._closed = threading.Event()
-        self._error: Exception | None = None
+        self._error = None
         self._thread = threading.Thread(target=self._tell, daemon=True)
         self._thread.start()
 
-    def one_more(self) -> int:
+    def one_more(self):
         self.taken += 1
         if self._error is not None:
             raise self._error
         return self.taken + self._of_others
 
-    def close(self) -> None:
+    def close(self):
         self._closed.set()
         self._thread.join(60)
 
-    def _tell(self) -> None:
+    def _tell(self):
         told = 0
         try:
             while not self._closed.wait(TOLD_SECONDS):
@@ -160,7 +155,7 @@ class StepsOfAll:
             self._error = error
 
 
-def train(order: dict[str, Any]) -> dict[str, Any]:
+def train(order):
     """Accuracy on validation images over training time, and on test images at the end; bytes
     that rank 0 sent.
     """
@@ -184,7 +179,7 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     data = batches(parts["train"], batch_size, replicas.rank, num_ranks, order["seed"])
     store = dist.distributed_c10d._get_default_store
     together = StepsOfAll(store()) if method["own_pace"] else None
-    curve: list[tuple[float, float]] = []
+    curve = []
     spent, sent, step, end = 0.0, 0, 0, 0
     while end < num_steps and spent < settings["seconds"]:
         replicas.barrier()
@@ -220,7 +215,7 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     return result if replicas.rank == 0 else {}
 
 
-def seconds_alone(module: nn.Module, data: Iterator[tuple[Tensor, Tensor]]) -> float:
+def seconds_alone(module, data):
     """Of a batch on one rank, without communication."""
     module = copy.deepcopy(module)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
@@ -235,7 +230,7 @@ def seconds_alone(module: nn.Module, data: Iterator[tuple[Tensor, Tensor]]) -> f
     return statistics.median(times[WARM_UP:])
 
 
-def main() -> None:
+def main():
     order = json.loads(Path(sys.argv[1]).read_text())
     if result := train(order):
         Path(order["result"]).write_text(json.dumps(result))

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from benchmarks.hosts import open_hosts, why_not
-from recipes.record import Result, finish, key_of, markdown
+from recipes.record import finish, key_of, markdown
+from tests.hosts import open_hosts, why_not
 
 Settings = dict[str, Any]  # what all runs of a study share, as in wires.yaml
 
@@ -54,7 +53,7 @@ class Run:
     straggler: bool
     seed: int
 
-    def key(self, settings: Settings) -> str:
+    def key(self, settings):
         """Equal for runs that would do the same, whatever they are called."""
         method = self.method
         trained = [method.momentum, method.lr_factor, method.weight_decay_factor]
@@ -62,7 +61,7 @@ class Run:
         return key_of(settings, how, self.rate, self.straggler, self.seed)
 
 
-def execute(run: Run, settings: Settings) -> Result:
+def execute(run, settings):
     """Train on hosts of this machine's own network. Returns a line of the record.
 
     Raises `RuntimeError`: there can be no such hosts here, or the ranks failed.
@@ -85,7 +84,7 @@ def execute(run: Run, settings: Settings) -> Result:
     return about | found | {"seconds": round(time.perf_counter() - started, 1)}
 
 
-def study(config: dict[str, Any], folder: Path) -> str:
+def study(config, folder):
     """Do every run that is not on record yet; write and return the tables of all that are."""
     settings, target = config["settings"], config["target"]
     methods = {name: Method(**method) for name, method in config["methods"].items()}
@@ -107,7 +106,7 @@ def study(config: dict[str, Any], folder: Path) -> str:
     return found
 
 
-def line(result: Result, target: float) -> str:
+def line(result, target):
     until = f"{seconds_until(result['curve'], target):.1f} s to {target}"
     said = f"accuracy {result['accuracy']:.4f}, {result['bytes_per_step'] / 1e3:,.0f} kB a step"
     return f"{wire_of(result)}: {result['method']}, seed {result['seed']}: {until}, {said}"
@@ -129,7 +128,7 @@ class Cell:
     kilobytes_per_step: float
 
     @classmethod
-    def of(cls, results: Sequence[Result], target: float) -> Cell:
+    def of(cls, results, target):
         """Of the results of all seeds."""
         first = results[0]
         return cls(
@@ -141,18 +140,16 @@ class Cell:
         )
 
 
-def wire_of(result: Result) -> str:
+def wire_of(result):
     return f"{result['rate']}{', slow rank' if result['straggler'] else ''}"
 
 
-def seconds_until(curve: Sequence[Sequence[float]], target: float) -> float:
+def seconds_until(curve, target):
     """Training time of the first evaluation with an accuracy of ``target`` or more."""
     return next((seconds for seconds, accuracy in curve if accuracy >= target), float("inf"))
 
 
-def cells_on_record(
-    record: Mapping[str, Result], methods: Sequence[Method], settings: Settings, target: float
-) -> list[Cell]:
+def cells_on_record(record, methods, settings, target):
     """Of ``methods``, as they are now, on each wire all seeds. Slow wires come first, those with
     a slow rank last.
     """
@@ -167,21 +164,21 @@ def cells_on_record(
     return cells
 
 
-def bits_per_second(rate: str) -> float:
+def bits_per_second(rate):
     """Of a ``rate`` as tc writes it, "1.5gbit"."""
     found = re.fullmatch(r"([\d.]+)([kmgt]?)bit", rate.lower())
     assert found is not None, f"{rate!r} is no rate of a wire, such as 100mbit"
     return float(found[1]) * 1000 ** " kmgt".index(found[2] or " ")
 
 
-def tables(cells: Sequence[Cell], baseline: str) -> str:
+def tables(cells, baseline):
     """Markdown: times to the target of equal ranks, and of those with a slow one."""
     slow = [cell for cell in cells if "slow" in cell.wire]
     equal = [cell for cell in cells if "slow" not in cell.wire]
     return "\n".join(table(half, baseline) for half in (equal, slow) if half)
 
 
-def table(cells: Sequence[Cell], baseline: str) -> str:
+def table(cells, baseline):
     """Markdown: a row a method; a column a wire, of seconds to the target, and their share of
     ``baseline``'s there.
 
@@ -205,13 +202,13 @@ def table(cells: Sequence[Cell], baseline: str) -> str:
     return markdown(["method", "kB a step", "test accuracy, %", *wires], rows)
 
 
-def span(numbers: Sequence[float], apart: float = 1.0) -> str:
+def span(numbers, apart=1.0):
     """The least and the greatest, if that is more than ``apart`` times as much."""
     least, most = min(numbers), max(numbers)
     return f"{least:,.0f} to {most:,.0f}" if most > apart * least else f"{most:,.0f}"
 
 
-def time_of(cell: Cell, baseline: Cell | None) -> str:
+def time_of(cell, baseline):
     if cell.seconds == float("inf"):
         return "not reached"
     reached = baseline is not None and baseline.seconds < float("inf")
@@ -220,11 +217,11 @@ def time_of(cell: Cell, baseline: Cell | None) -> str:
 
 
 @hydra.main(version_base="1.3", config_path=".", config_name="wires")
-def main(config: DictConfig) -> None:
+def main(config):
     if reason := why_not():
         sys.exit(f"The study needs hosts of its own on this machine: {reason}.")
     folder = Path(HydraConfig.get().runtime.output_dir)
-    given: Any = OmegaConf.to_container(config, resolve=True)
+    given = OmegaConf.to_container(config, resolve=True)
     print(f"\n{study(given, folder)}\n{folder}/wires.md; every run is a line of runs.jsonl")
 
 

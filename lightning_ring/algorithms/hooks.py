@@ -11,7 +11,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.gradients.backward import closure_of
 
 
@@ -20,8 +19,8 @@ class StepHooks:
     middle of a training.
     """
 
-    def __init__(self, algorithm: Algorithm) -> None:
-        self._algorithm = algorithm
+    def __init__(self, algorithm: Any) -> None:
+        self._algorithm = algorithm  # or what surrounds one, with these two methods
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),

@@ -36,15 +36,14 @@ def check_output(option: str, path: str | Path | None, inputs: Iterable[Path] = 
     Raises:
         ConfigurationError: It is not so.
     """
-    if path is not None and any(
-        Path(path).exists() and each.exists() and each.samefile(path) for each in inputs
-    ):
+    if path is None:
+        return
+    path = Path(path)
+    if path.exists() and any(each.exists() and each.samefile(path) for each in inputs):
         raise ConfigurationError(
             f"{option} {path}: this file is read. Name another one, which may be written."
         )
-    if path is not None and (
-        Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)
-    ):
+    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
         raise ConfigurationError(
             f"{option} {path}: cannot be written. Name a file in an existing folder."
         )

@@ -21,12 +21,12 @@ from lightning_ring.launch.start import mpirun_job, plain_job
 from lightning_ring.tools.bench import BACKENDS, COLLECTIVES
 
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-_STEP = 4  # each size to the next
+_SIZES = ",".join(str(1024 * 4**power) for power in range(10))  # 1 KiB to 256 MiB
 
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    sizes = chosen_sizes(options.sizes, options.min, options.max)
+    sizes = [parse_size(text) for text in options.sizes.split(",")]
     _check(options)
     launched = launcher_variables(os.environ)
     if launched is None:
@@ -46,76 +46,38 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Sizes are bytes: 4K, 25M, 1G count in powers of 1024 (KiB, MiB, GiB), 25MB is "
         "25,000,000. Under mpirun, srun or torchrun it runs with the ranks that they started.",
     )
-    parser.add_argument(
-        "-n",
-        "-np",
-        dest="ranks",
-        type=int,
-        metavar="N",
-        help="ranks (default: one a GPU, or a core)",
-    )
+    add = parser.add_argument
+    ranks = "ranks (default: one a GPU, or a core)"
+    add("-n", "-np", dest="ranks", type=int, metavar="N", help=ranks)
     add_hosts(parser)
-    parser.add_argument("--min", metavar="SIZE", help="smallest tensor on each rank (default: 1K)")
-    parser.add_argument(
-        "--max", metavar="SIZE", help="largest (default: 256M); each is 4 times the one before"
-    )
-    parser.add_argument("--sizes", metavar="SIZE,...", help="these sizes instead")
-    parser.add_argument(
-        "--backends", nargs="+", choices=BACKENDS, help="default: all that work here"
-    )
-    parser.add_argument(
-        "--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES, help="default: all"
-    )
-    parser.add_argument(
-        "--compare", choices=BACKENDS, metavar="BACKEND", help="show times as ratios to this one's"
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "xpu"), default="auto")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=0.2,
-        help="for each backend, collective, size (default: 0.2)",
-    )
-    parser.add_argument(
-        "--json", metavar="FILE", help="write all numbers, in bytes and seconds (rank 0's host)"
-    )
+    sizes = "tensors on each rank (default: 1K to 256M, each 4 times the one before)"
+    add("--sizes", metavar="SIZE,...", default=_SIZES, help=sizes)
+    add("--backends", nargs="+", choices=BACKENDS, help="default: all that work here")
+    add("--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES, help="default: all")
+    compare = "show times as ratios to this one's"
+    add("--compare", choices=BACKENDS, metavar="BACKEND", help=compare)
+    add("--device", choices=("auto", "cpu", "cuda", "xpu"), default="auto")
+    seconds = "for each backend, collective, size (default: 0.2)"
+    add("--seconds", type=float, default=0.2, help=seconds)
+    add("--json", metavar="FILE", help="write all numbers, in bytes and seconds (rank 0's host)")
     return parser
 
 
-def parse_size(text: str, option: str) -> int:
+def parse_size(text: str) -> int:
     """``"4K"``: 4096. Raises `ConfigurationError` if ``text`` is no size, or less than one
     float32.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(i?B)?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ConfigurationError(
-            f"{option}: {text!r} is not a size. Write bytes, or a number with K, M, G: 64K, 25M."
-        )
-    unit = match[2].upper() + ("B" if match[2] and (match[3] or "").upper() == "B" else "")
-    size = float(match[1]) * _FACTORS[unit]
+    size = 0.0
+    if match is not None:
+        decimal = match[2] and (match[3] or "").upper() == "B"
+        size = float(match[1]) * _FACTORS[match[2].upper() + ("B" if decimal else "")]
     if size < 4:
         raise ConfigurationError(
-            f"{option}: {text!r} is less than the 4 bytes of one float32. Say 4 or more."
+            f"--sizes: {text!r} is not a size of at least one float32. Write 4 bytes or more, or a "
+            "number with K, M, G: 64K, 25M."
         )
     return int(size)
-
-
-def chosen_sizes(sizes: str | None, least: str | None, most: str | None) -> list[int]:
-    """Sizes to measure, in bytes. Raises `ConfigurationError` for options that exclude each
-    other, or no sizes.
-    """
-    if sizes is not None:
-        if least is not None or most is not None:
-            raise ConfigurationError(
-                "--sizes says what to measure, and so do --min and --max. Use one or the other."
-            )
-        return [parse_size(text, "--sizes") for text in sizes.split(",")]
-    first, last = parse_size(least or "1K", "--min"), parse_size(most or "256M", "--max")
-    if first > last:
-        raise ConfigurationError(
-            f"--min is {first} bytes and --max {last}: nothing lies between. Swap them."
-        )
-    return [first * _STEP**power for power in range(int(math.log(last / first, _STEP) + 1e-9) + 1)]
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
 from lightning_ring.cli.arguments import add_hosts, chosen_hosts
@@ -17,11 +19,11 @@ from lightning_ring.tools.doctor.asking import DoctorRequest
 from lightning_ring.tools.doctor.findings import (
     Finding,
     HostReport,
-    as_json,
+    everything,
     last_line,
     lines,
-    overall,
     short,
+    worst,
 )
 from lightning_ring.tools.doctor.hosts import FAMILIES, PREFIX, examine, examine_hosts
 from lightning_ring.tools.doctor.launching import living_launcher
@@ -52,27 +54,20 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit code: 0, also with warnings; 1 if something is broken; 2 if this command "
         "line is wrong.",
     )
-    parser.add_argument(
-        "-n",
-        dest="ranks",
-        type=int,
-        metavar="N",
-        help="ranks on this host (default: one a GPU, min. 2)",
-    )
+    add = parser.add_argument
+    add("-n", dest="ranks", type=int, metavar="N", help="ranks here (default: one a GPU, min. 2)")
     add_hosts(parser, "check these hosts, and compare them")
-    parser.add_argument(
-        "--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="default: all of them"
-    )
-    parser.add_argument(
+    add("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="default: all of them")
+    add(
         "--timeout",
         type=float,
         default=60,
         metavar="SECONDS",
         help="of each all-reduce (default: 60); a higher limit extends the other checks too",
     )
-    parser.add_argument("--json", action="store_true", help="write the report as JSON")
+    add("--json", action="store_true", help="write the report as JSON")
     # of how many hosts this is one: how the doctor starts itself there
-    parser.add_argument("--part-of", type=int, default=0, help=argparse.SUPPRESS)
+    add("--part-of", type=int, default=0, help=argparse.SUPPRESS)
     return parser
 
 
@@ -87,24 +82,20 @@ def _run(options: argparse.Namespace) -> int:
         part=options.part_of > 0,
         environ=dict(os.environ),
     )
+    here = HostReport(socket.gethostname(), [])
     if request.part:
-        report = HostReport(socket.gethostname(), dict(examine(request, options.only)))
-        print(PREFIX + json.dumps(report.as_json()), flush=True)
+        here.findings.extend(chain.from_iterable(examine(request, options.only)))
+        print(PREFIX + json.dumps(here.as_json()), flush=True)
         return 0
     if request.launcher and _is_another_rank(request.environ):
         return 0  # rank 0 of this job reports
     if not hosts:
-        here = HostReport(socket.gethostname())
-        for family, findings in examine(request, options.only):
-            here.families[family] = findings
+        for findings in examine(request, options.only):
+            here.findings.extend(findings)
             if not options.json and findings:
                 print(*lines(findings), sep="\n", flush=True)
         return _conclude(options, [here], [])
     reports, between = examine_hosts(hosts, options.only, request)
-    # this host starts the others
-    if not any(host.is_local for host in hosts):
-        chosen = [family for family in ("launcher", "mpi") if family in options.only]
-        reports.insert(0, HostReport(socket.gethostname(), dict(examine(request, chosen))))
     if not options.json:
         for report in reports:
             print(f"{report.host}:", *lines(short(report.findings)), "", sep="\n")
@@ -115,12 +106,15 @@ def _run(options: argparse.Namespace) -> int:
 def _conclude(
     options: argparse.Namespace, reports: Sequence[HostReport], between: Sequence[Finding]
 ) -> int:
-    print(
-        json.dumps(as_json(reports, between), indent=1)
-        if options.json
-        else last_line(reports, between)
-    )
-    return 1 if overall(reports, between) == "broken" else 0
+    findings = everything(reports, between)
+    state = worst(findings)
+    if options.json:
+        hosts = [report.as_json() for report in reports]
+        rest = [asdict(finding) for finding in between]
+        print(json.dumps({"state": state, "hosts": hosts, "between_hosts": rest}, indent=1))
+    else:
+        print(last_line(findings))
+    return int(state == "broken")
 
 
 def _is_another_rank(environ: Mapping[str, str]) -> bool:

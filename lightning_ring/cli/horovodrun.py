@@ -76,7 +76,8 @@ class _Refused(argparse.Action):
 def add_horovodrun(parser: argparse.ArgumentParser) -> None:
     """The options of horovodrun that have no other name here, and the refusal of the rest."""
     group = parser.add_argument_group("as horovodrun takes them")
-    group.add_argument(
+    add = group.add_argument
+    add(
         "--network-interfaces",
         "--network-interface",
         dest="interfaces",
@@ -84,20 +85,12 @@ def add_horovodrun(parser: argparse.ArgumentParser) -> None:
         metavar="IF,...",
         help="network interfaces that the ranks use, on every host",
     )
-    group.add_argument(
-        "--timeline-filename",
-        metavar="FILE",
-        help="write a timeline, as HOROVOD_TIMELINE=FILE does",
-    )
-    group.add_argument(
-        "--timeline-mark-cycles", action="store_true", help="mark exchanges of names in it"
-    )
-    group.add_argument(
-        "--start-timeout", type=float, metavar="S", help="seconds in which all ranks have to come"
-    )
-    group.add_argument(
-        "--verbose", action="store_true", help="no more than always: the line that is run is shown"
-    )
+    timeline = "write a timeline, as HOROVOD_TIMELINE=FILE does"
+    add("--timeline-filename", metavar="FILE", help=timeline)
+    add("--timeline-mark-cycles", action="store_true", help="mark exchanges of names in it")
+    start = "seconds in which all ranks have to come"
+    add("--start-timeout", type=float, metavar="S", help=start)
+    add("--verbose", action="store_true", help="no more than always: the line that is run is shown")
     for name in INSTEAD:
         parser.add_argument(name, action=_Refused, nargs="?", help=argparse.SUPPRESS)
 

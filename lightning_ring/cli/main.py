@@ -16,18 +16,9 @@ from lightning_ring.host import require_posix
 COMMANDS = {
     "doctor": ("lightning_ring.cli.doctor", "check the setup: mistakes, and advice"),
     "pack": ("lightning_ring.cli.pack", "pack images into shards that train fast, and check them"),
-    "bench": (
-        "lightning_ring.cli.bench",
-        "how fast the ring is: bandwidth of every backend, over sizes",
-    ),
-    "timeline": (
-        "lightning_ring.cli.timeline",
-        "merge the ranks' timelines into one trace, also after a crash",
-    ),
-    "plan": (
-        "lightning_ring.cli.plan",
-        "how far a recorded job will scale, and what to change first",
-    ),
+    "bench": ("lightning_ring.cli.bench", "how fast the ring is, by backend and size"),
+    "timeline": ("lightning_ring.cli.timeline", "merge the ranks' timelines, also after a crash"),
+    "plan": ("lightning_ring.cli.plan", "how far a job will scale, and what to change first"),
     "report": ("lightning_ring.cli.report", "one HTML page of a run, or of several compared"),
 }
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,43 +66,26 @@ def _parser() -> argparse.ArgumentParser:
         "--append leaves out images whose names the set has, and takes the set's settings for "
         "those that are not given. New classes get the next numbers.",
     )
-    parser.add_argument("paths", nargs="+", type=_folder, metavar="SRC DST", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--verify", action="store_true", help="read all of DST and compare it with its checksums"
+    add = parser.add_argument
+    add("paths", nargs="+", type=_folder, metavar="SRC DST", help=argparse.SUPPRESS)
+    add("--verify", action="store_true", help="read all of DST and compare it with its checksums")
+    add("--append", action="store_true", help="add SRC to the set in DST, or make one")
+    add("--size", type=int, help="shrink to this shorter side, 0: never (default: 256)")
+    add("--shard-mb", type=float, metavar="MIB", help="largest shard (default: 256)")
+    add("--quality", type=int, help="of JPEGs that are encoded anew (default: 90)")
+    grouped = "keep classes together (default: mixed, seeded)"
+    add("--group-by-class", action="store_true", default=None, help=grouped)
+    classes = (
+        "number classes as the lines of this file, or as the manifest.json of other shards "
+        "(default: by name)"
     )
-    parser.add_argument(
-        "--append", action="store_true", help="add SRC to the set in DST, or make one"
+    add("--classes", type=Path, metavar="FILE", help=classes)
+    upright = (
+        "turn images by their EXIF orientation (default: leave them, as torchvision's ImageFolder "
+        "does)"
     )
-    parser.add_argument(
-        "--size", type=int, help="shrink to this shorter side, 0: never (default: 256)"
-    )
-    parser.add_argument(
-        "--shard-mb", type=float, metavar="MIB", help="largest shard (default: 256)"
-    )
-    parser.add_argument("--quality", type=int, help="of JPEGs that are encoded anew (default: 90)")
-    parser.add_argument(
-        "--group-by-class",
-        action="store_true",
-        default=None,
-        help="keep classes together (default: mixed, seeded)",
-    )
-    parser.add_argument(
-        "--classes",
-        type=Path,
-        metavar="FILE",
-        help="number classes as the lines of this file, or as the manifest.json of other shards "
-        "(default: by name)",
-    )
-    parser.add_argument(
-        "--upright",
-        action="store_true",
-        default=None,
-        help="turn images by their EXIF orientation (default: leave them, as torchvision's "
-        "ImageFolder does)",
-    )
-    parser.add_argument(
-        "--workers", type=int, metavar="N", help="threads (default: one a core); changes no byte"
-    )
+    add("--upright", action="store_true", default=None, help=upright)
+    add("--workers", type=int, metavar="N", help="threads (default: one a core); changes no byte")
     return parser
 
 
@@ -176,12 +157,12 @@ def _settings(options: argparse.Namespace, target: Path) -> PackSettings:
     from lightning_ring.data.packing.image import PackSettings
     from lightning_ring.data.shards import MANIFEST, read_manifest
 
-    names = [field.name for field in fields(PackSettings)]
-    found = (
-        read_manifest(target).settings if options.append and (target / MANIFEST).exists() else {}
-    )
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return PackSettings(**{name: found[name] for name in names if name in found} | given)
+    appends = options.append and (target / MANIFEST).exists()
+    found = dict(read_manifest(target).settings) if appends else {}
+    for name in (field.name for field in fields(PackSettings)):
+        if (given := getattr(options, name)) is not None:
+            found[name] = given
+    return PackSettings(**found)
 
 
 def _bar(unit: str, doing: str) -> Any:
@@ -219,9 +200,6 @@ def _summarise(manifest: Manifest, target: Path) -> None:
         number = counts.get("empty classes" if what == "empty class" else what, 0)
         if number:
             print(f"{what}: {number}, listed in {report}")
-            with open(report, newline="", encoding="utf-8", errors="backslashreplace") as rows:
-                for row in islice((row for row in csv.reader(rows) if row[0] == what), 3):
-                    print(f"  {row[1]}: {row[2]}")
 
 
 def _count(number: int, noun: str) -> str:

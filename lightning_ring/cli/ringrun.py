@@ -42,70 +42,35 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Ctrl-C and SIGTERM ask the ranks to stop and save; RING_STOP_GRACE (30 s) later "
         "they are ended.",
     )
-    parser.add_argument(
-        "-n",
-        "-np",
-        "--num-proc",
-        dest="ranks",
-        type=int,
-        metavar="N",
-        help="number of ranks (default: all slots)",
+    add = parser.add_argument
+    ranks = "number of ranks (default: all slots)"
+    add("-n", "-np", "--num-proc", dest="ranks", type=int, metavar="N", help=ranks)
+    discover = (
+        "a command that writes one host a line, run again and again: ranks start on new hosts"
     )
-    where = add_hosts(parser)
-    where.add_argument(
-        "--discover", "--host-discovery-script", dest="discover", metavar="COMMAND",
-        help="a command that writes one host a line, run again and again: ranks start on new hosts",
-    )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="show the line and run nothing")
-    parser.add_argument(
-        "--no-mpi",
-        action="store_true",
-        help="plain processes on this host (Gloo or NCCL), no mpirun",
+    where = add_hosts(parser).add_argument
+    where(
+        "--discover", "--host-discovery-script", dest="discover", metavar="COMMAND", help=discover
     )
+    add("--dry-run", action="store_true", help="show the line and run nothing")
+    no_mpi = "plain processes on this host (Gloo or NCCL), no mpirun"
+    add("--no-mpi", action="store_true", help=no_mpi)
     elastic = parser.add_argument_group(
         "a job that goes on when ranks die (plain processes, an elastic strategy)"
-    )
-    elastic.add_argument(
-        "--min-ranks",
-        "--min-np",
-        "--min-num-proc",
-        type=int,
-        metavar="N",
-        help="go on with N ranks or more",
-    )
-    elastic.add_argument(
-        "--max-ranks",
-        "--max-np",
-        "--max-num-proc",
-        type=int,
-        metavar="N",
-        help="never more than N ranks",
-    )
-    elastic.add_argument(
-        "--wait-for-ranks",
-        type=float,
-        metavar="S",
-        help="seconds to wait for N ranks (default: 600)",
-    )
-    elastic.add_argument(
-        "--respawn", action="store_true", help="start a new process for each that dies"
-    )
-    elastic.add_argument(
-        "--respawn-limit", type=int, metavar="N", help="deaths of a rank in a row (default: 5)"
-    )
-    elastic.add_argument(
-        "--slots-per-host",
-        type=int,
-        metavar="N",
-        help="ranks on a host that --discover lists without slots (default: 1)",
-    )
+    ).add_argument
+    for names, text in (
+        (("--min-ranks", "--min-np", "--min-num-proc"), "go on with N ranks or more"),
+        (("--max-ranks", "--max-np", "--max-num-proc"), "never more than N ranks"),
+        (("--respawn-limit",), "deaths of a rank in a row (default: 5)"),
+        (("--slots-per-host",), "ranks on a host that --discover lists without slots (default: 1)"),
+    ):
+        elastic(*names, type=int, metavar="N", help=text)
+    wait = "seconds to wait for N ranks (default: 600)"
+    elastic("--wait-for-ranks", type=float, metavar="S", help=wait)
+    elastic("--respawn", action="store_true", help="start a new process for each that dies")
     add_horovodrun(parser)
-    parser.add_argument(
-        "command",
-        nargs=argparse.REMAINDER,
-        metavar="COMMAND",
-        help="a .py file runs in this Python",
-    )
+    command = "a .py file runs in this Python"
+    add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help=command)
     return parser
 
 
@@ -156,11 +121,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _is_elastic(options: argparse.Namespace) -> bool:
-    return (
-        options.respawn
-        or options.discover is not None
-        or any(getattr(options, name) is not None for name in _LIMITS)
-    )
+    given = [getattr(options, name) for name in ("discover", *_LIMITS)]
+    return options.respawn or any(value is not None for value in given)
 
 
 def _elastic_limits(options: argparse.Namespace, ranks: int) -> ElasticLimits | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,34 +50,23 @@ def _parser() -> argparse.ArgumentParser:
         "https://ui.perfetto.dev. A job that ends does this itself; after a crash, or while a "
         "job runs, this does it with what is there.",
     )
-    parser.add_argument(
-        "where", type=Path, metavar="DIR", help="the folder, or the name trace.json in it"
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="default: trace.json in DIR"
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="also draw some steps (.png, .svg or .pdf)"
-    )
-    parser.add_argument(
-        "--steps",
-        type=_steps,
-        metavar="A-B",
-        help="steps to draw (default: the last two whole ones)",
-    )
+    add = parser.add_argument
+    add("where", type=Path, metavar="DIR", help="the folder, or the name trace.json in it")
+    add("-o", "--output", type=Path, metavar="FILE", help="default: trace.json in DIR")
+    plot = "also draw some steps (.png, .svg or .pdf)"
+    add("--plot", type=Path, metavar="FILE", help=plot)
+    steps = "steps to draw (default: the last two whole ones)"
+    add("--steps", type=_steps, metavar="A-B", help=steps)
     return parser
 
 
 def _steps(text: str) -> tuple[int, int]:
-    first, _, last = text.partition("-")
-    try:
-        steps = int(first), int(last or first)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: expected a step, such as 7, or steps, such as 7-9"
-        ) from None
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    steps = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if steps[0] > steps[1]:
-        raise argparse.ArgumentTypeError(f"{text!r}: the first step comes after the last one")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected a step, such as 7, or the first and the last one, such as 7-9"
+        )
     return steps
 
 
@@ -101,21 +91,21 @@ def _report(merged: Merged) -> bool:
         clock = merged.others[rank]["rank"]["clock"]
         if not clock["shared"]:
             print(f"rank {rank}: its clock is known to ±{clock['error'] * 1e6:.0f} µs")
+    problems = []
     if merged.unfinished:
-        print(
+        problems.append(
             f"not closed by rank(s) {_listed(merged.unfinished)}: their job was killed or still "
-            "runs, or a copy of a file was cut short",
-            file=sys.stderr,
+            "runs, or a copy of a file was cut short"
         )
     if merged.missing:
-        print(
+        problems.append(
             f"missing: rank(s) {_listed(merged.missing)}. Copy "
             f"{merged.path.stem}.rank{merged.missing[0]}.jsonl from that rank's host into this "
-            "folder.",
-            file=sys.stderr,
+            "folder."
         )
-    for left_out in merged.left_out:
-        print(f"left out: {left_out}", file=sys.stderr)
+    problems += (f"left out: {left_out}" for left_out in merged.left_out)
+    for problem in problems:
+        print(problem, file=sys.stderr)
     return not merged.missing
 
 

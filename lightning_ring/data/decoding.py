@@ -47,10 +47,16 @@ def decode_rgb(
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def has_16_bits(image: Any) -> bool:
-    """Whether the gray pixels of ``image`` (of Pillow) reach from 0 to 65,535."""
+def gray_of_16_bits(image: Any) -> npt.NDArray[np.uint8] | None:
+    """8 bits of the gray pixels of ``image`` (of Pillow) if they reach from 0 to 65,535, else
+    None.
+    """
     # Pillow holds 16 bits of a PNG in mode I, too, and scales those of a PGM to them
-    return image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+    is_png = image.mode == "I" and image.format in ("PNG", "PPM")
+    if not is_png and not image.mode.startswith("I;16"):
+        return None
+    # Pillow's own conversion clips at 255
+    return (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
 
 
 def rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
@@ -59,9 +65,7 @@ def rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
     Raises:
         ValueError: The range of its pixels is not known.
     """
-    if has_16_bits(image):
-        # Pillow's own conversion clips at 255
-        gray = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
+    if (gray := gray_of_16_bits(image)) is not None:
         return np.repeat(gray[..., None], 3, axis=2)
     if image.mode in ("I", "F"):
         raise ValueError(

@@ -37,7 +37,7 @@ from lightning_ring.integrations.lightning.optimization import refuse_scaler
 from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.integrations.ranks.strategy import OnRingRanks, agree_on_gather
 from lightning_ring.loops.replicas import Replicas
-from lightning_ring.loops.timeline import LoopTimeline
+from lightning_ring.loops.timeline import LoopTimeline, open_timeline
 from lightning_ring.options import Backend, BucketCap, RingOptions, StartMethod, Topology
 from lightning_ring.timeline.settings import timeline_settings
 
@@ -148,7 +148,7 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         comm = self._connect()
         settings = timeline_settings(self.options.timeline, os.environ)
         about = {"strategy": type(self).__name__}
-        self.timeline = LoopTimeline(settings, comm, self.root_device, self.listeners, about)
+        self.timeline = open_timeline(settings, comm, self.root_device, self.listeners, about)
 
     def teardown(self) -> None:
         for replicas in self._all_replicas():

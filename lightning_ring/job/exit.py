@@ -44,9 +44,17 @@ def leave_cause(line: str) -> None:
 
 def in_one_line(error: BaseException) -> str:
     """``error`` in a message; with the one whose handling raised it, as where cleaning up fails
-    as well.
+    as well. A data-loader worker's error names its cause last, after a traceback.
     """
-    text = (str(error).strip().splitlines() or [""])[0]
+    lines = str(error).strip().splitlines() or [""]
+    text = lines[0]
+    if " in DataLoader worker process " in text:
+        text += f" {lines[-1]}"
+    if "allocate shared memory(shm)" in text or "workers are out of shared memory" in text:
+        text += (
+            ". Data-loader workers need a larger /dev/shm (`lightning-ring doctor --only memory` "
+            "says how); num_workers=0 does without."
+        )
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     first = None if error.__suppress_context__ else error.__context__
     return f"{line} (after {in_one_line(first)})" if first is not None else line

@@ -91,7 +91,7 @@ class Agent:
             if now >= next_alive:
                 next_alive = now + ALIVE_SECONDS
                 idle = {number: child.idle(now) for number, child in self._children.items()}
-                self._send({"kind": "alive", "idle": idle})
+                self._connection.send({"kind": "alive", "idle": idle})
         for child in self._children.values():
             child.kill_session()
         self._guard.close()
@@ -129,35 +129,30 @@ class Agent:
     def _start(self, number: int, variables: dict[str, str]) -> None:
         order = self._order
         here = [Host(order.host, order.ranks)]
-        own = {
-            "RING_STEWARD": f"{self._address}:{order.steward_port}",
-            SECRET: order.secret,
-        }
         environ = rank_environment(order.ranks, here, {**os.environ, **order.environ}, STOP_SIGNAL)
-        child = Child(f"process {number}", order.command, environ | variables | own)
+        environ |= variables | {SECRET: order.secret}
+        environ["RING_STEWARD"] = f"{self._address}:{order.steward_port}"
+        child = Child(f"process {number}", order.command, environ)
         try:
             child.start(order.cwd)
         except OSError as error:
             say(f"{order.host}: {error}")
-            self._send({"kind": "ended", "number": number, "code": 127})
+            self._connection.send({"kind": "ended", "number": number, "code": 127})
             return
         self._children[number] = child
         self._guard.watch(child.pid)
-        self._send({"kind": "pid", "number": number, "pid": child.pid})
+        self._connection.send({"kind": "pid", "number": number, "pid": child.pid})
 
     def _look_at(self, number: int, child: Child) -> None:
         if self._told.get(number) is None and child.is_dead():
             self._told[number] = "dead"
-            self._send({"kind": "dead", "number": number, "failure": child.failure()})
+            self._connection.send({"kind": "dead", "number": number, "failure": child.failure()})
         if (code := child.poll()) is not None and self._told.get(number) != "ended":
             self._told[number] = "ended"
-            self._send({"kind": "ended", "number": number, "code": code})
+            self._connection.send({"kind": "ended", "number": number, "code": code})
         if self._told.get(number) == "ended" and not child.session():
             self._guard.forget(child.pid)
             del self._children[number]
-
-    def _send(self, message: Message) -> None:
-        self._connection.send(message)
 
 
 def main() -> int:
@@ -168,17 +163,12 @@ def main() -> int:
     line = sys.stdin.readline()
     # the process that started this one has gone, or what runs commands here gives no input
     if not line.endswith("\n"):
-        print(
-            "lightning_ring: an agent was started without an order on its standard input",
-            file=sys.stderr,
-            flush=True,
-        )
+        say("an agent was started without an order on its standard input")
         return 1
-    order = Order(**json.loads(line))
     try:
-        return Agent(order).run()
+        return Agent(Order(**json.loads(line))).run()
     except RankDiscoveryError as error:
-        print(f"lightning_ring: {error}", file=sys.stderr, flush=True)
+        say(str(error))
         return 1
 
 

@@ -49,9 +49,7 @@ class Child:
     def start(self, cwd: str | None, **variables: str) -> None:
         # A terminal's input cannot be read from another session; a file or a pipe goes to rank 0 as
         # always
-        stdin = (
-            subprocess.DEVNULL if sys.stdin is None or sys.stdin.closed or os.isatty(0) else None
-        )
+        no_input = sys.stdin is None or sys.stdin.closed or os.isatty(0)
         with warnings.catch_warnings():
             # Python warns of forks from processes with threads; the child only calls prctl, whose
             # symbol is loaded
@@ -60,7 +58,7 @@ class Child:
                 list(self.command),
                 env={**self.environ, **variables},
                 cwd=cwd,
-                stdin=stdin,
+                stdin=subprocess.DEVNULL if no_input else None,
                 pass_fds=self.pass_fds,
                 start_new_session=True,
                 preexec_fn=_bind_to_parent(self.dies_with_parent),
@@ -115,13 +113,9 @@ class Child:
     def send_signal(self, signum: int) -> None:
         """To the program, not to a wrapper around it, as long as the program runs."""
         if self.is_running:
-            program = (
-                self.program
-                if self.program is not None and session_of(self.program) == self.pid
-                else self.pid
-            )
+            program = self.program if self.program is not None else self.pid
             with contextlib.suppress(ProcessLookupError):
-                os.kill(program, signum)
+                os.kill(program if session_of(program) == self.pid else self.pid, signum)
 
     def session(self) -> list[int]:
         """Processes that still live in this child's session. Once there are none its number may

@@ -41,20 +41,20 @@ class Discovery:
         Raises:
             ConfigurationError: The first run fails, or there are fewer slots after ``seconds``.
         """
-        until, told = time.monotonic() + seconds, False
+        until, look = time.monotonic() + seconds, self._look
         try:
             while True:
-                hosts = self.look(time.monotonic(), must_work=not told)
+                hosts = look(time.monotonic())
                 if hosts is not None:
                     slots = sum(host.slots for host in hosts)
                     if slots >= ranks:
                         return hosts
-                    if not told:
+                    if look == self._look:
                         say(
                             f"{slots} slots on {len(hosts)} hosts, waiting up to {seconds:g} s "
                             f"for {ranks}"
                         )
-                    told = True
+                    look = self.look
                 if time.monotonic() > until:
                     raise ConfigurationError(
                         f"`{shlex.join(self.command)}` has not listed {ranks} slots within "
@@ -66,47 +66,51 @@ class Discovery:
             self.close()
             raise
 
-    def look(self, now: float, must_work: bool = False) -> list[Host] | None:
+    def look(self, now: float) -> list[Host] | None:
         """What a run that has just ended has listed; `None` otherwise, and where it failed, which
         is said.
 
         Called again and again; never blocks.
-
-        Raises:
-            ConfigurationError: A run failed that ``must_work``.
         """
+        try:
+            hosts = self._look(now)
+        except ConfigurationError as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                say(f"{error} The hosts of before count.")
+            return None
+        if hosts is not None:
+            self._complaint = ""
+        return hosts
+
+    def _look(self, now: float) -> list[Host] | None:
+        """Raises `ConfigurationError`: a run failed."""
         if self._process is None:
             if now >= self._next:
-                self._start(now, must_work)
+                self._start(now)
             return None
         code = self._process.poll()
         if code is None:
-            if now - self._began > LONGEST_SECONDS:
-                self._kill()
-                self._complain(f"was ended after {LONGEST_SECONDS:.0f} s", must_work)
-            return None
+            if now - self._began <= LONGEST_SECONDS:
+                return None
+            self.close()
+            raise self._failed(f"was ended after {LONGEST_SECONDS:.0f} s")
         assert self._output is not None
         self._output.seek(0)
-        text = self._output.read().decode(errors="replace")
+        lines = self._output.read().decode(errors="replace").splitlines()
         self._end(now)
-        if code != 0:
-            self._complain(f"ended with exit code {code}", must_work)
-            return None
-        try:
-            hosts = listed_hosts(text.splitlines(), self.slots, f"`{shlex.join(self.command)}`")
-        except ConfigurationError as error:
-            if must_work:
-                raise
-            self._complain(str(error), must_work)
-            return None
-        self._complaint = ""
-        return hosts
+        if code:
+            raise self._failed(f"ended with exit code {code}")
+        return listed_hosts(lines, self.slots, f"`{shlex.join(self.command)}`")
 
     def close(self) -> None:
         if self._process is not None:
-            self._kill()
+            # not waited for yet: the number is still its own
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._end(time.monotonic())
 
-    def _start(self, now: float, must_work: bool) -> None:
+    def _start(self, now: float) -> None:
         self._began = now
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by _end)
         try:
@@ -118,14 +122,7 @@ class Discovery:
             )
         except OSError as error:
             self._end(now)
-            self._complain(f"could not be run: {error.strerror}", must_work)
-
-    def _kill(self) -> None:
-        assert self._process is not None
-        # not waited for yet: the number is still its own
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._end(time.monotonic())
+            raise self._failed(f"could not be run: {error.strerror}") from error
 
     def _end(self, now: float) -> None:
         if self._output is not None:
@@ -133,12 +130,8 @@ class Discovery:
         self._process = self._output = None
         self._next = now + EVERY_SECONDS
 
-    def _complain(self, what: str, must_work: bool) -> None:
-        text = f"the command that lists the hosts, `{shlex.join(self.command)}`, {what}"
-        if must_work:
-            raise ConfigurationError(
-                f"{text}. It writes one host a line, such as gpu01:4, and ends with 0."
-            )
-        if text != self._complaint:
-            self._complaint = text
-            say(f"{text}; the hosts of before count")
+    def _failed(self, how: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"the command that lists the hosts, `{shlex.join(self.command)}`, {how}. It writes one "
+            "host a line, such as gpu01:4, and ends with 0."
+        )

@@ -34,36 +34,30 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """One host a line, as Open MPI (``host slots=4``) and MPICH (``host:4``) write them; ``#``
-    begins a comment.
-    """
+    """`listed_hosts` in a file, at least one."""
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--hostfile {path} cannot be read: {error}.") from error
-    hosts: list[Host] = []
-    for number, line in enumerate(lines, start=1):
-        words = line.split("#")[0].split()
-        if not words:
-            continue
-        slots = [word[len("slots=") :] for word in words[1:] if word.startswith("slots=")]
-        entry = f"{words[0]}:{slots[0]}" if slots else words[0]
-        hosts.append(_host(entry, line.strip(), f"--hostfile {path}, line {number}"))
+    hosts = listed_hosts(lines, 1, f"--hostfile {path}")
     if not hosts:
         raise ConfigurationError(
             f"--hostfile {path} names no host. Write one a line, such as `gpu01 slots=4`."
         )
-    return _distinct(hosts)
+    return hosts
 
 
 def listed_hosts(lines: Iterable[str], slots: int, where: str) -> list[Host]:
-    """``host`` or ``host:slots`` a line, as a command that lists hosts writes them; there may be
-    none.
+    """One host a line, as Open MPI (``host slots=4``) and MPICH (``host:4``) write them, or without
+    its ``slots``; ``#`` begins a comment.
     """
-    entries = [entry for line in lines if (entry := line.split("#")[0].strip())]
-    return _distinct(
-        [_host(entry if ":" in entry else f"{entry}:{slots}", entry, where) for entry in entries]
-    )
+    hosts = []
+    for number, line in enumerate(lines, start=1):
+        if words := line.split("#")[0].split():
+            given = [word.removeprefix("slots=") for word in words[1:] if word.startswith("slots=")]
+            entry = words[0] if ":" in words[0] else f"{words[0]}:{given[0] if given else slots}"
+            hosts.append(_host(entry, line.strip(), f"{where}, line {number}"))
+    return _distinct(hosts)
 
 
 def _host(entry: str, shown: str, where: str) -> Host:
@@ -99,9 +93,8 @@ def in_allocation(environ: Mapping[str, str]) -> bool:
     """Whether this process is inside a batch system's allocation, whose hosts mpirun finds by
     itself.
     """
-    return any(
-        name in environ for name in ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE")
-    )
+    names = {"SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE"}
+    return not names.isdisjoint(environ)
 
 
 def hosts_of_allocation(environ: Mapping[str, str]) -> list[Host]:
@@ -111,14 +104,9 @@ def hosts_of_allocation(environ: Mapping[str, str]) -> list[Host]:
     Raises:
         ConfigurationError: Slurm does not tell them.
     """
+    ask = ["scontrol", "show", "hostnames", environ.get("SLURM_JOB_NODELIST", "")]
     try:
-        names = subprocess.run(
-            ["scontrol", "show", "hostnames", environ.get("SLURM_JOB_NODELIST", "")],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        ).stdout.split()
+        names = subprocess.check_output(ask, text=True, timeout=30).split()
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigurationError(
             f"The nodes of Slurm's job {environ.get('SLURM_JOB_ID')} are not known ({error}). Name "
@@ -137,7 +125,5 @@ def slots_of_allocation(environ: Mapping[str, str]) -> float:
 
     ``sbatch --ntasks=1 --cpus-per-task=8`` is one slot, as is a step of ``srun -n 1``.
     """
-    counts = (
-        tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "")) if "SLURM_JOB_ID" in environ else []
-    )
-    return sum(counts) or math.inf
+    text = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_JOB_ID" in environ else ""
+    return sum(tasks_per_node(text)) or math.inf

@@ -30,28 +30,12 @@ from lightning_ring.launch.hosts import Host, in_allocation
 
 # Variables that ranks on other hosts get; those of this host inherit the whole environment
 _NAMES = (
-    "PATH",
-    "PYTHONPATH",
-    "PYTHONUNBUFFERED",
-    "LD_LIBRARY_PATH",
-    "VIRTUAL_ENV",
-    "CONDA_PREFIX",
+    *("PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
     "HYDRA_FULL_ERROR",
 )
 _PREFIXES = (
-    "RING_",
-    "HOROVOD_",
-    "NCCL_",
-    "GLOO_",
-    "OMP_",
-    "MKL_",
-    "TORCH_",
-    "CUDA_",
-    "PL_",
-    "HF_",
-    "WANDB_",
-    "UCX_",
-    "FI_",
+    *("RING_", "HOROVOD_", "NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "CUDA_", "PL_", "HF_"),
+    *("WANDB_", "UCX_", "FI_"),
 )
 
 
@@ -82,42 +66,36 @@ def locate_mpirun() -> str | None:
 
 
 def identify(path: str) -> Mpirun | None:
-    environ = version_environment(path, os.environ)
+    command = version_command(path)
     try:
-        answer = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=20, env=environ
-        )
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return recognise(path, answer.stdout)
 
 
+def version_command(path: str) -> list[str]:
+    """Asks the mpirun at ``path`` for its version. Intel's is a script that looks for its program
+    on PATH.
+    """
+    folders = f"{os.path.dirname(path)}{os.pathsep}{os.environ.get('PATH', '')}"
+    return ["/usr/bin/env", f"PATH={folders}", path, "--version"]
+
+
 def recognise(path: str, says: str) -> Mpirun:
     """``says`` is what the mpirun at ``path`` answers to ``--version``."""
-    version = next((line.strip() for line in says.splitlines() if line.strip()), "")
-    if "Open MPI" in version or "OpenRTE" in version:
-        number = version.split()[-1].split(".")[0]
-        return Mpirun(path, "openmpi", int(number) if number.isdigit() else 0, version)
+    first = next((line.strip() for line in says.splitlines() if line.strip()), "")
     for family, name, release in (
+        ("openmpi", "Open MPI", r"\((?:Open MPI|OpenRTE)\) (\S+)"),
         # it does not say its own name
         ("mpich", "MPICH", r"HYDRA build details:\s+Version:\s+(\S+)"),
         ("intelmpi", "Intel MPI", r"Intel\(R\) MPI Library.*Version (\S+)"),
     ):
         if (match := re.search(release, says)) is not None:
             number = match[1].split(".")[0]
-            return Mpirun(
-                path, family, int(number) if number.isdigit() else 0, f"mpirun ({name}) {match[1]}"
-            )
-    return Mpirun(path, "other", 0, version)
-
-
-def version_environment(path: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` for asking the mpirun at ``path``: Intel's is a script that looks for its
-    program on PATH.
-    """
-    return dict(environ) | {
-        "PATH": os.pathsep.join(filter(None, [os.path.dirname(path), environ.get("PATH")]))
-    }
+            major = int(number) if number.isdigit() else 0
+            return Mpirun(path, family, major, f"mpirun ({name}) {match[1]}")
+    return Mpirun(path, "other", 0, first)
 
 
 def require_mpirun() -> Mpirun:
@@ -197,11 +175,8 @@ def rank_environment(
     """
     threads = available_cores(ranks_per_host(ranks, hosts, environ))
     defaults = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-    return (
-        defaults
-        | dict(environ)
-        | {"RING_STOP_SIGNAL": str(int(stop_signal)), "RING_LAUNCHER_PID": str(os.getpid())}
-    )
+    own = {"RING_STOP_SIGNAL": str(int(stop_signal)), "RING_LAUNCHER_PID": str(os.getpid())}
+    return defaults | dict(environ) | own
 
 
 def _written(hosts: Sequence[Host]) -> str:

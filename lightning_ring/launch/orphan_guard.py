@@ -51,20 +51,11 @@ class OrphanGuard:
             self._process.stdin.flush()
 
 
-def _sessions(leaders: set[int]) -> list[int]:
-    """As `processes.processes_of_sessions`, which this file cannot import."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) in leaders and fields[0] not in "ZX":
-            found.append(int(stat.parent.name))
-    return found
-
-
 def main(line: str) -> None:
+    # beside this file: the package is not imported
+    sys.path.insert(0, str(Path(__file__).parent))
+    from processes import processes_of_sessions
+
     leaders: set[int] = set()
     for word in sys.stdin:
         if word == "end\n":
@@ -73,12 +64,10 @@ def main(line: str) -> None:
         leaders.add(number) if number > 0 else leaders.discard(-number)
     print(f"lightning_ring: {line}", file=sys.stderr, flush=True)
     until = time.monotonic() + 5.0
-    while (pids := _sessions(leaders)) and time.monotonic() < until:
+    while (pids := processes_of_sessions(leaders)) and time.monotonic() < until:
         for pid in pids:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         time.sleep(0.02)
 
 

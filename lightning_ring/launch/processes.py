@@ -15,18 +15,8 @@ def processes_of_sessions(leaders: set[int]) -> list[int]:
     """Pids of the live processes in the sessions that ``leaders`` lead (Linux; elsewhere the
     live leaders' own).
     """
-    return [
-        pid
-        for pid, fields in _all_processes()
-        if int(fields[3]) in leaders and fields[0] not in "ZX"
-    ]
-
-
-def children_of(parent: int) -> list[int]:
-    """Pids of the processes whose parent is ``parent``, also of ended ones that it has not
-    waited for.
-    """
-    return [pid for pid, fields in _all_processes() if int(fields[1]) == parent]
+    found = _all_processes()
+    return [pid for pid, of in found if int(of[3]) in leaders and of[0] not in "ZX"]
 
 
 def session_of(pid: int) -> int | None:
@@ -38,11 +28,8 @@ def session_of(pid: int) -> int | None:
 def processor_seconds(pid: int) -> float:
     """Processor time that all threads of ``pid`` have used; 0 if there is no such process."""
     fields = _fields(Path(f"/proc/{pid}/stat"))
-    return (
-        (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        if fields is not None
-        else 0.0
-    )
+    ticks = int(fields[11]) + int(fields[12]) if fields is not None else 0
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def is_dead(pid: int) -> bool:

@@ -39,23 +39,9 @@ def ssh_line(host: Host, command: str) -> list[str]:
 def srun_line(host: Host, command: str) -> list[str]:
     """As a step of this Slurm job, beside its other steps, with all cores of the node."""
     cores = max(tasks_per_node(os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")), default=1)
-    step = [
-        "--overlap",
-        "--nodes=1",
-        "--ntasks=1",
-        f"--nodelist={host.name}",
-        f"--cpus-per-task={cores}",
-    ]
-    return [
-        "srun",
-        *step,
-        "--cpu-bind=none",
-        "--mpi=none",
-        "--kill-on-bad-exit=0",
-        "sh",
-        "-c",
-        command,
-    ]
+    step = f"srun --overlap --nodes=1 --ntasks=1 --nodelist={host.name} --cpus-per-task={cores}"
+    step += " --cpu-bind=none --mpi=none --kill-on-bad-exit=0 sh -c"
+    return [*step.split(), command]
 
 
 @dataclass(eq=False)
@@ -178,14 +164,11 @@ class RemoteHost:
             return
         if not self.is_connected:
             if (code := self._process.poll()) is not None:
-                self._lose(
-                    f"`{shlex.join(self.line(self.host, '...'))}` ended with exit code {code}",
-                    code or 1,
-                )
+                line = shlex.join(self.line(self.host, "..."))
+                self._lose(f"`{line}` ended with exit code {code}", code or 1)
             elif now - self._started > self.start_seconds:
-                self._lose(
-                    f"its agent was not up within {self.start_seconds:g} s (--start-timeout)", 1
-                )
+                limit = f"{self.start_seconds:g} s (--start-timeout)"
+                self._lose(f"its agent was not up within {limit}", 1)
             return
         self._heard = now if self._has_spoken else self._heard + gap
         self._has_spoken = False

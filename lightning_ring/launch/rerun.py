@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from lightning_ring.errors import ConfigurationError
@@ -31,26 +30,12 @@ def own_command() -> Iterator[list[str]]:
     if config is None:
         yield [*python, *script, *sys.argv[1:]]
         return
-    with tempfile.NamedTemporaryFile(
-        prefix="lightning_ring_", suffix=".pickle", delete=False
-    ) as file:
-        path = Path(file.name)
+    with tempfile.NamedTemporaryFile(prefix="lightning_ring_", suffix=".pickle") as file:
         pickle.dump(config, file)
         file.flush()
-        # where the ranks can open it through this process, nothing is left when this process is
-        # killed
-        through = Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
-        if through.exists():
-            path.unlink()
-            path = through
-        try:
-            # Hydra warns once a rank that the option takes the place of all others, as it should
-            # here
-            warning = "ignore:Experimental rerun CLI option"
-            yield [*python, "-W", warning, *script, "--experimental-rerun", str(path)]
-        finally:
-            if path is not through:
-                path.unlink(missing_ok=True)
+        # Hydra warns once a rank that the option takes the place of all others, as it should here
+        warning = "ignore:Experimental rerun CLI option"
+        yield [*python, "-W", warning, *script, "--experimental-rerun", file.name]
 
 
 def _script() -> list[str]:
@@ -98,10 +83,8 @@ def _task_config() -> Any:
     """
     frame = sys._getframe()
     while frame is not None:
-        if (
-            frame.f_code.co_name == "run_job"
-            and frame.f_globals.get("__name__") == "hydra.core.utils"
-        ):
+        where = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if where == ("hydra.core.utils", "run_job"):
             return frame.f_locals.get("task_cfg")
         frame = frame.f_back  # type: ignore[assignment]
     return None

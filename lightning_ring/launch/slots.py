@@ -102,8 +102,5 @@ class Slots:
         if not host.is_local:
             assert self.remote is not None
             return RemoteChild(name, number, own, self.remote.hosts[host.name])
-        return Child(
-            name,
-            self._command,
-            rank_environment(self._ranks, [host], self._environ, STOP_SIGNAL) | own,
-        )
+        environ = rank_environment(self._ranks, [host], self._environ, STOP_SIGNAL) | own
+        return Child(name, self._command, environ)

@@ -167,11 +167,9 @@ class Supervisor:
         return min(failed, key=lambda pair: pair[1] > 0, default=None)
 
     def _on_failure(self, child: Supervised, code: int) -> None:
-        how = (
-            f"was killed by signal {-code} ({signal_name(-code)})"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
+        how = f"ended with exit code {code}"
+        if code < 0:
+            how = f"was killed by signal {-code} ({signal_name(-code)})"
         if len(self._children) > 1 or code < 0:  # mpirun has named the rank itself
             say(f"{child.name} (pid {child.pid}) {how}; the job ends")
         if not self._signals:

@@ -23,7 +23,7 @@ from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.job.job import Job
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.loops.ranks import connect_ranks, device_of, find_ranks
-from lightning_ring.loops.timeline import LoopTimeline
+from lightning_ring.loops.timeline import LoopTimeline, open_timeline
 from lightning_ring.loops.training import Training, open_trainings
 from lightning_ring.options import Backend, BucketCap, RingOptions, Topology
 from lightning_ring.timeline.settings import timeline_settings
@@ -164,7 +164,7 @@ def _check(module: nn.Module, optimizers: Iterable[Any], broadcast_buffers: Any)
 
 def _timeline(
     options: RingOptions, comm: Communicator | None, device: torch.device
-) -> tuple[list[Listener], LoopTimeline]:
+) -> tuple[list[Listener], LoopTimeline | None]:
     """One for all trainings that are open, of the first of them."""
     if open_trainings:
         if options.timeline is not None:
@@ -176,7 +176,7 @@ def _timeline(
     listeners: list[Listener] = []
     settings = timeline_settings(options.timeline, os.environ)
     about = {"strategy": f"distribute({type(options.algorithm).__name__})"}
-    return listeners, LoopTimeline(settings, comm, device, listeners, about)
+    return listeners, open_timeline(settings, comm, device, listeners, about)
 
 
 def _move(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:

@@ -88,6 +88,7 @@ class Replicas:
         self._forwards: list[ExitStack] = []  # that run now
         self._hooks: list[Any] = []
         self._step_hooks: StepHooks | None = None
+        self._step_began: Any = None
         if comm is not None:
             check_same_model(module, comm)
             broadcast_module(module, comm)
@@ -95,7 +96,7 @@ class Replicas:
                 broadcast_optimizer_state(optimizer, comm)
             recorded = RecordedCommunicator(comm, self.listeners, label)
             self.algorithm.attach(module, self._optimizers, recorded, warn, log.info)
-        elif timeline is None or not timeline.recording:
+        elif timeline is None:
             return
         try:
             entered = called if called is not None else module
@@ -103,7 +104,7 @@ class Replicas:
                 entered.register_forward_pre_hook(UncopiedHook(self._before_forward), prepend=True),
                 entered.register_forward_hook(UncopiedHook(self._after_forward), always_call=True),
             ]
-            self._step_hooks = StepHooks(_Steps(self))
+            self._step_hooks = StepHooks(self)
             self._training.enter_context(self.algorithm.backwards.plain_backwards(reduced=True))
         except BaseException:
             self.remove(wait=False)
@@ -220,32 +221,19 @@ class Replicas:
     def steps(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` steps parameters of the module."""
         own = {id(param) for param in self.module.parameters()}
-        return any(
-            id(param) in own for group in optimizer.param_groups for param in group["params"]
-        )
-
-    def after_step(self) -> None:
-        if self._broadcasts_buffers and self.comm is not None and not self.algorithm.steps_alone:
-            broadcast_buffers(self.module, self.comm)
-
-
-class _Steps(Algorithm):
-    """The steps of every optimizer: for the algorithm, and for what surrounds it."""
-
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
-        self._began: Any = None
+        stepped = (id(param) for group in optimizer.param_groups for param in group["params"])
+        return not own.isdisjoint(stepped)
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        if (timeline := self._replicas.timeline) is not None:
-            self._began = timeline.now()
-        self._replicas.algorithm.before_step(optimizer, has_closure=has_closure)
+        if self.timeline is not None:
+            self._step_began = self.timeline.now()
+        self.algorithm.before_step(optimizer, has_closure=has_closure)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        replicas = self._replicas
-        replicas.algorithm.after_step(optimizer)
-        if not replicas.steps(optimizer):
+        self.algorithm.after_step(optimizer)
+        if not self.steps(optimizer):
             return
-        replicas.after_step()
-        if (timeline := replicas.timeline) is not None:
-            timeline.optimizer_step(self._began, timeline.now())
+        if self._broadcasts_buffers and self.comm is not None and not self.algorithm.steps_alone:
+            broadcast_buffers(self.module, self.comm)
+        if self.timeline is not None:
+            self.timeline.optimizer_step(self._step_began, self.timeline.now())

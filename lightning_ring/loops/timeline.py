@@ -18,82 +18,72 @@ from lightning_ring.timeline.session import Session, start_session
 from lightning_ring.timeline.settings import TimelineSettings
 
 
+def open_timeline(
+    settings: TimelineSettings,
+    comm: Communicator | None,
+    device: torch.device,
+    listeners: list[Listener],
+    about: dict[str, Any],
+) -> LoopTimeline | None:
+    """A timeline, if rank 0's ``settings`` name a path. Collective."""
+    if comm is not None:  # plain mpirun hands no RING_TIMELINE to other hosts
+        settings = comm.broadcast_object(settings, name="timeline settings")
+    if settings.path is None:
+        return None
+    clock = DeviceClock(device) if is_gpu(device) else None
+    max_bytes = int(settings.max_mb * 2**20)
+    session = start_session(settings.path, comm, max_bytes=max_bytes, about=about, seconds_of=clock)
+    return LoopTimeline(session, device, listeners)
+
+
 class LoopTimeline:
-    """Records a loop from here to `finish`, if ``settings`` name a path. Both are collective.
+    """Records a loop from here to `finish`, which is collective.
 
     A loop announces no batch: a step ends where an optimizer has stepped. Nor does it always
     announce its end: the normal end of the script finishes a timeline.
     """
 
-    def __init__(
-        self,
-        settings: TimelineSettings,
-        comm: Communicator | None,
-        device: torch.device,
-        listeners: list[Listener],
-        about: dict[str, Any],
-    ) -> None:
-        self._session: Session | None = None
+    def __init__(self, session: Session, device: torch.device, listeners: list[Listener]) -> None:
+        self._session = session
+        self._recorder = session.recorder
         self._listeners = listeners
         self._device = device
-        if comm is not None:  # plain mpirun hands no RING_TIMELINE to other hosts
-            settings = comm.broadcast_object(settings, name="timeline settings")
-        if settings.path is None:
-            return
-        clock = DeviceClock(device) if is_gpu(device) else None
-        max_bytes = int(settings.max_mb * 2**20)
-        self._session = start_session(
-            settings.path, comm, max_bytes=max_bytes, about=about, seconds_of=clock
-        )
-        self._listeners.append(self._session.recorder.collective)
+        self._listeners.append(self._recorder.collective)
         self._began = self.now()
+        self._recorder.begin_step(0, time.perf_counter())
         atexit.register(self.finish)
-        self._session.recorder.begin_step(0, time.perf_counter())
-
-    @property
-    def recording(self) -> bool:
-        return self._session is not None
 
     def now(self) -> Any:
         """A point in time: seconds, or on a GPU an event."""
-        return now(self._device) if self.recording else time.perf_counter()
+        return now(self._device)
 
     def forward(self, began: Any, ended: Any) -> None:
-        self._slice(FORWARD, "forward", began, ended)
+        self._recorder.slice(FORWARD, "forward", began, ended, {"step": self._recorder.step})
 
     def optimizer_step(self, began: Any, ended: Any) -> None:
-        self._slice(OPTIMIZER, "optimizer step", began, ended)
-        if self._session is None:
-            return
-        recorder = self._session.recorder
-        recorder.slice(STEPS, f"step {recorder.step}", self._began, ended, {"step": recorder.step})
+        step = self._recorder.step
+        self._recorder.slice(OPTIMIZER, "optimizer step", began, ended, {"step": step})
+        self._recorder.slice(STEPS, f"step {step}", self._began, ended, {"step": step})
         self._began = ended
-        recorder.begin_step(recorder.step + 1, time.perf_counter())
+        self._recorder.begin_step(step + 1, time.perf_counter())
 
     def finish(self) -> None:
-        """End the recording; rank 0 merges."""
-        session = self._detach()
-        if session is not None:
+        """End the recording; rank 0 merges. Twice is fine."""
+        if self._detach():
             if is_gpu(self._device):
                 # what it has not come to would be left out
                 gpu_module(self._device).synchronize(self._device)
-            session.finish()
+            self._session.finish()
 
     def abandon(self) -> None:
         """After an error: close this rank's file, ask nobody."""
-        session = self._detach()
-        if session is not None:
-            session.close()
+        if self._detach():
+            self._session.close()
 
-    def _detach(self) -> Session | None:
-        session, self._session = self._session, None
-        if session is not None:
-            atexit.unregister(self.finish)
-            self._listeners.remove(session.recorder.collective)
-        return session
-
-    def _slice(self, track: int, name: str, began: Any, ended: Any) -> None:
-        if self._session is not None:
-            self._session.recorder.slice(
-                track, name, began, ended, {"step": self._session.recorder.step}
-            )
+    def _detach(self) -> bool:
+        """Whether it was recording."""
+        atexit.unregister(self.finish)
+        recording = self._recorder.collective in self._listeners
+        if recording:
+            self._listeners.remove(self._recorder.collective)
+        return recording

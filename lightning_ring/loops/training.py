@@ -17,7 +17,6 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.job import Job
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.loops.replicas import Replicas
-from lightning_ring.loops.timeline import LoopTimeline
 
 T = TypeVar("T")
 log = logging.getLogger("lightning_ring")
@@ -34,8 +33,6 @@ class Training(Replicas):
         device: Where the module is.
         communicator: What all ranks exchange tensors through; `None` in a single process.
     """
-
-    timeline: LoopTimeline
 
     def __init__(
         self, info: RankInfo, job: Job, device: torch.device, *args: Any, **kwargs: Any
@@ -141,7 +138,7 @@ class Training(Replicas):
         self._closed = True
         open_trainings.remove(self)
         self.remove()
-        if not any(other.timeline is self.timeline for other in open_trainings):
+        if self.timeline is not None and not open_trainings:
             self.timeline.finish()
 
     def _abandon(self) -> None:
@@ -150,7 +147,8 @@ class Training(Replicas):
         self._closed = True
         open_trainings.remove(self)
         self.remove(wait=False)
-        self.timeline.abandon()
+        if self.timeline is not None:
+            self.timeline.abandon()
 
     def _progress(self) -> str:
         return self.algorithm.progress()

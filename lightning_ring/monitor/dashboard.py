@@ -10,6 +10,7 @@ import platform
 import re
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -215,13 +216,13 @@ def _log_hyperparameters(trainer: Trainer) -> None:
 def environment(trainer: Trainer) -> dict[str, str]:
     strategy = trainer.strategy
     communicator = getattr(strategy, "communicator", None)
-    ranks: dict[str, list[str]] = {}
+    ranks = defaultdict(list)
     for rank, host in enumerate(getattr(strategy, "hosts", None) or [socket.gethostname()]):
-        ranks.setdefault(host, []).append(str(rank))
-    hosts = [
+        ranks[host].append(str(rank))
+    hosts = (
         f"{host} (rank{'s' if len(mine) > 1 else ''} {', '.join(mine)})"
         for host, mine in ranks.items()
-    ]
+    )
     return {
         "ranks": str(trainer.world_size),
         "hosts": "; ".join(hosts),

@@ -8,7 +8,7 @@ import copy
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, repeat
 from pathlib import Path
@@ -36,25 +36,13 @@ ON_DEVICE, ON_HOST, REPLAYED, REAL = SOURCES = (
     "replayed",
     "real",
 )
-SLOW_RANK = 1.25
-"""A rank whose own time is this many times that of the others is what a step waits for."""
 SMALL_GAP = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class LoaderCost:
-    """Seconds of one rank to make one batch, as one worker after another would take them."""
-
-    # waiting for storage
-    reading: float
-    # decoding and transforms: computing in the data set
-    decoding: float
-    # collating, and what lies between worker and training loop
-    handing_over: float
-
-    def largest(self) -> str:
-        costs = self.reading, self.decoding, self.handing_over
-        return ("reading", "decoding and transforms", "handing over")[costs.index(max(costs))]
+LoaderCost = tuple[float, float, float]
+"""Seconds of one rank to make one batch, as one worker after another would take them: waiting for
+storage; computing in the data set; collating, and what lies between worker and training loop."""
+_PARTS = ("reading", "decoding and transforms", "handing over")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +57,6 @@ class RankTimes:
     step: Mapping[str, float]
     # for each step on real data the share of it spent waiting for the batch
     waits: Sequence[float]
-    # median time of forward and backward without any exchange of gradients
-    own: float
     # whether a batch has to be copied to the device: on the CPU the two synthetic sources are one
     copies: bool = True
 
@@ -86,9 +72,8 @@ class GapReport:
         wait_p50, wait_p95: Share of a step on real data spent waiting for the batch, on the rank
             that waits longest.
         waiting_rank: That rank.
-        slow_rank: The rank that the others wait for, if there is one.
-        bottleneck: ``"none"``, ``"reading"``, ``"decoding and transforms"``, ``"handing over"``,
-            ``"copying to the device"`` or ``"a slow rank"``.
+        bottleneck: ``"none"``, ``"reading"``, ``"decoding and transforms"``, ``"handing over"`` or
+            ``"copying to the device"``.
         ranks: What each measured.
     """
 
@@ -97,7 +82,6 @@ class GapReport:
     wait_p50: float
     wait_p95: float
     waiting_rank: int
-    slow_rank: int | None
     bottleneck: str
     ranks: Sequence[RankTimes]
 
@@ -105,23 +89,14 @@ class GapReport:
         """The bottleneck, in one line."""
         if self.bottleneck == "none":
             return f"no bottleneck: real data costs {100 * self.gap:.1f} % of the images per second"
-        if self.slow_rank is not None:
-            own = [times.own for times in self.ranks]
-            mine = own.pop(self.slow_rank)
-            return (
-                f"bottleneck: a slow rank. Rank {self.slow_rank} takes {1e3 * mine:.1f} ms for "
-                "forward and backward before any collective, the others "
-                f"{1e3 * median(own):.1f} ms"
-            )
         rank = self.ranks[self.waiting_rank]
-        step, costs = rank.step, rank.loader
+        step, (reading, decoding, handing_over) = rank.step, rank.loader
         copying = max(0.0, step[ON_HOST] - step[ON_DEVICE])
         return (
             f"bottleneck: {self.bottleneck}. Of {1e3 * step[REAL]:.1f} ms a step on real data, "
             f"training takes {1e3 * step[ON_DEVICE]:.1f}, copying {1e3 * copying:.1f}; a batch "
-            f"costs the loader {1e3 * costs.reading:.1f} ms of reading, "
-            f"{1e3 * costs.decoding:.1f} of decoding and transforms, "
-            f"{1e3 * costs.handing_over:.1f} of handing over"
+            f"costs the loader {1e3 * reading:.1f} ms of reading, {1e3 * decoding:.1f} of decoding "
+            f"and transforms, {1e3 * handing_over:.1f} of handing over"
         )
 
     def table(self) -> str:
@@ -142,9 +117,8 @@ class GapReport:
 def judge(ranks: Sequence[RankTimes]) -> GapReport:
     """Put the ranks' measurements together.
 
-    A slow rank holds the others up on any data: it is the bottleneck if it costs a step more than
-    real data do. Otherwise, if the gap is more than `SMALL_GAP`, it is copying where most of the
-    gap opens between the two synthetic sources, else the costliest part of the loader.
+    If the gap is more than `SMALL_GAP`, the bottleneck is copying where most of the gap opens
+    between the two synthetic sources, else the costliest part of the loader.
     """
     images = sum(times.batch_size for times in ranks)
     speed = {source: images / max(times.step[source] for times in ranks) for source in SOURCES}
@@ -153,15 +127,13 @@ def judge(ranks: Sequence[RankTimes]) -> GapReport:
     medians = [shares[len(shares) // 2] for shares in waits]
     waiting = medians.index(max(medians))
     longest = waits[waiting]
-    slow = _slow_rank(ranks)
     return GapReport(
         images_per_second=speed,
         gap=gap,
         wait_p50=medians[waiting],
         wait_p95=longest[int(0.95 * len(longest))],
         waiting_rank=waiting,
-        slow_rank=slow,
-        bottleneck="a slow rank" if slow is not None else _bottleneck(gap, ranks[waiting]),
+        bottleneck=_bottleneck(gap, ranks[waiting]),
         ranks=ranks,
     )
 
@@ -172,19 +144,7 @@ def _bottleneck(gap: float, rank: RankTimes) -> str:
     copying = rank.step[ON_HOST] - rank.step[ON_DEVICE]
     if rank.copies and copying > (rank.step[REAL] - rank.step[ON_DEVICE]) / 2:
         return "copying to the device"
-    return rank.loader.largest()
-
-
-def _slow_rank(ranks: Sequence[RankTimes]) -> int | None:
-    own = [times.own for times in ranks]
-    slowest = max(own)
-    rank = own.index(slowest)
-    del own[rank]
-    if not own:
-        return None
-    others = median(own)
-    data = max(times.step[REAL] - times.step[ON_DEVICE] for times in ranks)
-    return rank if slowest > max(SLOW_RANK * others, others + data) else None
+    return _PARTS[rank.loader.index(max(rank.loader))]
 
 
 def loader_cost(
@@ -199,19 +159,21 @@ def loader_cost(
     loader that measures itself (``loader.cost()``, as `lightning_ring.data`'s) is believed.
     """
     if hasattr(loader, "cost"):
-        return LoaderCost(*loader.cost())
-    dataset: Any = getattr(loader, "dataset", None)
+        reading, decoding, handing_over = loader.cost()
+        return reading, decoding, handing_over
     # an IterableDataset has a __getitem__, which raises; without a batch sampler only the sampler
     # knows the indices
     by_index = isinstance(loader, DataLoader) and loader.batch_sampler is not None
-    if not by_index or isinstance(dataset, IterableDataset):
-        return LoaderCost(0.0, 0.0, seconds_per_batch)
+    if not by_index or isinstance(dataset := loader.dataset, IterableDataset):
+        return 0.0, 0.0, seconds_per_batch
     wall = worked = collated = 0.0
     for number in range(num_batches):
         begin, ready = time.perf_counter(), _seconds_ready()
         indices = [(number * batch_size + index) % len(dataset) for index in range(batch_size)]
-        at_once = hasattr(dataset, "__getitems__")
-        items = dataset.__getitems__(indices) if at_once else [dataset[index] for index in indices]
+        if hasattr(dataset, "__getitems__"):
+            items = dataset.__getitems__(indices)
+        else:
+            items = [dataset[index] for index in indices]
         read = time.perf_counter()
         wall += (read - begin) / num_batches
         worked += (_seconds_ready() - ready) / num_batches
@@ -219,7 +181,7 @@ def loader_cost(
         collated += (time.perf_counter() - read) / num_batches
     explained = (wall + collated) / max(1, loader.num_workers)
     handing_over = collated + max(0.0, seconds_per_batch - explained)
-    return LoaderCost(max(0.0, wall - worked), worked, handing_over)
+    return max(0.0, wall - worked), worked, handing_over
 
 
 def _seconds_ready() -> float:
@@ -251,15 +213,11 @@ def borrowed(trainer: Trainer, module: LightningModule) -> Iterator[None]:
         if buffer is not None
     ]
     gradients = [(param, param.grad) for param in module.parameters()]
-    combined = trainer.fit_loop._combined_loader
-    parts: list[Any] = [
-        *trainer.optimizers,
-        trainer.precision_plugin,
-        *(config.scheduler for config in trainer.lr_scheduler_configs),
-        loop,
-        *(combined.flattened if combined is not None else ()),
-    ]
-    parts = [part for part in parts if hasattr(part, "state_dict")]
+    loaders = trainer.fit_loop._combined_loader
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    found: list[Any] = [*trainer.optimizers, trainer.precision_plugin, *schedulers, loop]
+    found += loaders.flattened if loaders is not None else ()
+    parts = [part for part in found if hasattr(part, "state_dict")]
     states = [copy.deepcopy(part.state_dict()) for part in parts]
     metrics = [one for one in module.modules() if isinstance(one, Metric)]
     kept = [copy.deepcopy(metric) for metric in metrics]
@@ -365,12 +323,8 @@ class _Measurement:
         self.first = replayed[0]
         synthetic = tree_map(_noise, self.first)
         self.device = self._to_device(synthetic)
-        self.sources: dict[str, Iterator[Any]] = {
-            ON_DEVICE: repeat(self.device),
-            ON_HOST: repeat(synthetic),
-            REPLAYED: cycle(replayed),
-            REAL: real,
-        }
+        batches = repeat(self.device), repeat(synthetic), cycle(replayed), real
+        self.sources: dict[str, Iterator[Any]] = dict(zip(SOURCES, batches, strict=True))
         self.times: dict[str, list[float]] = defaultdict(list)
         self.waits: list[float] = []
         self.fetches: list[float] = []
@@ -379,21 +333,18 @@ class _Measurement:
         self.accumulated = int(min(trainer.accumulate_grad_batches, trainer.num_training_batches))
 
     def run(self, rounds: int, count: Callable[[Any], int]) -> RankTimes:
-        own: list[float] = []
         for _ in range(rounds):
             for source in SOURCES:
                 self._block(source)
-            own += self._block_alone()
         batch_size, fetching = count(self.first), median(self.fetches)
         # as of a loader that cannot be asked
-        unknown = LoaderCost(0.0, 0.0, fetching)
+        unknown = 0.0, 0.0, fetching
         arguments = self.loader.flattened[0], batch_size, fetching
         return RankTimes(
             batch_size=batch_size,
             loader=MonitorFailures().run("loader's cost", unknown, loader_cost, *arguments),
             step={source: median(times) for source, times in self.times.items()},
             waits=self.waits,
-            own=median(own),
             copies=self.module.device.type != "cpu",
         )
 
@@ -414,26 +365,6 @@ class _Measurement:
             if step >= steps // 2 and source == REAL:
                 self.waits.append(fetching / seconds)
                 self.fetches.append(fetching / self.accumulated)
-
-    def _block_alone(self) -> list[float]:
-        """Seconds of forward and backward without gradients travelling: a rank's own time, whoever
-        it would wait for.
-        """
-        found = []
-        trainer, automatic = self.trainer, self.module.automatic_optimization
-        block = None if automatic else getattr(trainer.strategy, "block_backward_sync", None)
-        # Lightning exchanges nothing, and does not step, before the second of two batches
-        trainer.accumulate_grad_batches, kept = 2, trainer.accumulate_grad_batches
-        with (block or nullcontext)():
-            for _ in range(max(2, self.steps // 4)):
-                begin = time.perf_counter()
-                self._train(self.device, 0)
-                self._wait_for_device()
-                found.append(time.perf_counter() - begin)
-        trainer.accumulate_grad_batches = kept
-        for param in self.module.parameters():
-            param.grad = None
-        return found
 
     def _train(self, batch: Any, batch_idx: int) -> None:
         """``batch_idx`` counts from the optimizer's last step."""
@@ -484,8 +415,10 @@ def _noise(leaf: Any) -> Any:
     """Random pixels for what looks like images, everything else (labels) as it is."""
     if not isinstance(leaf, Tensor) or leaf.ndim < 3:
         return leaf
-    if leaf.dtype != torch.uint8 and not leaf.is_floating_point():
+    if leaf.is_floating_point():
+        noise = torch.rand_like(leaf)
+    elif leaf.dtype == torch.uint8:
+        noise = torch.randint_like(leaf, 256)
+    else:
         return leaf
-    pixels = leaf.dtype == torch.uint8
-    noise = torch.randint_like(leaf, 256) if pixels else torch.rand_like(leaf)
     return noise.pin_memory() if leaf.is_pinned() else noise

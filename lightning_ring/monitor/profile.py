@@ -18,18 +18,17 @@ from lightning_ring.comm.timing import Mark, now, seconds_between
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.monitor.step_times import PHASES, StepRecord, StepTimer
-from lightning_ring.tools.plan.inputs import Gradient, Model, Phases, Profile, Run, write_profile
+from lightning_ring.tools.plan.inputs import Gradient, Phases, Profile, Run, write_profile
 
 
 class RingProfile(Callback):
     """Writes a profile of ``steps`` training steps, after ``warmup`` others, to ``path``, for
-    ``lightning-ring plan``.
+    ``lightning-ring plan``. Training goes on as it was.
 
     With any strategy on one rank, with ``strategy="ring"`` on any number, of which the slowest
-    rank is recorded. Rank 0 writes the file. Training goes on as it was; while it records, each
-    gradient costs a clock read (on CUDA an event). Raises `ConfigurationError` when training starts
-    where the path cannot be written, or steps cannot be told apart (manual optimization,
-    accumulated gradients, another strategy on several ranks).
+    rank is recorded. Raises `ConfigurationError` when training starts where the path cannot be
+    written, or steps cannot be told apart (manual optimization, accumulated gradients, another
+    strategy on several ranks).
     """
 
     def __init__(self, path: str | os.PathLike[str], steps: int = 20, warmup: int = 10) -> None:
@@ -81,10 +80,9 @@ class RingProfile(Callback):
 
     def _problem(self, trainer: Trainer, module: LightningModule) -> str:
         """What it cannot do; empty if nothing stands in the way."""
-        writable = os.access(self.path.absolute().parent, os.W_OK) and not self.path.is_dir()
         batches, strategy = trainer.accumulate_grad_batches, trainer.strategy
         algorithm = getattr(strategy, "algorithm", None)
-        if trainer.is_global_zero and not writable:
+        if trainer.is_global_zero and not os.access(self.path.absolute().parent, os.W_OK):
             return "be written. Name a file in a folder that is there."
         if not module.automatic_optimization:
             return "record manual optimization: Lightning does not say when backward begins."
@@ -130,17 +128,16 @@ class RingProfile(Callback):
         # Backward ends with its last gradient, and waits for nobody.
         phases = Phases(**middle | {"backward": gradients[-1].ready})
         if trainer.world_size > 1:
-            everyones = strategy.communicator.all_gather_object(
-                (phases, gradients), name="profiles"
-            )
-            phases, gradients = max(everyones, key=lambda own: own[0].forward + own[0].backward)
+            own = phases, gradients
+            everyones = strategy.communicator.all_gather_object(own, name="profiles")
+            phases, gradients = max(everyones, key=lambda one: one[0].forward + one[0].backward)
         if trainer.is_global_zero:
             num_parameters = sum(param.numel() for param in module.parameters())
             environment = getattr(strategy, "ring_environment", None)
             nodes = trainer.num_nodes if environment is None else environment.num_nodes()
-            run = Run(trainer.world_size, int(nodes), device.type, self.steps)
-            model = Model(type(module).__name__, num_parameters)
-            write_profile(Profile(model, run, phases, tuple(gradients)), self.path)
+            ran = trainer.world_size, int(nodes), device.type, self.steps
+            run = Run(*ran, type(module).__name__, num_parameters)
+            write_profile(Profile(run, phases, tuple(gradients)), self.path)
             rank_zero_info(
                 f"lightning_ring: RingProfile wrote {self.path}. Next: lightning-ring plan "
                 f"{self.path} --network 10gbit --ranks-per-node 1"
@@ -154,13 +151,13 @@ class RingProfile(Callback):
             raise ConfigurationError(
                 "RingProfile saw no gradient in the steps it recorded: there is nothing to plan."
             )
-        ready = {
+        seconds = {
             name: median(seconds_between(*pair) for pair in pairs)
             for name, pairs in self._ready.items()
         }
-        last, found = max(ready.values()), []
+        last, found = max(seconds.values()), []
         for name, param in module.named_parameters():
             if param.requires_grad:
-                dtype, at = str(param.dtype).removeprefix("torch."), ready.get(name, last)
+                dtype, at = str(param.dtype).removeprefix("torch."), seconds.get(name, last)
                 found.append(Gradient(name, param.numel(), dtype, param.nbytes, at))
         return sorted(found, key=lambda gradient: gradient.ready)

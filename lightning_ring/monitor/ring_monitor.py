@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -229,13 +229,12 @@ class RingMonitor(Callback):
         """Every rank sends a row of one length, whatever failed: the rest of the ranks wait for
         it.
         """
-        device = trainer.strategy.root_device
+        device, is_zero = trainer.strategy.root_device, trainer.is_global_zero
         times = fit.run(_TIMES, StepTimes.unknown(), fit.take, trainer.world_size)
-        memory = fit.memory(device)
+        memory = fit.run("memory", RankMemory(*[math.nan] * 4), RankMemory.now, device)
         nothing = math.nan, torch.zeros((), dtype=torch.float64)
-        skipped, uncounted = nothing
-        if fit.skipped is not None:
-            skipped, uncounted = fit.run(_SKIPPED, nothing, fit.skipped.count)
+        count = fit.skipped.count if fit.skipped is not None else lambda: nothing
+        skipped, uncounted = fit.run(_SKIPPED, nothing, count)
         squares = [fit.squares.get(optimizer, _unknown()) for optimizer in trainer.optimizers]
         fit.squares.clear()
 
@@ -244,16 +243,23 @@ class RingMonitor(Callback):
             row = RankRow(trainer.global_rank, skipped, times, memory)
             return RowExchange(_communicator(trainer), row, [uncounted, *squares], device)
 
-        def rows() -> RowExchange | Tensor:
-            # where ranks may die all of them have to get the same rows
-            together = getattr(trainer.strategy, "call_together", None)
-            return exchange() if together is None else together(lambda: exchange().table())
-
+        # on their way to the host before the rows are sent
+        optimizers = trainer.optimizers if is_zero else []
+        ratios = fit.run(_OPTIMIZERS, torch.empty(0), trust_ratios, optimizers)
+        # where ranks may die all of them have to get the same rows
+        together = getattr(trainer.strategy, "call_together", None)
+        rows = exchange() if together is None else together(lambda: exchange().table())
         number = trainer.fit_loop.epoch_loop._batches_that_stepped
-        fit.send(number, trainer.optimizers if trainer.is_global_zero else [], rows)
+        fit.pending = LoggedStep(number, fit.rates if is_zero else {}, ratios, rows)
 
     def _receive(self, trainer: Trainer, fit: _Fit, *, wait: bool) -> None:
-        report = fit.receive(wait)
+        """Log the last rows, once they have arrived; ``wait`` for them. Raises `RingError`."""
+        pending = fit.pending
+        if pending is None or not (wait or pending.arrived()):
+            return
+        fit.pending = None
+        pending.wait()
+        report = fit.run(_REPORT, None, pending.report)
         if report is None:
             return
         self.report = report
@@ -304,7 +310,7 @@ class _Fit(MonitorFailures):
         self.rates: dict[str, float] = {}  # with which the step was taken
         self.dashboard: Dashboard | None = None
         self.logged: set[str] = set()
-        self._pending: LoggedStep | None = None  # its rows are under way
+        self.pending: LoggedStep | None = None  # its rows are under way
 
     def open_pages(self, trainer: Trainer, begins: bool = True) -> None:
         """On rank 0."""
@@ -325,28 +331,6 @@ class _Fit(MonitorFailures):
         if self.timer.failure is not None:
             raise RuntimeError("steps could not be timed") from self.timer.failure
         return self.window.take(world_size)
-
-    def memory(self, device: torch.device) -> RankMemory:
-        return self.run("memory", RankMemory(*[math.nan] * 4), RankMemory.now, device)
-
-    def send(
-        self,
-        step: int,
-        optimizers: Sequence[Optimizer],
-        rows: Callable[[], RowExchange | Tensor],
-    ) -> None:
-        """``rows`` sends them, after the trust ratios have begun their way to the host."""
-        ratios = self.run(_OPTIMIZERS, torch.empty(0), trust_ratios, optimizers)
-        self._pending = LoggedStep(step, self.rates if optimizers else {}, ratios, rows())
-
-    def receive(self, wait: bool) -> RingReport | None:
-        """The report, once the rows have arrived; ``wait`` for them. Raises `RingError`."""
-        pending = self._pending
-        if pending is None or not (wait or pending.arrived()):
-            return None
-        self._pending = None
-        pending.wait()
-        return self.run(_REPORT, None, pending.report)
 
     def close(self, trainer: Trainer) -> None:
         self.window.close()

@@ -139,10 +139,10 @@ class RingReport:
         held = torch.tensor([astuple(row.memory) for row in self.rows], dtype=torch.float64)
         memory, *cuda = [round(size / 1e9, 2) for size in held.amax(0).tolist()]
         found = {"memory_gb": memory, "skipped_steps": self.skipped}
-        found |= {f"lr/{name}": lr for name, lr in self.learning_rates.items()}
         if cuda[1] > 0:
-            names = ("allocated", "reserved", "peak")
-            found |= {f"cuda_{name}_gb": size for name, size in zip(names, cuda, strict=True)}
+            names = ("cuda_allocated_gb", "cuda_reserved_gb", "cuda_peak_gb")
+            found |= zip(names, cuda, strict=True)
+        found |= {f"lr/{name}": lr for name, lr in self.learning_rates.items()}
         if self._timed:
             found |= self._times()
         if self.trust_ratios.numel():
@@ -164,18 +164,14 @@ class RingReport:
         if self._communicates:
             parts |= {"communication": "busy", "hidden_communication": "hidden"}
         found = {f"{name}_ms": self._mean(part) * 1e3 for name, part in parts.items()}
-        found |= {
-            "images_per_second": self.images_per_second,
-            "images_per_second_per_rank": self.images_per_second / len(self.rows),
-            "data_ms_slowest": max(row.times.data for row in self.rows) * 1e3,
-            "data_share": self.data_share,
-        }
+        found["images_per_second"] = self.images_per_second
+        found["images_per_second_per_rank"] = self.images_per_second / len(self.rows)
+        found["data_ms_slowest"] = max(row.times.data for row in self.rows) * 1e3
+        found["data_share"] = self.data_share
         if self._communicates:
-            found |= {
-                "communication_share": self.communication_share,
-                "bus_bandwidth_gb_per_s": self.bus_bandwidth / 1e9,
-                "sent_mb_per_step": float(f"{self._mean('sent') / 1e6:.2g}"),
-            }
+            found["communication_share"] = self.communication_share
+            found["bus_bandwidth_gb_per_s"] = self.bus_bandwidth / 1e9
+            found["sent_mb_per_step"] = float(f"{self._mean('sent') / 1e6:.2g}")
         if len(self.rows) > 1:
             rank, behind = self.slowest
             found[f"slowest_rank_behind_ms/rank_{rank}"] = behind * 1e3
@@ -328,19 +324,16 @@ def trust_ratios(optimizers: Sequence[Optimizer]) -> Tensor:
     """Last trust ratio of each parameter that adapts (LARS, LAMB), 1-D, on its way to the host;
     NaN without a step.
     """
-    found: list[Tensor] = []
+    found = [torch.empty(0)]
     for optimizer in optimizers:
-        ratios = getattr(optimizer, "trust_ratios", None)
-        if not isinstance(ratios, Tensor):
-            continue
-        adapts = [
-            group.get("adapt", True) for group in optimizer.param_groups for _ in group["params"]
-        ]
-        places = [place for place, adapt in enumerate(adapts) if adapt]
-        index = torch.tensor(places, dtype=torch.int64).to(ratios.device, non_blocking=True)
-        # the copy of all ranks' rows, which comes after this one, is waited for
-        found.append(ratios[index].to("cpu", non_blocking=True))
-    return torch.cat(found) if found else torch.empty(0)
+        if isinstance(ratios := getattr(optimizer, "trust_ratios", None), Tensor):
+            groups = optimizer.param_groups
+            adapts = [group.get("adapt", True) for group in groups for _ in group["params"]]
+            places = torch.tensor([place for place, adapt in enumerate(adapts) if adapt])
+            index = places.long().to(ratios.device, non_blocking=True)
+            # the copy of all ranks' rows, which comes after this one, is waited for
+            found.append(ratios[index].to("cpu", non_blocking=True))
+    return torch.cat(found)
 
 
 class SkippedSteps:

@@ -74,22 +74,18 @@ class StepTimeline:
         self.waits = self.lets_in = False
         self._others_record = False
         self.call_together = _call
-        # when the ranks were connected that there are
-        self._ranks_since = 0.0
-        self._num_ranks = 1
 
     @property
     def recording(self) -> bool:
         return self._session is not None
 
-    def start(self, path: str | Path | None = None, max_mb: float | None = None) -> None:
+    def start(self, path: str | Path | None = None) -> None:
         """Record from now on. All ranks call it at the same point of a fit. Where it records
         already: nothing.
 
         Args:
             path: Where rank 0 writes the merged trace at the end; default: what the strategy was
                 given.
-            max_mb: Largest size of a rank's file, in MiB.
 
         Raises:
             ConfigurationError: There is no path or no fit, or some rank cannot write; the same on
@@ -118,7 +114,7 @@ class StepTimeline:
         session = start_session(
             Path(chosen),
             self._comm,
-            max_bytes=int((max_mb or self.settings.max_mb) * 2**20),
+            max_bytes=int(self.settings.max_mb * 2**20),
             about=about,
             seconds_of=_device_clock(trainer),
             number=self.number,
@@ -126,9 +122,8 @@ class StepTimeline:
         self._record_in(session, trainer)
 
     def _record_in(self, session: Session, trainer: Trainer) -> None:
-        self._session, self._ranks_since = session, time.perf_counter()
-        self._num_ranks = session.comm.world_size if session.comm is not None else 1
-        session.recorder.begin_step(_batch_number(trainer), self._ranks_since)
+        self._session = session
+        session.recorder.begin_step(_batch_number(trainer), time.perf_counter())
         self._listeners.append(session.recorder.collective)
         self._timer = StepTimer.attach(trainer, self._on_step)
         self._timer.interruption_listeners.append(self._on_interruption)
@@ -144,8 +139,6 @@ class StepTimeline:
         if is_gpu(device := trainer.strategy.root_device):
             # what it has not come to would be left out
             gpu_module(device).synchronize(device)
-        if session is not None and self.number is not None:
-            self._slice_of_ranks(session, time.perf_counter())
 
         def gather() -> list[str] | None:
             # another one where a rank has died in the first attempt
@@ -207,13 +200,7 @@ class StepTimeline:
         Collective.
         """
         assert self.number is not None
-        made = join_session(
-            self._session,
-            comm,
-            number=self.number,
-            joins=self._session is None,
-            seconds_of=_device_clock(trainer),
-        )
+        made = join_session(self._session, comm, self.number, _device_clock(trainer))
         if made is not None:
             self._record_in(made, trainer)
         self.waits = False
@@ -223,17 +210,8 @@ class StepTimeline:
         """Ranks have died or come, as ``text`` says; training has stood still ``since`` then
         (seconds).
         """
-        session, now = self._session, time.perf_counter()
-        if session is None:
-            return
-        self._slice_of_ranks(session, since)
-        session.recorder.slice(RANKS, text, max(since, self._ranks_since), now)
-        self._ranks_since = now
-
-    def _slice_of_ranks(self, session: Session, until: float) -> None:
-        if until > self._ranks_since:
-            session.recorder.slice(RANKS, f"{self._num_ranks} ranks", self._ranks_since, until)
-        self._num_ranks = self._comm.world_size if self._comm is not None else 1
+        if self._session is not None:
+            self._session.recorder.slice(RANKS, text, since, time.perf_counter())
 
     def abandon(self) -> None:
         """The fit is torn down, perhaps after an error on one rank: close this rank's file, ask

@@ -8,8 +8,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cache
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -84,8 +85,7 @@ class StepTimes:
 
 def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
     """The mean of each number over ``steps``, at least one, each of one step."""
-    names = [field.name for field in fields(StepTimes)]
-    means = (sum(getattr(step, name) for step in steps) / len(steps) for name in names)
+    means = map(fmean, zip(*map(astuple, steps), strict=True))
     return replace(StepTimes(*means), steps=float(len(steps)))
 
 
@@ -133,13 +133,21 @@ class StepRecord:
         """The phases in seconds, each without those that ran inside it, by the host's clock, or by
         the device's since `origin`.
         """
+        origin = self.origin if on_device else 0.0
         marks = [mark for mark in self.marks if isinstance(mark[1], float) != on_device]
-        if on_device:
-            origin = self.origin
-            marks = [
-                (phase, elapsed(origin, begin), elapsed(origin, end)) for phase, begin, end in marks
-            ]
-        return _without_inner(marks)
+        spans = [
+            (phase, elapsed(origin, begin), elapsed(origin, end)) for phase, begin, end in marks
+        ]
+        spans.sort(key=lambda span: (span[2], -span[1]))  # what runs inside a phase comes before it
+        found = []
+        for number, (phase, start, end) in enumerate(spans):
+            at = start
+            inner = [(begin, stop) for _, begin, stop in spans[:number] if begin >= start]
+            for begin, stop in sorted(inner):
+                found.append((phase, at, begin))
+                at = max(at, stop)
+            found.append((phase, at, end))
+        return [piece for piece in found if piece[2] > piece[1]]
 
     def phase_at(self, moment: float) -> str | None:
         """The part of `StepTimes` that the host was in, as far as host clocks timed it; `None`
@@ -156,28 +164,10 @@ class StepRecord:
 
     def times(self) -> StepTimes:
         spent = dict.fromkeys(PHASES, 0.0)
-        for on_device in (False, True):
-            for phase, begin, end in self.pieces(on_device=on_device):
-                spent[phase] += end - begin
+        for phase, begin, end in self.pieces(on_device=False) + self.pieces(on_device=True):
+            spent[phase] += end - begin
         other = max(0.0, self.total - sum(spent.values()))
         return StepTimes(**spent, other=other, total=self.total)
-
-
-def _without_inner(spans: Sequence[Span]) -> list[tuple[str, float, float]]:
-    found = []
-    around: list[tuple[str, float]] = []
-    at = -math.inf
-    last = ("", math.inf, math.inf)
-    for phase, begin, end in [*sorted(spans, key=lambda span: (span[1], -span[2])), last]:
-        while around and around[-1][1] <= begin:
-            inner, ended = around.pop()
-            found.append((inner, at, ended))
-            at = max(at, ended)
-        if around:
-            found.append((around[-1][0], at, begin))
-        around.append((phase, end))
-        at = begin
-    return [piece for piece in found if piece[2] > piece[1]]
 
 
 # last part of Lightning's own names for what it does
@@ -477,12 +467,11 @@ class StepWindow:
         if self._first and len(steps) > 1:
             del steps[0]
         self._first = False
-        return mean_times(
-            [
-                replace(break_down(step.record, step.collectives, world_size), images=step.images)
-                for step in steps
-            ]
-        )
+        times = []
+        for step in steps:
+            found = break_down(step.record, step.collectives, world_size)
+            times.append(replace(found, images=step.images))
+        return mean_times(times)
 
     def close(self) -> None:
         """Stop listening; once."""

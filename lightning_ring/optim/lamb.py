@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lightning_ring.optim.engine.rule import Operand, Scalars
-from lightning_ring.optim.engine.runners import RunOptions, require, require_number
-from lightning_ring.optim.engine.tensor_list import Tensors
+from lightning_ring.optim.engine.options import RunOptions, require, require_number
+from lightning_ring.optim.engine.rule import Scalars, Tensors, add_
 from lightning_ring.optim.engine.trust_ratio import TrustRatioOptimizer
 from lightning_ring.optim.engine.update import NormAllReduce
 
@@ -59,6 +58,7 @@ class LAMB(TrustRatioOptimizer):
     state_names = ("exp_avg", "exp_avg_sq")
     counts_steps = True
     keeps_directions = True
+    kernels = "lamb"
 
     def __init__(
         self,
@@ -112,17 +112,11 @@ class LAMB(TrustRatioOptimizer):
         if group["trust_clip"] is not None:
             require_number("trust_clip", group["trust_clip"], above=0)
 
-    @staticmethod
-    def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        clip = group["trust_clip"]
-        names = ("lr", "eps", "weight_decay", "bias_correction", "maximize", "adapt")
-        derived = {
-            "beta1": beta1,
-            "beta2": beta2,
-            "trust_clip": float("inf") if clip is None else clip,
-        }
-        return {name: group[name] for name in names} | derived
+    def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        found = super().hyperparameters(group)
+        (beta1, beta2), clip = found.pop("betas"), found.pop("trust_clip")
+        clip = float("inf") if clip is None else clip
+        return found | {"beta1": beta1, "beta2": beta2, "trust_clip": clip}
 
     @staticmethod
     def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:
@@ -149,18 +143,6 @@ class LAMB(TrustRatioOptimizer):
         )
 
     @staticmethod
-    def accumulate(
-        w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars
-    ) -> tuple[Operand, ...]:
-        m, v = state
-        return h.beta1 * m + h.gain1 * g, h.beta2 * v + h.gain2 * g * g
-
-    @staticmethod
-    def direction(w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars) -> Operand:
-        m, v = state
-        return m / (h.root_scale * v.sqrt() + h.floor) + h.decay * w
-
-    @staticmethod
     def trust_ratio(w_norm: Tensor, norm: Tensor, h: Scalars) -> Tensor:
         return torch.minimum(w_norm / norm, h.trust_clip)
 
@@ -169,14 +151,30 @@ class LAMB(TrustRatioOptimizer):
         return Scalars(rate=h.lr * ratio)
 
     @staticmethod
-    def move(
-        w: Operand, g: Operand, x: Operand, state: tuple[Operand, ...], h: Scalars
-    ) -> tuple[Operand, tuple[Operand, ...]]:
-        return w - h.rate * x, state
+    def accumulate(g: Tensors, state: list[Tensors], h: Scalars) -> None:
+        m, v = state
+        torch._foreach_mul_(m, h.beta1)
+        add_(m, g, h.gain1)
+        torch._foreach_mul_(v, h.beta2)
+        torch._foreach_addcmul_(v, torch._foreach_mul(g, h.gain2), g)
+
+    @staticmethod
+    def direction(w: Tensors, g: Tensors, state: list[Tensors], h: Scalars) -> Tensors:
+        m, v = state
+        root = torch._foreach_sqrt(v)
+        torch._foreach_mul_(root, h.root_scale)
+        torch._foreach_add_(root, h.floor)
+        x = torch._foreach_div(m, root)
+        add_(x, w, h.decay)
+        return x
+
+    @staticmethod
+    def move(w: Tensors, g: Tensors, x: Tensors, state: list[Tensors], h: Scalars) -> None:
+        add_(w, x, h.rate, sign=-1)
 
     @staticmethod
     def torch_directions(
-        w: Tensors, g: Tensors, state: tuple[Tensors, ...], h: Scalars
+        w: Tensors, g: Tensors, state: list[Tensors], h: Scalars
     ) -> Tensors | None:
         # Adam's step at learning rate -1 adds its direction to what it takes for the weights.
         if list in map(type, (h.beta1, h.beta2, h.eps, h.grad_scale, h.decay)):
@@ -207,9 +205,7 @@ class LAMB(TrustRatioOptimizer):
         return x
 
     @staticmethod
-    def torch_move(
-        w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars
-    ) -> bool:
+    def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: list[Tensor], h: Scalars) -> bool:
         if x is not None:
             w.add_(x, alpha=-h.rate)
             return True

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lightning_ring.optim.engine.rule import Operand, Scalars
-from lightning_ring.optim.engine.runners import RunOptions, require, require_number
-from lightning_ring.optim.engine.tensor_list import Tensors
+from lightning_ring.optim.engine.options import RunOptions, require, require_number
+from lightning_ring.optim.engine.rule import Scalars, Tensors, add_
 from lightning_ring.optim.engine.trust_ratio import TrustRatioOptimizer
 from lightning_ring.optim.engine.update import NormAllReduce
 
@@ -56,6 +55,7 @@ class LARS(TrustRatioOptimizer):
     state_names = ("momentum_buffer",)
     counts_steps = False
     keeps_directions = False
+    kernels = "lars"
 
     def __init__(
         self,
@@ -109,21 +109,9 @@ class LARS(TrustRatioOptimizer):
         # momentum correction raises it above 1 while the learning rate rises, as in `WarmupLR`
         require_number("momentum", group["momentum"], low=0, below=1)
 
-    @staticmethod
-    def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-        names = (
-            "lr",
-            "momentum",
-            "nesterov",
-            "weight_decay",
-            "trust_coefficient",
-            "eps",
-            "maximize",
-            "adapt",
-        )
-        return {name: group[name] for name in names} | {
-            "lr_inside": group["momentum_form"] == "paper"
-        }
+    def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        found = super().hyperparameters(group)
+        return found | {"lr_inside": found.pop("momentum_form") == "paper"}
 
     @staticmethod
     def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:
@@ -141,16 +129,6 @@ class LARS(TrustRatioOptimizer):
         )
 
     @staticmethod
-    def accumulate(
-        w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars
-    ) -> tuple[Operand, ...]:
-        return state
-
-    @staticmethod
-    def direction(w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars) -> Operand:
-        return h.grad_scale * g
-
-    @staticmethod
     def trust_ratio(w_norm: Tensor, norm: Tensor, h: Scalars) -> Tensor:
         return h.trust_coefficient * w_norm / (norm + h.decay * w_norm + h.eps)
 
@@ -160,25 +138,28 @@ class LARS(TrustRatioOptimizer):
         return Scalars(gain=gain, beside=h.straight * gain)
 
     @staticmethod
-    def move(
-        w: Operand, g: Operand, x: Operand, state: tuple[Operand, ...], h: Scalars
-    ) -> tuple[Operand, tuple[Operand, ...]]:
+    def direction(w: Tensors, g: Tensors, state: list[Tensors], h: Scalars) -> Tensors:
+        return torch._foreach_mul(g, h.grad_scale)
+
+    @staticmethod
+    def move(w: Tensors, g: Tensors, x: Tensors, state: list[Tensors], h: Scalars) -> None:
         (v,) = state
-        decayed = h.grad_scale * g + h.decay * w
-        v = h.momentum * v + h.gain * decayed
-        return w - h.ahead * v - h.beside * decayed, (v,)
+        decayed = torch._foreach_mul(g, h.grad_scale)
+        add_(decayed, w, h.decay)
+        torch._foreach_mul_(v, h.momentum)
+        add_(v, decayed, h.gain)
+        add_(w, v, h.ahead, sign=-1)
+        add_(w, decayed, h.beside, sign=-1)
 
     @staticmethod
     def torch_directions(
-        w: Tensors, g: Tensors, state: tuple[Tensors, ...], h: Scalars
+        w: Tensors, g: Tensors, state: list[Tensors], h: Scalars
     ) -> Tensors | None:
         # only norms are looked at
         return g if isinstance(h.grad_scale, float) and abs(h.grad_scale) == 1 else None
 
     @staticmethod
-    def torch_move(
-        w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars
-    ) -> bool:
+    def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: list[Tensor], h: Scalars) -> bool:
         # SGD's v = momentum * v + (1 - dampening) * (g + wd * w), w -= lr * v, with gain for 1 -
         # dampening, as far as 1 - (1 - gain) is gain to the precision of the weights.
         smallest = 1e-2 if w.dtype == torch.float64 else 1e-7
@@ -187,7 +168,7 @@ class LARS(TrustRatioOptimizer):
         torch._fused_sgd_(
             [w],
             [g],
-            list(state),
+            state,
             weight_decay=h.decay,
             momentum=h.momentum,
             lr=h.ahead,

@@ -6,8 +6,7 @@ bounds every pair of clocks from both sides, as a ping-pong does in Cristian's a
 in NTP. The tightest bounds of many barriers are kept; their middle is the estimate and half their
 distance its error.
 
-Ranks that read one clock (the same boot of the same kernel) differ by exactly 0, and their bounds
-count for each other.
+Ranks that read one clock (the same boot of the same kernel) differ by exactly 0.
 """
 
 from __future__ import annotations
@@ -64,27 +63,16 @@ def read_clocks(
         comm.barrier(name="timeline: clocks")
         left.append(clock())
     times: list[Times] = comm.all_gather_object((came, left), name="timeline: times")
-    readings = {names[0]: (0.0, 0.0)}
-    for name in names:
-        if name not in readings:
-            zeros = [mine for mine, one in zip(times, names, strict=True) if one == names[0]]
-            others = [mine for mine, one in zip(times, names, strict=True) if one == name]
-            most, least = _largest_offset(zeros, others), -_largest_offset(others, zeros)
-            readings[name] = (most + least) / 2, abs(most - least) / 2
-    return [
-        ClockReading(*readings[name], at=times[rank][1][-1], shared=name == names[0])
-        for rank, name in enumerate(names)
-    ]
-
-
-def _largest_offset(arriving: list[Times], leaving: list[Times]) -> float:
-    """By which the clock of ``leaving`` may be ahead of that of ``arriving``."""
-    return min(
-        end - begin
-        for came, _ in arriving
-        for _, left in leaving
-        for begin, end in zip(came, left, strict=True)
-    )
+    readings = []
+    for rank, name in enumerate(names):
+        # of ranks that read one clock, the first stands for all
+        (zeros, zero_left), (own, own_left) = times[0], times[names.index(name)]
+        most = min(end - begin for begin, end in zip(zeros, own_left, strict=True))
+        least = max(begin - end for begin, end in zip(own, zero_left, strict=True))
+        shared = name == names[0]
+        offset, error = (0.0, 0.0) if shared else ((most + least) / 2, abs(most - least) / 2)
+        readings.append(ClockReading(offset, error, at=times[rank][1][-1], shared=shared))
+    return readings
 
 
 _RENEW_SECONDS = 10.0  # elapsed_time is a float32 of milliseconds: 1 µs of 10 s

@@ -59,26 +59,24 @@ def draw(bars: Sequence[Bar], title: str = "") -> Any:
     axes = figure.add_subplot(ylim=(len(lanes) - 0.5, -0.5), xlabel="milliseconds", title=title)
     span = max((bar.stop for bar in bars), default=1.0)
     for bar in bars:
-        row, seconds = lanes.index((bar.group, bar.lane)), bar.stop - bar.start
+        row, left, width = lanes.index((bar.group, bar.lane)), 1e3 * bar.start, bar.stop - bar.start
         height = 0.34 if bar.kind == WAITED_FOR else 0.8
-        left, width = 1e3 * bar.start, 1e3 * seconds
-        axes.barh(row, width, height, left, color=_colour(bar.kind))
-        if seconds > len(bar.text) * _CHARACTER * span:
-            middle = left + width / 2
+        axes.barh(row, 1e3 * width, height, left, color=_colour(bar.kind))
+        if width > len(bar.text) * _CHARACTER * span:
+            middle = left + 1e3 * width / 2
             axes.text(middle, row, bar.text, ha="center", va="center", fontsize=6, clip_on=True)
     for group in dict.fromkeys(group for group, _ in lanes if group):
         rows = [row for row, lane in enumerate(lanes) if lane[0] == group]
         axes.axhline(rows[-1] + 0.5, color="black", linewidth=0.8)
         beside = axes.get_yaxis_transform()
         axes.text(1.005, sum(rows) / len(rows), group, transform=beside, va="center", rotation=270)
-    names = [lane if len(lane) < 60 else f"{lane[:57]}..." for _, lane in lanes]
-    axes.set_yticks(range(len(lanes)), names, fontsize=8)
+    axes.set_yticks(range(len(lanes)), [lane[:60] for _, lane in lanes], fontsize=8)
     axes.set_xlim(0, 1e3 * span)
     axes.grid(axis="x", alpha=0.3)
-    kinds = {bar.kind for bar in bars}
-    explained = [kind for kind in (READY, ON_THE_WIRE, WAITED_FOR) if kind in kinds]
-    if explained:
-        patches = [Patch(color=_colour(kind), label=kind) for kind in explained]
+    shown = {bar.kind for bar in bars}
+    kinds = [kind for kind in (READY, ON_THE_WIRE, WAITED_FOR) if kind in shown]
+    if kinds:
+        patches = [Patch(color=_colour(kind), label=kind) for kind in kinds]
         figure.legend(handles=patches, loc="outside lower right", ncols=3, fontsize=8)
     return figure
 
@@ -110,19 +108,17 @@ def read_trace(trace: Path, steps: tuple[int, int] | None) -> list[Bar]:
 
 def _bars(events: list[dict[str, Any]], steps: tuple[int, int] | None) -> list[Bar]:
     begin, end = _span(events, steps)
-    names = {
-        (event["pid"], event["tid"]): event["args"]["name"]
-        for event in events
-        if event["name"] in ("process_name", "thread_name")
-    }
-    bars = []
+    names, bars = {}, []
+    for event in events:
+        if event["name"] in ("process_name", "thread_name"):
+            names[event["pid"], event["tid"]] = event["args"]["name"]
     for event in sorted(events, key=lambda event: (event["pid"], event["tid"])):
         start, stop = event["ts"], event["ts"] + event.get("dur", 0)
         if event["ph"] == "X" and start < end and stop > begin:
             # a process's own name has thread 0
             group, lane = names[event["pid"], 0], names[event["pid"], event["tid"]]
             kind, text = (lane, event["name"]) if event["name"] != "queued" else (READY, "")
-            start, stop = ((max(begin, min(end, at)) - begin) / 1e6 for at in (start, stop))
+            start, stop = ((min(end, max(begin, at)) - begin) / 1e6 for at in (start, stop))
             bars.append(Bar(lane, kind, start, stop, text, group))
     return bars
 
@@ -130,11 +126,10 @@ def _bars(events: list[dict[str, Any]], steps: tuple[int, int] | None) -> list[B
 def _span(events: list[dict[str, Any]], steps: tuple[int, int] | None) -> tuple[float, float]:
     whole = [one for one in events if one["ph"] == "X" and one["name"].startswith("step ")]
     if steps is None:
-        numbers = [
-            {event["args"]["step"] for event in whole if event["pid"] == pid}
-            for pid in {event["pid"] for event in events}
-        ]
-        common = sorted(set.intersection(*numbers))
+        numbers: dict[int, set[int]] = {event["pid"]: set() for event in events}
+        for event in whole:
+            numbers[event["pid"]].add(event["args"]["step"])
+        common = sorted(set.intersection(*numbers.values()))
         if not common:
             raise ConfigurationError(
                 "--plot: the trace holds no step that all of its ranks finished."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 from collections import deque
@@ -51,85 +52,44 @@ def track_name(track: int) -> str:
     return f"parameters of bucket {track - PARAMETERS}"
 
 
-class Tracks:
-    """Trace events of one rank (a process ``pid`` of the trace). Times are integers of nanoseconds
-    since the trace's zero.
-
-    A track is a thread: a number from above, or a name that gets one. A slice that began before the
-    last one of its track had ended begins later.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._ends: dict[int, int] = {}
-        self._named: dict[str, int] = {}
-
-    def slice(
-        self,
-        track: int | str,
-        name: str,
-        begin: int,
-        end: int,
-        args: dict[str, Any] | None = None,
-        queued: int = 0,
-    ) -> Iterator[str]:
-        """Events of one slice in ``track``; before the first of a thread comes its name. A slice
-        within it shows what was ``queued`` until then.
-        """
-        title = track if isinstance(track, str) else track_name(track)
-        if isinstance(track, str):
-            track = self._named.setdefault(track, NAMED + len(self._named))
-        if track not in self._ends:
-            yield self._metadata(track, "thread_name", name=title)
-            yield self._metadata(track, "thread_sort_index", sort_index=track)
-        begin = max(0, begin, self._ends.get(track, 0))
-        end = self._ends[track] = max(begin, end)
-        yield self._complete(track, name[:200], begin, end, args or {})
-        if begin < queued <= end:
-            yield self._complete(track, "queued", begin, queued, {})
-
-    def process(self, name: str, labels: str) -> Iterator[str]:
-        yield self._metadata(0, "process_name", name=name)
-        yield self._metadata(0, "process_labels", labels=labels)
-        yield self._metadata(0, "process_sort_index", sort_index=self._pid)
-
-    def _complete(self, tid: int, name: str, begin: int, end: int, args: dict[str, Any]) -> str:
-        event = {"ph": "X", "pid": self._pid, "tid": tid, "name": name}
-        # microseconds
-        return compact(event | {"ts": begin / 1e3, "dur": (end - begin) / 1e3, "args": args})
-
-    def _metadata(self, tid: int, what: str, /, **args: Any) -> str:
-        event = {"ph": "M", "pid": self._pid, "tid": tid, "name": what}
-        return compact(event | {"ts": 0, "args": args})
-
-
 class Recorder:
-    """Takes slices and collectives from the training thread, and writes them from a thread of its
-    own.
+    """Takes slices and collectives of one rank (a process ``pid`` of the trace) from the training
+    thread, and writes them from a thread of its own.
 
     Taking one costs an append to a queue. When the file cannot be written any more (a full disk) or
-    has its largest size, one warning is logged and training goes on. ``zero`` is the trace's zero,
-    in seconds of `time.perf_counter`; ``seconds_of`` turns a CUDA event into such seconds, or into
-    `None` while the device has not reached it.
+    has its largest size, one warning is logged and training goes on. A track is a thread of the
+    trace: a number from above, or a name that gets one. A slice that began before the last one of
+    its track had ended begins later.
+
+    Args:
+        process: The name of the rank in the trace, and ``label`` what stands beside it.
+        zero: The trace's zero, in seconds of `time.perf_counter`.
+        seconds_of: Turns a CUDA event into such seconds, or into `None` while the device has not
+            reached it.
     """
 
     def __init__(
         self,
         file: TraceFile,
-        tracks: Tracks,
+        pid: int,
+        process: str,
+        label: str,
         zero: float,
         seconds_of: Callable[[Any], float | None] | None = None,
     ) -> None:
         self.step = 0
         self._file = file
-        self._tracks = tracks
+        self._pid = pid
         self._zero = zero
         self._seconds_of: Callable[[Any], Any] = seconds_of or (lambda mark: None)
         self._queue = deque[Callable[[], Iterable[str] | None]]()
-        self._step_began = float("-inf")
-        self._ended_before = 0.0
+        self._step_began = self._ended_before = float("-inf")
+        self._ends: dict[int, int] = {}  # of the last slice of each track, nanoseconds
+        self._named: dict[str, int] = {}
         self._failed = False
         self._closing = threading.Event()
+        named = {"name": process}, {"labels": label}, {"sort_index": pid}
+        file.append(self._metadata(0, f"process_{what}", one) for one in named for what in one)
         self._thread = threading.Thread(
             target=self._write_now_and_then, name="lightning_ring timeline", daemon=True
         )
@@ -143,8 +103,13 @@ class Recorder:
         self, track: int | str, name: str, begin: Any, end: Any, args: dict[str, Any] | None = None
     ) -> None:
         """A slice of ``track``; ``begin`` and ``end`` are seconds, or CUDA events."""
+
+        def events() -> Iterable[str] | None:
+            times = self._seconds(begin, end)
+            return self._slice(track, name, times[0], times[1], args) if times else None
+
         if not self._failed:
-            self._queue.append(lambda: self._slice(track, name, begin, end, args))
+            self._queue.append(events)
 
     def collective(self, record: CollectiveRecord) -> None:
         """A listener of `RecordedCommunicator`."""
@@ -205,35 +170,32 @@ class Recorder:
             error,
         )
 
-    def _slice(
-        self, track: int | str, name: str, begin: Any, end: Any, args: dict[str, Any] | None
-    ) -> Iterable[str] | None:
-        times = self._seconds(begin, end)
-        if not times:
-            return None
-        start, stop = map(self._ns, times)
-        return self._tracks.slice(track, name, start, stop, args)
-
     def _collective(self, record: CollectiveRecord, step: int) -> Iterable[str] | None:
         if record.events is None:
-            ended = record.ended or record.waited_until
-            times = [record.called, ended, record.waited_from, record.waited_until]
+            called, waits, until = record.called, record.waited_from, record.waited_until
+            times = [called, record.ended or until, waits, until]
         else:
             # the host has only queued the wait: it is the stream that waits, from when it comes to
             # it
             called, over = record.events
             times = self._seconds(called, over, record.wait_event, over)
-        return self._events_of(record, step, times) if times else None
+        return self._events_of(record, step, *times) if times else None
 
-    def _events_of(self, record: CollectiveRecord, step: int, times: list[float]) -> Iterable[str]:
-        called, ended, waits, until = times
+    def _events_of(
+        self,
+        record: CollectiveRecord,
+        step: int,
+        called: float,
+        ended: float,
+        waits: float,
+        until: float,
+    ) -> Iterable[str]:
         ended, until = max(called, ended), max(waits, until)
         # of two that overlap, the earlier one has the wire
         began = min(max(called, self._ended_before), ended)
         self._ended_before = max(self._ended_before, ended)
-        args = {
-            "step": step,
-            "bytes": record.nbytes,
+        what = {"step": step, "bytes": record.nbytes}
+        args = what | {
             "name": record.name[:500],
             "called": round((record.called - self._zero) * 1e6, 3),
             "call_us": round((record.returned - record.called) * 1e6, 1),
@@ -242,17 +204,46 @@ class Recorder:
             "waited_us": round((until - waits) * 1e6, 1),
         }
         track, kind = track_of(record.name), record.kind.replace("_", "-")
-        spans = self._ns(called), self._ns(ended)
-        yield from self._tracks.slice(track, kind, *spans, args, self._ns(began))
-        what = track_name(track) if track != OTHER else record.name or kind
-        spans = self._ns(waits), self._ns(until)
-        waited = {"step": step, "bytes": record.nbytes}
-        yield from self._tracks.slice(EXPOSED, f"wait for {what}", *spans, waited)
+        yield from self._slice(track, kind, called, ended, args, queued=began)
+        named = track_name(track) if track != OTHER else record.name or kind
+        yield from self._slice(EXPOSED, f"wait for {named}", waits, until, what)
 
     def _seconds(self, *marks: Any) -> list[float]:
         """Empty while the device has not come so far."""
         found = [mark if isinstance(mark, float) else self._seconds_of(mark) for mark in marks]
         return [] if None in found else found
 
-    def _ns(self, seconds: float) -> int:
-        return round((seconds - self._zero) * 1e9)
+    def _slice(
+        self,
+        track: int | str,
+        name: str,
+        begin: float,
+        end: float,
+        args: dict[str, Any] | None,
+        queued: float = -math.inf,
+    ) -> Iterator[str]:
+        """Events of one slice; before the first of a thread comes its name. A slice within it shows
+        what was ``queued`` until then.
+        """
+        title = track if isinstance(track, str) else track_name(track)
+        if isinstance(track, str):
+            track = self._named.setdefault(track, NAMED + len(self._named))
+        if track not in self._ends:
+            yield self._metadata(track, "thread_name", {"name": title})
+            yield self._metadata(track, "thread_sort_index", {"sort_index": track})
+        start, stop = (round((at - self._zero) * 1e9) for at in (begin, end))
+        start = max(0, start, self._ends.get(track, 0))
+        stop = self._ends[track] = max(start, stop)
+        yield self._complete(track, name[:200], start, stop, args or {})
+        until = round((max(queued, begin) - self._zero) * 1e9)
+        if start < until <= stop:
+            yield self._complete(track, "queued", start, until, {})
+
+    def _complete(self, tid: int, name: str, begin: int, end: int, args: dict[str, Any]) -> str:
+        event = {"ph": "X", "pid": self._pid, "tid": tid, "name": name}
+        # microseconds
+        return compact(event | {"ts": begin / 1e3, "dur": (end - begin) / 1e3, "args": args})
+
+    def _metadata(self, tid: int, what: str, args: dict[str, Any]) -> str:
+        event = {"ph": "M", "pid": self._pid, "tid": tid, "name": what}
+        return compact(event | {"ts": 0, "args": args})

@@ -16,7 +16,7 @@ from typing import Any
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.timeline.clocks import ClockReading, read_clocks
-from lightning_ring.timeline.recorder import Recorder, Tracks
+from lightning_ring.timeline.recorder import Recorder
 from lightning_ring.timeline.settings import GENERATOR, checked_path
 from lightning_ring.timeline.trace_files import (
     TraceFile,
@@ -66,11 +66,9 @@ class Session:
         self.other = about | {"rank": mine | {"clock": asdict(clock)}}
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = TraceFile(rank_file(path, number), self.other, max_bytes=max_bytes)
-        tracks = Tracks(number)
-        what = "process" if about.get("ranks_change") else "rank"
+        name = f"{'process' if about.get('ranks_change') else 'rank'} {number} ({host})"
         label = "" if clock.shared else f"clock ±{clock.error * 1e6:.0f} µs"
-        self._file.append(tracks.process(f"{what} {number} ({host})", label))
-        self.recorder = Recorder(self._file, tracks, zero, seconds_of)
+        self.recorder = Recorder(self._file, number, name, label, zero, seconds_of)
 
     def finish(self) -> None:
         """Close the ranks' files, and merge them on rank 0. Collective. What goes wrong with
@@ -147,7 +145,7 @@ def start_session(
     """
     rank, world_size = (comm.rank, comm.world_size) if comm is not None else (0, 1)
     run = {"generator": GENERATOR, "run": uuid.uuid4().hex[:12], "began": _now()}
-    problem: str | None = None
+    problem, clocks = "", [ClockReading(0.0, 0.0, time.perf_counter(), True)]
     try:
         path = _take_name(path) if rank == 0 else path
     except OSError as error:
@@ -155,12 +153,10 @@ def start_session(
     except ConfigurationError as error:
         problem = str(error)
     if comm is not None:
-        path, max_bytes, run, problem = comm.broadcast_object(
-            (path, max_bytes, run, problem), name="timeline: start"
-        )
-    if problem is not None:
+        start = path, max_bytes, run, problem
+        path, max_bytes, run, problem = comm.broadcast_object(start, name="timeline: start")
+    if problem:
         raise ConfigurationError(problem)
-    clocks = [ClockReading(0.0, 0.0, time.perf_counter(), True)]
     if comm is not None:
         clocks = read_clocks(comm)
     # one zero for all: rank 0's reading, which every rank knows by its own clock
@@ -177,9 +173,9 @@ def start_session(
     if comm is not None:
         problems = comm.all_gather_object(problem, name="timeline: problems")
     who = [f"rank {rank}: {found}" for rank, found in enumerate(problems) if found]
-    if who or session is None:
-        if session is not None:
-            session.discard()
+    if session is not None and who:
+        session.discard()
+    if session is None or who:
         raise ConfigurationError(_cannot_write("; ".join(who)))
     return session
 
@@ -187,12 +183,10 @@ def start_session(
 def join_session(
     session: Session | None,
     comm: Communicator,
-    *,
     number: int,
-    joins: bool,
-    seconds_of: SecondsOf | None = None,
+    seconds_of: SecondsOf | None,
 ) -> Session | None:
-    """Compare clocks, and where this rank ``joins`` open its file, one more of the trace.
+    """Compare clocks, and where this rank has no ``session`` open its file, one more of the trace.
     Collective; rank 0's ``session`` counts.
 
     A file that cannot be written is a warning: the others record on.
@@ -203,7 +197,7 @@ def join_session(
         return None
     path, other, max_bytes = invitation
     clock = read_clocks(comm)[comm.rank]
-    if not joins:
+    if session is not None:
         return None
     try:
         zero = other["rank"]["zero"] + clock.offset

@@ -210,8 +210,7 @@ def gather_files(path: Path, run: str, comm: Communicator, number: int | None = 
     seen = [_is_of(path.with_name(name), run) for name in names]
     problems = []
     for rank, of_run in enumerate(comm.broadcast_object(seen, name="timeline: seen files")):
-        problem = None if of_run else _send(path.with_name(names[rank]), rank, comm)
-        if problem:
+        if not of_run and (problem := _send(path.with_name(names[rank]), rank, comm)):
             problems.append(f"rank {rank}: {problem}")
     return problems
 
@@ -225,15 +224,15 @@ def _is_of(file: Path, run: str) -> bool:
 
 def _send(file: Path, rank: int, comm: Communicator) -> str | None:
     """From ``rank`` to rank 0; every rank takes part."""
-    content, problem = b"", None
+    content: bytes | OSError = b""
     try:
-        if comm.rank == rank:
-            content = file.read_bytes()
+        content = file.read_bytes() if comm.rank == rank else b""
     except OSError as error:
-        problem = str(error)
-    content, problem = comm.broadcast_object((content, problem), src=rank, name="timeline: a file")
+        content = error
+    content = comm.broadcast_object(content, src=rank, name="timeline: a file")
+    problem = str(content) if isinstance(content, OSError) else None
     try:
-        if comm.rank == 0 and problem is None:
+        if comm.rank == 0 and isinstance(content, bytes):
             file.write_bytes(content)
     except OSError as error:
         problem = str(error)
@@ -283,14 +282,11 @@ def merge(path: Path, output: Path | None = None) -> Merged:
     for rank, file in files.items():
         try:
             other = read_other(file)
-            if missing := {"generator", "run", "began", "world_size", "rank"} - other.keys():
-                raise ValueError(f"its otherData has no {min(missing)}")
-            _check(other["world_size"], other["rank"])
+            _check(other)
             others[rank] = other
-        except (OSError, ValueError) as error:
-            left_out.append(f"{file.name}: {error}")
-        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-            left_out.append(f"{file.name}: its otherData is damaged: {error!r}")
+        # of damaged ``otherData``: anything
+        except Exception as error:
+            left_out.append(f"{file.name}: {error!r:.200}")
     if not others:
         nothing = f"there is no {path.stem}.rank0.jsonl or the like in {path.absolute().parent}"
         raise ConfigurationError(
@@ -306,14 +302,17 @@ def merge(path: Path, output: Path | None = None) -> Merged:
     return merged
 
 
-def _check(world_size: Any, rank: Any) -> None:
-    """Raises an error of some kind unless these are what a `Session` writes."""
+def _check(other: dict[str, Any]) -> None:
+    """Raises an error of some kind unless this is what a `Session` writes."""
+    world_size, rank = other["world_size"], other["rank"]
     if type(world_size) is not int or not 0 < world_size <= _MOST_RANKS:
         raise ValueError(f"its world_size is {world_size!r:.80}")
     clocks = [rank["clock"], rank.get("clock_at_end") or rank["clock"]]
     numbers = [clock[name] for clock in clocks for name in ("at", "offset", "error")]
     if "shared" not in rank["clock"] or not all(map(math.isfinite, [rank["zero"], *numbers])):
         raise ValueError("its clock is damaged")
+    if not {"generator", "run", "began"} <= other.keys():
+        raise ValueError("it does not name its run")
 
 
 def _write(merged: Merged, newest: dict[str, Any], files: dict[int, Path]) -> None:

@@ -244,7 +244,7 @@ def test_a_request_to_stop_is_met_by_all_ranks():
 def test_what_cannot_work_is_refused():
     for overlap in (-1, 0.5, True, "1"):
         with pytest.raises(ConfigurationError, match="expected a number of steps, or None"):
-            AsynchronousGossip(overlap=overlap)  # type: ignore[arg-type]
+            AsynchronousGossip(overlap=overlap)
     for arguments in ({"uneven": "join"}, {"broadcast_buffers": "step"}, {"compression": "int8"}):
         with pytest.raises(ConfigurationError, match="AsynchronousGossip"):
             RingStrategy(algorithm=AsynchronousGossip(), **arguments)

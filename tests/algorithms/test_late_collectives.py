@@ -10,22 +10,11 @@ from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm import recording
 from lightning_ring.comm.backends import nccl
-from lightning_ring.gradients.compression import DGC, Int8, OneBit, PowerSGD, TernGrad, TopK
 from tests.comm.backends.late_nccl import over_late_nccl
+from tests.compressors import COMPRESSORS
 from tests.thread_ranks import run_ranks
 
 CAP = 0.001
-COMPRESSORS = {
-    "none": lambda: None,
-    "fp16": lambda: "fp16",
-    "bf16": lambda: "bf16",
-    "int8": lambda: Int8(0),
-    "onebit": lambda: OneBit(0),
-    "terngrad": lambda: TernGrad(min_numel=0),
-    "topk": lambda: TopK(0.1, 0),
-    "dgc": lambda: DGC(0.1, warmup_steps=0, min_numel=0),
-    "powersgd": lambda: PowerSGD(rank=1, start_iter=0),
-}
 
 
 class Net(nn.Module):

@@ -2,15 +2,10 @@
 last test.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 from lightning_ring import ElasticStrategy, RingFabricStrategy, RingStrategy
@@ -23,11 +18,11 @@ from tests.thread_ranks import run_ranks
 MODULE = "tests.checks.local_steps"
 
 
-def reference(world_size: int, optimizer: str, *, every: int, warmup: int) -> list[list[Tensor]]:
+def reference(world_size, optimizer, *, every, warmup):
     """The formulas of the papers, over copies of the network in one process."""
     nets = [network() for _ in range(world_size)]
     optimizers = [OPTIMIZERS[optimizer](net) for net in nets]
-    found: list[list[Tensor]] = [[] for _ in nets]
+    found = [[] for _ in nets]
     for step in range(NUM_STEPS):
         for rank, (net, steps) in enumerate(zip(nets, optimizers, strict=True)):
             steps.zero_grad()
@@ -51,9 +46,7 @@ def reference(world_size: int, optimizer: str, *, every: int, warmup: int) -> li
 
 @pytest.mark.parametrize(("world_size", "optimizer"), [(2, "sgd"), (3, "adamw"), (4, "sgd")])
 @pytest.mark.parametrize(("every", "warmup"), [(3, 0), (4, 3)])
-def test_equals_the_formula_in_one_process(
-    world_size: int, optimizer: str, every: int, warmup: int
-) -> None:
+def test_equals_the_formula_in_one_process(world_size, optimizer, every, warmup):
     """Of `LocalSGD`; `test_streaming_diloco` has those of `DiLoCo`."""
     found = trained(world_size, LocalSGD(every, warmup_steps=warmup), optimizer)
     expected = reference(world_size, optimizer, every=every, warmup=warmup)
@@ -70,15 +63,13 @@ def test_equals_the_formula_in_one_process(
         lambda: DiLoCo(4, fragments=2, overlap=3, outer_bits=8),
     ],
 )
-def test_averages_are_shown_without_a_trace_and_a_round_is_resumed_exactly(
-    make: Callable[[], LocalSGD],
-) -> None:
+def test_averages_are_shown_without_a_trace_and_a_round_is_resumed_exactly(make):
     """After each of the first 7 steps averages are shown. After some a checkpoint is written, from
     which another job goes on: in the middle of a round, before its last step, after it."""
     straight = trained(3, make(), "adamw")
     start = network()
 
-    def rank(comm: Any) -> list[tuple[Tensor, Tensor | None]]:
+    def rank(comm):
         net, algorithm = copy.deepcopy(start), make()
         steps = OPTIMIZERS["adamw"](net)
         algorithm.attach(net, [steps], comm)
@@ -115,8 +106,8 @@ def test_averages_are_shown_without_a_trace_and_a_round_is_resumed_exactly(
             assert end is None or torch.equal(end, own[-1]), step
 
 
-def test_another_number_of_ranks_goes_on_from_the_average() -> None:
-    def save(comm: Any) -> dict[str, Any]:
+def test_another_number_of_ranks_goes_on_from_the_average():
+    def save(comm):
         net, algorithm = network(), LocalSGD(4)
         steps = OPTIMIZERS["sgd"](net)
         algorithm.attach(net, [steps], comm)
@@ -126,7 +117,7 @@ def test_another_number_of_ranks_goes_on_from_the_average() -> None:
 
     state = run_ranks(3, save)[0]
 
-    def load(comm: Any) -> tuple[str, int, Tensor]:
+    def load(comm):
         net, algorithm = network(), LocalSGD(4)
         before = parameters_to_vector(net.parameters()).detach().clone()
         algorithm.attach(net, [OPTIMIZERS["sgd"](net)], comm)
@@ -140,8 +131,8 @@ def test_another_number_of_ranks_goes_on_from_the_average() -> None:
     assert num_steps == 4
 
 
-def test_a_request_to_stop_reaches_every_rank_with_the_next_exchange() -> None:
-    def rank(comm: Any) -> list[bool]:
+def test_a_request_to_stop_reaches_every_rank_with_the_next_exchange():
+    def rank(comm):
         net, algorithm = network(), LocalSGD(3, warmup_steps=1)
         steps = OPTIMIZERS["sgd"](net)
         algorithm.attach(net, [steps], comm)
@@ -175,18 +166,15 @@ def test_a_request_to_stop_reaches_every_rank_with_the_next_exchange() -> None:
             lambda: RingFabricStrategy(algorithm="ring_local", compression="int8"),
             "LocalSGD got compression='int8'",
         ),
-        (
-            lambda: ElasticStrategy(algorithm=LocalSGD()),
-            "LocalSGD keeps state of its ranks",
-        ),
+        (lambda: ElasticStrategy(algorithm=LocalSGD()), "LocalSGD keeps state of its ranks"),
     ],
 )
-def test_what_cannot_work_is_refused(make: Callable[[], Any], words: str) -> None:
+def test_what_cannot_work_is_refused(make, words):
     with pytest.raises(ConfigurationError, match=words):
         make()
 
 
-def test_the_names_of_the_strategy() -> None:
+def test_the_names_of_the_strategy():
     algorithm = RingFabricStrategy(algorithm="ring_local").options.new_algorithm()
     assert isinstance(algorithm, LocalSGD)
     assert algorithm.every == 8
@@ -194,5 +182,5 @@ def test_the_names_of_the_strategy() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("check", check_names(MODULE))
-def test_on_real_ranks(battery: Any, check: str) -> None:
+def test_on_real_ranks(battery, check):
     battery(MODULE, 3, check)

@@ -2,15 +2,10 @@
 optimizers, settings.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from lightning_ring.algorithms.local import AsynchronousGossip, DiLoCo, LocalSGD
@@ -18,13 +13,11 @@ from tests.algorithms.local_training import OPTIMIZERS, network, one_step
 from tests.thread_ranks import run_ranks
 
 
-def flat(net: nn.Module) -> Tensor:
+def flat(net):
     return parameters_to_vector(net.parameters()).detach().clone()
 
 
-def begin(
-    algorithm: LocalSGD, comm: Any, optimizer: str = "sgd", **said: Any
-) -> tuple[nn.Module, Any]:
+def begin(algorithm, comm, optimizer="sgd", **said):
     net = network()
     steps = OPTIMIZERS[optimizer](net)
     algorithm.attach(net, [steps], comm, **said)
@@ -41,14 +34,12 @@ def begin(
     ],
     ids=["local", "diloco", "streaming", "asynchronous"],
 )
-def test_a_parameter_that_is_frozen_within_a_round_is_averaged(
-    make: Callable[[], LocalSGD],
-) -> None:
+def test_a_parameter_that_is_frozen_within_a_round_is_averaged(make):
     """At evaluations in that round, and at its end; with `DiLoCo` it is then at rest, whatever
     its momentum.
     """
 
-    def rank(comm: Any) -> list[Tensor]:
+    def rank(comm):
         algorithm = make()
         net, steps = begin(algorithm, comm)
         found = []
@@ -84,14 +75,12 @@ def test_a_parameter_that_is_frozen_within_a_round_is_averaged(
     [lambda: LocalSGD(4), lambda: DiLoCo(4), AsynchronousGossip],
     ids=["local", "diloco", "asynchronous"],
 )
-def test_weights_that_code_changes_beside_an_evaluation_are_kept(
-    make: Callable[[], LocalSGD],
-) -> None:
+def test_weights_that_code_changes_beside_an_evaluation_are_kept(make):
     """As by `StochasticWeightAveraging`, which puts in its average at an epoch's end. A swap and
     back is no change.
     """
 
-    def rank(comm: Any) -> tuple[Tensor, Tensor, Tensor, list[str]]:
+    def rank(comm):
         algorithm, said = make(), []
         net, steps = begin(algorithm, comm, inform=said.append)
         for _ in range(2):
@@ -118,12 +107,12 @@ def test_weights_that_code_changes_beside_an_evaluation_are_kept(
         assert [text for text in said if "1 parameters were changed" in text]
 
 
-def test_a_checkpoint_within_a_round_is_resumed_with_other_settings() -> None:
+def test_a_checkpoint_within_a_round_is_resumed_with_other_settings():
     """From the average, where ranks then agree at once; with other fragments all of them still
     travel.
     """
 
-    def rank(comm: Any) -> list[Any]:
+    def rank(comm):
         algorithm = DiLoCo(4, fragments=4, overlap=2)
         net, steps = begin(algorithm, comm)
         for _ in range(6):

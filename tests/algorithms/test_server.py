@@ -263,7 +263,7 @@ def test_an_error_of_the_servers_optimizer_ends_the_job():
     ("make", "words"),
     [
         (lambda: ParameterServer(0), "servers=0"),
-        (lambda: ParameterServer(mode="stale"), "mode='stale', .* mode 'bulk' or 'async'"),  # type: ignore[arg-type]
+        (lambda: ParameterServer(mode="stale"), "mode='stale', .* mode 'bulk' or 'async'"),
         (lambda: ParameterServer(delay_compensation=0.1), "mode='bulk', .* and with 'async'"),
         (
             lambda: ParameterServer(mode="async", delay_compensation=0),

@@ -23,8 +23,6 @@ runs it again. Files of a job that stood still for ten seconds are kept too, and
 shows where its ranks were.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -32,13 +30,13 @@ import time
 from collections import Counter
 from dataclasses import asdict
 
-from benchmarks.hosts import why_not
 from tests.chaos import host as chaos_host
 from tests.chaos.plan import draw
-from tests.chaos.run import Result, run_job
+from tests.chaos.run import run_job
+from tests.hosts import why_not
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos",
         description=__doc__,
@@ -60,7 +58,7 @@ def main() -> int:
     mounts, no_hosts = chaos_host.own_mounts(), why_not()
     if no_hosts is not None:
         print(f"jobs on several hosts are left out: {no_hosts}", file=sys.stderr)
-    results: list[Result] = []
+    results = []
     seed, until = options.seed, time.monotonic() + options.seconds
     while (
         sum(len(result.faults) for result in results) < options.faults and time.monotonic() < until

@@ -1,12 +1,5 @@
 """Lightning's callbacks in planted fits, by the names that a `Plan` has."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks as of_lightning
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -30,28 +23,26 @@ class CollectiveInEveryHook(Callback):
         hooks: Calls of hooks that are called once for each batch or epoch, in no state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.steps, self.hooks = 0, 0
         self._latest = 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"steps": self.steps}
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict):
         self.steps = self._latest = state_dict["steps"]
 
-    def count(self, trainer: pl.Trainer, hook: str) -> None:
+    def count(self, trainer, hook):
         self.hooks += hook in _ONCE
         if hook == "on_train_batch_end" and trainer.global_step > self._latest:
             self.steps, self._latest = self.steps + 1, trainer.global_step
 
 
-def _communicating(hook: str) -> Callable[..., None]:
+def _communicating(hook):
     way = _HOOKS.index(hook) % 4
 
-    def communicate(
-        callback: CollectiveInEveryHook, trainer: pl.Trainer, *_: Any, **__: Any
-    ) -> None:
+    def communicate(callback, trainer, *_, **__):
         strategy = trainer.strategy
         if way == 0:
             strategy.barrier(hook)
@@ -70,11 +61,11 @@ for _hook in _HOOKS:
     setattr(CollectiveInEveryHook, _hook, _communicating(_hook))
 
 
-def _checkpoints(folder: Path, name: str, **options: Any) -> ModelCheckpoint:
+def _checkpoints(folder, name, **options):
     return ModelCheckpoint(folder, filename=f"{name}-{{epoch}}-{{step}}", **options)
 
 
-MAKERS: dict[str, Callable[[Path], Callback]] = {
+MAKERS = {
     "save_link": lambda folder: _checkpoints(
         folder / "linked", "linked", every_n_train_steps=3, save_last="link"
     ),

@@ -1,19 +1,13 @@
 """What must be true of a planted job when it is over."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from tests.chaos.job import Job
-from tests.chaos.plan import BATCH, EPOCHS, SAMPLES, Plan
+from tests.chaos.plan import BATCH, EPOCHS, SAMPLES
 
 _LOST_SHARDS = "optimizer's state are lost"
 _CANNOT_GO_BACK = (
@@ -40,7 +34,7 @@ class Outcome:
         wrong: What is wrong, in words.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job):
         self._job, self._folder, self._plan = job, job.folder, job.plan
         self.returns = len(generations_of_returns(job.folder))
         self.faults = [
@@ -73,7 +67,7 @@ class Outcome:
             if not job.steward_died
         ]
 
-    def _check_end(self) -> list[str]:
+    def _check_end(self):
         kinds = {kind for _, _, _, kind in self.faults}
         if self._job.steward_died:
             told = self._said.count("has gone: they end")
@@ -94,7 +88,7 @@ class Outcome:
             )
         return [f"the job ended with code {self._job.code}: {self._last_lines()}"]
 
-    def _unexpected(self, is_wrong: Callable[[int], bool]) -> dict[int, int]:
+    def _unexpected(self, is_wrong):
         """The exit codes of ranks without a fault, on hosts without one."""
         excused = {int(number) for number, _, _, _ in self.faults}
         codes = {} if self._job.lost_hosts else self._codes
@@ -104,7 +98,7 @@ class Outcome:
             if is_wrong(code) and number not in excused
         }
 
-    def _check_checkpoints(self) -> list[str]:
+    def _check_checkpoints(self):
         errors = []
         for path in self._folder.glob("disk/checkpoints/**/*.ckpt"):
             try:
@@ -115,30 +109,30 @@ class Outcome:
                 )
         return errors
 
-    def _last_lines(self) -> str:
+    def _last_lines(self):
         return " | ".join(
             (self._folder / "launcher.out").read_text(errors="replace").strip().splitlines()[-2:]
         )[:800]
 
 
-def _is_full(faults: list[list[str]]) -> bool:
+def _is_full(faults):
     return any(kind in ("disk", "shm") for *_, kind in faults)
 
 
-def generations_of_returns(folder: Path) -> list[int]:
+def generations_of_returns(folder):
     """The generations at whose beginning all ranks went back to a checkpoint on disk."""
     logs = [log.read_text().split() for log in folder.glob("*.backs")]
     return sorted({int(generation) for log in logs for generation in log})
 
 
-def check_steps(folder: Path) -> list[str]:
+def check_steps(folder):
     """Every step that some rank has finished is in one history, whose weights are the same on all
     ranks.
 
     Where all ranks went back to a checkpoint, another history begins after it.
     """
     returns = generations_of_returns(folder)
-    digests: dict[int, dict[int, str]] = {}  # by history and step
+    digests = {}  # by history and step
     wrong = []
     for log in folder.glob("*.steps"):
         for generation, step, digest, counted in _lines(log):
@@ -156,7 +150,7 @@ def check_steps(folder: Path) -> list[str]:
     return wrong[:5]
 
 
-def check_samples(folder: Path, plan: Plan) -> list[str]:
+def check_samples(folder, plan):
     """No sample of an epoch is trained on twice, and none is left out but for a remainder below one
     step.
 
@@ -165,7 +159,7 @@ def check_samples(folder: Path, plan: Plan) -> list[str]:
     they began it without that one.
     """
     batches = [(*begun, read) for log in folder.glob("*.samples") for begun, read in _reads(log)]
-    resumed_within: set[int] = set()
+    resumed_within = set()
     for returned in generations_of_returns(folder):
         # what has been done again after a checkpoint counts once
         again = [step for step, generation, _ in batches if generation >= returned]
@@ -177,7 +171,7 @@ def check_samples(folder: Path, plan: Plan) -> list[str]:
             for earlier in (True, False)
         )
         resumed_within |= before & after
-    latest: dict[int, int] = {}
+    latest = {}
     for step, generation, _ in batches:
         latest[step] = max(generation, latest.get(step, 0))
     epochs = {epoch: Counter[int]() for epoch in range(EPOCHS)}
@@ -194,16 +188,16 @@ def check_samples(folder: Path, plan: Plan) -> list[str]:
     return wrong
 
 
-def _reads(log: Path) -> Iterator[tuple[tuple[int, int], list[tuple[int, list[int]]]]]:
+def _reads(log):
     """Step and generation, with a rank's batches of its last attempt: epoch and samples."""
-    found: dict[tuple[int, int], dict[int, list[tuple[int, list[int]]]]] = {}
+    found = {}
     for epoch, step, generation, attempt, samples in _lines(log):
         found.setdefault((step, generation), {}).setdefault(attempt, []).append((epoch, samples))
     for begun, by_attempt in found.items():
         yield begun, by_attempt[max(by_attempt)]
 
 
-def _lines(log: Path) -> Iterator[list[Any]]:
+def _lines(log):
     for line in log.read_text().splitlines():
         with contextlib.suppress(ValueError):  # the last line of a killed process
             yield json.loads(line)

@@ -2,14 +2,11 @@
 and root.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
 import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 _NEW_NAMESPACE, _NEW_UTS, _NEW_NET = 0x00020000, 0x04000000, 0x40000000
@@ -20,12 +17,12 @@ _LIMIT_BYTES = 64 * 2**20  # that a process may still take before the kernel kil
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def adopt_orphans() -> None:
+def adopt_orphans():
     """Become the parent of what this process's children leave behind."""
     _check(_libc.prctl(_SUBREAPER, 1))
 
 
-def own_mounts() -> bool:
+def own_mounts():
     """Let mounts from here on be seen by this process and its children alone. False where it
     must not make any.
     """
@@ -36,7 +33,7 @@ def own_mounts() -> bool:
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path, mib: int) -> Iterator[None]:
+def small_disk(folder, mib):
     """A file system of ``mib`` MiB in ``folder``."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "chaos", str(folder)], check=True)
     try:
@@ -45,13 +42,13 @@ def small_disk(folder: Path, mib: int) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def is_small(folder: Path) -> bool:
+def is_small(folder):
     """Whether ``folder`` is in a `small_disk`, so that it may be filled."""
     disk = os.statvfs(folder)
     return disk.f_blocks * disk.f_frsize <= _SMALL_BYTES
 
 
-def fill(folder: Path) -> None:
+def fill(folder):
     """Leave no byte free in ``folder``."""
     assert is_small(folder)
     with contextlib.suppress(OSError), (folder / FILLER).open("ab", buffering=0) as file:
@@ -59,7 +56,7 @@ def fill(folder: Path) -> None:
             file.write(bytes(4096))
 
 
-def enter(host: str) -> None:
+def enter(host):
     """Be a process of ``host``, as ``ip netns exec`` and a shell of that host would start it."""
     with open(f"/run/netns/{host}") as namespace:
         _check(_libc.setns(namespace.fileno(), _NEW_NET))
@@ -68,7 +65,7 @@ def enter(host: str) -> None:
     subprocess.run(["mount", "--bind", f"/etc/netns/{host}/hosts", "/etc/hosts"], check=True)
 
 
-def limit_memory() -> bool:
+def limit_memory():
     """Let this process take little more memory than it has. False where there are no cgroups to
     do it with.
     """
@@ -87,7 +84,7 @@ def limit_memory() -> bool:
     return True
 
 
-def run_out_of_memory() -> None:
+def run_out_of_memory():
     """After `limit_memory`: the kernel kills this process."""
     taken = []
     while len(taken) < 2 * _LIMIT_BYTES // 2**20:
@@ -95,7 +92,7 @@ def run_out_of_memory() -> None:
     raise AssertionError(f"{len(taken)} MiB were taken with a limit of {_LIMIT_BYTES // 2**20} MiB")
 
 
-def remove_groups() -> None:
+def remove_groups():
     """Remove what `limit_memory` has made in processes that have ended. Groups with processes
     stay.
     """
@@ -104,13 +101,13 @@ def remove_groups() -> None:
             group.rmdir()
 
 
-def _memory_group(pid: int) -> Path:
+def _memory_group(pid):
     # of the two versions of cgroups
     first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     return (first if first.is_dir() else second) / f"chaos-{pid}"
 
 
-def _check(result: int) -> None:
+def _check(result):
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -7,8 +7,6 @@ forked from the one that calls this, which has imported torch and Lightning, and
 a job takes seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -18,21 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-from benchmarks.hosts import Hosts
 from lightning_ring.elastic.steward import SilenceLimits
 from lightning_ring.launch import agent
 from lightning_ring.launch.child import Child, _bind_to_parent
 from lightning_ring.launch.elastic import ElasticJob, ElasticLimits
 from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.process_ends import RespawnLimits
-from lightning_ring.launch.processes import children_of
 from tests.chaos import host as chaos_host
-from tests.chaos.plan import Plan
-from tests.chaos.processes import Forked, die_with_parent, field_of
+from tests.chaos.processes import Forked, children_of, die_with_parent, field_of
 from tests.chaos.rank import live
 
 HANG_SECONDS = 180.0  # in which no process of the job has written anything
@@ -60,25 +52,23 @@ class Job:
         standstill: The longest time in which no process has written anything, in seconds.
     """
 
-    def __init__(
-        self, plan: Plan, folder: Path, train: Callable[[int], None], hosts: Hosts | None = None
-    ) -> None:
+    def __init__(self, plan, folder, train, hosts=None):
         self.plan, self.folder, self.train = plan, folder, train
-        self.code: int | None = None
-        self.wrong: list[str] = []
-        self.lost_hosts: set[str] = set()
+        self.code = None
+        self.wrong = []
+        self.lost_hosts = set()
         self.steward_died = False
         self.standstill = 0.0
         self._hosts = hosts
-        self._agents: dict[int, tuple[str, socket.socket]] = {}  # by pid
+        self._agents = {}  # by pid
         self._launcher = 0
-        self._later: list[tuple[float, Callable[[], None]]] = []
+        self._later = []
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(folder / "ssh"))
         self._listener.listen()
         self._listener.setblocking(False)
 
-    def run(self) -> None:
+    def run(self):
         """Returns once none of the job's processes is left."""
         chaos_host.adopt_orphans()
         (self.folder / "tmp").mkdir()
@@ -89,9 +79,9 @@ class Job:
             self._kill_all()
             self._listener.close()
 
-    def _look_after(self) -> None:
+    def _look_after(self):
         came_further = time.monotonic()
-        ended: float | None = None
+        ended = None
         seen = -1
         while self._reap():
             now = time.monotonic()
@@ -116,7 +106,7 @@ class Job:
 
     # -- processes
 
-    def _fork(self, run: Callable[[], Any]) -> int:
+    def _fork(self, run):
         pid = os.fork()
         if pid:
             return pid
@@ -130,7 +120,7 @@ class Job:
         finally:
             os._exit(code)
 
-    def _launch(self) -> int:
+    def _launch(self):
         out = os.open(self.folder / "launcher.out", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         for number in (1, 2):
             os.dup2(out, number)
@@ -141,7 +131,7 @@ class Job:
             respawn=RespawnLimits(plan.respawns, delay=0.1) if plan.respawns else None,
             silence=SilenceLimits(answer=SILENT_SECONDS),
         )
-        Child.start = lambda child, cwd, **names: self._start_child(child, names)  # type: ignore[method-assign]
+        Child.start = lambda child, cwd, **names: self._start_child(child, names)
         listed = []
         if hosts is not None:
             chaos_host.enter(hosts.names[0])
@@ -152,7 +142,7 @@ class Job:
         )
         return job.run()
 
-    def _start_child(self, child: Child, variables: dict[str, str]) -> None:
+    def _start_child(self, child, variables):
         """`Child.start`, which forks in the place of starting a program."""
         bind, environ = _bind_to_parent(child.dies_with_parent), {**child.environ, **variables}
         number = int(environ["RING_MEMBER"])
@@ -166,9 +156,9 @@ class Job:
             os.environ.clear()
             os.environ.update(environ)
             live(self.folder, number, self.train)
-        child.process = Forked(pid, self.folder / f"{number}.code")  # type: ignore[assignment]
+        child.process = Forked(pid, self.folder / f"{number}.code")
 
-    def _start_agents(self) -> None:
+    def _start_agents(self):
         while True:
             try:
                 client, _ = self._listener.accept()
@@ -177,20 +167,20 @@ class Job:
             client.setblocking(True)
             name, streams, _, _ = socket.recv_fds(client, 256, 3)
 
-            def run(host: str = name.decode(), streams: list[int] = streams) -> int:
+            def run(host: str = name.decode(), streams=streams):
                 for number, stream in enumerate(streams):
                     os.dup2(stream, number)
                 os.closerange(3, 1024)
                 chaos_host.enter(host)
                 sys.stdin = open(0)  # noqa: SIM115
-                Child.start = lambda child, cwd, **names: self._start_child(child, names)  # type: ignore[method-assign]
+                Child.start = lambda child, cwd, **names: self._start_child(child, names)
                 return agent.main()
 
             self._agents[self._fork(run)] = name.decode(), client
             for stream in streams:
                 os.close(stream)
 
-    def _reap(self) -> bool:
+    def _reap(self):
         """Whether any process is left."""
         while True:
             try:
@@ -208,14 +198,14 @@ class Job:
                     client.sendall(f"{code % 256}".encode())
                 client.close()
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, why):
         left = children_of(os.getpid())
         self.wrong.append(f"{why}: {', '.join(f'{pid} ({field_of(pid, 0)})' for pid in left)}")
         self._ask_where_ranks_are()
         time.sleep(1.0)
         self._kill_all()
 
-    def _ask_where_ranks_are(self) -> None:
+    def _ask_where_ranks_are(self):
         """They answer in ``FOLDER/NUMBER.stacks``."""
         parents = {os.getpid(), self._launcher, *self._agents}
         for log in self.folder.glob("*.pid"):
@@ -223,7 +213,7 @@ class Job:
             if field_of(pid, 1) in map(str, parents):
                 os.kill(pid, signal.SIGUSR1)
 
-    def _kill_all(self) -> None:
+    def _kill_all(self):
         while self._reap():
             for pid in children_of(os.getpid()):
                 os.kill(pid, signal.SIGKILL)
@@ -231,14 +221,14 @@ class Job:
 
     # -- faults
 
-    def _carry_out(self) -> None:
+    def _carry_out(self):
         for ask in self.folder.glob("*.ask"):
             asked = json.loads(ask.read_text())
             ask.unlink()
             self._do(asked["kind"], asked["host"], asked["seconds"])
             ask.with_suffix(".done").touch()
 
-    def _do(self, kind: str, host: str, seconds: float) -> None:
+    def _do(self, kind, host, seconds):
         hosts = self._hosts
         if kind in ("steward", "steward_stop"):
             self._end_or_stop(self._launcher, seconds)
@@ -263,10 +253,10 @@ class Job:
             for pid in map(int, listed.split()):
                 os.kill(pid, signal.SIGKILL)
 
-    def _end_or_stop(self, pid: int, seconds: float) -> None:
+    def _end_or_stop(self, pid, seconds):
         """Kill a process of this job's, or stop it for ``seconds``."""
 
-        def go_on() -> None:
+        def go_on():
             if pid == self._launcher or pid in self._agents:
                 os.kill(pid, signal.SIGCONT)
 

@@ -73,16 +73,16 @@ class Plan:
     callbacks: tuple[str, ...] = ()
 
     @property
-    def most_accumulated(self) -> int:
+    def most_accumulated(self):
         """Batches of a step."""
         return 2 if "accumulation" in self.callbacks else self.accumulate
 
-    def host_of(self, number: int) -> int:
+    def host_of(self, number):
         """Of one of the first processes."""
         return number // (self.ranks // self.hosts) if self.hosts else 0
 
 
-def draw(seed: int) -> Plan:
+def draw(seed):
     draws = random.Random(seed)
     hosts = draws.choice([0, 0, 0, 2, 3])
     ranks, nodes = draws.choice(
@@ -113,7 +113,7 @@ def draw(seed: int) -> Plan:
     return with_faults(plan, draws)
 
 
-def draw_callbacks(draws: random.Random) -> tuple[str, ...]:
+def draw_callbacks(draws):
     found = draws.random()
     if found < 0.3:
         return ()
@@ -122,7 +122,7 @@ def draw_callbacks(draws: random.Random) -> tuple[str, ...]:
     return tuple(sorted({draws.choice(CALLBACKS) for _ in range(draws.randint(1, 4))}))
 
 
-def with_faults(plan: Plan, draws: random.Random) -> Plan:
+def with_faults(plan, draws):
     """``plan`` with faults. One rank beside the steward has none, rank 0 as often as others."""
     survivor = draws.randrange(plan.ranks // plan.hosts if plan.hosts else plan.ranks)
     others = [number for number in range(plan.ranks) if number != survivor]
@@ -131,7 +131,7 @@ def with_faults(plan: Plan, draws: random.Random) -> Plan:
     after_a_death = (*AFTER_A_DEATH, "move") if plan.sharded else AFTER_A_DEATH
     if plan.respawns:
         after_a_death += WHERE_OTHERS_JOIN * 2
-    faults: list[Fault] = []
+    faults = []
     # so that also both ranks that hold a shard die
     at_once = plan.sharded and draws.random() < 0.3
     for number in draws.sample(others, len(others) if at_once else draws.randint(1, len(others))):

@@ -1,7 +1,5 @@
 """A rank of `chaos.py`: a fit with faults planted in it."""
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import hashlib
@@ -12,9 +10,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
@@ -24,7 +20,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring import ElasticStrategy
@@ -32,10 +28,8 @@ from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.algorithms.sharded.mirrors import Mirrors
 from lightning_ring.algorithms.sharded.state import ShardedState
-from lightning_ring.comm.communicator import Work
 from lightning_ring.data import ShuffledSampler
 from lightning_ring.elastic import generations
-from lightning_ring.elastic.membership import View
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.elastic.store import StewardStore
 from lightning_ring.gradients.delivery import WholeAverages
@@ -44,24 +38,24 @@ from lightning_ring.integrations.lightning.elastic.checkpoints import MemoryChec
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from tests.chaos import host as chaos_host
 from tests.chaos.callbacks import MAKERS, CollectiveInEveryHook
-from tests.chaos.plan import BATCH, EPOCHS, SAMPLES, Fault, Plan
+from tests.chaos.plan import BATCH, EPOCHS, SAMPLES
 
 
 class Faults:
     """Carries out those of this process, each once."""
 
-    def __init__(self, folder: Path, number: int, faults: tuple[Fault, ...]) -> None:
+    def __init__(self, folder, number, faults):
         self._folder, self._number = folder, number
         self._own = [fault for fault in faults if fault.number == number]
-        self.step: Callable[[], int] = lambda: 0
+        self.step = lambda: 0
 
-    def reach(self, place: str) -> None:
+    def reach(self, place):
         for fault in list(self._own):
             if fault.place == place and self.step() >= fault.step:
                 self._own.remove(fault)
                 self._carry_out(fault)
 
-    def _carry_out(self, fault: Fault) -> None:
+    def _carry_out(self, fault):
         kind = fault.kind
         if kind == "oom" and not chaos_host.limit_memory():
             kind = "kill"
@@ -82,7 +76,7 @@ class Faults:
         else:
             self._ask(kind, fault.seconds)
 
-    def _ask(self, kind: str, seconds: float) -> None:
+    def _ask(self, kind, seconds):
         """Have the driver of the job do it, while this process stays where it is."""
         ask = self._folder / f"{self._number}.ask"
         written = ask.with_suffix(".asking")
@@ -94,12 +88,12 @@ class Faults:
             time.sleep(0.001)
         ask.with_suffix(".done").unlink()
 
-    def plant(self, owner: Any, name: str, place: str) -> None:
+    def plant(self, owner, name, place):
         """Reach ``place`` before each call of the function ``name`` of ``owner``."""
         function = getattr(owner, name)
 
         @functools.wraps(function)
-        def reaching(*args: Any, **kwargs: Any) -> Any:
+        def reaching(*args, **kwargs):
             self.reach(place)
             return function(*args, **kwargs)
 
@@ -107,7 +101,7 @@ class Faults:
 
 
 class Module(pl.LightningModule):
-    def __init__(self, faults: Faults, folder: Path, number: int, plan: Plan) -> None:
+    def __init__(self, faults, folder, number, plan):
         super().__init__()
         self.plan = plan
         self.backbone = nn.Sequential(
@@ -119,14 +113,14 @@ class Module(pl.LightningModule):
         self.head = nn.Linear(32, 1)
         self._entries, self._logged_step = 0, 0
         self.faults = faults
-        self.attempts: Counter[int] = Counter()
+        self.attempts = Counter()
         self.samples_log, self.steps_log = folder / f"{number}.samples", folder / f"{number}.steps"
         for index, param in enumerate(self.parameters()):
             param.register_post_accumulate_grad_hook(
                 lambda _, index=index: faults.reach(f"gradient {index}")
             )
 
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         x, y, samples = batch
         generation, attempt = self._view.generation, self.attempts[self.global_step]
         entry = [self.current_epoch, self.global_step, generation, attempt, samples.tolist()]
@@ -138,28 +132,28 @@ class Module(pl.LightningModule):
         self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
         return loss
 
-    def on_after_backward(self) -> None:
+    def on_after_backward(self):
         self.faults.reach("averages")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.backbone(x))
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage):
         self.faults.reach("setup")
 
-    def on_fit_start(self) -> None:
+    def on_fit_start(self):
         self.faults.reach("fit_start")
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         self.faults.reach("train_start")
         self._entries, self._logged_step = self._entries + 1, self.global_step
 
     @property
-    def progress(self) -> int:
+    def progress(self):
         """For faults: in the set-up of an entry the Trainer has no count of steps yet."""
         return max(self._entries, self.global_step if self._trainer is not None else 0)
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         if self.global_step != self._logged_step:
             self._logged_step = self.global_step
             entry = [self._view.generation, self.global_step, self._digest(), self._steps_counted()]
@@ -168,13 +162,13 @@ class Module(pl.LightningModule):
         self.faults.reach("batch_end")
 
     @property
-    def _view(self) -> View:
+    def _view(self):
         fit = self.trainer.strategy._fit
         assert fit is not None
         assert fit.recovery.view is not None
         return fit.recovery.view
 
-    def _digest(self) -> str:
+    def _digest(self):
         """Of all that has to be the same on all ranks."""
         state = self.trainer.optimizers[0].state
         values = [*self.parameters()]
@@ -190,25 +184,25 @@ class Module(pl.LightningModule):
         digest.update(repr(hooks).encode())
         return digest.hexdigest()
 
-    def _steps_counted(self) -> list[int]:
+    def _steps_counted(self):
         return [one.steps for one in self._counting]
 
     @property
-    def _counting(self) -> list[CollectiveInEveryHook]:
+    def _counting(self):
         return [one for one in self.trainer.callbacks if isinstance(one, CollectiveInEveryHook)]
 
-    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         if not self.trainer.sanity_checking:
             self.faults.reach("validation")
         self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint):
         self.faults.reach("save")
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.faults.reach("epoch_end")
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         trained = [param for param in self.parameters() if param.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
@@ -221,18 +215,18 @@ class Module(pl.LightningModule):
 class _Planted:
     """The work of a bucket, whose wait is a place of faults."""
 
-    def __init__(self, work: Work, faults: Faults, place: str) -> None:
+    def __init__(self, work, faults, place):
         self._work, self._faults, self._place = work, faults, place
 
-    def wait(self, *args: Any) -> Any:
+    def wait(self, *args):
         self._faults.reach(self._place)
         return self._work.wait(*args)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._work, name)
 
 
-def live(folder: Path, number: int, train: Callable[[int], None]) -> NoReturn:
+def live(folder, number, train):
     """The life of a forked process, which writes to ``FOLDER/NUMBER.out``."""
     out = os.open(folder / f"{number}.out", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 1)
@@ -253,7 +247,7 @@ def live(folder: Path, number: int, train: Callable[[int], None]) -> NoReturn:
         os._exit(code)
 
 
-def fit(folder: Path, number: int, plan: Plan) -> None:
+def fit(folder, number, plan):
     """A fit of process ``number`` of ``plan``, with its faults."""
     seed, planted = plan.seed, plan.faults
     faults = Faults(folder, number, planted)
@@ -278,34 +272,32 @@ def fit(folder: Path, number: int, plan: Plan) -> None:
     faults.plant(generations, "prefer_interface", "open")
     get = StewardStore.get
 
-    def get_address(store: StewardStore, key: str) -> bytes:
+    def get_address(store, key):
         if "members" not in key:
             faults.reach("address")
         return get(store, key)
 
-    StewardStore.get = get_address  # type: ignore[method-assign]
+    StewardStore.get = get_address
     send = WholeAverages.send
-    WholeAverages.send = (  # type: ignore[method-assign]
-        lambda self, number, *others: [
-            _Planted(work, faults, f"bucket {number}") for work in send(self, number, *others)
-        ]
-    )
+    WholeAverages.send = lambda self, number, *others: [
+        _Planted(work, faults, f"bucket {number}") for work in send(self, number, *others)
+    ]
     go_back = TrainingPosition.go_back
 
-    def counted(position: TrainingPosition) -> Any:
+    def counted(position):
         module.attempts[module.global_step] += 1
         return go_back(position)
 
-    TrainingPosition.go_back = counted  # type: ignore[method-assign]
+    TrainingPosition.go_back = counted
     newest = elastic_fit.newest_of_rank_zero
 
-    def noted(*args: Any) -> str:
+    def noted(*args):
         path = newest(*args)
         with (folder / f"{number}.backs").open("a") as log:
             log.write(f"{module._view.generation}\n")
         return path
 
-    elastic_fit.newest_of_rank_zero = noted  # type: ignore[attr-defined]
+    elastic_fit.newest_of_rank_zero = noted
     x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
     order = ShuffledSampler(SAMPLES, remainder="drop", seed=seed)

@@ -10,12 +10,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.hosts import open_hosts
 from tests.chaos import host as chaos_host
 from tests.chaos.checks import Outcome
 from tests.chaos.job import SLOW_SECONDS, Job
 from tests.chaos.plan import Plan
 from tests.chaos.rank import fit
+from tests.hosts import open_hosts
 
 _DISK_MIB = 4
 _SHM_MIB = 16
@@ -36,7 +36,7 @@ class Result:
     standstill: float = 0.0
 
 
-def run_job(plan: Plan, *, mounts: bool) -> Result:
+def run_job(plan, *, mounts):
     """``mounts``: whether this process may make some, for small disks."""
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))

@@ -1,11 +1,8 @@
 """Planted faults: a few of ``python -m tests.chaos``, and that its checks find what they look
 for."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,23 +14,15 @@ SEED, FAULTS = 9012, 4
 
 
 @pytest.mark.ranks
-def test_fits_with_planted_faults_lose_nothing() -> None:
+def test_fits_with_planted_faults_lose_nothing():
     """One hundred: ``python -m tests.chaos --faults 100``."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.chaos",
-        "--seed",
-        str(SEED),
-        "--faults",
-        str(FAULTS),
-    ]
+    command = [sys.executable, "-m", "tests.chaos", "--seed", str(SEED), "--faults", str(FAULTS)]
     done = run([*command, "--json"])
     assert done.returncode == 0, done.stdout
     assert json.loads(done.stdout.splitlines()[-1])["faults"] >= FAULTS
 
 
-def write(folder: Path, name: str, *lines: object) -> None:
+def write(folder, name, *lines):
     (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -46,9 +35,7 @@ def write(folder: Path, name: str, *lines: object) -> None:
         ([[1, 3, "c", [2]]], ["a callback has counted [2] steps of 3"]),
     ],
 )
-def test_steps_that_differ_or_are_missing_are_found(
-    second: list[object], wrong: list[str], tmp_path: Path
-) -> None:
+def test_steps_that_differ_or_are_missing_are_found(second, wrong, tmp_path):
     write(tmp_path, "0.steps", [0, 1, "a", []], [0, 2, "b", []], [0, 3, "c", []])
     write(tmp_path, "1.steps", *second)
     with (tmp_path / "1.steps").open("a") as log:
@@ -64,9 +51,7 @@ def test_steps_that_differ_or_are_missing_are_found(
         (lambda samples: [samples[5], *samples], ["epoch 0 trained on 1 samples twice"]),
     ],
 )
-def test_samples_that_are_read_twice_or_left_out_are_found(
-    change, wrong: list[str], tmp_path: Path
-) -> None:
+def test_samples_that_are_read_twice_or_left_out_are_found(change, wrong, tmp_path):
     """The first attempt of a step that was done again does not count."""
     every = list(range(SAMPLES))
     write(
@@ -79,7 +64,7 @@ def test_samples_that_are_read_twice_or_left_out_are_found(
     assert check_samples(tmp_path, Plan(0, ranks=1)) == wrong
 
 
-def test_a_batch_of_a_killed_rank_counts_where_the_others_were_in_its_step(tmp_path: Path) -> None:
+def test_a_batch_of_a_killed_rank_counts_where_the_others_were_in_its_step(tmp_path):
     """Rank 1 read a batch of step 0 and was killed; rank 0 began the step behind that, and did
     it at its second try.
     """
@@ -91,7 +76,7 @@ def test_a_batch_of_a_killed_rank_counts_where_the_others_were_in_its_step(tmp_p
     assert check_samples(tmp_path, Plan(0, ranks=1)) == ["epoch 0 trained on 4 samples twice"]
 
 
-def test_an_epoch_that_was_not_trained_is_found(tmp_path: Path) -> None:
+def test_an_epoch_that_was_not_trained_is_found(tmp_path):
     write(tmp_path, "0.samples", [0, 0, 0, 0, list(range(SAMPLES))])
     assert check_samples(tmp_path, Plan(0, ranks=1)) == [f"epoch 1 left out {SAMPLES} samples"]
 
@@ -99,9 +84,7 @@ def test_an_epoch_that_was_not_trained_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("resumes", "wrong"), [(1, []), (3, ["steps are missing: [4], expected from 3 on"])]
 )
-def test_after_a_checkpoint_there_is_another_history(
-    resumes: int, wrong: list[str], tmp_path: Path
-) -> None:
+def test_after_a_checkpoint_there_is_another_history(resumes, wrong, tmp_path):
     """All ranks went back to step 1, with generation 1, and did steps 2 and 3 again."""
     every = list(range(SAMPLES))
     write(tmp_path, "0.backs", 1)
@@ -114,7 +97,7 @@ def test_after_a_checkpoint_there_is_another_history(
     assert check_samples(tmp_path, Plan(0, ranks=1)) == []
 
 
-def test_a_seed_is_a_plan_and_one_rank_beside_the_steward_lives() -> None:
+def test_a_seed_is_a_plan_and_one_rank_beside_the_steward_lives():
     for seed in range(300):
         plan = draw(seed)
         assert plan == draw(seed)

@@ -288,7 +288,7 @@ class _Unpickled:
 
 def check_objects_of_different_calls_are_an_error_before_they_are_unpickled():
     sent = _Unpickled()
-    sent.some = "state"  # type: ignore[attr-defined]
+    sent.some = "state"
     for backend in BACKENDS if WORLD.size > 1 else []:
         for call in ("all_gather_object", "broadcast_object", "barrier"):
             with opened(backend) as comm:
@@ -305,7 +305,7 @@ def check_objects_of_different_calls_are_an_error_before_they_are_unpickled():
 def check_past_the_timeout_the_collective_and_the_missing_rank_are_named():
     for backend in BACKENDS if WORLD.size > 1 else []:
         with opened(backend) as comm:
-            comm._policy.timeout = timedelta(seconds=1.5)  # type: ignore[attr-defined]
+            comm._policy.timeout = timedelta(seconds=1.5)
             WORLD.Barrier()  # only rank 1 is late
             if comm.rank != 1:
                 with pytest.raises(
@@ -328,7 +328,7 @@ def check_the_check_ends_a_wait():
                     if time.monotonic() > begin + 0.2:
                         raise PeerFailedError("rank 1 was killed by signal 9")
 
-                comm._policy.check = check  # type: ignore[attr-defined]
+                comm._policy.check = check
                 for call in (comm.barrier, lambda: comm.all_gather_object(1)):
                     with pytest.raises(PeerFailedError, match="rank 1 was killed"):
                         call()

@@ -96,7 +96,7 @@ def check_collectives():
     mine = torch.tensor([float(RANK)])
     assert fabric.all_gather(mine).flatten().tolist() == list(range(SIZE))
     assert fabric.all_reduce(mine.clone(), reduce_op="sum").item() == sum(range(SIZE))
-    assert fabric.all_reduce({"a": mine.clone()})["a"].item() == (SIZE - 1) / 2  # type: ignore[index, call-overload]
+    assert fabric.all_reduce({"a": mine.clone()})["a"].item() == (SIZE - 1) / 2
     assert fabric.broadcast({"rank": RANK}, src=SIZE - 1) == {"rank": SIZE - 1}
     assert fabric.strategy.reduce_boolean_decision(RANK == 0) is (SIZE == 1)
     assert fabric.strategy.reduce_boolean_decision(RANK == 0, all=False) is True
@@ -104,7 +104,7 @@ def check_collectives():
         pass
     fabric.barrier()
     weight = torch.full((2,), RANK + 1.0, requires_grad=True)
-    fabric.all_gather(weight, sync_grads=True).sum().backward()  # type: ignore[union-attr]
+    fabric.all_gather(weight, sync_grads=True).sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [SIZE, SIZE]
 
@@ -149,7 +149,7 @@ def check_loaders_and_init_module_and_forward_methods():
             loader = fabric.setup_dataloaders(DataLoader(data, batch_size=3, shuffle=True))
         ours = isinstance(fabric.strategy, RingFabricStrategy) and RANK == 0
         assert any("23 samples do not divide" in str(one.message) for one in told) is ours
-        assert loader.sampler.num_replicas == SIZE  # type: ignore[union-attr]
+        assert loader.sampler.num_replicas == SIZE
         with fabric.init_module():
             module = Module()
         model, optimizer = fabric.setup(module, sgd(module))

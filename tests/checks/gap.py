@@ -1,4 +1,4 @@
-"""The gap meter on real ranks: four bottlenecks planted on purpose, and training that goes on as
+"""The gap meter on real ranks: three bottlenecks planted on purpose, and training that goes on as
 if it had not run.
 """
 
@@ -49,7 +49,7 @@ def costly_collate(items):
 
 
 class Model(L.LightningModule):
-    def __init__(self, slow_rank=None):
+    def __init__(self):
         super().__init__()
         self.net = torch.nn.Sequential(
             torch.nn.Conv2d(3, 4, 3),
@@ -60,12 +60,9 @@ class Model(L.LightningModule):
         self.drop = torch.nn.Dropout(0.3)
         self.scale: Tensor
         self.register_buffer("scale", torch.ones(()), persistent=False)
-        self.slow_rank = slow_rank
         self.losses = []
 
     def training_step(self, batch, batch_idx):
-        if self.global_rank == self.slow_rank:
-            time.sleep(0.15)
         loss = (
             torch.nn.functional.cross_entropy(self.net(self.drop(batch[0])), batch[1]) * self.scale
         )
@@ -110,13 +107,6 @@ def check_one_worker_with_a_costly_collate_is_called_handing_over():
     loader = DataLoader(Images(), 16, num_workers=1, collate_fn=costly_collate)
     report = measured(Model(), loader).report
     assert report.bottleneck == "handing over", report.table()
-
-
-def check_a_rank_that_sleeps_is_called_a_slow_rank_by_all():
-    report = measured(Model(slow_rank=1), DataLoader(Images(), 16)).report
-    assert report.bottleneck == "a slow rank", report.table()
-    assert report.slow_rank == 1
-    assert "Rank 1 takes" in report.verdict()
 
 
 def check_without_an_optimizer_it_says_so():

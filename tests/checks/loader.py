@@ -108,7 +108,7 @@ def images(folder, **ranks):
 def loader_of(source, **ranks):
     return image_loader(
         source,
-        ShuffledSampler(len(source), seed=5, **ranks),  # type: ignore[arg-type]
+        ShuffledSampler(len(source), seed=5, **ranks),
         2,
         crop=RandomResizedCrop(8),
         transform=DeviceTransform(brightness=0.3),
@@ -160,7 +160,7 @@ def check_checkpoints_of_lightnings_own_callback_resume_exactly(tmp_path):
         whole = module()
         saving = ModelCheckpoint(
             tmp_path / next(iter(every)), filename="{step}", save_top_k=-1, **every
-        )  # type: ignore[arg-type]
+        )
         trainer("ring", max_epochs=2, callbacks=[saving], enable_checkpointing=True).fit(
             whole, images(folder)
         )

@@ -2,11 +2,8 @@
 through the Trainer.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -14,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from mpi4py import MPI
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
@@ -35,12 +32,12 @@ from tests.checks.strategy.references import scaler_plugin
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 
-def check_a_plain_loop_is_that_of_torchs_post_local_sgd_optimizer() -> None:
+def check_a_plain_loop_is_that_of_torchs_post_local_sgd_optimizer():
     every, warmup, inputs = 3, 4, batches(12)
     start = network()
     ours, theirs = copy.deepcopy(start), copy.deepcopy(start)
     optimizer = torch.optim.SGD(ours.parameters(), 0.1, momentum=0.9)
-    values: list[Tensor] = []
+    values = []
     with distribute(ours, optimizer, algorithm=LocalSGD(every, warmup_steps=warmup)) as training:
         for batch in inputs:
             loss_of(ours(batch)).backward()
@@ -77,27 +74,25 @@ def check_a_plain_loop_is_that_of_torchs_post_local_sgd_optimizer() -> None:
 
 
 class NotedToTheEnd(Noted):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.trained: list[Tensor] = []
+        self.trained = []
 
-    def on_train_end(self) -> None:
+    def on_train_end(self):
         self.validated.append(parameters(self))
 
 
 class NoteOwn(L.Callback):
     """Runs before a checkpoint of the same batch puts averages into place."""
 
-    def on_train_batch_end(self, _: L.Trainer, module: Any, *__: Any) -> None:
+    def on_train_batch_end(self, _, module, *__):
         module.trained.append(parameters(module))
 
 
-def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(
-    tmp_path: Path,
-) -> None:
+def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(tmp_path):
     folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
 
-    def run(make: Any, name: str, ckpt_path: str | None = None) -> NotedToTheEnd:
+    def run(make, name, ckpt_path=None):
         L.seed_everything(5, verbose=False)
         module = NotedToTheEnd()
         limits = {"limit_train_batches": 4, "val_check_interval": 2, "limit_val_batches": 1}
@@ -131,9 +126,7 @@ def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(
         assert torch.equal(parameters(resumed), parameters(whole))
 
 
-def check_averages_over_steps_and_over_epochs_are_those_of_the_ranks_average(
-    tmp_path: Path,
-) -> None:
+def check_averages_over_steps_and_over_epochs_are_those_of_the_ranks_average(tmp_path):
     folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
     module = NotedToTheEnd()
     callbacks = [NoteOwn(), EMAWeightAveraging(decay=0.5, use_buffers=False)]
@@ -167,7 +160,7 @@ def check_averages_over_steps_and_over_epochs_are_those_of_the_ranks_average(
     assert_all_ranks_equal(parameters(module))
 
 
-def check_fabric_saves_averages_and_resumes_within_a_round(tmp_path: Path) -> None:
+def check_fabric_saves_averages_and_resumes_within_a_round(tmp_path):
     path = MPI.COMM_WORLD.bcast(str(tmp_path / "saved.ckpt"))
     loop = FabricLoop(LocalSGD(every=3), seed=3)
     own = MPI.COMM_WORLD.allgather(loop.train(range(4)))
@@ -180,11 +173,11 @@ def check_fabric_saves_averages_and_resumes_within_a_round(tmp_path: Path) -> No
     again = FabricLoop(LocalSGD(every=3), seed=9)
     again.fabric.load(path, again.state)
     assert torch.equal(again.train(range(4, 8)), straight)
-    again.fabric.strategy.show_averages()  # type: ignore[attr-defined]
+    again.fabric.strategy.show_averages()
     assert_all_ranks_equal(parameters(again.model))
 
 
-def check_what_cannot_work_is_refused() -> None:
+def check_what_cannot_work_is_refused():
     run = trainer(RingStrategy(algorithm=LocalSGD()), plugins=[scaler_plugin()])
     with pytest.raises(ConfigurationError, match="loss scaler"):
         run.fit(Classifier(), loader())

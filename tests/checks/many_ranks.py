@@ -2,18 +2,15 @@
 and bits, not of its time.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW
 
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.backends.gloo import GlooCommunicator
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.loops.replicas import Replicas
 from tests.checks.topology import WORLD, opened
@@ -22,7 +19,7 @@ NODES = [rank // 4 for rank in range(WORLD.size)]
 ROWS, STEPS = 3, 4  # rows of a rank
 
 
-def train(algorithm: Algorithm, comm: Communicator | None) -> list[Tensor]:
+def train(algorithm, comm):
     """The parameters after a training on this rank's rows, or on those of all ranks."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 5)).double()
@@ -40,7 +37,7 @@ def train(algorithm: Algorithm, comm: Communicator | None) -> list[Tensor]:
     return [param.detach().clone() for param in net.parameters()]
 
 
-def equals_one_process(algorithm: Algorithm, comm: Communicator) -> None:
+def equals_one_process(algorithm, comm):
     trained = train(algorithm, comm)
     for param, expected in zip(trained, train(Algorithm(), None), strict=True):
         torch.testing.assert_close(param, expected, rtol=1e-11, atol=1e-13)
@@ -48,7 +45,7 @@ def equals_one_process(algorithm: Algorithm, comm: Communicator) -> None:
     assert len(set(WORLD.allgather(bits))) == 1
 
 
-def check_averages_over_nodes_are_those_of_one_process() -> None:
+def check_averages_over_nodes_are_those_of_one_process():
     with opened(NODES) as comm:
         assert isinstance(comm, HierarchicalCommunicator)
         total = torch.arange(300_001).remainder(1000).float() * (comm.rank + 1)
@@ -58,12 +55,12 @@ def check_averages_over_nodes_are_those_of_one_process() -> None:
         equals_one_process(Averaging(bucket_cap_mb=0.001), comm)
 
 
-def check_shards_over_nodes_are_stepped_as_in_one_process() -> None:
+def check_shards_over_nodes_are_stepped_as_in_one_process():
     with opened(NODES) as comm:
         equals_one_process(Sharded(bucket_cap_mb=0.001), comm)
 
 
-def check_shards_on_one_flat_ring_are_stepped_as_in_one_process() -> None:
+def check_shards_on_one_flat_ring_are_stepped_as_in_one_process():
     with opened(NODES, topology="flat") as comm:
         assert isinstance(comm, GlooCommunicator)
         equals_one_process(Sharded(bucket_cap_mb=0.001), comm)

@@ -2,20 +2,13 @@
 same numbers.
 """
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torch import Tensor
 
 from lightning_ring import RingStrategy
 from lightning_ring.monitor import RingMonitor, dashboard, ring_monitor, step_times
@@ -32,10 +25,10 @@ from tests.checks.models import (
     trainer,
 )
 
-FORCED: dict[str, Any] = {"force_communication": True}
+FORCED = {"force_communication": True}
 # what fails, several at a time, each with the part that is left out then; none where a listener is
 # told no more
-PLACES: tuple[dict[tuple[Any, str], str], ...] = (
+PLACES = (
     {
         (StepTimer, "_begin"): "step times",
         (ring_monitor, "gradient_squares"): "gradient norms",
@@ -70,9 +63,7 @@ class Planted(Exception):
     pass
 
 
-def fitted(
-    make: type[L.LightningModule], strategy: RingStrategy, **arguments: Any
-) -> tuple[Tensor, list[str]]:
+def fitted(make, strategy, **arguments):
     """Parameters after a fit of four steps, and this rank's warnings."""
     run = trainer(
         strategy,
@@ -88,13 +79,13 @@ def fitted(
     return values, [str(one.message) for one in caught if "monitor" in str(one.message)]
 
 
-def check_a_failure_in_any_part_leaves_it_out(tmp_path: Path) -> None:
+def check_a_failure_in_any_part_leaves_it_out(tmp_path):
     plain, _ = fitted(Classifier, RingStrategy(monitor=False, **FORCED))
     for number, places in enumerate(PLACES):
         for ranks in (range(SIZE), [SIZE - 1]):
             logger = TensorBoardLogger(tmp_path, name=f"{number}", version=len(ranks))
             with planted(places, ranks):
-                shown: dict[str, Any] = {"logger": logger, "enable_progress_bar": number == 0}
+                shown = {"logger": logger, "enable_progress_bar": number == 0}
                 found, said = fitted(Classifier, RingStrategy(**FORCED), **shown)
             assert torch.equal(found, plain), (places, ranks)
             for part in filter(None, places.values()):
@@ -109,8 +100,8 @@ def check_a_failure_in_any_part_leaves_it_out(tmp_path: Path) -> None:
                 )
 
 
-def check_a_batch_that_cannot_be_counted() -> None:
-    def images(batch: Any) -> int:
+def check_a_batch_that_cannot_be_counted():
+    def images(batch):
         raise Planted
 
     plain, _ = fitted(Classifier, RingStrategy(monitor=False, **FORCED))
@@ -122,9 +113,9 @@ def check_a_batch_that_cannot_be_counted() -> None:
 
 
 @on_one_rank
-def check_a_logger_that_raises_is_the_users_to_see(tmp_path: Path) -> None:
+def check_a_logger_that_raises_is_the_users_to_see(tmp_path):
     class Broken(CSVLogger):
-        def log_metrics(self, *_: Any, **__: Any) -> None:
+        def log_metrics(self, *_, **__):
             raise Planted
 
     with pytest.raises(Planted):
@@ -132,10 +123,10 @@ def check_a_logger_that_raises_is_the_users_to_see(tmp_path: Path) -> None:
 
 
 @contextmanager
-def planted(places: Iterable[tuple[Any, str]], ranks: Sequence[int]) -> Iterator[None]:
+def planted(places, ranks):
     """Each of ``places`` raises on ``ranks``."""
 
-    def fail(*_: Any, **__: Any) -> Any:
+    def fail(*_, **__):
         raise Planted
 
     with ExitStack() as stack:
@@ -144,10 +135,10 @@ def planted(places: Iterable[tuple[Any, str]], ranks: Sequence[int]) -> Iterator
         yield
 
 
-def check_errors_of_communication_pass() -> None:
+def check_errors_of_communication_pass():
     from lightning_ring.errors import CollectiveError
 
-    def fail(*_: Any) -> Any:
+    def fail(*_):
         raise CollectiveError("planted")
 
     with pytest.raises(CollectiveError, match="planted"):

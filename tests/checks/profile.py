@@ -1,10 +1,5 @@
 """Profiles recorded on real ranks: the slowest one's times, and training that goes on as it was."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from mpi4py import MPI
@@ -21,7 +16,7 @@ SLOWER = 0.012  # of the last rank's backward, a layer
 STEPS = 6
 
 
-def train(strategy: str, *callbacks: Any) -> torch.Tensor:
+def train(strategy, *callbacks):
     torch.manual_seed(0)
     module = Slow(backward=SLOWER if RANK == SIZE - 1 else 0.004)
     trainer(strategy, max_epochs=1, callbacks=list(callbacks)).fit(
@@ -30,7 +25,7 @@ def train(strategy: str, *callbacks: Any) -> torch.Tensor:
     return weights(module)
 
 
-def check_a_run_of_the_ring_is_recorded(tmp_path: Path) -> None:
+def check_a_run_of_the_ring_is_recorded(tmp_path):
     plain, path = train("ring"), tmp_path / "ring.json"
     trained = train("ring", RingProfile(path, steps=STEPS - 2, warmup=2))
     assert torch.equal(trained, plain), "it trained something else while it was recorded"
@@ -50,7 +45,7 @@ def check_a_run_of_the_ring_is_recorded(tmp_path: Path) -> None:
     assert plan.main(words) == 0
 
 
-def check_what_is_not_the_ring_is_refused_on_several_ranks() -> None:
+def check_what_is_not_the_ring_is_refused_on_several_ranks():
     for strategy, said in ((ddp(), "DDPStrategy"), ("ring_sharded", "Sharded")):
         run = trainer(strategy, max_steps=1, callbacks=[RingProfile("profile.json")])
         with pytest.raises(ConfigurationError, match=f"cannot record {said} on 2 ranks"):

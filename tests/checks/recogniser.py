@@ -78,8 +78,8 @@ class Given(L.LightningDataModule):
 def alone(model):
     """A copy that believes to be one process, and logs nothing."""
     one = copy.deepcopy(model)
-    one.log = lambda *_, **__: None  # type: ignore[method-assign]
-    one._trainer = SimpleNamespace(world_size=1)  # type: ignore[assignment]
+    one.log = lambda *_, **__: None
+    one._trainer = SimpleNamespace(world_size=1)
     return one
 
 

@@ -2,14 +2,10 @@
 on made-up nodes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -19,13 +15,12 @@ from mpi4py import MPI
 from lightning_ring.comm.backends.gloo import GlooCommunicator
 from lightning_ring.comm.backends.shared_memory import memory as shared_memory
 from lightning_ring.comm.backends.shared_memory.communicator import SharedMemoryCommunicator
-from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
+from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, current_job, open_job
 from lightning_ring.job.members import JobMember, info_of
-from lightning_ring.job.ranks import RankInfo
 from tests.checks.world import open_gloo
 
 WORLD = MPI.COMM_WORLD
@@ -38,7 +33,7 @@ _number = itertools.count()
 
 
 @cache
-def store() -> dist.Store:
+def store():
     open_gloo()
     held = (
         dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -49,7 +44,7 @@ def store() -> dist.Store:
     return held or dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
 
 
-def info_on(nodes: Sequence[int]) -> RankInfo:
+def info_on(nodes):
     """This rank in a job whose rank r is on node ``nodes[r]``."""
     return info_of(
         WORLD.rank, [JobMember(rank, node) for rank, node in enumerate(nodes)], "mpi", generation=0
@@ -57,9 +52,7 @@ def info_on(nodes: Sequence[int]) -> RankInfo:
 
 
 @contextlib.contextmanager
-def opened(
-    nodes: Sequence[int], backend: str = "auto", topology: str = "auto", fabric: bool = False
-) -> Iterator[Communicator]:
+def opened(nodes, backend="auto", topology="auto", fabric=False):
     """What a job gets whose rank r is on node ``nodes[r]``."""
     members = [JobMember(rank, node, rdma=fabric) for rank, node in enumerate(nodes)]
     job = Job(info_on(nodes), members, dist.PrefixStore(f"job {next(_number)}", store()))
@@ -68,7 +61,7 @@ def opened(
     comm.close()
 
 
-def check_auto_nests_what_shares_nodes_evenly() -> None:
+def check_auto_nests_what_shares_nodes_evenly():
     for nodes in (ROUND_ROBIN, BLOCKS):
         with opened(nodes) as comm:
             assert isinstance(comm, HierarchicalCommunicator)
@@ -79,7 +72,7 @@ def check_auto_nests_what_shares_nodes_evenly() -> None:
             assert isinstance(comm, GlooCommunicator)
 
 
-def check_jobs_one_after_the_other_over_two_nodes() -> None:
+def check_jobs_one_after_the_other_over_two_nodes():
     open_gloo()
     dist.destroy_process_group()  # of the checks: a job opens its own
     for nodes, backend in ((BLOCKS, "auto"), (ROUND_ROBIN, "mpi")):
@@ -96,10 +89,10 @@ def check_jobs_one_after_the_other_over_two_nodes() -> None:
     open_gloo.__wrapped__()  # it was called: the checks after this one need it again
 
 
-def check_a_node_whose_second_segment_fails_has_all_nodes_use_messages() -> None:
+def check_a_node_whose_second_segment_fails_has_all_nodes_use_messages():
     make, made = shared_memory._make, []
 
-    def make_one(num_bytes: int) -> Any:
+    def make_one(num_bytes):
         made.append(num_bytes)
         return (
             (None, {"error": "no memory left"})
@@ -117,7 +110,7 @@ def check_a_node_whose_second_segment_fails_has_all_nodes_use_messages() -> None
             assert (flat == 6).all()
 
 
-def check_a_fabric_is_left_to_mpi() -> None:
+def check_a_fabric_is_left_to_mpi():
     with opened(ROUND_ROBIN, fabric=True) as comm:
         assert isinstance(comm, HierarchicalCommunicator)
         assert type(comm._across).__name__ == "MPICommunicator"
@@ -125,7 +118,7 @@ def check_a_fabric_is_left_to_mpi() -> None:
         assert type(comm).__name__ == "MPICommunicator"
 
 
-def check_what_cannot_be_nested_is_one_error_on_every_rank() -> None:
+def check_what_cannot_be_nested_is_one_error_on_every_rank():
     for nodes, text in (
         (UNEVEN, r"different numbers of ranks: 3 \(ranks 0, 1, 2\), 1 \(ranks 3\)"),
         (APART, "no two ranks share a node"),
@@ -139,7 +132,7 @@ def check_what_cannot_be_nested_is_one_error_on_every_rank() -> None:
         assert len(set(WORLD.allgather(str(caught.value)))) == 1
 
 
-def check_every_backend_nests() -> None:
+def check_every_backend_nests():
     for backend in ("auto", "mpi", "gloo"):
         with opened(ROUND_ROBIN, backend, "hierarchical") as comm:
             # exact in any order of additions; of several pieces; not a multiple of the number of
@@ -160,7 +153,7 @@ def check_every_backend_nests() -> None:
             assert torch.equal(flat, total + 3)
 
 
-def check_memory_is_asked_for_while_buckets_travel() -> None:
+def check_memory_is_asked_for_while_buckets_travel():
     """The request is collective in the node as the buckets are, and comes from another thread."""
     with opened(ROUND_ROBIN) as comm:
         works, buffers = [], []
@@ -172,7 +165,7 @@ def check_memory_is_asked_for_while_buckets_travel() -> None:
         assert all(torch.equal(flat, torch.full_like(flat, 6)) for flat in buffers)
 
 
-def check_in_the_node_tensors_are_reduced_where_they_are() -> None:
+def check_in_the_node_tensors_are_reduced_where_they_are():
     with opened(ROUND_ROBIN) as comm:
         assert isinstance(comm, HierarchicalCommunicator)
         flat = comm.empty(300_000, torch.float32, CPU)

@@ -14,19 +14,18 @@ import torch
 import torch.distributed as dist
 
 from lightning_ring.comm.backends.gloo import open_torch_communicator
-from lightning_ring.comm.communicator import Work
 
 WAYS = ("receives", "gloo's own all-reduce", "sends", "an exception", "both leave")
-kept: list[object] = []  # as a script's globals are: the interpreter destroys them at its end
+kept = []  # as a script's globals are: the interpreter destroys them at its end
 
 
-def run_rank(rank: int, way: str, store: Path) -> None:
+def run_rank(rank, way, store):
     """Ends with messages under way in both directions, each of several pieces."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     comm = open_torch_communicator("gloo")
     flat = torch.ones(4 * 2**20)
     comm.all_reduce_(flat).wait()
-    under_way: list[Work] = []
+    under_way = []
     kept.extend((comm, flat, under_way))
     if way == "gloo's own all-reduce" and rank == 0:
         under_way.append(comm.all_reduce_(flat))
@@ -44,11 +43,11 @@ def run_rank(rank: int, way: str, store: Path) -> None:
     sys.exit(3)
 
 
-def main(folder: Path, num_pairs: int) -> None:
+def main(folder, num_pairs):
     pairs = []  # all at the same time
     for pair in range(num_pairs):
         way = WAYS[pair % len(WAYS)]
-        children: list[int] = []
+        children = []
         pairs.append((way, children))
         for rank in range(2):
             child = os.fork()

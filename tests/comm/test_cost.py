@@ -23,7 +23,7 @@ def test_the_formula_of_the_ring():
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
 def test_exact_times_give_the_link_back(world_size, collective):
     times = [LINK.seconds(size, world_size, collective) for size in SIZES]
-    model = fit(SIZES, times, world_size, collective=collective)  # type: ignore[arg-type]
+    model = fit(SIZES, times, world_size, collective=collective)
     assert model.alpha_seconds == pytest.approx(50e-6, rel=1e-6)
     assert model.bandwidth == pytest.approx(125e6, rel=1e-6)
 

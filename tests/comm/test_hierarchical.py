@@ -2,14 +2,10 @@
 and with one ring.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -38,24 +34,18 @@ LENGTHS = [0, 1, 7, 5003, 6000]  # 6,000: equal shards
 SOME = [torch.float32, torch.int32]
 
 
-def run_nested(
-    nodes: list[list[int]],
-    fn: Callable[[HierarchicalCommunicator], Any],
-    *,
-    piece_bytes: int = 4096,
-    timeout: float = 60,
-) -> list[Any]:
+def run_nested(nodes, fn, *, piece_bytes=4096, timeout=60):
     """`run_ranks` on a `HierarchicalCommunicator` whose every level is a ring of threads."""
     peers = [sorted(ranks) for ranks in zip(*nodes, strict=True)]
     inward, outward = ([ThreadWorld(len(ranks)) for ranks in nodes] for _ in range(2))
     across = [ThreadWorld(len(ranks)) for ranks in peers]
 
-    def rank(comm: RingCommunicator) -> Any:
+    def rank(comm):
         node = next(index for index, ranks in enumerate(nodes) if comm.rank in ranks)
         local_rank = nodes[node].index(comm.rank)
         policy = WaitPolicy(timedelta(seconds=timeout), comm._policy.check)
 
-        def level(world: ThreadWorld, ranks: list[int]) -> RingCommunicator:
+        def level(world, ranks):
             return RingCommunicator(ThreadTransport(world, ranks.index(comm.rank)), policy, ranks)
 
         nested = HierarchicalCommunicator(

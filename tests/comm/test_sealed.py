@@ -1,7 +1,5 @@
 """What is unpickled was sealed by a rank."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest
@@ -11,13 +9,11 @@ from lightning_ring.errors import CollectiveError
 
 
 class _Loud:
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self):
         return pytest.fail, ("it was unpickled",)
 
 
-def test_only_what_was_sealed_with_the_job_s_secret_is_unpickled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_what_was_sealed_with_the_job_s_secret_is_unpickled(monkeypatch):
     monkeypatch.setattr(sealed, "_secret", None)
     monkeypatch.setenv("RING_SECRET", "of the launcher")
     message = sealed.dumps({"a": [1, None]})

@@ -6,33 +6,31 @@ the view carries them. Each process appends the steps that it finishes to ``FOLD
 where they outlive a ``kill -9``, and writes its whole history to ``FOLDER/NUMBER.json`` at the end.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time
 from pathlib import Path
 
 from lightning_ring.elastic.member import Member
-from lightning_ring.elastic.membership import GenerationOver, JobEnded, Report, View
+from lightning_ring.elastic.membership import GenerationOver, JobEnded, Report
 
 WAIT = 600.0  # longer than a test waits for the job: no rank ends by itself that is not told to
 
 
 class Rank:
-    def __init__(self, folder: Path, steps: int, seconds: float) -> None:
+    def __init__(self, folder, steps, seconds):
         self.folder = folder
         self.member = Member()
         self.member.open()
         self.steps, self.seconds = steps, seconds
-        self.history: list[list[int]] | None = None
-        self.complete: list[int] | None = None
+        self.history = None
+        self.complete = None
 
     @property
-    def step(self) -> int | None:
+    def step(self):
         return None if self.history is None else len(self.history)
 
-    def exchange(self, name: str, value: int) -> list[int]:
+    def exchange(self, name, value):
         world = len(self.member.view.members)
         self.member.request(
             {"op": "set", "key": f"{name}/{self.member.rank}", "value": str(value)}, WAIT
@@ -40,7 +38,7 @@ class Rank:
         keys = [f"{name}/{rank}" for rank in range(world)]
         return [int(text) for text in self.member.request({"op": "get", "keys": keys}, WAIT)]
 
-    def enter(self, view: View) -> None:
+    def enter(self, view):
         """Finish the step that the others have finished, and hand the state to newcomers."""
         if self.history is None and view.step is None:
             self.history = []
@@ -58,7 +56,7 @@ class Rank:
             self.history = json.loads(state)
         assert self.history == json.loads(state)
 
-    def commit(self) -> None:
+    def commit(self):
         assert self.complete is not None
         assert self.history is not None
         self.history.append(self.complete)
@@ -66,7 +64,7 @@ class Rank:
             log.write(json.dumps([len(self.history) - 1, self.complete]) + "\n")
         self.complete = None
 
-    def take_step(self) -> None:
+    def take_step(self):
         step = len(self.history or [])
         time.sleep(self.seconds)
         self.complete = self.exchange(f"gradient {step}", 100 * step + self.member.rank)
@@ -75,7 +73,7 @@ class Rank:
         if any(asked) and step + 1 < self.steps:
             raise GenerationOver("newcomers wait")
 
-    def train(self) -> None:
+    def train(self):
         while True:
             try:
                 self.member.report(Report(self.step, self.complete is not None, between=True))
@@ -89,7 +87,7 @@ class Rank:
                 continue
 
 
-def main() -> int:
+def main():
     folder, steps, *seconds = sys.argv[1:]
     rank = Rank(Path(folder), int(steps), float(seconds[0]) if seconds else 0.0)
     try:

@@ -1,14 +1,11 @@
 """A steward in a thread, and members in the same process."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lightning_ring.elastic.member import Member
 from lightning_ring.elastic.membership import Membership, Report
-from lightning_ring.elastic.steward import SilenceLimits, Steward
+from lightning_ring.elastic.steward import Steward
 
 WAIT = 60.0
 
@@ -18,11 +15,11 @@ class Serving:
     once.
     """
 
-    def __init__(self, silence: SilenceLimits | None = None, **limits: int) -> None:
-        self.calls: list[Callable[[], object]] = []  # of the steward, in its thread
-        self.killed: list[int] = []
-        self.why: dict[int, str] = {}
-        self.members: list[Member] = []
+    def __init__(self, silence=None, **limits):
+        self.calls = []  # of the steward, in its thread
+        self.killed = []
+        self.why = {}
+        self.members = []
         self.steward = Steward(
             Membership(**limits), self.kill, silence=silence, idle=lambda member: 1e9
         )
@@ -30,7 +27,7 @@ class Serving:
         self.thread = threading.Thread(target=self.serve)
         self.thread.start()
 
-    def serve(self) -> None:
+    def serve(self):
         while not self.over.is_set():
             self.steward.step(0.005)
             while self.calls:
@@ -38,11 +35,11 @@ class Serving:
             while self.killed:
                 self.steward.gone(self.killed.pop(), "killed")
 
-    def kill(self, number: int, why: str, seconds: float) -> None:
+    def kill(self, number, why, seconds):
         self.why[number] = why
         self.killed.append(number)
 
-    def join(self, number: int) -> Member:
+    def join(self, number):
         if not self.steward.membership.knows(number):
             self.steward.expect(number)
         member = Member(self.steward.variables(number))
@@ -53,7 +50,7 @@ class Serving:
 
 
 @contextmanager
-def serving(silence: SilenceLimits | None = None, **limits: int) -> Iterator[Serving]:
+def serving(silence=None, **limits):
     server = Serving(silence, **limits)
     try:
         yield server
@@ -65,7 +62,7 @@ def serving(silence: SilenceLimits | None = None, **limits: int) -> Iterator[Ser
         server.steward.close()
 
 
-def first_view(server: Serving, count: int) -> list[Member]:
+def first_view(server, count):
     for number in range(count):
         server.steward.expect(number)
     members = [server.join(number) for number in range(count)]

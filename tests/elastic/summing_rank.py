@@ -7,8 +7,6 @@ survivor writes NUMBER.json: its communicators, the segments of its buckets and 
 took in each generation, sums of the default group.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -20,7 +18,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.elastic.generations import Generations
 from lightning_ring.elastic.member import Member
 from lightning_ring.elastic.membership import Report
@@ -31,7 +28,7 @@ CPU, LIMIT = torch.device("cpu"), timedelta(seconds=60)
 NUMEL, BUCKETS = 1 << 20, 4
 
 
-def segment_of(tensor: torch.Tensor) -> str:
+def segment_of(tensor):
     """The inode of the shared memory that the tensor lies in."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, _, _, _, inode, *_ = line.split()
@@ -42,22 +39,17 @@ def segment_of(tensor: torch.Tensor) -> str:
 
 
 class Summing:
-    def __init__(self, backend: str, deaths: list[str]) -> None:
+    def __init__(self, backend, deaths):
         self.member = Member()
         self.member.open()
         self.generations = Generations(self.member, backend, CPU, LIMIT, LIMIT)
         self.deaths = deaths
-        self.step: int | None = None
+        self.step = None
         self.complete = False
-        self.buckets: list[torch.Tensor] = []
-        self.result: dict[str, list] = {
-            "communicators": [],
-            "segments": [],
-            "default": [],
-            "opening": [],
-        }
+        self.buckets = []
+        self.result = {"communicators": [], "segments": [], "default": [], "opening": []}
 
-    def enter(self) -> Communicator:
+    def enter(self):
         self.member.report(Report(self.step, self.complete))
         view = self.member.next_view(60)
         if f"{self.member.number}:{view.generation}:open" in self.deaths:
@@ -78,7 +70,7 @@ class Summing:
         self.step, self.complete = view.step or 0, False
         return comm
 
-    def sum_buckets(self, comm: Communicator) -> None:
+    def sum_buckets(self, comm):
         works = []
         for index, bucket in enumerate(self.buckets):
             if f"{self.member.number}:{self.step}:{index}" in self.deaths:
@@ -93,8 +85,8 @@ class Summing:
         comm.barrier()
         self.step, self.complete = self.step + 1, False
 
-    def run(self, steps: int) -> None:
-        broken: RingError | None = None
+    def run(self, steps):
+        broken = None
         while self.step is None or self.step < steps:
             try:
                 if self.step is None or broken is not None:
@@ -114,7 +106,7 @@ class Summing:
 plain_get = StewardStore.get
 
 
-def die_when_awaited(store: StewardStore, key: str) -> bytes:
+def die_when_awaited(store, key):
     if "members" not in key:  # this rank has told where it listens, and the others connect
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,5 @@
 """What counts after an interruption, and who is in the next view: no sockets, no processes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -34,20 +32,20 @@ BETWEEN = Report(5, between=True)
         ([Report(0)], 0),
     ],
 )
-def test_the_step_that_counts(reports: list[Report], step: int | None) -> None:
+def test_the_step_that_counts(reports, step):
     for order in itertools.permutations(reports):
         assert agreed_step(dict(enumerate(order))) == step
 
 
 @pytest.mark.parametrize("reports", [[DONE, BEHIND], [Report(8), FULL], [Report(8, True), BEHIND]])
-def test_a_rank_that_cannot_follow_is_named(reports: list[Report]) -> None:
+def test_a_rank_that_cannot_follow_is_named(reports):
     with pytest.raises(
         DisagreementError, match=r"finished step \d, and ranks \[1\] cannot finish it"
     ):
         agreed_step(dict(enumerate(reports)))
 
 
-def opened(members: int, **limits: int) -> Membership:
+def opened(members, **limits):
     membership = Membership(**limits)
     for member in range(members):
         membership.expect(member)
@@ -58,7 +56,7 @@ def opened(members: int, **limits: int) -> Membership:
     return membership
 
 
-def test_the_next_view_waits_for_reports_and_until_the_dead_are_seen_to_be_dead() -> None:
+def test_the_next_view_waits_for_reports_and_until_the_dead_are_seen_to_be_dead():
     membership = opened(3)
     assert membership.next_view() is None
     assert membership.remove(0)
@@ -73,7 +71,7 @@ def test_the_next_view_waits_for_reports_and_until_the_dead_are_seen_to_be_dead(
     assert membership.members == [1, 2]
 
 
-def test_newcomers_wait_until_all_members_are_between_steps_and_follow_them() -> None:
+def test_newcomers_wait_until_all_members_are_between_steps_and_follow_them():
     membership = opened(2, max_ranks=3)
     membership.expect(2)
     assert not membership.admits
@@ -97,7 +95,7 @@ def test_newcomers_wait_until_all_members_are_between_steps_and_follow_them() ->
     assert membership.next_view() == View(4, (1, 2, 3), 5, (2, 3))
 
 
-def test_reports_of_an_earlier_generation_do_not_count() -> None:
+def test_reports_of_an_earlier_generation_do_not_count():
     membership = opened(2)
     membership.report(0, -1, Report())
     assert not membership.stopping
@@ -106,7 +104,7 @@ def test_reports_of_an_earlier_generation_do_not_count() -> None:
     assert membership.next_view() == View(1, (0,), 0)
 
 
-def test_too_few_ranks_wait_for_others() -> None:
+def test_too_few_ranks_wait_for_others():
     membership = opened(2, min_ranks=2)
     membership.fenced(1)
     assert not membership.below_min_ranks
@@ -117,7 +115,7 @@ def test_too_few_ranks_wait_for_others() -> None:
     assert membership.next_view() == View(1, (0, 2), 5, (2,))
 
 
-def test_too_few_ranks_meet_once_more_where_each_has_a_part_of_the_state() -> None:
+def test_too_few_ranks_meet_once_more_where_each_has_a_part_of_the_state():
     whole, parted = opened(3, min_ranks=3), opened(3, min_ranks=3)
     for membership, parts in ((whole, False), (parted, True)):
         membership.fenced(2)
@@ -139,7 +137,7 @@ def test_too_few_ranks_meet_once_more_where_each_has_a_part_of_the_state() -> No
     assert parted.last_word == "too few"
 
 
-def test_state_that_died_with_its_ranks_is_not_replaced_by_none() -> None:
+def test_state_that_died_with_its_ranks_is_not_replaced_by_none():
     membership = opened(1)
     membership.report(0, 0, Report(5))
     membership.next_view()
@@ -149,7 +147,7 @@ def test_state_that_died_with_its_ranks_is_not_replaced_by_none() -> None:
         membership.next_view()
 
 
-def test_who_has_finished_is_not_waited_for() -> None:
+def test_who_has_finished_is_not_waited_for():
     membership = opened(2)
     membership.finish(0)
     assert not membership.finished
@@ -158,7 +156,7 @@ def test_who_has_finished_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("order", ["leave dies", "dies leave"])
-def test_a_death_after_a_rank_has_left_its_fit_is_no_end_of_the_training(order: str) -> None:
+def test_a_death_after_a_rank_has_left_its_fit_is_no_end_of_the_training(order):
     """The rank that has left cannot take the place of the dead one, in no further view."""
     membership = opened(3)
     for what in order.split():
@@ -175,7 +173,7 @@ def test_a_death_after_a_rank_has_left_its_fit_is_no_end_of_the_training(order: 
     assert not membership.finished
 
 
-def test_a_death_in_another_fit_is_survived() -> None:
+def test_a_death_in_another_fit_is_survived():
     membership = opened(2)
     membership.leave_fit(0, True)
     membership.leave_fit(0, False)
@@ -184,7 +182,7 @@ def test_a_death_in_another_fit_is_survived() -> None:
     assert membership.next_view() == View(1, (0,), 5)
 
 
-def test_a_newcomer_is_a_member_once_it_has_finished_a_step() -> None:
+def test_a_newcomer_is_a_member_once_it_has_finished_a_step():
     membership = opened(1)
     membership.report(1, -1, Report())
     membership.report(0, 0, BETWEEN)
@@ -196,18 +194,18 @@ def test_a_newcomer_is_a_member_once_it_has_finished_a_step() -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(100), range(100, 200)], ids=str)
-def test_one_history_whatever_happens_in_which_order(seeds: range) -> None:
+def test_one_history_whatever_happens_in_which_order(seeds):
     for seed in seeds:
         live_through(seed)
 
 
-def live_through(seed: int) -> None:
+def live_through(seed):
     """Ranks as the protocol has them: averages, a barrier that all must reach, then the step.
     Deaths at any point.
     """
     draws = random.Random(seed)
     membership, numbers = opened(4), itertools.count(4)
-    steps: dict[int, int] = dict.fromkeys(range(4), 0)
+    steps = dict.fromkeys(range(4), 0)
     most = 0
     for _ in range(30):
         view = membership.view
@@ -252,7 +250,7 @@ def live_through(seed: int) -> None:
         most = new.step
 
 
-def test_the_training_begins_with_the_ranks_that_are_there_when_all_are_connected() -> None:
+def test_the_training_begins_with_the_ranks_that_are_there_when_all_are_connected():
     membership = opened(3)
     membership.fenced(2)  # while the first view connects
     membership.fenced(1)
@@ -270,7 +268,7 @@ def test_the_training_begins_with_the_ranks_that_are_there_when_all_are_connecte
     assert membership.first_ranks == 2
 
 
-def test_a_view_of_thousands_of_ranks_is_a_short_message() -> None:
+def test_a_view_of_thousands_of_ranks_is_a_short_message():
     members = (*range(2000), *range(2002, 4096), 2001)
     view = View(3, members, 7, newcomers=(2001,))
     text = json.dumps(view.as_message())

@@ -1,9 +1,6 @@
 """What a rank of an elastic job says as it ends, and with which exit code."""
 
-from __future__ import annotations
-
 import sys
-from typing import Any
 
 import pytest
 
@@ -20,10 +17,10 @@ class Failing:
 
     number = 1
 
-    def __init__(self) -> None:
-        self.said: list[str] = []
+    def __init__(self):
+        self.said = []
 
-    def fail(self, text: str) -> None:
+    def fail(self, text):
         self.said.append(text)
 
 
@@ -41,19 +38,17 @@ class Failing:
         (JobEnded("The job ends: the training has finished.", 0), 0, ""),
     ],
 )
-def test_the_last_words_of_a_rank(
-    monkeypatch: Any, error: BaseException, code: int, said: str
-) -> None:
+def test_the_last_words_of_a_rank(monkeypatch, error, code, said):
     codes = []
 
-    def end(code: int) -> None:
+    def end(code):
         codes.append(code)
         raise Ended
 
     monkeypatch.setattr(ending, "end_process", end)
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
     member = Failing()
-    ending.end_job_on_error(member)  # type: ignore[arg-type]
+    ending.end_job_on_error(member)
     with pytest.raises(Ended):
         sys.excepthook(type(error), error, None)
     assert codes == [code]

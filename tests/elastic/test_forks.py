@@ -1,7 +1,5 @@
 """What an elastic process drops is not destroyed in a process that is forked from it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
@@ -17,17 +15,15 @@ class Group:
     as an exit code.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.itself, self.owner = self, os.getpid()
 
-    def __del__(self) -> None:
+    def __del__(self):
         if os.getpid() != self.owner:
             os._exit(3)
 
 
-def test_a_garbage_collection_in_a_forked_process_leaves_groups_of_earlier_generations_alone() -> (
-    None
-):
+def test_a_garbage_collection_in_a_forked_process_leaves_groups_of_earlier_generations_alone():
     leave_garbage_to_parent()
     gc.disable()
     try:
@@ -59,6 +55,6 @@ print("exit code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 @pytest.mark.ranks
-def test_so_does_one_that_begins_before_the_process_is_told() -> None:
+def test_so_does_one_that_begins_before_the_process_is_told():
     done = run([sys.executable, "-c", FORKED])
     assert done.stdout.strip().endswith("exit code 0"), done.stdout

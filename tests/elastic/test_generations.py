@@ -2,11 +2,7 @@
 (`summing_rank.py`).
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +12,7 @@ RANK = str(ROOT / "tests" / "elastic" / "summing_rank.py")
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
 
 
-def job(folder: Path, backend: str, *deaths: str) -> tuple[str, dict[str, Any]]:
+def job(folder, backend, *deaths):
     """What the launcher said, and the result of the one rank of four that is left."""
     done = run(elastic_command(4, RANK, str(folder), backend, "20", *deaths))
     assert done.returncode == 0, done.stdout[-4000:]
@@ -24,7 +20,7 @@ def job(folder: Path, backend: str, *deaths: str) -> tuple[str, dict[str, Any]]:
     return done.stdout, result
 
 
-def test_survivors_of_deaths_within_collectives_go_on(tmp_path: Path) -> None:
+def test_survivors_of_deaths_within_collectives_go_on(tmp_path):
     # in the middle of a step; the next rank 0, before a step's first collective; while others enter
     # the commit barrier
     said, result = job(tmp_path, "auto", "1:5:2", "0:9:0", "2:13:3")
@@ -37,7 +33,7 @@ def test_survivors_of_deaths_within_collectives_go_on(tmp_path: Path) -> None:
     assert {*second} & {*third}, result["segments"]
 
 
-def test_survivors_of_deaths_while_gloo_connects_go_on(tmp_path: Path) -> None:
+def test_survivors_of_deaths_while_gloo_connects_go_on(tmp_path):
     said, result = job(tmp_path, "gloo", "2:0:open", "1:5:2", "0:9:0")
     assert "generation 3: 1 ranks, after 9 steps" in said
     assert result["communicators"][:2] == ["GlooCommunicator"] * 2

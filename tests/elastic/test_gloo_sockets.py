@@ -2,15 +2,11 @@
 not answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -25,16 +21,16 @@ class StoreOfOne(dist.Store):
     called for that.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port):
         super().__init__()
-        self.values: list[bytes] = []
-        self.asked: Any = lambda: None
+        self.values = []
+        self.asked = lambda: None
         self._port = port
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key, value):
         self.values.append(value.encode() if isinstance(value, str) else bytes(value))
 
-    def get(self, key: str) -> bytes:
+    def get(self, key):
         (own,) = [value for value in self.values if socket.inet_aton(_HOST) in value][:1]
         if not key.endswith("1"):
             return own
@@ -44,15 +40,15 @@ class StoreOfOne(dist.Store):
         self.asked()
         return other
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+    def wait(self, keys, timeout=None):
         return None
 
-    def has_extended_api(self) -> bool:
+    def has_extended_api(self):
         return False
 
 
 @contextlib.contextmanager
-def silent_port() -> Iterator[int]:
+def silent_port():
     """A port whose low byte is 0, to which the other rank connects, and which does not answer."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.socket())
@@ -70,26 +66,24 @@ def silent_port() -> Iterator[int]:
 
 @pytest.mark.parametrize("told", ["before", "while it waits"])
 @pytest.mark.parametrize("rank_1", ["does not connect", "does not answer"])
-def test_a_group_whose_other_rank_is_not_there_is_given_up(
-    rank_1: str, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_whose_other_rank_is_not_there_is_given_up(rank_1, told, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    errors: list[BaseException] = []
+    errors = []
     # of two ports, that whose bytes in reverse order are the smaller number is connected to
     with silent_port() if rank_1 == "does not answer" else contextlib.nullcontext(0xFFFF) as port:
         store, asked = StoreOfOne(port), threading.Event()
 
-        def give_up() -> None:
+        def give_up():
             arguments = (store.values, 2, thread.is_alive)
             threading.Thread(target=give_up_opening, args=arguments, daemon=True).start()
 
-        def on_asked() -> None:
+        def on_asked():
             if told == "before":
                 give_up()
                 time.sleep(0.1)
             asked.set()
 
-        def open_and_use() -> None:
+        def open_and_use():
             try:
                 group = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=120))
                 group.barrier().wait()

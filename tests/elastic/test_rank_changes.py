@@ -1,11 +1,9 @@
 """Counts of deaths and joins, also in a process that joins later and goes on as rank 0."""
 
-from __future__ import annotations
-
 from lightning_ring.elastic.rank_changes import RankChanges
 
 
-def test_deaths_and_joins_are_counted_and_told() -> None:
+def test_deaths_and_joins_are_counted_and_told():
     changes, newcomer = RankChanges(), RankChanges()
     assert not changes.of_view((0, 1, 2, 3), 0, 0.0)
     assert changes.of_view((0, 3), 12, 0.5)

@@ -2,12 +2,8 @@
 that only record.
 """
 
-from __future__ import annotations
-
 import weakref
-from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
@@ -32,54 +28,52 @@ class Recorder:
     enters_again = False
     communicator = SimpleNamespace(barrier=lambda: None)
 
-    def __init__(
-        self, *views: View, over: bool = True, opens: tuple[Exception | None, ...] = ()
-    ) -> None:
-        self.calls: list[Any] = []
+    def __init__(self, *views, over=True, opens=()):
+        self.calls = []
         self.views, self.over, self.opens = list(views), over, list(opens)
         self.recovery = Recovery(self, self, self)  # type: ignore[arg-type]
 
-    def is_over(self, seconds: float = 0.0) -> bool:
+    def is_over(self, seconds=0.0):
         return self.over
 
-    def close(self, error: Exception | None) -> None:
+    def close(self, error):
         self.calls.append("close")
 
-    def report(self, report: Report) -> None:
+    def report(self, report):
         self.calls.append(report)
 
-    def next_view(self, timeout: float) -> View:
+    def next_view(self, timeout):
         if not self.views:
             raise JobEnded("no view is left")
         return self.views.pop(0)
 
-    def open(self, view: View) -> str:
+    def open(self, view):
         self.calls.append(f"open {view.generation}")
         if self.opens and (error := self.opens.pop(0)) is not None:
             raise error
         return "communicator"
 
-    def is_between(self, first_attempt: bool) -> bool:
+    def is_between(self, first_attempt):
         return first_attempt
 
-    def take_part(self) -> None:
+    def take_part(self):
         self.calls.append("take part")
 
-    def turn_away(self, newcomers: Sequence[int]) -> None:
+    def turn_away(self, newcomers):
         self.calls.append(("turn away", *newcomers))
 
-    def commit(self) -> None:
+    def commit(self):
         self.calls.append("commit")
 
-    def take_back(self) -> None:
+    def take_back(self):
         self.calls.append("take back")
 
-    def enter(self, view: View, comm: str) -> bool:
+    def enter(self, view, comm):
         self.calls.append(f"enter {view.generation}")
         return self.enters_again
 
 
-def test_a_step_that_is_done_again_is_taken_back_before_state_is_sent() -> None:
+def test_a_step_that_is_done_again_is_taken_back_before_state_is_sent():
     ranks = Recorder(View(1, (0, 2), 5))
     ranks.recovery.step = 5
     ranks.recovery.after(OVER)
@@ -87,7 +81,7 @@ def test_a_step_that_is_done_again_is_taken_back_before_state_is_sent() -> None:
     assert ranks.recovery.step == 5
 
 
-def test_a_step_that_others_have_finished_is_finished_first_and_once() -> None:
+def test_a_step_that_others_have_finished_is_finished_first_and_once():
     ranks = Recorder(View(1, (0, 2), 6), View(2, (0,), 6), opens=(OVER, None))
     ranks.recovery.step, ranks.recovery.complete = 5, True
     ranks.recovery.after(OVER)
@@ -99,19 +93,19 @@ def test_a_step_that_others_have_finished_is_finished_first_and_once() -> None:
     assert ranks.recovery.step == 6
 
 
-def test_what_a_broken_step_held_is_free_when_ranks_connect() -> None:
+def test_what_a_broken_step_held_is_free_when_ranks_connect():
     """Else every bucket of shared memory is made anew: 0.7 s for 256 MiB of three ranks."""
     ranks = Recorder(View(1, (0, 2), 5))
     ranks.recovery.step = 5
-    held: list[weakref.ref[Mock]] = []
-    free: list[bool] = []
+    held = []
+    free = []
 
-    def wait_for_averages() -> None:
+    def wait_for_averages():
         bucket = Mock()
         held.append(weakref.ref(bucket))
         raise OVER
 
-    def backward() -> None:
+    def backward():
         try:
             wait_for_averages()
         except GenerationOver as error:
@@ -125,7 +119,7 @@ def test_what_a_broken_step_held_is_free_when_ranks_connect() -> None:
     assert free == [True]
 
 
-def test_a_newcomer_has_state_only_once_it_has_entered() -> None:
+def test_a_newcomer_has_state_only_once_it_has_entered():
     ranks = Recorder(
         View(3, (0, 4), 7, (4,)),
         View(4, (1, 4), 7, (4,)),
@@ -142,7 +136,7 @@ def test_a_newcomer_has_state_only_once_it_has_entered() -> None:
 
 
 @pytest.mark.parametrize("others", ["are here", "are further"])
-def test_newcomers_come_in_where_all_agreed_unless_a_rank_dies_meanwhile(others: str) -> None:
+def test_newcomers_come_in_where_all_agreed_unless_a_rank_dies_meanwhile(others):
     ranks = Recorder(View(1, (0, 4), 5, (4,)), View(2, (0,), 5), opens=(OVER, None))
     ranks.recovery.step, ranks.enters_again = 5, True
     if others == "are further":  # out of the barrier, and have reported
@@ -154,7 +148,7 @@ def test_newcomers_come_in_where_all_agreed_unless_a_rank_dies_meanwhile(others:
     assert ranks.calls[-1] == "enter 2"
 
 
-def test_connections_that_do_not_come_up_are_tried_again_a_few_times() -> None:
+def test_connections_that_do_not_come_up_are_tried_again_a_few_times():
     ranks = Recorder(
         *(View(n, (0, 1), 0) for n in range(9)), over=False, opens=(TimeoutError("no key"),) * 9
     )
@@ -166,7 +160,7 @@ def test_connections_that_do_not_come_up_are_tried_again_a_few_times() -> None:
 @pytest.mark.parametrize(
     "error", [ModelMismatchError("other models"), ConfigurationError("other batches")]
 )
-def test_newcomers_that_do_not_fit_are_turned_away_and_the_others_go_on(error: Exception) -> None:
+def test_newcomers_that_do_not_fit_are_turned_away_and_the_others_go_on(error):
     views = View(1, (0, 4), 5, (4,)), View(2, (0,), 5)
     ranks = Recorder(*views, over=False, opens=(error, None))
     ranks.recovery.step = 5
@@ -180,7 +174,7 @@ def test_newcomers_that_do_not_fit_are_turned_away_and_the_others_go_on(error: E
     assert newcomer.calls[-1] == ("turn away", 4)
 
 
-def test_newcomers_are_to_blame_for_an_error_in_their_first_step_and_no_later() -> None:
+def test_newcomers_are_to_blame_for_an_error_in_their_first_step_and_no_later():
     error = CollectiveError("ranks called other collectives")
     ranks = Recorder(View(1, (0, 4), 5, (4,)), View(2, (0,), 5), over=False)
     ranks.recovery.step = 5
@@ -200,14 +194,14 @@ def test_newcomers_are_to_blame_for_an_error_in_their_first_step_and_no_later() 
 @pytest.mark.parametrize(
     "error", [ValueError("no such column"), CollectiveError("ranks called other collectives")]
 )
-def test_an_error_while_nobody_has_died_is_raised(error: Exception) -> None:
+def test_an_error_while_nobody_has_died_is_raised(error):
     ranks = Recorder(View(1, (0,), 1), over=False)
     with pytest.raises(type(error)):
         ranks.recovery.after(error)
     assert ranks.calls == []
 
 
-def test_the_end_of_the_job_is_raised() -> None:
+def test_the_end_of_the_job_is_raised():
     ranks = Recorder()
     with pytest.raises(JobEnded):
         ranks.recovery.after(OVER)

@@ -2,8 +2,6 @@
 descriptors.
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -20,11 +18,11 @@ LIMITS = SilenceLimits(answer=10.0, start=50.0, report=100.0)
 class Clock:
     """Looks at ``silence`` four times a second, as the steward does more often."""
 
-    def __init__(self, silence: Silence, membership: Membership) -> None:
+    def __init__(self, silence, membership):
         self.silence, self.membership, self.now = silence, membership, 0.0
 
-    def pass_seconds(self, seconds: float) -> dict[int, str]:
-        found: dict[int, str] = {}
+    def pass_seconds(self, seconds):
+        found = {}
         until = self.now + seconds
         while self.now < until:
             self.now += 0.25
@@ -32,7 +30,7 @@ class Clock:
         return found
 
 
-def members(count: int) -> Membership:
+def members(count):
     membership = Membership()
     for member in range(count):
         membership.expect(member)
@@ -42,7 +40,7 @@ def members(count: int) -> Membership:
     return membership
 
 
-def test_whoever_neither_answers_nor_computes_is_found() -> None:
+def test_whoever_neither_answers_nor_computes_is_found():
     idle = {0: 0.0, 1: 0.0}
     clock = Clock(Silence(LIMITS, idle.__getitem__), members(2))
     clock.silence.heard(0)
@@ -57,7 +55,7 @@ def test_whoever_neither_answers_nor_computes_is_found() -> None:
     }
 
 
-def test_the_absence_of_the_steward_is_nobodys_silence() -> None:
+def test_the_absence_of_the_steward_is_nobodys_silence():
     clock = Clock(Silence(LIMITS, lambda member: 1e9), members(2))
     clock.silence.heard(1)
     clock.pass_seconds(1)
@@ -66,7 +64,7 @@ def test_the_absence_of_the_steward_is_nobodys_silence() -> None:
     assert list(clock.pass_seconds(5)) == [1]
 
 
-def test_whoever_is_busy_may_keep_the_others_waiting_for_so_long_only() -> None:
+def test_whoever_is_busy_may_keep_the_others_waiting_for_so_long_only():
     membership = members(3)
     clock = Clock(Silence(LIMITS, lambda member: 0.0), membership)
     assert clock.pass_seconds(500) == {}
@@ -79,7 +77,7 @@ def test_whoever_is_busy_may_keep_the_others_waiting_for_so_long_only() -> None:
     assert why.startswith("the other ranks have waited for it for 10")
 
 
-def test_a_process_that_hangs_before_it_connects_is_found_once_another_one_is_ready() -> None:
+def test_a_process_that_hangs_before_it_connects_is_found_once_another_one_is_ready():
     membership, idle = Membership(), {0: 0.0, 1: 1e9}
     for member in range(2):
         membership.expect(member)
@@ -92,7 +90,7 @@ def test_a_process_that_hangs_before_it_connects_is_found_once_another_one_is_re
     assert clock.pass_seconds(500) == {}
 
 
-def test_a_silent_member_is_removed_and_the_others_go_on() -> None:
+def test_a_silent_member_is_removed_and_the_others_go_on():
     with serving(SilenceLimits(answer=1.5)) as server:
         one, two = first_view(server, 2)
         two._take = lambda message: None  # type: ignore[method-assign]  # as if it were stopped
@@ -102,7 +100,7 @@ def test_a_silent_member_is_removed_and_the_others_go_on() -> None:
         assert "neither answered nor used processor time" in server.why[1]
 
 
-def test_a_second_process_with_a_number_that_is_taken_is_refused() -> None:
+def test_a_second_process_with_a_number_that_is_taken_is_refused():
     with serving() as server:
         (one,) = first_view(server, 1)
         with pytest.raises(
@@ -116,7 +114,7 @@ def test_a_second_process_with_a_number_that_is_taken_is_refused() -> None:
         assert server.steward.membership.members == [0]
 
 
-def test_who_connects_anew_is_named_and_not_taken_for_a_newcomer() -> None:
+def test_who_connects_anew_is_named_and_not_taken_for_a_newcomer():
     with serving() as server:
         one, two = first_view(server, 2)
         one.report(Report(2))
@@ -125,7 +123,7 @@ def test_who_connects_anew_is_named_and_not_taken_for_a_newcomer() -> None:
             two.check()
 
 
-def test_the_failure_of_a_process_that_was_in_no_view_does_not_end_the_job() -> None:
+def test_the_failure_of_a_process_that_was_in_no_view_does_not_end_the_job():
     with serving() as server:
         (one,) = first_view(server, 1)
         two = server.join(1)

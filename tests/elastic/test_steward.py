@@ -1,7 +1,5 @@
 """The steward and its members in one process: views, the store of a view, refusals, strangers."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -14,14 +12,14 @@ from tests.elastic.serving import WAIT, first_view, serving
 from tests.processes import wait_for
 
 
-def test_a_death_stops_the_others_and_frees_who_waits_in_the_store() -> None:
+def test_a_death_stops_the_others_and_frees_who_waits_in_the_store():
     with serving() as server:
         one, two, three = first_view(server, 3)
         stopped = threading.Event()
         two.on_stop = lambda error: stopped.set()
-        freed: list[BaseException] = []
+        freed = []
 
-        def wait() -> None:
+        def wait():
             try:
                 one.request({"op": "get", "keys": ["never"]}, WAIT)
             except GenerationOver as error:
@@ -47,7 +45,7 @@ def test_a_death_stops_the_others_and_frees_who_waits_in_the_store() -> None:
             member.check()
 
 
-def test_the_store_answers_as_torchs_and_each_view_begins_with_an_empty_one() -> None:
+def test_the_store_answers_as_torchs_and_each_view_begins_with_an_empty_one():
     with serving() as server:
         one, two = first_view(server, 2)
         assert one.request({"op": "add", "key": "n", "value": 2}, WAIT) == 2
@@ -78,7 +76,7 @@ def test_the_store_answers_as_torchs_and_each_view_begins_with_an_empty_one() ->
         assert one.request({"op": "count"}, WAIT) == 0
 
 
-def test_a_newcomer_is_announced_and_let_in_when_the_members_stop() -> None:
+def test_a_newcomer_is_announced_and_let_in_when_the_members_stop():
     with serving() as server:
         (one,) = first_view(server, 1)
         two = server.join(1)
@@ -98,7 +96,7 @@ def test_a_newcomer_is_announced_and_let_in_when_the_members_stop() -> None:
         assert not one.newcomers_wait
 
 
-def test_who_waits_for_a_rank_that_died_after_the_fit_is_told_so() -> None:
+def test_who_waits_for_a_rank_that_died_after_the_fit_is_told_so():
     with serving() as server:
         one, two = first_view(server, 2)
         for member in (one, two):
@@ -112,7 +110,7 @@ def test_who_waits_for_a_rank_that_died_after_the_fit_is_told_so() -> None:
             one.check()
 
 
-def test_a_newcomer_that_does_not_fit_is_removed_and_a_member_is_not() -> None:
+def test_a_newcomer_that_does_not_fit_is_removed_and_a_member_is_not():
     with serving() as server:
         (one,) = first_view(server, 1)
         two = server.join(1)
@@ -131,7 +129,7 @@ def test_a_newcomer_that_does_not_fit_is_removed_and_a_member_is_not() -> None:
         assert server.steward.turned_away == {1}
 
 
-def test_a_failure_ends_the_job_on_every_rank() -> None:
+def test_a_failure_ends_the_job_on_every_rank():
     with serving() as server:
         one, two = first_view(server, 2)
         one.fail("rank 0 failed: ValueError: no such file")
@@ -145,7 +143,7 @@ def test_a_failure_ends_the_job_on_every_rank() -> None:
         assert not ended.value.finished
 
 
-def test_a_failure_that_follows_from_a_late_death_leaves_the_last_word_to_the_launcher() -> None:
+def test_a_failure_that_follows_from_a_late_death_leaves_the_last_word_to_the_launcher():
     with serving() as server:
         one, two, three = first_view(server, 3)
         for member in (one, two, three):
@@ -163,7 +161,7 @@ def test_a_failure_that_follows_from_a_late_death_leaves_the_last_word_to_the_la
 
 
 @pytest.mark.parametrize("parted", [False, True])
-def test_ranks_that_are_too_few_for_too_long_learn_why_the_job_ends(parted: bool) -> None:
+def test_ranks_that_are_too_few_for_too_long_learn_why_the_job_ends(parted):
     """By the type of the error. Ranks with parts of the state meet once more before."""
     with serving(min_ranks=2) as server:
         one, two = first_view(server, 2)
@@ -187,7 +185,7 @@ def test_ranks_that_are_too_few_for_too_long_learn_why_the_job_ends(parted: bool
         assert not isinstance(ended.value, TooFewRanks)
 
 
-def test_a_process_that_waits_when_the_training_ends_is_told_so() -> None:
+def test_a_process_that_waits_when_the_training_ends_is_told_so():
     with serving() as server:
         (one,) = first_view(server, 1)
         two = server.join(1)
@@ -201,7 +199,7 @@ def test_a_process_that_waits_when_the_training_ends_is_told_so() -> None:
             assert ended.value.finished
 
 
-def test_a_stranger_is_sent_away() -> None:
+def test_a_stranger_is_sent_away():
     with serving() as server:
         (one,) = first_view(server, 1)
         with pytest.raises(RankDiscoveryError, match="another job"):
@@ -209,7 +207,7 @@ def test_a_stranger_is_sent_away() -> None:
         one.check()
 
 
-def test_a_process_learns_whether_the_job_has_begun() -> None:
+def test_a_process_learns_whether_the_job_has_begun():
     with serving() as server:
         early, replacement = server.join(0), server.join(5)
         early.report(Report())
@@ -218,11 +216,11 @@ def test_a_process_learns_whether_the_job_has_begun() -> None:
         assert [early.first_ranks, replacement.first_ranks, server.join(6).first_ranks] == [0, 0, 2]
 
 
-def test_who_waits_for_keys_is_looked_at_when_the_next_missing_one_comes() -> None:
+def test_who_waits_for_keys_is_looked_at_when_the_next_missing_one_comes():
     looks = 0
 
     class Counted(dict[str, str]):
-        def __contains__(self, key: object) -> bool:
+        def __contains__(self, key):
             nonlocal looks
             looks += 1
             return super().__contains__(key)
@@ -241,7 +239,7 @@ def test_who_waits_for_keys_is_looked_at_when_the_next_missing_one_comes() -> No
     assert looks < 10 * ranks  # not for each that waits at each key that comes
 
 
-def test_a_key_that_is_deleted_while_others_are_awaited_is_awaited_again() -> None:
+def test_a_key_that_is_deleted_while_others_are_awaited_is_awaited_again():
     store, answers = KeyValue(), []
     store.request({"op": "set", "key": "a", "value": "1"}, lambda answer: None)
     store.request({"op": "wait", "keys": ["a", "b"]}, answers.append)

@@ -2,14 +2,11 @@
 waits on them.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +20,7 @@ from tests.elastic.serving import first_view, serving
 EVERY_BYTE = bytes(range(256))
 
 
-def test_the_store_behaves_as_torchs_own() -> None:
+def test_the_store_behaves_as_torchs_own():
     with serving() as server:
         (member,) = first_view(server, 1)
         stewards, own = StewardStore(member, 5), dist.HashStore()
@@ -47,7 +44,7 @@ def test_the_store_behaves_as_torchs_own() -> None:
                 store.wait(["none"], timedelta(milliseconds=30))
 
 
-def test_a_store_whose_view_is_over_refuses_everything() -> None:
+def test_a_store_whose_view_is_over_refuses_everything():
     with serving() as server:
         one, two = first_view(server, 2)
         stewards = StewardStore(one, 60)
@@ -59,7 +56,7 @@ def test_a_store_whose_view_is_over_refuses_everything() -> None:
             store.set("late", "value")
 
 
-def test_shutting_down_frees_whoever_waits_in_gloo_and_spares_all_other_sockets() -> None:
+def test_shutting_down_frees_whoever_waits_in_gloo_and_spares_all_other_sockets():
     with serving() as server, socket.create_server(("127.0.0.1", 0)) as listening:
         stores = [StewardStore(member, 10) for member in first_view(server, 2)]
         with ThreadPoolExecutor(2) as pool:
@@ -80,5 +77,5 @@ def test_shutting_down_frees_whoever_waits_in_gloo_and_spares_all_other_sockets(
         shut_down_sockets(stores[0].values)  # closed meanwhile
 
 
-def gloo_group(store: StewardStore, rank: int) -> Any:
+def gloo_group(store, rank):
     return dist.ProcessGroupGloo(dist.PrefixStore("group", store), rank, 2, timedelta(seconds=60))

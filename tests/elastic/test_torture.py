@@ -2,11 +2,8 @@
 one history.
 """
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,13 +15,13 @@ STEPS = 150
 pytestmark = pytest.mark.ranks
 
 
-def finished_steps(folder: Path) -> list[tuple[int, list[int]]]:
+def finished_steps(folder):
     """Every step that any process has finished, also a process that was killed then."""
     lines = [line for log in folder.glob("*.log") for line in log.read_text().splitlines()]
     return [tuple(json.loads(line)) for line in lines]
 
 
-def check_histories(folder: Path, steps: int) -> list[list[int]]:
+def check_histories(folder, steps):
     """All histories, of which there must be one or more, are equal, and hold every step that
     anybody has finished.
     """
@@ -40,7 +37,7 @@ def check_histories(folder: Path, steps: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_kills_lose_no_finished_step(seed: int, tmp_path: Path) -> None:
+def test_random_kills_lose_no_finished_step(seed, tmp_path):
     command = [
         sys.executable,
         TORTURE,

@@ -4,8 +4,6 @@ A rank counts as a holder of the state once its log in FOLDER has a line; one ho
 left alive.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -21,8 +19,8 @@ from lightning_ring.launch.process_ends import RespawnLimits
 KILLS = 4
 
 
-def torture(job: ElasticJob, folder: Path, draws: random.Random) -> None:
-    killed: set[int] = set()  # which the job may have yet to notice
+def torture(job, folder, draws):
+    killed = set()  # which the job may have yet to notice
     # which a rank writes after its training
     while len(killed) < KILLS and not list(folder.glob("*.json")):
         # also during a recovery, and two at once
@@ -37,7 +35,7 @@ def torture(job: ElasticJob, folder: Path, draws: random.Random) -> None:
             killed.add(victim)
 
 
-def main() -> int:
+def main():
     seed, folder, *command = sys.argv[1:]
     replaced = int(seed) % 3 > 0
     respawn = RespawnLimits(limit=20, delay=0.02, steady=0.0) if replaced else None

@@ -68,12 +68,14 @@ def trained(strategy: Any, ckpt_path: str | None = None, **options: Any) -> dict
 
 
 class KilledOnce(L.Callback):
-    """Kills rank 1 in the second epoch, once the engine has written ``checkpoint`` (a file's name)
-    into ``folder``. The file ``folder/killed`` says that it has done so."""
+    """Kills rank 1 in the second epoch, or with ``parent`` the engine's process that started it,
+    once the engine has written ``checkpoint`` (a file's name) into ``folder``. The file
+    ``folder/killed`` says that it has done so."""
 
-    def __init__(self, folder: Path, checkpoint: str) -> None:
+    def __init__(self, folder: Path, checkpoint: str, *, parent: bool = False) -> None:
         self._folder = folder
         self._checkpoint = checkpoint
+        self._parent = parent
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         killed = self._folder / "killed"
@@ -84,4 +86,5 @@ class KilledOnce(L.Callback):
             assert time.monotonic() < late, f"{self._checkpoint} was not written"
             time.sleep(0.1)
         killed.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getppid() if self._parent else os.getpid(), signal.SIGKILL)
+        time.sleep(60)  # the watch ends a rank whose parent has gone

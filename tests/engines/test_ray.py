@@ -25,6 +25,8 @@ def two_nodes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))  # of the daemons, and so of their workers
         patch.setenv("OMP_NUM_THREADS", "1")
+        # the first try after a node has gone may still wait for it
+        patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
         node = {"num_cpus": 2, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args=node)
         try:
@@ -36,7 +38,7 @@ def two_nodes() -> Iterator[None]:
             cluster.shutdown()
 
 
-def fit(folder: Path, num_workers: int = 2, **config: Any) -> list[dict[str, Any]]:
+def fit(folder: Path, num_workers: Any = 2, cpus: int = 1, **config: Any) -> list[dict[str, Any]]:
     """What each worker's fit returned, by rank. ``config`` is that of `_loop`."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -45,14 +47,19 @@ def fit(folder: Path, num_workers: int = 2, **config: Any) -> list[dict[str, Any
     TorchTrainer(
         _loop,
         train_loop_config={"folder": str(folder)} | config,
-        scaling_config=ScalingConfig(num_workers=num_workers, placement_strategy="SPREAD"),
+        scaling_config=ScalingConfig(
+            num_workers=num_workers,
+            placement_strategy="SPREAD",
+            resources_per_worker={"CPU": cpus},
+        ),
         run_config=RunConfig(name="fit", storage_path=str(folder), failure_config=failures),
     ).fit()
-    return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(num_workers)]
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("rank*"))]
 
 
 def _loop(config: dict[str, Any]) -> None:
-    """``strategy`` is "ring", "ring_sharded" or, for Ray's own, "ddp"."""
+    """``strategy`` is "ring", "ring_sharded" or, for Ray's own, "ddp"; ``kill`` is "worker" or
+    "node", the process of Ray that stands for a node."""
     from ray.train import get_checkpoint, get_context
     from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, RayTrainReportCallback
 
@@ -60,7 +67,8 @@ def _loop(config: dict[str, Any]) -> None:
     strategy = config.get("strategy", "ring")
     callbacks: list[Any] = [RayTrainReportCallback()] if config.get("report") else []
     if config.get("kill"):
-        callbacks.append(KilledOnce(folder, "checkpoint_manager_snapshot.json"))
+        snapshot, node = "checkpoint_manager_snapshot.json", config["kill"] == "node"
+        callbacks.append(KilledOnce(folder, snapshot, parent=node))
     checkpoint = get_checkpoint()
     start = None if checkpoint is None else f"{checkpoint.to_directory()}/checkpoint.ckpt"
     said = trained(
@@ -80,7 +88,7 @@ def weights(said: list[dict[str, Any]]) -> Any:
 
 
 def test_a_killed_worker_starts_again_and_the_fit_has_the_bits_of_ddp(two_nodes, tmp_path):
-    said = fit(tmp_path / "ring", plugin=True, report=True, kill=True)
+    said = fit(tmp_path / "ring", plugin=True, report=True, kill="worker")
     assert (tmp_path / "ring" / "killed").exists()
     assert all(one["resumed"] for one in said)
     assert [one["rank"] for one in said] == [0, 1]
@@ -102,3 +110,13 @@ def test_prepare_trainer_accepts_strategies_of_ray_only(two_nodes):
 
     with pytest.raises(RuntimeError, match="Invalid strategy class"):
         prepare_trainer(L.Trainer(strategy="ring", accelerator="cpu", devices=1, logger=False))
+
+
+# the last one: it loses a node
+def test_an_elastic_fit_goes_on_without_a_lost_node(two_nodes, tmp_path):
+    said = fit(
+        tmp_path, num_workers=(1, 2), cpus=2, strategy="ring_sharded", report=True, kill="node"
+    )
+    assert (tmp_path / "killed").exists()
+    assert [(one["rank"], one["world_size"], one["resumed"]) for one in said] == [(0, 1, True)]
+    assert said[0]["steps"] == 6 + (EPOCHS - 1) * 12, "the first epoch on two workers"

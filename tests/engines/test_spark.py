@@ -1,12 +1,8 @@
 """Spark's TorchDistributor starts the ranks, on the driver's host and in the tasks of a barrier."""
 
-from __future__ import annotations
-
 import io
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +15,7 @@ IMAGES = 16
 
 
 @pytest.fixture(scope="module")
-def spark() -> Iterator[Any]:
+def spark():
     """A cluster of two workers, each a process with one core."""
     from pyspark.errors import PySparkRuntimeError
     from pyspark.sql import SparkSession
@@ -46,7 +42,7 @@ def spark() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def parquet(spark, tmp_path_factory) -> Path:
+def parquet(spark, tmp_path_factory):
     """A DataFrame of JPEGs and labels, as Spark writes it."""
     from PIL import Image
 
@@ -60,16 +56,11 @@ def parquet(spark, tmp_path_factory) -> Path:
     return folder
 
 
-def _fit(strategy: str, parquet: str) -> dict[str, Any]:
+def _fit(strategy, parquet):
     """On each rank; Spark hands back what one of them returns."""
     from datasets import Dataset
 
-    from lightning_ring.data import (
-        CenterCrop,
-        HuggingFaceImages,
-        ShuffledSampler,
-        image_loader,
-    )
+    from lightning_ring.data import CenterCrop, HuggingFaceImages, ShuffledSampler, image_loader
     from tests.engines.loops import trained
 
     # "auto" is one rank for Lightning's own strategies on a CPU
@@ -84,7 +75,7 @@ def _fit(strategy: str, parquet: str) -> dict[str, Any]:
 def test_a_fit_has_the_bits_of_ddp_on_one_host_and_in_a_barrier(spark, parquet):
     from pyspark.ml.torch.distributor import TorchDistributor
 
-    def run(strategy: str, local_mode: bool) -> dict[str, Any]:
+    def run(strategy, local_mode):
         distributor = TorchDistributor(num_processes=2, local_mode=local_mode, use_gpu=False)
         return distributor.run(_fit, strategy, str(parquet))
 

@@ -5,8 +5,6 @@ Run by its path: ``serve SOCKET`` is the server, ``rank ARGUMENTS`` the small pr
 ARGUMENTS``. It imports little, as a small process is started for each rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -14,7 +12,6 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ADDRESS = "TESTS_FORK_SERVER"
@@ -50,12 +47,12 @@ READ_AT_START = (
 # Read later, or set by imports in pytest's process.
 READ_LATER = ("KMP_DUPLICATE_", "KMP_INIT_", "LIGHTNING_RING_", "PYTORCH_NVML_", "TORCHELASTIC_")
 READ_LATER += ("TORCHINDUCTOR_", "TORCH_NCCL_")
-ENTERED = ("net", "uts", "mnt")  # namespaces: those of a made-up host (`benchmarks/hosts.py`)
+ENTERED = ("net", "uts", "mnt")  # namespaces: those of a made-up host (`tests/hosts.py`)
 INHERITED = "RING_STORE_FD"  # a file descriptor that a launcher leaves to rank 0
 OPTIONS = ("-B", "-u", "-W")  # of Python, that a forked rank heeds
 
 
-def of_start(env: Mapping[str, str]) -> dict[str, str]:
+def of_start(env):
     found = {
         name: env[name]
         for name in env
@@ -66,11 +63,11 @@ def of_start(env: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def without_forked_ranks(path: str) -> str:
+def without_forked_ranks(path):
     return os.pathsep.join(folder for folder in path.split(os.pathsep) if folder != FORKED_RANKS)
 
 
-def namespaces() -> dict[str, str]:
+def namespaces():
     """Of this process. A rank in others than `ENTERED` is started anew."""
     return {name: os.readlink(f"/proc/self/ns/{name}") for name in os.listdir("/proc/self/ns")}
 
@@ -80,17 +77,17 @@ class Server:
     has it import.
     """
 
-    def __init__(self, address: str, prepare: Callable[[], None]) -> None:
+    def __init__(self, address, prepare):
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
         self._listener.listen(128)
-        self._prepare: Callable[[], None] | None = prepare
+        self._prepare = prepare
         self._env = dict(os.environ)
         self._namespaces = namespaces()
         # by pidfd, which is readable when the rank has ended
-        self._ranks: dict[int, tuple[int, socket.socket]] = {}
+        self._ranks = {}
 
-    def serve(self) -> list[str] | None:
+    def serve(self):
         """The arguments of a rank, in the rank; `None` at the server's end."""
         while True:
             clients = {client.fileno(): pid for pid, client in self._ranks.values()}
@@ -106,7 +103,7 @@ class Server:
             if self._listener in ready and (arguments := self._fork(self._listener.accept()[0])):
                 return arguments
 
-    def _report(self, pidfd: int) -> None:
+    def _report(self, pidfd):
         pid, client = self._ranks.pop(pidfd)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with contextlib.suppress(OSError):
@@ -114,7 +111,7 @@ class Server:
         client.close()
         os.close(pidfd)
 
-    def _fork(self, client: socket.socket) -> list[str] | None:
+    def _fork(self, client):
         data, files, _, _ = socket.recv_fds(client, 1 << 20, 16)
         while data and not data.endswith(b"\n") and (more := client.recv(1 << 20)):
             data += more
@@ -148,9 +145,7 @@ class Server:
             client.close()
         return None
 
-    def _become(
-        self, request: dict, client: socket.socket, files: list[int], spaces: set[str]
-    ) -> None:
+    def _become(self, request, client, files, spaces):
         import ctypes
 
         os.setsid()
@@ -180,7 +175,7 @@ class Server:
         sys.modules["numpy"].random.seed()  # Python's own generator is seeded by `os.fork`
 
 
-def options_of(arguments: list[str]) -> tuple[list[str], list[str]]:
+def options_of(arguments):
     """Python's own options, those for warnings as two words, and what follows them."""
     options, rest = [], list(arguments)
     while rest and rest[0].startswith(OPTIONS):
@@ -189,7 +184,7 @@ def options_of(arguments: list[str]) -> tuple[list[str], list[str]]:
     return options, rest
 
 
-def run(arguments: list[str]) -> None:
+def run(arguments):
     """What ``python ARGUMENTS`` does: a script, ``-m module`` or ``-c code``."""
     import itertools
     import runpy
@@ -201,12 +196,12 @@ def run(arguments: list[str]) -> None:
     sys.dont_write_bytecode |= "-B" in options
     told = [words for option, words in itertools.pairwise(options) if option == "-W"]
     sys.warnoptions += told
-    warnings._processoptions(told)  # type: ignore[attr-defined]
+    warnings._processoptions(told)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if first == "-m":
         sys.path[0] = os.getcwd()
         sys.argv = ["-m", *rest[1:]]
-        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
+        runpy._run_module_as_main(rest[0])
     elif first == "-c":
         sys.path[0] = ""
         sys.argv = ["-c", *rest[1:]]
@@ -218,14 +213,14 @@ def run(arguments: list[str]) -> None:
         exec(compile(Path(first).read_bytes(), first, "exec"), main.__dict__)
 
 
-def end(rank: Callable[[], None]) -> None:
+def end(rank):
     """End the process as Python does after ``rank``, but for taking all modules down, which
     lasts seconds.
     """
     import atexit
     import threading
 
-    code: object = None
+    code = None
     try:
         rank()
     except SystemExit as error:
@@ -236,7 +231,7 @@ def end(rank: Callable[[], None]) -> None:
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()
     atexit._run_exitfuncs()
     if (mpi := sys.modules.get("mpi4py.MPI")) and not mpi.Is_finalized():
         mpi.Finalize()  # what mpi4py has Python's C code call
@@ -247,7 +242,7 @@ def end(rank: Callable[[], None]) -> None:
     os._exit(code or 0)
 
 
-def ask_for_rank(arguments: list[str]) -> None:
+def ask_for_rank(arguments):
     """Be the small process of a rank, and do not return; unless the rank has to be started anew."""
     rank = next((os.environ[name] for name in RANKS if name in os.environ), "0")
     env = dict(os.environ)
@@ -273,7 +268,7 @@ def ask_for_rank(arguments: list[str]) -> None:
     if not pid:
         return
 
-    def pass_on(number: int, frame: object) -> None:
+    def pass_on(number, frame):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
@@ -286,7 +281,7 @@ def ask_for_rank(arguments: list[str]) -> None:
     os._exit(code)
 
 
-def become_a_rank_if_it_is_one() -> None:
+def become_a_rank_if_it_is_one():
     """In a Python that starts with `FORKED_RANKS` on its path. What it starts in turn is not
     forked.
     """
@@ -299,7 +294,7 @@ def become_a_rank_if_it_is_one() -> None:
     ask_for_rank([*options, *rest])
 
 
-def imports() -> None:
+def imports():
     import gc
     import importlib
 

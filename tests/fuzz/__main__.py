@@ -4,8 +4,6 @@ python -m tests.fuzz --seeds 0:1000          # counts, and every seed that does 
 python -m tests.fuzz --seed 123 --show       # its script, to run by hand under torchrun
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys
@@ -14,7 +12,7 @@ from tests.fuzz.program import draw
 from tests.fuzz.session import Session
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(
         prog="python -m tests.fuzz", description=__doc__.splitlines()[0]
     )
@@ -37,13 +35,13 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def _end(number: int, frame: object) -> None:
+def _end(number, frame):
     """End with the clean-up of `Session`, once: `timeout` sends its signal twice."""
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
-def _seeds(text: str) -> list[int]:
+def _seeds(text):
     if ":" in text:
         first, last = text.split(":")
         return list(range(int(first), int(last)))

@@ -5,14 +5,10 @@ wrong.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from tests.fuzz.jobs import Outcome
-from tests.fuzz.program import Program
 from tests.fuzz.rules import differs_in_one_process, must_be_refused, refusals
 
 REFERENCES = ("one", "ddp")
@@ -30,13 +26,13 @@ class Verdict:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def fails(self) -> bool:
+    def fails(self):
         return self.kind in ("DISAGREE", "RAISES", "ONE RAISES", "HANG", "CRASH", "LEAKS")
 
 
-def judge(program: Program, outcomes: dict[str, Outcome]) -> Verdict:
-    notes: list[str] = []
-    findings: list[str] = []
+def judge(program, outcomes):
+    notes = []
+    findings = []
     sound = _sound_references(program, outcomes, notes)
     kinds = set()
     for name, outcome in outcomes.items():
@@ -69,9 +65,7 @@ def judge(program: Program, outcomes: dict[str, Outcome]) -> Verdict:
     return Verdict(kinds.pop() if kinds else "AGREE", findings, notes)
 
 
-def _sound_references(
-    program: Program, outcomes: dict[str, Outcome], notes: list[str]
-) -> dict[str, Outcome]:
+def _sound_references(program, outcomes, notes):
     """One process and DDP, where they trained; what they could not do goes into ``notes``.
 
     Where they differ from each other, the one that `ring` is equal to counts, and the other one is
@@ -112,7 +106,7 @@ def _sound_references(
     return sound
 
 
-def _kind_of_failure(program: Program, name: str, outcomes: dict[str, Outcome]) -> str:
+def _kind_of_failure(program, name, outcomes):
     outcome = outcomes[name]
     if outcome.kind != "error":
         return outcome.kind.upper()
@@ -128,7 +122,7 @@ def _kind_of_failure(program: Program, name: str, outcomes: dict[str, Outcome]) 
     return f"REFUSED: {refused}" if refused else "RAISES"
 
 
-def tolerance(program: Program, name: str, reference: str) -> float:
+def tolerance(program, name, reference):
     """The largest difference that counts as equal, against ``max(1, |largest value|)``.
 
     0 (the same bits) for ``ring`` and DDP on two ranks, where a + b is b + a; 1e-12 where sums come
@@ -156,9 +150,7 @@ def tolerance(program: Program, name: str, reference: str) -> float:
     return {0.0: 0.0, 1e-12: 1e-5, 1e-10: 1e-3}[limit] if small else limit
 
 
-def _against(
-    program: Program, name: str, reference: str, mine: Outcome, expected: Outcome, limit: float
-) -> Iterator[str]:
+def _against(program, name, reference, mine, expected, limit):
     alone = reference == "one"
     batch_norm = "Conv(norm=True)" in program.blocks
     parts = ["weights", "state"]
@@ -182,7 +174,7 @@ def _against(
                 yield f"{part} of rank {rank}: {line}"
 
 
-def _known(numbers: dict[str, Any], alone: bool) -> dict[str, Any]:
+def _known(numbers, alone):
     """Without what one process counts differently: a maximum over ranks of their means.
 
     And without a key that torch adds to a group when it loads a state dict.
@@ -193,13 +185,13 @@ def _known(numbers: dict[str, Any], alone: bool) -> dict[str, Any]:
     return {name: value for name, value in numbers.items() if not (alone and name == ".top")}
 
 
-def _between_ranks(outcome: Outcome) -> Iterator[str]:
+def _between_ranks(outcome):
     for rank, other in enumerate(outcome.ranks[1:], start=1):
         for line in _different(other["weights"], outcome.ranks[0]["weights"], 0.0):
             yield f"rank {rank} and rank 0: {line}"
 
 
-def _different(mine: dict[str, Any], expected: dict[str, Any], limit: float) -> Iterator[str]:
+def _different(mine, expected, limit):
     if mine.keys() != expected.keys():
         yield f"only in one of them: {sorted(mine.keys() ^ expected.keys())[:6]}"
         return
@@ -216,7 +208,7 @@ def _different(mine: dict[str, Any], expected: dict[str, Any], limit: float) -> 
                 yield f"{name} differs by {difference:.3g}"
 
 
-def _refusal(program: Program, name: str, outcome: Outcome) -> str | None:
+def _refusal(program, name, outcome):
     """Which refusal this is that `rules` predict, the same error on every rank; `None` for any
     other error.
     """
@@ -236,7 +228,7 @@ def _refusal(program: Program, name: str, outcome: Outcome) -> str | None:
     )
 
 
-def _last_line(outcome: Outcome) -> str:
+def _last_line(outcome):
     if outcome.errors:
         error = outcome.errors[0]
         return f"{error['kinds'][0]}: {error['error'][:300]}".replace("\n", " ")

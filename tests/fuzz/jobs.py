@@ -10,12 +10,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from lightning_ring.job.rendezvous.greeting import reserve_port
@@ -48,12 +45,12 @@ class Outcome:
     straight: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def errors(self) -> list[dict[str, Any]]:
+    def errors(self):
         return [rank for rank in self.ranks if "error" in rank]
 
 
 class Job:
-    def __init__(self, strategy: str, ranks: int, folder: Path, limit: float) -> None:
+    def __init__(self, strategy, ranks, folder, limit):
         self.strategy = strategy
         self._ranks = ranks
         self._limit = limit
@@ -67,11 +64,11 @@ class Job:
                 "lightning_ring.integrations.lightning.strategy",
             ]
         )
-        self._processes: list[BaseProcess] = []
-        self._orders: list[Connection] = []
-        self._reserved: socket.socket | None = None  # holds the port at which the ranks meet
+        self._processes = []
+        self._orders = []
+        self._reserved = None  # holds the port at which the ranks meet
 
-    def run(self, order: Order) -> Outcome:
+    def run(self, order):
         if not self._processes:
             self._start()
         begin = self._output.stat().st_size if self._output.exists() else 0
@@ -93,9 +90,9 @@ class Job:
             self.end()
         return Outcome(kind, ranks, text)
 
-    def _wait(self) -> dict[int, dict[str, Any]]:
+    def _wait(self):
         """Results by rank; ends at the limit, when a rank died, or some time after one failed."""
-        results: dict[int, dict[str, Any]] = {}
+        results = {}
         deadline = time.monotonic() + self._limit
         while len(results) < self._ranks and (left := deadline - time.monotonic()) > 0:
             pending = {
@@ -115,7 +112,7 @@ class Job:
                     )
         return results
 
-    def _start(self) -> None:
+    def _start(self):
         self._reserved = reserve_port()
         for rank in range(self._ranks):
             env = {
@@ -136,7 +133,7 @@ class Job:
             self._processes.append(process)
             self._orders.append(ours)
 
-    def end(self) -> None:
+    def end(self):
         for process in self._processes:
             if process.pid is not None and process.is_alive():
                 process.kill()
@@ -149,12 +146,12 @@ class Job:
         self._processes, self._orders, self._reserved = [], [], None
 
 
-def _follow_orders(*arguments: Any) -> None:
+def _follow_orders(*arguments):
     from tests.fuzz.rank import follow_orders  # here: torch is for the ranks alone
 
     follow_orders(*arguments)
 
 
-def one_thread_each() -> None:
+def one_thread_each():
     """For the server that ranks are forked from, and before it starts."""
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -214,8 +214,7 @@ HOOKS = {  # what the user's hooks do with gradients and weights; any number of 
         "elif batch_idx == 2:\n    self.load_state_dict(self.best)"
     ),
     "reads optimizer state": option(
-        0.5,
-        batch_end="self.seen += [len(o.state) for o in self.trainer.optimizers]",
+        0.5, batch_end="self.seen += [len(o.state) for o in self.trainer.optimizers]"
     ),
     "changes the learning rate": option(
         batch_end="for o in self.trainer.optimizers:\n    for group in o.param_groups:\n        "

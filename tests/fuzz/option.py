@@ -25,11 +25,5 @@ class Option:
     rounding: bool = False
 
 
-def option(
-    weight: float = 1.0,
-    without: str = "",
-    unused: bool = False,
-    rounding: bool = False,
-    **code: str,
-) -> Option:
+def option(weight=1.0, without="", unused=False, rounding=False, **code):
     return Option(weight, code, tuple(without.split()), unused, rounding)

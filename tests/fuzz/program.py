@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from tests.fuzz.loop_features import HOROVOD, LOOP
 from tests.fuzz.module_features import BLOCKS, HOOKS, MODULE
-from tests.fuzz.option import Option
 from tests.fuzz.rules import settle
 from tests.fuzz.script import render
 from tests.fuzz.trainer_features import TRAINER
@@ -32,17 +31,17 @@ class Program:
     hooks: list[str] = field(default_factory=list)
     choices: dict[str, str] = field(default_factory=dict)
 
-    def choice(self, axis: str) -> str:
+    def choice(self, axis):
         return self.choices.get(axis, next(iter(AXES[axis])))
 
-    def options(self) -> list[Option]:
+    def options(self):
         chosen = [options[self.choice(axis)] for axis, options in FAMILIES[self.family].items()]
         return (
             [BLOCKS[block] for block in self.blocks] + chosen + [HOOKS[hook] for hook in self.hooks]
         )
 
     @property
-    def strategies(self) -> list[str]:
+    def strategies(self):
         """Those that the program has one meaning under."""
         without = {name for option in self.options() for name in option.without}
         return [
@@ -52,7 +51,7 @@ class Program:
         ]
 
     @property
-    def source_of(self) -> dict[str, str]:
+    def source_of(self):
         """Strategy -> the strategy whose checkpoint it resumes; empty where the program resumes
         nothing.
         """
@@ -75,7 +74,7 @@ class Program:
         after = dict(zip(parallel, parallel[-1:] + parallel[:-1], strict=True))
         return dict.fromkeys(names, parallel[-1]) | after
 
-    def description(self) -> str:
+    def description(self):
         changed = [
             f"{axis}: {self.choice(axis)}"
             for axis in AXES
@@ -84,15 +83,15 @@ class Program:
         parts = [self.family, f"{self.ranks} ranks", " > ".join(self.blocks), *changed]
         return "; ".join(parts + [f"hook: {hook}" for hook in self.hooks])
 
-    def script(self) -> str:
+    def script(self):
         return render(self)
 
 
-def draw(seed: int) -> Program:
+def draw(seed):
     """The same program for the same seed, on every machine."""
     chance = random.Random(seed)
 
-    def pick(options: dict[str, Option]) -> str:
+    def pick(options):
         return chance.choices(list(options), [option.weight for option in options.values()])[0]
 
     family = "horovod" if seed % 10 == 9 else ("trainer", "loop")[seed % 2]

@@ -2,8 +2,6 @@
 that each ended with.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import os
@@ -12,21 +10,15 @@ import random
 import signal
 import time
 import traceback
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
-
-from tests.fuzz.jobs import Order
 
 EPOCHS = 2
 OF_A_CHECKPOINT = ("optimizer_states", "lr_schedulers", "global_step", "epoch")
 
 
-def follow_orders(
-    orders: Connection, strategy: str, env: dict[str, str], output: str, limit: float
-) -> None:
+def follow_orders(orders, strategy, env, output, limit):
     """The main function of a rank. It ends with `None`, or with the process that started it."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     with open(output, "ab", buffering=0) as file:
@@ -57,10 +49,10 @@ def follow_orders(
     os._exit(0)
 
 
-def run(strategy: str, order: Order) -> dict[str, Any]:
+def run(strategy, order):
     random.seed(0)
     torch.manual_seed(0)
-    names: dict[str, Any] = {"__name__": "fuzzed", "__file__": order.script}
+    names = {"__name__": "fuzzed", "__file__": order.script}
     exec(compile(Path(order.script).read_text(), order.script, "exec"), names)
     model, trainer = names["fit"](strategy, epochs=1 if order.save else EPOCHS, resume=order.load)
     path = order.save or f"{order.folder}/{strategy}.ckpt"
@@ -79,7 +71,7 @@ def run(strategy: str, order: Order) -> dict[str, Any]:
     }
 
 
-def _numbers(tree: Any, path: str = "") -> dict[str, Any]:
+def _numbers(tree, path=""):
     """Every number in nested dicts, lists and tensors as ``path -> NumPy array``; what is no
     number by its text.
     """

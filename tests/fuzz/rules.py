@@ -3,13 +3,10 @@
 `settle` takes out what has no meaning beside the rest.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tests.fuzz.program import Program
+    pass
 
 _BY_GRAD = ("adversarial example by autograd.grad", "gradient penalty", "torch.func.grad")
 _FUNCTIONAL = ("Linear()", "Norm()", "Twice()", "Method()", "Large()")
@@ -22,21 +19,21 @@ _CHANGES_GRADIENTS = (
 )
 
 
-def _plain_blocks(blocks: list[str], *words: str) -> None:
+def _plain_blocks(blocks, *words):
     """Put a plain layer into the place of each block that has one of ``words`` in it."""
     blocks[:] = ["Linear()" if any(word in block for word in words) else block for block in blocks]
 
 
-def settle(program: Program) -> None:
+def settle(program):
     """Change ``program`` in place; twice is as once."""
     choice = program.choice
     choices, hooks = program.choices, program.hooks
 
-    def plain(*axes: str) -> None:
+    def plain(*axes):
         for axis in axes:
             choices.pop(axis, None)
 
-    def without(*names: str) -> None:
+    def without(*names):
         hooks[:] = [hook for hook in hooks if not any(name in hook for name in names)]
 
     if choice("compression") != "none":  # 64-bit gradients are not compressed
@@ -75,10 +72,7 @@ def settle(program: Program) -> None:
     if choice("extra") == "backward between two steps on rank 0" and choice("skip") != "none":
         # rank 0 alone would have none at all, which optimizers tell from zeros
         without("gradients are zeros")
-    if choice("skip") == "None on one rank" and choice("log") in (
-        "synchronised",
-        "per epoch",
-    ):
+    if choice("skip") == "None on one rank" and choice("log") in ("synchronised", "per epoch"):
         plain("log")
     if "saliency" in choice("extra") and choice("validation") == "none":
         choices["validation"] = "synchronised loss"
@@ -86,11 +80,7 @@ def settle(program: Program) -> None:
         plain("groups", "clip", "accumulate", "skip", "freeze")
         _plain_blocks(program.blocks, "Conv", "Shapes")
         without("every third step", "gradients")
-    if choice("schedule") == "one cycle" and choice("optimizer") in (
-        "Adagrad",
-        "ASGD",
-        "LBFGS",
-    ):
+    if choice("schedule") == "one cycle" and choice("optimizer") in ("Adagrad", "ASGD", "LBFGS"):
         plain("schedule")  # it cycles a momentum that they lack
     _settle_freezing(program, plain, without)
     if "Dropped()" in program.blocks and choice("again").startswith("resumed"):
@@ -105,9 +95,7 @@ def settle(program: Program) -> None:
         plain("schedule")
 
 
-def _settle_loop(
-    program: Program, plain: Callable[..., None], without: Callable[..., None]
-) -> None:
+def _settle_loop(program, plain, without):
     choice = program.choice
     choices = program.choices
     without("gradients are zeros", "every third step")  # methods of a LightningModule
@@ -124,16 +112,7 @@ def _settle_loop(
     if any(word in choice("freeze") for word in ("new", "own", "callback")):
         plain("freeze")
     if choice("stepping").startswith("in backward"):
-        plain(
-            "window",
-            "clip",
-            "scaler",
-            "failure",
-            "groups",
-            "again",
-            "freeze",
-            "compression",
-        )
+        plain("window", "clip", "scaler", "failure", "groups", "again", "freeze", "compression")
     elif choice("stepping") == "two optimizers":
         plain("freeze")
         without("average of weights")  # it would read what the first one has just stepped
@@ -161,7 +140,7 @@ def _settle_loop(
         ]
 
 
-def _settle_blocks(program: Program) -> None:
+def _settle_blocks(program):
     choice = program.choice
     blocks, choices = program.blocks, program.choices
     if "raises" in choice("training") + choice("failure"):
@@ -189,11 +168,7 @@ def _settle_blocks(program: Program) -> None:
         program.hooks[:] = [hook for hook in program.hooks if hook.startswith("reads")]
         if "by reference" in choice("training"):
             choices.pop("training")
-    if "Complex()" in blocks and choice("optimizer") not in (
-        "SGD",
-        "SGD without momentum",
-        "Adam",
-    ):
+    if "Complex()" in blocks and choice("optimizer") not in ("SGD", "SGD without momentum", "Adam"):
         choices["optimizer"] = "SGD"
     if all(
         block in ("Unused()", "Frozen()", "Dropped()", "OnOneRank()", "EveryOtherStep()")
@@ -202,9 +177,7 @@ def _settle_blocks(program: Program) -> None:
         blocks.append("Linear()")
 
 
-def _settle_freezing(
-    program: Program, plain: Callable[..., None], without: Callable[..., None]
-) -> None:
+def _settle_freezing(program, plain, without):
     choice = program.choice
     freeze = choice("freeze")
     if freeze == "none":
@@ -221,7 +194,7 @@ def _settle_freezing(
         without("average of weights", "best weights")
 
 
-def differs_in_one_process(program: Program) -> bool:
+def differs_in_one_process(program):
     """Whether what a rank does to its own gradients means something else where one process plays
     all ranks.
     """
@@ -234,7 +207,7 @@ def differs_in_one_process(program: Program) -> bool:
     return (local and several) or (counted and (reentrant or several))
 
 
-def must_be_refused(program: Program) -> bool:
+def must_be_refused(program):
     """Whether each rank steps gradients of its own, before they are averaged: an error, and
     never drift.
     """
@@ -242,7 +215,7 @@ def must_be_refused(program: Program) -> bool:
     return "in backward" in choice("stepping") + choice("training")
 
 
-def refusals(program: Program, strategy: str) -> dict[str, str]:
+def refusals(program, strategy):
     """Errors that the documentation states for ``program`` under ``strategy``: what, and a
     pattern of the message.
     """

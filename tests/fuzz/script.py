@@ -1,7 +1,5 @@
 """A random program as a script: lines of its options in the places of its family's template."""
 
-from __future__ import annotations
-
 import ast
 import re
 import textwrap
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING
 from tests.fuzz import templates
 
 if TYPE_CHECKING:
-    from tests.fuzz.program import Program
+    pass
 
 PLAIN = {  # places that hold one expression or statement, without an option for them
     "dtype": "torch.float64",
@@ -28,9 +26,9 @@ PLAIN = {  # places that hold one expression or statement, without an option for
 }
 
 
-def render(program: Program) -> str:
+def render(program):
     """The script of ``program``."""
-    places: dict[str, list[str]] = {}
+    places = {}
     for option in program.options():
         for place, code in option.code.items():
             places.setdefault(place, []).append(code)
@@ -92,7 +90,7 @@ def render(program: Program) -> str:
     return re.sub(r"(?<!:)\n +pass(?=\n)", "", text)
 
 
-def _classes(names: list[str]) -> str:
+def _classes(names):
     """Source of the blocks that ``names`` call, and of those that they derive from, in the order
     of the file.
     """
@@ -103,7 +101,7 @@ def _classes(names: list[str]) -> str:
 
 
 @cache
-def _blocks() -> tuple[dict[str, str], dict[str, str]]:
+def _blocks():
     """Source and first parent of each class of ``blocks.py``, from its text: importing it would
     import torch.
     """

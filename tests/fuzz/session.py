@@ -2,21 +2,18 @@
 outcomes are there.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
 from tests.fuzz.compare import Verdict, judge
 from tests.fuzz.jobs import Job, Order, Outcome, one_thread_each
-from tests.fuzz.program import Program, draw
+from tests.fuzz.program import draw
 
 MAX_CONFIRMED = 10  # failures that are tried again in fresh processes
 
@@ -26,27 +23,27 @@ class Session:
     strategy.
     """
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit):
         one_thread_each()
         self._folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
         self._limit = limit
         self._stopped = False
         self._cpu_seconds = Counter[str]()
-        self._jobs: dict[tuple[str, int], Job] = {}
+        self._jobs = {}
 
-    def __enter__(self) -> Session:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._end_jobs()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def compare(self, seeds: list[int]) -> list[str]:
+    def compare(self, seeds):
         """Judge ``seeds``, print what does not agree and the counts; the seeds that fail, each
         tried again alone.
         """
         begin, counts = time.monotonic(), Counter[str]()
-        failures: list[str] = []
+        failures = []
         programs = [draw(seed) for seed in seeds]
         judged = self.verdicts(programs, _tell)
         for program, verdict in zip(programs, judged, strict=True):
@@ -67,14 +64,12 @@ class Session:
             print(f"python -m tests.fuzz --show --seed {failure.replace(':', '  #')}", flush=True)
         return failures
 
-    def verdicts(
-        self, programs: list[Program], tell: Callable[[Program, Verdict], None]
-    ) -> list[Verdict]:
+    def verdicts(self, programs, tell):
         """Judge ``programs``, and ``tell`` of each. Every strategy's job takes them in their
         order.
         """
-        outcomes: dict[tuple[int, str], Future[Outcome]] = {}
-        work: dict[tuple[str, int], list[tuple[int, Program]]] = {}
+        outcomes = {}
+        work = {}
         for index, program in enumerate(programs):
             (self._folder / f"{index}.py").write_text(program.script())
             for strategy in program.strategies:
@@ -104,13 +99,7 @@ class Session:
                 raise
         return found
 
-    def _work(
-        self,
-        key: tuple[str, int],
-        todo: list[tuple[int, Program]],
-        outcomes: dict[tuple[int, str], Future[Outcome]],
-        saved: dict[tuple[int, str], threading.Event],
-    ) -> None:
+    def _work(self, key, todo, outcomes, saved):
         job = self._jobs.setdefault(key, Job(*key, self._folder, self._limit))
         for index, program in todo:
             if self._stopped:
@@ -123,9 +112,7 @@ class Session:
                 )
             outcomes[index, key[0]].set_result(outcome)
 
-    def _run(
-        self, job: Job, index: int, program: Program, saved: dict[tuple[int, str], threading.Event]
-    ) -> Outcome:
+    def _run(self, job, index, program, saved):
         script, folder = str(self._folder / f"{index}.py"), self._folder / f"{index}-{job.strategy}"
         folder.mkdir()
         straight = program.choice("again") == "resumed, and straight" and job.run(
@@ -145,7 +132,7 @@ class Session:
         outcome.straight = straight.ranks if straight else []
         return outcome
 
-    def _confirmed(self, program: Program, verdict: Verdict) -> Verdict:
+    def _confirmed(self, program, verdict):
         again = self._alone(program)
         if again.fails:
             return again
@@ -154,24 +141,24 @@ class Session:
             [f"alone it is {again.kind}; after other seeds {verdict.kind}", *verdict.findings],
         )
 
-    def _alone(self, program: Program) -> Verdict:
+    def _alone(self, program):
         """In fresh processes."""
         self._end_jobs()
         for left in self._folder.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         return self.verdicts([program], lambda *_: None)[0]
 
-    def _end_jobs(self) -> None:
+    def _end_jobs(self):
         for job in self._jobs.values():
             job.end()
         self._jobs.clear()
 
 
-def _versions() -> str:
+def _versions():
     return ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "lightning-ring"))
 
 
-def _tell(program: Program, verdict: Verdict) -> None:
+def _tell(program, verdict):
     if verdict.fails:
         lines = [f"seed {program.seed}: {verdict.kind}", *verdict.findings, *verdict.notes]
         print("\n    ".join([*lines, program.description()]), flush=True)

@@ -2,18 +2,15 @@
 cpu`` under ``TRITON_INTERPRET=1``, or with ``cuda``.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lightning_ring.gradients.compression import kernels
 from lightning_ring.gradients.compression.between_nodes import messages
-from lightning_ring.gradients.compression.blocks import BLOCK, BlockCode, shard_length
+from lightning_ring.gradients.compression.blocks import BLOCK, shard_length
 from lightning_ring.gradients.compression.int8 import INT8
 from lightning_ring.gradients.compression.one_bit import SIGNS
 
@@ -24,7 +21,7 @@ GUARD = 7.0  # beside values, and never written
 GUARDED = 9
 
 
-def check(name: str, device: str) -> None:
+def check(name, device):
     for numel in SIZES:
         for num_shards in (1, 2, 3, 4, 5):
             check_values(name, some_values(numel), num_shards, device)
@@ -38,7 +35,7 @@ def check(name: str, device: str) -> None:
     check_against_the_cpu(name, device)
 
 
-def some_values(numel: int) -> Tensor:
+def some_values(numel):
     """Of several sizes, with zeros."""
     generator = torch.Generator().manual_seed(numel)
     values = torch.randn(numel, generator=generator) * torch.logspace(-3, 2, max(numel, 1))[:numel]
@@ -46,7 +43,7 @@ def some_values(numel: int) -> Tensor:
     return values
 
 
-def check_values(name: str, values: Tensor, num_shards: int, device: str, offset: int = 0) -> None:
+def check_values(name, values, num_shards, device, offset=0):
     """All that a message says, and that nothing else is written."""
     numel, where = values.numel(), f"{name}, {values.numel()} in {num_shards}, +{offset}"
     room = torch.full((offset + numel + GUARDED,), GUARD, dtype=values.dtype, device=device)
@@ -71,7 +68,7 @@ def check_values(name: str, values: Tensor, num_shards: int, device: str, offset
     check_average(name, values.float(), device)
 
 
-def expected(name: str, values: np.ndarray, num_shards: int) -> tuple[np.ndarray, np.ndarray]:
+def expected(name, values, num_shards):
     """For each value the scale of its block, and the value."""
     scales = np.zeros_like(values)
     length = math.ceil(len(values) / num_shards / 32) * 32
@@ -83,7 +80,7 @@ def expected(name: str, values: np.ndarray, num_shards: int) -> tuple[np.ndarray
     return scales, values
 
 
-def check_average(name: str, values: Tensor, device: str) -> None:
+def check_average(name, values, device):
     """Of messages of three ranks, against decoding each of them."""
     ranks = [(values * factor).to(device) for factor in (1, -3, 0.5)]
     sent = torch.cat([encoded(name, each, 1) for each in ranks])
@@ -101,7 +98,7 @@ def check_average(name: str, values: Tensor, device: str) -> None:
     torch.testing.assert_close(own, wanted, rtol=1e-6, atol=2e-6 * largest)
 
 
-def check_broken_values(name: str, bad: float, device: str) -> None:
+def check_broken_values(name, bad, device):
     values = torch.ones(1000, device=device)
     values[300] = bad
     sent = encoded(name, values, 1)
@@ -111,9 +108,9 @@ def check_broken_values(name: str, bad: float, device: str) -> None:
     assert values[512:].isfinite().all()
 
 
-def check_against_the_cpu(name: str, device: str) -> None:
+def check_against_the_cpu(name, device):
     """Messages of the two ways may be mixed in one job."""
-    code: BlockCode = CODES[name]
+    code = CODES[name]
     values = some_values(40_000)
     ours = messages(3, code.num_bytes(shard_length(40_000, 3)), values)
     code.encode(values, ours)
@@ -126,7 +123,7 @@ def check_against_the_cpu(name: str, device: str) -> None:
     assert (others == numbers).float().mean() > 0.999
 
 
-def encoded(name: str, values: Tensor, num_shards: int) -> Tensor:
+def encoded(name, values, num_shards):
     """Messages of ``values``; the row below them stays as it was."""
     code, length = CODES[name], shard_length(values.numel(), num_shards)
     sent = messages(num_shards + 1, code.num_bytes(length), values)
@@ -137,7 +134,7 @@ def encoded(name: str, values: Tensor, num_shards: int) -> Tensor:
     return sent[:-1]
 
 
-def decode(name: str, sent: Tensor, values: Tensor) -> None:
+def decode(name, sent, values):
     numbers, scales = CODES[name]._cut(sent)
     kernels.decode(name, values, numbers, scales, shard_length(values.numel(), len(sent)))
 

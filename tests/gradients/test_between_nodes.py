@@ -2,64 +2,46 @@
 threads.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam
 
 from lightning_ring.algorithms.averaging import Averaging
-from lightning_ring.comm.communicator import ChainedWork, Work, shard
+from lightning_ring.comm.communicator import ChainedWork, shard
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.gradients.compression import (
-    DGC,
-    Compressor,
-    Int8,
-    OneBit,
-    TernGrad,
-    TopK,
-)
+from lightning_ring.gradients.compression import DGC, Int8, OneBit, TernGrad, TopK
 from lightning_ring.gradients.compression.between_nodes import Part
 from lightning_ring.gradients.compression.top_k import largest
 from lightning_ring.gradients.reducer import Reducer
 from tests.checks.compression import references
-from tests.checks.compression.formulas import (
-    SIZES,
-    OneTensor,
-    Sender,
-    assert_equals,
-    gradient,
-)
+from tests.checks.compression.formulas import SIZES, OneTensor, Sender, assert_equals, gradient
 from tests.comm.test_hierarchical import run_nested
-from tests.thread_ranks import ThreadCommunicator, run_ranks
+from tests.thread_ranks import run_ranks
 
 NODES = [[0, 2], [1, 3]]
 
 
-def sent_bytes(compressor: Compressor | None, comm: ThreadCommunicator, numel: int) -> int:
+def sent_bytes(compressor, comm, numel):
     """What this rank's transport sends for one average of ``numel`` gradients."""
     total, isend = 0, comm.transport.isend
 
-    def counted(tensor: Tensor, dst: int, tag: int = 0) -> Any:
+    def counted(tensor, dst, tag=0):
         nonlocal total
         total += tensor.nbytes
         return isend(tensor, dst, tag)
 
-    comm.transport.isend = counted  # type: ignore[method-assign]
+    comm.transport.isend = counted
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
     if compressor is None:
         comm.all_reduce_(flat).wait()
     else:
         compressor.prepare(flat, OneTensor(flat, (numel,)))
         compressor.all_reduce(flat, comm, name="bucket").wait()
-    comm.transport.isend = isend  # type: ignore[method-assign]
+    comm.transport.isend = isend
     return total
 
 
@@ -75,10 +57,10 @@ def sent_bytes(compressor: Compressor | None, comm: ThreadCommunicator, numel: i
     ],
     ids=["int8", "terngrad", "onebit", "dgc", "topk"],
 )
-def test_bytes_that_leave(make: Callable[[], Compressor], share: float, world_size: int) -> None:
+def test_bytes_that_leave(make, share, world_size):
     numel = 400_000
 
-    def count(comm: ThreadCommunicator) -> tuple[int, int]:
+    def count(comm):
         return sent_bytes(None, comm, numel), sent_bytes(make(), comm, numel)
 
     for whole, compressed in run_ranks(world_size, count):
@@ -98,13 +80,11 @@ def test_bytes_that_leave(make: Callable[[], Compressor], share: float, world_si
     ],
     ids=["int8", "onebit", "topk", "dgc"],
 )
-def test_nodes_exchange_compressed_averages(
-    make: Callable[..., Compressor], formula: Callable[[], Any]
-) -> None:
+def test_nodes_exchange_compressed_averages(make, formula):
     """As many jobs as a node has ranks, each with a part of the nodes' exact averages."""
     num_steps = 5
 
-    def rank(comm: Any) -> list[Tensor]:
+    def rank(comm):
         send = Sender(make(min_numel=0), comm)
         return [send(gradient(comm.rank, step)) for step in range(num_steps)]
 
@@ -124,8 +104,8 @@ def test_nodes_exchange_compressed_averages(
 @pytest.mark.parametrize(
     "make", [lambda: TernGrad(min_numel=0), lambda: DGC(0.05, warmup_steps=2, min_numel=0)]
 )
-def test_nested_ranks_hold_the_same_bits(make: Callable[[], Compressor]) -> None:
-    def rank(comm: Any) -> Tensor:
+def test_nested_ranks_hold_the_same_bits(make):
+    def rank(comm):
         send = Sender(make(), comm)
         return torch.stack([send(gradient(comm.rank, step)) for step in range(4)])
 
@@ -145,19 +125,17 @@ def test_nested_ranks_hold_the_same_bits(make: Callable[[], Compressor]) -> None
     ],
     ids=["int8", "onebit", "topk"],
 )
-def test_codes_are_those_of_the_papers(
-    make: Callable[..., Compressor], formula: Callable[[], Any], world_size: int
-) -> None:
+def test_codes_are_those_of_the_papers(make, formula, world_size):
     run_ranks(world_size, lambda comm: assert_equals(make(min_numel=0), formula(), comm, 3))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-18, 1e-24, 1e-37, 1e-42])
-def test_ternary_gradients_may_be_tiny(scale: float) -> None:
+def test_ternary_gradients_may_be_tiny(scale):
     """Their squares are below float32's range, and 1e-42 has no reciprocal there."""
 
     values = torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(0))
 
-    def rank(comm: Any) -> Tensor:
+    def rank(comm):
         send = Sender(TernGrad(min_numel=0), comm)
         return torch.stack([send(scale * values) for _ in range(200)]).double().mean(0)
 
@@ -174,10 +152,8 @@ def test_ternary_gradients_may_be_tiny(scale: float) -> None:
 @pytest.mark.parametrize(
     "run", [lambda rank: run_ranks(4, rank), lambda rank: run_nested(NODES, rank)]
 )
-def test_a_shard_in_8_bits_has_the_bits_of_the_whole(
-    run: Callable[[Any], list[Any]], numel: int
-) -> None:
-    def rank(comm: Any) -> None:
+def test_a_shard_in_8_bits_has_the_bits_of_the_whole(run, numel):
+    def rank(comm):
         flat = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
         whole = flat.clone()
         Int8().all_reduce(whole, comm).wait()
@@ -193,12 +169,12 @@ def test_a_shard_in_8_bits_has_the_bits_of_the_whole(
 @pytest.mark.parametrize(
     "run", [lambda rank: run_ranks(4, rank), lambda rank: run_nested(NODES, rank)]
 )
-def test_what_is_owed_survives_new_buckets(run: Callable[[Any], list[Any]]) -> None:
+def test_what_is_owed_survives_new_buckets(run):
     """What has arrived and all errors make up the gradients, though the errors' owners change on
     the way.
     """
 
-    def rank(comm: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def rank(comm):
         compressor = OneBit(min_numel=0)
         total = torch.zeros(sum(SIZES))
         send = Sender(compressor, comm)
@@ -212,7 +188,7 @@ def test_what_is_owed_survives_new_buckets(run: Callable[[Any], list[Any]]) -> N
             values = list(gradient(comm.rank, 0).split(SIZES))
             got = send(torch.cat(values[::-1] if turned else values))
             total += torch.cat(got.split(SIZES[::-1])[::-1]) if turned else got
-        server = compressor.compressor._server  # type: ignore[attr-defined]
+        server = compressor.compressor._server
         owed = [
             torch.cat([of(str(size)) for size in SIZES])
             for of in (compressor.residual, server.of_parameter)
@@ -226,14 +202,14 @@ def test_what_is_owed_survives_new_buckets(run: Callable[[Any], list[Any]]) -> N
     )
 
 
-def test_second_legs_of_all_buckets_leave_before_the_first_is_decoded() -> None:
-    def rank(comm: Any) -> list[str]:
+def test_second_legs_of_all_buckets_leave_before_the_first_is_decoded():
+    def rank(comm):
         params = [(str(index), Parameter(torch.zeros(5000))) for index in range(3)]
         reducer = Reducer(comm, params, bucket_cap_mb=0.01, compressor=Int8())
-        told: list[str] = []
+        told = []
         gather = comm.all_gather_
 
-        def noted(flat: Tensor, *, name: str = "") -> Work:
+        def noted(flat, *, name=""):
             if "averages" not in name:
                 return gather(flat, name=name)
             told.append("starts")
@@ -251,10 +227,10 @@ def test_second_legs_of_all_buckets_leave_before_the_first_is_decoded() -> None:
 @pytest.mark.parametrize(
     "optimizer", [lambda p: SGD(p, 0.1, momentum=0.9), lambda p: Adam(p, 0.1)], ids=["sgd", "adam"]
 )
-def test_momentum_twice_is_refused(optimizer: Callable[..., Any]) -> None:
+def test_momentum_twice_is_refused(optimizer):
     net = torch.nn.Linear(3, 3)
 
-    def rank(comm: Any) -> None:
+    def rank(comm):
         Averaging(compression=DGC(momentum=0)).attach(net, [optimizer(net.parameters())], comm)
         without = Averaging(compression="dgc")
         without.attach(net, [SGD(net.parameters(), 0.1)], comm)
@@ -270,7 +246,7 @@ def test_momentum_twice_is_refused(optimizer: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy tail", "all equal", "periodic", "nan", "inf"])
-def test_guessed_thresholds_find_exactly_the_largest(kind: str) -> None:
+def test_guessed_thresholds_find_exactly_the_largest(kind):
     numel, count = 1_000_003, 1000
     values = torch.randn(numel, generator=torch.Generator().manual_seed(2))
     if kind == "heavy tail":
@@ -292,8 +268,8 @@ def test_guessed_thresholds_find_exactly_the_largest(kind: str) -> None:
     )
 
 
-def test_ternary_sums_of_more_ranks_than_fit_into_a_byte_are_refused() -> None:
-    group: Any = SimpleNamespace(world_size=128, shard_index=0)
+def test_ternary_sums_of_more_ranks_than_fit_into_a_byte_are_refused():
+    group = SimpleNamespace(world_size=128, shard_index=0)
     flat = torch.zeros(128)
     with pytest.raises(ConfigurationError, match="128 ranks or nodes"):
         next(TernGrad().average(Part(flat, flat, group, None, "bucket")))
@@ -310,6 +286,6 @@ def test_ternary_sums_of_more_ranks_than_fit_into_a_byte_are_refused() -> None:
         (lambda: Int8(min_numel=-1), "Int8 got min_numel=-1"),
     ],
 )
-def test_arguments_that_cannot_work(make: Callable[[], Compressor], words: str) -> None:
+def test_arguments_that_cannot_work(make, words):
     with pytest.raises(ConfigurationError, match=words):
         make()

@@ -1,27 +1,22 @@
 """Every compressor on real ranks, one launch a world size and backend."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ring import RingStrategy
 from lightning_ring.algorithms.sharded import Sharded
-from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
+from lightning_ring.comm.communicator import ReduceOp
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor, ErrorFeedback, PowerSGD
 from lightning_ring.gradients.reducer import Reducer
-from tests.battery import Battery, check_names
+from tests.battery import check_names
 from tests.processes import clean_env
-from tests.thread_ranks import ThreadCommunicator, run_ranks
+from tests.thread_ranks import run_ranks
 
 SHARDS = partial(Reducer, shards=True)
 
@@ -30,26 +25,24 @@ MODULE = "tests.checks.compression"
 
 @pytest.mark.parametrize("check", check_names(MODULE))
 @pytest.mark.parametrize(("world_size", "backend"), [(2, "gloo"), (3, "mpi")])
-def test_compression(battery: Battery, world_size: int, backend: str, check: str) -> None:
+def test_compression(battery, world_size, backend, check):
     battery(MODULE, world_size, check, RING_CHECK_BACKEND=backend)
 
 
-def test_the_registry_and_the_compressors_agree() -> None:
+def test_the_registry_and_the_compressors_agree():
     for name, known in COMPRESSORS.items():
         assert known.build().name == name
         assert RingStrategy(compression=name).options.compression == name
 
 
-def test_a_refused_compressor_is_named_alike_on_every_rank() -> None:
+def test_a_refused_compressor_is_named_alike_on_every_rank():
     with pytest.raises(ConfigurationError, match=r"compression=PowerSGD\(\), which cannot leave"):
         Sharded(compression=PowerSGD())
 
 
-def test_a_compressor_from_outside_is_given_as_an_instance() -> None:
+def test_a_compressor_from_outside_is_given_as_an_instance():
     class Sent(Compressor):
-        def all_reduce(
-            self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = ""
-        ) -> Work:
+        def all_reduce(self, flat, comm, *, lost=None, name=""):
             return comm.all_reduce_(flat, op=ReduceOp.AVG, name=name)
 
     RingStrategy(compression=ErrorFeedback(Sent()))
@@ -58,10 +51,10 @@ def test_a_compressor_from_outside_is_given_as_an_instance() -> None:
     with pytest.raises(
         ConfigurationError, match=r"'fp16', 'bf16', 'fp32', 'int8', .* or a Compressor"
     ):
-        RingStrategy(compression=Sent)  # type: ignore[arg-type]
+        RingStrategy(compression=Sent)
 
 
-def test_what_cannot_be_sharded_is_refused_by_both_names() -> None:
+def test_what_cannot_be_sharded_is_refused_by_both_names():
     for name, known in COMPRESSORS.items():
         if known.build().can_shard:
             Sharded(compression=name)
@@ -70,7 +63,7 @@ def test_what_cannot_be_sharded_is_refused_by_both_names() -> None:
             Sharded(compression=name)
 
 
-def test_predictions_know_the_compressors_without_torch() -> None:
+def test_predictions_know_the_compressors_without_torch():
     code = "import sys, lightning_ring.cli.plan; print('torch' in sys.modules)"
     assert (
         subprocess.check_output([sys.executable, "-c", code], env=clean_env(), text=True).strip()
@@ -79,20 +72,18 @@ def test_predictions_know_the_compressors_without_torch() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"rank": 0}, {"start_iter": -1}, {"min_compression": 0.5}])
-def test_powersgd_refuses_what_cannot_work(arguments: dict) -> None:
+def test_powersgd_refuses_what_cannot_work(arguments):
     with pytest.raises(ConfigurationError, match="PowerSGD got"):
         PowerSGD(**arguments)
 
 
 @pytest.mark.parametrize("kind", [Reducer, SHARDS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_gradients_travel_as_float32_and_are_rounded_once(
-    kind: Callable[..., Reducer], dtype: torch.dtype
-) -> None:
+def test_16_bit_gradients_travel_as_float32_and_are_rounded_once(kind, dtype):
     gradients = torch.randn(3, 1000, generator=torch.Generator().manual_seed(1)).to(dtype)
-    sent: list[torch.dtype] = []
+    sent = []
 
-    def average(comm: ThreadCommunicator) -> Tensor:
+    def average(comm):
         collectives = {name: getattr(comm, name) for name in ("all_reduce_", "reduce_scatter_")}
         for name, collective in collectives.items():
             monitored = partial(_noting, sent, collective) if comm.rank == 0 else collective
@@ -106,7 +97,7 @@ def test_16_bit_gradients_travel_as_float32_and_are_rounded_once(
         assert param.grad is not None
         if kind is Reducer:
             return param.grad.clone()
-        own = reducer.shards.of_gradient(param)  # type: ignore[attr-defined]
+        own = reducer.shards.of_gradient(param)
         assert own is not None
         return own.clone()
 
@@ -118,6 +109,6 @@ def test_16_bit_gradients_travel_as_float32_and_are_rounded_once(
     assert set(sent) == {torch.float32}
 
 
-def _noting(sent: list[torch.dtype], collective: Any, flat: Tensor, **arguments: Any) -> Work:
+def _noting(sent, collective, flat, **arguments):
     sent.append(flat.dtype)
     return collective(flat, **arguments)

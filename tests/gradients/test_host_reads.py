@@ -11,30 +11,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded, norms
-from lightning_ring.gradients.compression import DGC, Int8, OneBit, PowerSGD, TernGrad, TopK
+from tests.compressors import COMPRESSORS
 from tests.fake_device import on_fake_device
 from tests.thread_ranks import run_ranks
 
 NUM_LAYERS = 40
 WAYS = {
-    "ring": lambda cap=0.002: Averaging(bucket_cap_mb=cap),
-    "ring, fp16": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression="fp16"),
-    "ring, bf16": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression="bf16"),
-    "ring, powersgd": lambda cap=0.002: Averaging(
-        bucket_cap_mb=cap, compression=PowerSGD(rank=1, start_iter=0)
-    ),
-    "ring, int8": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression=Int8(0)),
-    "ring, onebit": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression=OneBit(0)),
-    "ring, terngrad": lambda cap=0.002: Averaging(
-        bucket_cap_mb=cap, compression=TernGrad(min_numel=0)
-    ),
-    "ring, topk": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression=TopK(0.1, 0)),
-    "ring, dgc": lambda cap=0.002: Averaging(
-        bucket_cap_mb=cap, compression=DGC(0.1, warmup_steps=0, min_numel=0)
-    ),
-    "ring_sharded": lambda cap=0.002: Sharded(bucket_cap_mb=cap),
-    "ring_sharded, fp16": lambda cap=0.002: Sharded(bucket_cap_mb=cap, compression="fp16"),
+    **{f"ring, {name}": (Averaging, name) for name in COMPRESSORS},
+    **{f"ring_sharded, {name}": (Sharded, name) for name in ("none", "fp16")},
 }
+
+
+def make(way, cap=0.002):
+    algorithm, compression = WAYS[way]
+    return algorithm(bucket_cap_mb=cap, compression=COMPRESSORS[compression]())
 
 
 class Launches(TorchDispatchMode):
@@ -81,7 +71,7 @@ def train(comm, algorithm, now, *, num_steps=5, freeze_at=None):
 @pytest.mark.parametrize("freeze_at", [None, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_host_waits_for_no_value_of_the_step_it_has_just_sent(monkeypatch, way, freeze_at):
-    expected = run_ranks(1, lambda comm: train(comm, WAYS[way](), {}, freeze_at=freeze_at))
+    expected = run_ranks(1, lambda comm: train(comm, make(way), {}, freeze_at=freeze_at))
     now = {}
 
     def mark():
@@ -95,7 +85,7 @@ def test_the_host_waits_for_no_value_of_the_step_it_has_just_sent(monkeypatch, w
             raise AssertionError("the host waits for the device")
 
         comm.wait_until = refuse
-        return train(comm, WAYS[way](), now, freeze_at=freeze_at)
+        return train(comm, make(way), now, freeze_at=freeze_at)
 
     assert torch.equal(run_ranks(1, rank)[0], expected[0])
 
@@ -130,7 +120,7 @@ def test_a_step_takes_as_many_further_operations_for_many_parameters_as_for_few(
     def further(num_layers):
         def rank(comm):
             counts = []
-            for algorithm in (WAYS[way](1), None):
+            for algorithm in (make(way, 1), None):
                 net = net_of(num_layers)
                 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=True)
                 if algorithm is not None:

@@ -11,18 +11,10 @@ from torch import nn
 
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
-from lightning_ring.gradients.compression import (
-    DGC,
-    FP16,
-    ErrorFeedback,
-    Int8,
-    OneBit,
-    PowerSGD,
-    TernGrad,
-    TopK,
-)
+from lightning_ring.gradients.compression import DGC, FP16, ErrorFeedback, Int8, TernGrad
 from lightning_ring.gradients.compression.int8 import FourBit
 from lightning_ring.gradients.sharded_gradient import sum_of_squares
+from tests.compressors import COMPRESSORS
 from tests.fake_gpu import HostWaits, NoHostWaits, fake_gpu
 
 
@@ -32,34 +24,26 @@ class WithoutDriver(TernGrad):
         return super().all_reduce(*args, **kwargs)
 
 
-COMPRESSORS = {
-    "none": lambda: None,
-    "fp16": lambda: "fp16",
-    "bf16": lambda: "bf16",
-    "int8": lambda: Int8(0),
+WITH_MORE = COMPRESSORS | {
     "int8 with error feedback": lambda: ErrorFeedback(Int8(0)),
     "fp16 with error feedback": lambda: ErrorFeedback(FP16()),
     "4 bits": lambda: FourBit(0),
-    "onebit": lambda: OneBit(0),
     "terngrad": lambda: WithoutDriver(min_numel=0),
-    "topk": lambda: TopK(0.1, 0),
-    "dgc": lambda: DGC(0.1, warmup_steps=0, min_numel=0),
     "dgc, clipping": lambda: DGC(0.1, clip_norm=1.0, warmup_steps=0, min_numel=0),
-    "powersgd": lambda: PowerSGD(rank=1, start_iter=0),
 }
 CAN_SHARD = ("none", "fp16", "bf16", "int8")
 
 
 def ring(compression="none"):
-    return Averaging(bucket_cap_mb=0.002, compression=COMPRESSORS[compression]())
+    return Averaging(bucket_cap_mb=0.002, compression=WITH_MORE[compression]())
 
 
 def ring_sharded(compression="none"):
-    return Sharded(bucket_cap_mb=0.002, compression=COMPRESSORS[compression]())
+    return Sharded(bucket_cap_mb=0.002, compression=WITH_MORE[compression]())
 
 
 WAYS = {
-    **{f"ring, {name}": partial(ring, name) for name in COMPRESSORS},
+    **{f"ring, {name}": partial(ring, name) for name in WITH_MORE},
     **{f"ring_sharded, {name}": partial(ring_sharded, name) for name in CAN_SHARD},
 }
 

@@ -109,7 +109,7 @@ def test_rows_and_shards_begin_at_multiples_of_128_bytes(make, world_size, numel
             starts.append(flat.nbytes // comm.world_size)
             return gather(flat, name=name)
 
-        comm.all_to_all, comm.all_gather_ = noted, noted_too  # type: ignore[method-assign]
+        comm.all_to_all, comm.all_gather_ = noted, noted_too
         average(make(min_numel=0), comm, numel)
         return starts
 

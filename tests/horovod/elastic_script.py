@@ -4,8 +4,6 @@ DEATHS are ``NUMBER:EPOCH:BATCH``: process NUMBER kills itself after the backwar
 Each process that is left writes NUMBER.json. The last epoch begins with SIZE ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -19,8 +17,8 @@ import torch
 EPOCHS, SAMPLES, BATCH = 2, 48, 2
 folder, size, *deaths = sys.argv[1:]
 number = os.environ["RING_MEMBER"]
-errors: list[tuple[str, float]] = []
-resets: list[tuple[int, int]] = []
+errors = []
+resets = []
 
 hvd.init()
 torch.set_num_threads(1)
@@ -34,7 +32,7 @@ state = hvd.elastic.TorchState(model, optimizer, epoch=0, batch=0, used=[], samp
 state.register_reset_callbacks([lambda: resets.append((hvd.rank(), hvd.size()))])
 
 
-def step(state: hvd.elastic.TorchState, part: list[int]) -> None:
+def step(state, part):
     optimizer.zero_grad()
     model(data[part]).pow(2).mean().backward()
     if f"{number}:{state.epoch}:{state.batch}" in deaths:
@@ -48,7 +46,7 @@ def step(state: hvd.elastic.TorchState, part: list[int]) -> None:
 
 
 @hvd.elastic.run
-def train(state: hvd.elastic.TorchState) -> str:
+def train(state):
     while state.epoch < EPOCHS:
         while state.epoch == EPOCHS - 1 and not state.batch and hvd.size() != int(size):
             state.check_host_updates()

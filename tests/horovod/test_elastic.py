@@ -6,9 +6,6 @@ import importlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ SCRIPT = str(ROOT / "tests" / "horovod" / "elastic_script.py")
 EVERY_SAMPLE = {(epoch, index) for epoch in range(2) for index in range(48)}
 
 
-def elastic_job(folder: Path, *options: str, size: int, deaths: str, **env: str) -> dict[str, Any]:
+def elastic_job(folder, *options, size, deaths, **env):
     ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", *options]
     script = [
         sys.executable,
@@ -54,9 +51,7 @@ def elastic_job(folder: Path, *options: str, size: int, deaths: str, **env: str)
 
 
 @pytest.mark.ranks
-def test_rank_0_dies_the_others_go_back_to_the_last_commit_and_a_new_process_joins(
-    tmp_path: Path,
-) -> None:
+def test_rank_0_dies_the_others_go_back_to_the_last_commit_and_a_new_process_joins(tmp_path):
     found = elastic_job(tmp_path, "-np", "3", "--min-np", "2", "--respawn", size=3, deaths="0:0:2")
     assert set(found) == {"1", "2", "3"}
     killed = float((tmp_path / "killed").read_text())
@@ -70,7 +65,7 @@ def test_rank_0_dies_the_others_go_back_to_the_last_commit_and_a_new_process_joi
 
 
 @pytest.mark.ranks
-def test_the_last_rank_of_two_hosts_goes_on_alone(tmp_path: Path) -> None:
+def test_the_last_rank_of_two_hosts_goes_on_alone(tmp_path):
     """Between hosts the collectives are Gloo's; alone an optimizer reduces nothing."""
     ssh = tmp_path / "ssh"
     ssh.write_text('#!/bin/sh\nshift; exec sh -c "$*"\n')
@@ -91,16 +86,14 @@ def test_the_last_rank_of_two_hosts_goes_on_alone(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def alone():
     hvd.init()
     yield
     hvd.shutdown()
 
 
-def test_a_sampler_deals_out_the_rest_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def samplers(
-        size: int, state: dict[str, Any] | None = None
-    ) -> list[hvd.elastic.ElasticSampler]:
+def test_a_sampler_deals_out_the_rest_of_an_epoch(monkeypatch):
+    def samplers(size, state=None):
         found = []
         for rank in range(size):
             monkeypatch.setattr(sampler_module, "rank", lambda rank=rank: rank)
@@ -135,12 +128,12 @@ def test_a_sampler_deals_out_the_rest_of_an_epoch(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_state_goes_back_to_its_last_commit() -> None:
+def test_a_state_goes_back_to_its_last_commit():
     model = torch.nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     state = hvd.elastic.TorchState(model, optimizer, epoch=0, best=[1])
 
-    def step() -> None:
+    def step():
         optimizer.zero_grad()
         model(torch.ones(1, 1)).sum().backward()
         optimizer.step()
@@ -168,15 +161,13 @@ def test_a_state_goes_back_to_its_last_commit() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_run_calls_again_after_an_interrupt_and_raises_other_errors() -> None:
-    calls: list[str] = []
+def test_run_calls_again_after_an_interrupt_and_raises_other_errors():
+    calls = []
     state = hvd.elastic.TorchState(batch=0)
     state.register_reset_callbacks([lambda: calls.append("reset")])
 
     @hvd.elastic.run
-    def train(
-        state: hvd.elastic.TorchState, name: str, error: type[Exception] | None = None
-    ) -> str:
+    def train(state, name, error=None):
         calls.append("train")
         if error is not None:
             raise error("wrong")
@@ -192,18 +183,16 @@ def test_run_calls_again_after_an_interrupt_and_raises_other_errors() -> None:
         train(state, "", error=hvd.HorovodInternalError)
 
 
-def test_an_error_that_no_death_explains_is_raised_after_some_attempts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_that_no_death_explains_is_raised_after_some_attempts(monkeypatch):
     class Views:
         has_state = False
         members: tuple[int, ...] = (0, 1)
 
-        def is_over(self, error: Exception) -> bool:
+        def is_over(self, error):
             return isinstance(error, hvd.HorovodInternalError)
 
     class Nothing(hvd.elastic.State):
-        def sync(self) -> None:
+        def sync(self):
             calls.append("sync")
 
         restore = save = lambda self: None
@@ -211,11 +200,11 @@ def test_an_error_that_no_death_explains_is_raised_after_some_attempts(
     views, calls = Views(), list[str]()
     monkeypatch.setattr(run_module, "elastic_views", lambda: views)
 
-    def train(state: Nothing) -> None:
+    def train(state):
         calls.append("train")
         raise hvd.HorovodInternalError("shapes differ")
 
-    def meet() -> None:
+    def meet():
         if calls.count("train") == 3:
             views.members = (0, 1, 2)  # somebody came: the count begins anew
 

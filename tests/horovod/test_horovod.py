@@ -2,13 +2,8 @@
 one changed import.
 """
 
-from __future__ import annotations
-
 import re
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,18 +29,18 @@ GUIDE = (ROOT / "docs" / "guides" / "from-horovod.md").read_text()
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("check", check_names(MODULE))
-def test_on_two_ranks(battery: Any, check: str) -> None:
+def test_on_two_ranks(battery, check):
     battery(MODULE, 2, check)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("check", ON_FOUR_RANKS)
-def test_on_four_ranks(battery: Any, check: str) -> None:
+def test_on_four_ranks(battery, check):
     battery(MODULE, 4, check, only=ON_FOUR_RANKS)
 
 
 @pytest.mark.ranks
-def test_the_script_of_the_guide_runs_with_one_changed_import(tmp_path: Path) -> None:
+def test_the_script_of_the_guide_runs_with_one_changed_import(tmp_path):
     before = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)[0]
     assert before.count("import horovod.torch as hvd") == 1
     (tmp_path / "script.py").write_text(
@@ -58,7 +53,7 @@ def test_the_script_of_the_guide_runs_with_one_changed_import(tmp_path: Path) ->
 
 
 @pytest.mark.ranks
-def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path):
     (tmp_path / "script.py").write_text(
         "import os, signal, torch, lightning_ring.horovod as hvd\n"
         "hvd.init()\n"
@@ -85,7 +80,7 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_a_rank_that_ends_early_ends_the_job(tmp_path: Path) -> None:
+def test_a_rank_that_ends_early_ends_the_job(tmp_path):
     (tmp_path / "script.py").write_text(
         "import sys, torch, lightning_ring.horovod as hvd\nhvd.init()\nmodel = torch.nn.Linear(3, "
         "2)\noptimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "
@@ -104,14 +99,14 @@ def test_a_rank_that_ends_early_ends_the_job(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def alone():
     hvd.init()
     yield
     hvd.shutdown()
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_single_process_is_a_job_of_one_rank() -> None:
+def test_a_single_process_is_a_job_of_one_rank():
     assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_size()) == (0, 1, 0, 1)
     assert hvd.allreduce(torch.tensor([2.0]), prescale_factor=3.0).item() == 6.0
     assert hvd.allgather(torch.ones(2, 3)).shape == (2, 3)
@@ -140,17 +135,17 @@ def test_a_single_process_is_a_job_of_one_rank() -> None:
         ({"op": hvd.Adasum}, "op=Adasum is not supported"),
     ],
 )
-def test_bad_arguments_of_the_optimizer(arguments: dict[str, Any], expected: str) -> None:
+def test_bad_arguments_of_the_optimizer(arguments, expected):
     model = torch.nn.Linear(1, 1)
     with pytest.raises(ValueError, match=expected):
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
 
 
-def test_all_names_are_there() -> None:
+def test_all_names_are_there():
     assert all(hasattr(hvd, name) for name in hvd.__all__)
 
 
-def test_an_unknown_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_library_is_refused(monkeypatch):
     monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "CCL")
     with pytest.raises(
         ConfigurationError, match="HOROVOD_CPU_OPERATIONS='CCL': expected GLOO or MPI"

@@ -1,7 +1,5 @@
 """The limit of open files is raised where allowed, and else an error before the job starts."""
 
-from __future__ import annotations
-
 import resource
 from multiprocessing import get_context
 
@@ -11,7 +9,7 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.host import require_open_files
 
 
-def try_limits() -> None:
+def try_limits():
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024))
     require_open_files(200, "rank 0 of 50")
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (256, 1024)
@@ -22,7 +20,7 @@ def try_limits() -> None:
         require_open_files(16_512, "rank 0 of 4,096")
 
 
-def test_the_soft_limit_is_raised_and_a_lower_hard_one_is_an_error() -> None:
+def test_the_soft_limit_is_raised_and_a_lower_hard_one_is_an_error():
     process = get_context("fork").Process(target=try_limits)  # the limit does not come back
     process.start()
     process.join(60)

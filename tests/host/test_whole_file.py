@@ -1,7 +1,5 @@
 """A whole file is written through a new one, which follows no link."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from lightning_ring.host.whole_file import write_whole
 
 
-def test_a_link_in_its_place_is_removed_and_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_its_place_is_removed_and_not_followed(tmp_path):
     other = tmp_path / "other"
     other.write_text("mine")
     (tmp_path / "name.part").symlink_to(other)
@@ -19,9 +17,7 @@ def test_a_link_in_its_place_is_removed_and_not_followed(tmp_path: Path) -> None
     assert not (tmp_path / "name").is_symlink()
 
 
-def test_a_link_that_is_put_there_meanwhile_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_is_put_there_meanwhile_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "name.part").symlink_to(tmp_path / "other")
     monkeypatch.setattr(Path, "unlink", lambda *arguments, **options: None)
     with pytest.raises(FileExistsError):

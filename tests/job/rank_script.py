@@ -36,20 +36,20 @@ if number := os.environ.get("RING_STOP_SIGNAL"):
 print(f"rank {info.rank} of {info.world_size} is up, {info.source}", flush=True)
 
 
-def wait_for_the_others(seconds: float = 600) -> None:
+def wait_for_the_others(seconds=600):
     begin = time.monotonic()
     while (waited := time.monotonic() - begin) < seconds:
         watch.check(waited)
         time.sleep(0.01)
 
 
-def wait_deaf(seconds: float = 600) -> None:
+def wait_deaf(seconds=600):
     begin = time.monotonic()
     while time.monotonic() - begin < seconds:
         time.sleep(0.01)
 
 
-def joined() -> None:
+def joined():
     store.set(f"joined{info.rank}", "1")
     store.wait([f"joined{rank}" for rank in range(info.world_size)])
 

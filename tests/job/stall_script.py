@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import torch
 from lightning_ring.errors import CollectiveError
 from lightning_ring.job import stalls
 from lightning_ring.job.communicators import open_communicator
-from lightning_ring.job.job import Job, connect
+from lightning_ring.job.job import connect
 from lightning_ring.job.ranks import discover_ranks
 
 stalls.RELAY_SECONDS = stalls.ANSWER_SECONDS = 0.7
@@ -31,27 +30,27 @@ CPU = torch.device("cpu")
 class Training:
     phase = ""
 
-    def progress(self) -> str:
+    def progress(self):
         return f"in phase {self.phase}"
 
 
-def nap(seconds: float) -> None:
+def nap(seconds):
     time.sleep(seconds)  # the line that a report must show
 
 
-def stop_for(seconds: float) -> None:
+def stop_for(seconds):
     subprocess.Popen(["/bin/sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def meet(job: Job, name: str) -> None:
+def meet(job, name):
     assert job.communicator is not None
     tensor = torch.ones(1000)
     job.communicator.all_reduce_(tensor, name=name).wait()
     assert tensor[0] == job.info.world_size
 
 
-def write_error(rank: int, error: CollectiveError) -> None:
+def write_error(rank, error):
     """And wait for all ranks to have done so: the first one that ends ends the others."""
     (FOLDER / f"error.{rank}").write_text(str(error))
     until = time.monotonic() + 60
@@ -59,7 +58,7 @@ def write_error(rank: int, error: CollectiveError) -> None:
         time.sleep(0.02)
 
 
-def main() -> None:
+def main():
     info = discover_ranks()
     job = connect(info, CPU, timedelta(seconds=60))
     rank = info.rank
@@ -70,9 +69,7 @@ def main() -> None:
     backend = sys.argv[2] if len(sys.argv) > 2 else "auto"
     open_communicator(job, backend, CPU, timedelta(seconds=60), WARNING)
 
-    def phase(
-        name: str, late: tuple[int, ...], act: Callable[[float], None], seconds: float
-    ) -> None:
+    def phase(name, late, act, seconds):
         training.phase = name
         meet(job, f"before {name}")
         if rank == 0:

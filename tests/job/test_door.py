@@ -1,7 +1,5 @@
 """The door of all listeners: strangers, a guest, and who only pretends to be one or the other."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -10,14 +8,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from lightning_ring.job.rendezvous import door as door_module
 from lightning_ring.job.rendezvous.door import Door, NotOurDoor, knock
-from lightning_ring.job.watch.messages import Message, MessageConnection
 
 LOOPBACK = "127.0.0.1"
 WAIT = 60.0
@@ -26,45 +21,45 @@ WAIT = 60.0
 class Listed:
     """Admits each name once, and lists what guests send."""
 
-    def __init__(self) -> None:
-        self.taken: list[Message] = []
-        self.ended: list[tuple[str, str]] = []
+    def __init__(self):
+        self.taken = []
+        self.ended = []
         self.door = Door(socket.create_server((LOOPBACK, 0)), "secret", "test", self)
 
-    def admit(self, hello: Message) -> tuple[Any, Message]:
+    def admit(self, hello):
         if hello["name"] in self.door.guests:
             raise PermissionError(f"{hello['name']} is here already")
         return hello["name"], {"told": 7}
 
-    def take(self, guest: Any, message: Message) -> None:
+    def take(self, guest, message):
         self.taken.append(message)
 
-    def hung_up(self, guest: Any, why: str) -> None:
+    def hung_up(self, guest, why):
         self.ended.append((guest, why))
 
 
 @pytest.fixture
-def served() -> Iterator[Listed]:
+def served():
     listed = Listed()
     listed.door.serve_in_thread("door")
     yield listed
     listed.door.close()
 
 
-def enter(served: Listed, name: str = "a", secret: str = "secret") -> MessageConnection:
+def enter(served, name="a", secret="secret"):
     connection, welcome = knock([LOOPBACK], served.door.port, secret, "test", {"name": name}, WAIT)
     assert welcome["told"] == 7
     return connection
 
 
-def stranger(served: Listed, *said: bytes) -> socket.socket:
+def stranger(served, *said):
     connection = socket.create_connection((LOOPBACK, served.door.port), timeout=WAIT)
     for part in said:
         connection.sendall(part)
     return connection
 
 
-def is_hung_up_on(connection: socket.socket) -> bool:
+def is_hung_up_on(connection):
     """Whether nothing but a challenge and a refusal came before the end."""
     said = b""
     with contextlib.suppress(ConnectionError):
@@ -87,7 +82,7 @@ def is_hung_up_on(connection: socket.socket) -> bool:
         b'{"kind": "left"}\n{"kind": "left"}\n',
     ],
 )
-def test_a_stranger_is_hung_up_on_whatever_it_says(served: Listed, said: bytes) -> None:
+def test_a_stranger_is_hung_up_on_whatever_it_says(served, said):
     guest = enter(served)
     connection = stranger(served)
     with contextlib.suppress(ConnectionError):
@@ -101,9 +96,7 @@ def test_a_stranger_is_hung_up_on_whatever_it_says(served: Listed, said: bytes) 
     assert [message["kind"] for message in served.taken] == ["hello", "news"]
 
 
-def test_a_hello_has_a_deadline_however_slowly_it_comes(
-    served: Listed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hello_has_a_deadline_however_slowly_it_comes(served, monkeypatch):
     monkeypatch.setattr(door_module, "HELLO_SECONDS", 0.5)
     began, connection = time.monotonic(), stranger(served)
     with contextlib.suppress(ConnectionError):
@@ -114,7 +107,7 @@ def test_a_hello_has_a_deadline_however_slowly_it_comes(
     assert time.monotonic() - began < WAIT
 
 
-def test_the_oldest_stranger_is_dropped_for_the_next_and_a_guest_never(served: Listed) -> None:
+def test_the_oldest_stranger_is_dropped_for_the_next_and_a_guest_never(served):
     guest = enter(served)
     strangers = [stranger(served) for _ in range(door_module.MOST_STRANGERS + 40)]
     assert all(is_hung_up_on(one) for one in strangers[:39])
@@ -127,7 +120,7 @@ def test_the_oldest_stranger_is_dropped_for_the_next_and_a_guest_never(served: L
         one.close()
 
 
-def test_guests_that_are_expected_may_come_all_at_once(served: Listed) -> None:
+def test_guests_that_are_expected_may_come_all_at_once(served):
     served.door.expected = 40
     strangers = [stranger(served) for _ in range(door_module.MOST_STRANGERS + 40)]
     guest = enter(served)
@@ -137,7 +130,7 @@ def test_guests_that_are_expected_may_come_all_at_once(served: Listed) -> None:
         one.close()
 
 
-def test_who_does_not_know_the_secret_and_who_is_here_already_are_refused(served: Listed) -> None:
+def test_who_does_not_know_the_secret_and_who_is_here_already_are_refused(served):
     guest = enter(served)
     with pytest.raises(NotOurDoor, match="another job"):
         enter(served, "b", secret="guess")
@@ -146,12 +139,12 @@ def test_who_does_not_know_the_secret_and_who_is_here_already_are_refused(served
     guest.close()
 
 
-def test_a_hello_that_was_overheard_is_worth_nothing(served: Listed) -> None:
+def test_a_hello_that_was_overheard_is_worth_nothing(served):
     """Someone in the middle hands everything on, and says the same hello again."""
-    heard: list[bytes] = []
+    heard = []
     with socket.create_server((LOOPBACK, 0)) as middle:
 
-        def hand_on() -> None:
+        def hand_on():
             ours, _ = middle.accept()
             with ours, stranger(served) as theirs:
                 for one, other in ((theirs, ours), (ours, theirs), (theirs, ours)):
@@ -173,10 +166,10 @@ def test_a_hello_that_was_overheard_is_worth_nothing(served: Listed) -> None:
 @pytest.mark.parametrize(
     "answer", [b"", b"{}\n", b'{"kind": "welcome", "told": 7, "proof": "?"}\n']
 )
-def test_a_door_proves_itself_too(answer: bytes) -> None:
+def test_a_door_proves_itself_too(answer):
     with socket.create_server((LOOPBACK, 0)) as listener:
 
-        def pretend() -> None:
+        def pretend():
             connection, _ = listener.accept()
             with connection:
                 connection.sendall(b'{"kind": "challenge", "nonce": "1"}\n')
@@ -190,9 +183,9 @@ def test_a_door_proves_itself_too(answer: bytes) -> None:
         thread.join()
 
 
-def test_a_process_that_can_open_no_more_files_lets_guests_in_later() -> None:
+def test_a_process_that_can_open_no_more_files_lets_guests_in_later():
     listed, limits = Listed(), resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
+    taken = []
     first, second = stranger(listed), stranger(listed)
     try:
         highest = max(map(int, os.listdir("/proc/self/fd")))

@@ -1,7 +1,5 @@
 """Which launchers an elastic strategy takes, and the line that its error names for the others."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_ring.errors import ConfigurationError
@@ -11,7 +9,7 @@ from tests.job.test_launchers import BATCH_SHELL, OPEN_MPI, RINGRUN, SRUN_STEP, 
 STEWARD = RINGRUN | {"RING_STEWARD": "127.0.0.1:5"}
 
 
-def test_a_steward_within_another_launchers_job_is_the_nearest() -> None:
+def test_a_steward_within_another_launchers_job_is_the_nearest():
     assert not started_by_steward({})
     assert not started_by_steward(BATCH_SHELL)
     assert started_by_steward(STEWARD | OPEN_MPI)
@@ -45,9 +43,7 @@ def test_a_steward_within_another_launchers_job_is_the_nearest() -> None:
         ),
     ],
 )
-def test_others_are_refused_with_the_line_to_use(
-    environ: dict[str, str], begin: str, line: str
-) -> None:
+def test_others_are_refused_with_the_line_to_use(environ, begin, line):
     with pytest.raises(ConfigurationError) as refused:
         started_by_steward(environ)
     assert begin in str(refused.value)

@@ -1,8 +1,24 @@
 """What is said of the error that ends a rank."""
 
+import subprocess
+import sys
+
 import pytest
 
 from lightning_ring.job.exit import in_one_line
+from tests.processes import HANGS, clean_env
+from tests.tools.doctor.planting import with_mounts
+
+LARGE_BATCH = """
+from torch import ones
+from torch.utils.data import DataLoader
+from lightning_ring.job.exit import in_one_line
+try:
+    for batch in DataLoader([ones(2**22)], num_workers=1):
+        print("read", batch.shape)
+except RuntimeError as error:
+    print(in_one_line(error))
+"""
 
 
 def clean_up():
@@ -30,3 +46,15 @@ def test_an_error_that_replaces_another_on_purpose_stands_alone():
     with pytest.raises(ValueError, match="no such photo") as caught:
         translate()
     assert in_one_line(caught.value) == "ValueError: no such photo"
+
+
+@pytest.mark.ranks
+def test_a_full_dev_shm_is_named_with_its_remedy():
+    within = with_mounts("mount -t tmpfs -o size=8m tmpfs /dev/shm")
+    if within is None:
+        pytest.skip("needs root, or user namespaces, to change what this host has")
+    command = [*within, sys.executable, "-c", LARGE_BATCH]
+    ended = subprocess.run(command, env=clean_env(), capture_output=True, text=True, timeout=HANGS)
+    assert ended.stdout.startswith("RuntimeError: Caught RuntimeError in DataLoader worker")
+    assert "No space left on device" in ended.stdout
+    assert "Data-loader workers need a larger /dev/shm" in ended.stdout

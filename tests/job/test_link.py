@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import INTERFACE, open_hosts, why_not
+from tests.hosts import INTERFACE, open_hosts, why_not
 from tests.processes import ROOT, clean_env, end_session
 
 SCRIPT = str(ROOT / "tests" / "job" / "rank_script.py")

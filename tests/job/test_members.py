@@ -147,25 +147,25 @@ def test_nccl_runs_its_communicators_kernels_in_the_order_of_the_calls(monkeypat
 class CountedStore(dist.Store):
     """A store in memory that counts what it is asked."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.values = dist.HashStore()
         self.num_requests = 0
 
-    def set(self, key: str, value: str | bytes) -> None:
+    def set(self, key, value):
         self.num_requests += 1
         self.values.set(key, value if isinstance(value, str) else bytes(value).decode())
 
-    def get(self, key: str) -> bytes:
+    def get(self, key):
         self.num_requests += 1
         return self.values.get(key)
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
+    def multi_get(self, keys):
         self.num_requests += 1
         return [self.values.get(key) for key in keys]
 
 
-def test_members_are_exchanged_with_two_requests_a_rank() -> None:
+def test_members_are_exchanged_with_two_requests_a_rank():
     store = CountedStore()
     own = [JobMember(rank, rank // 4, f"host{rank // 4}", (rank,), 2.0) for rank in range(16)]
     infos = [replace(SINGLE, rank=rank, world_size=16) for rank in range(16)]

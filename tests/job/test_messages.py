@@ -1,30 +1,25 @@
 """Lines of JSON over a connection."""
 
-from __future__ import annotations
-
 import fcntl
 import resource
 import socket
 import threading
 import time
-from typing import Any
 
 import pytest
 
 from lightning_ring.job.watch.messages import MessageConnection
 
 
-def connected() -> tuple[socket.socket, MessageConnection]:
+def connected():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
     return one, MessageConnection(other)
 
 
-def received(
-    connection: MessageConnection, until_over: bool = False, number: int = 0
-) -> tuple[list[Any], str | None]:
-    found: list[Any] = []
+def received(connection, until_over=False, number=0):
+    found = []
     until = time.monotonic() + 60
     over = None
     while over is None and time.monotonic() < until and (until_over or len(found) < number):
@@ -34,7 +29,7 @@ def received(
     return found, over
 
 
-def test_many_messages_are_not_one_that_is_too_long() -> None:
+def test_many_messages_are_not_one_that_is_too_long():
     sender, connection = connected()
     line = b'{"kind": "x", "text": "' + 1000 * b"x" + b'"}\n'
     thread = threading.Thread(target=sender.sendall, args=(5000 * line,))
@@ -47,7 +42,7 @@ def test_many_messages_are_not_one_that_is_too_long() -> None:
     connection.close()
 
 
-def test_a_message_without_an_end_ends_the_connection() -> None:
+def test_a_message_without_an_end_ends_the_connection():
     sender, connection = connected()
     connection.longest_line = 1000
     sender.sendall(b'{"kind": "first"}\n' + 200_000 * b"x")
@@ -57,7 +52,7 @@ def test_a_message_without_an_end_ends_the_connection() -> None:
     connection.close()
 
 
-def test_waiting_works_with_many_open_files() -> None:
+def test_waiting_works_with_many_open_files():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2048:
         pytest.skip("this process may open no 2048 files")
@@ -78,7 +73,7 @@ def test_waiting_works_with_many_open_files() -> None:
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b"[]", b'{"kind": 1}', 9000 * b"["])
-def test_a_line_that_is_no_message_ends_the_connection(line: bytes) -> None:
+def test_a_line_that_is_no_message_ends_the_connection(line):
     sender, connection = connected()
     sender.sendall(b'{"kind": "first"}\n' + line + b'\n{"kind": "late"}\n')
     messages, over = received(connection, until_over=True)

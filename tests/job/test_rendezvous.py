@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -10,7 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore, Store, TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.job.ranks import SINGLE, RankInfo
@@ -30,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 MINUTE = timedelta(minutes=1)
 
 
-def ranks(world_size: int, source: str) -> list[RankInfo]:
+def ranks(world_size, source):
     return [
         RankInfo(rank, world_size, rank, world_size, 0, 1, source) for rank in range(world_size)
     ]
@@ -71,7 +69,7 @@ def test_ranks_meet_at_a_known_port(monkeypatch, free_port):
     stores = []  # rank 0's serves the others: it has to outlive them
     with ThreadPoolExecutor(3) as pool:
 
-        def meet(info: RankInfo) -> bytes:
+        def meet(info):
             time.sleep(0.5 if info.rank == 0 else 0)  # the others come first, and wait
             store = open_store(info, timedelta(seconds=60))
             stores.append(store)
@@ -124,14 +122,14 @@ def test_another_program_on_the_port_is_named_by_the_others(monkeypatch, answer)
         other.listen()
         port = other.getsockname()[1]
 
-        def serve() -> None:
+        def serve():
             connection, _ = other.accept()
             if answer:
                 connection.sendall(answer)
             if answer != b"":
                 connections.append(connection)
 
-        connections: list[socket.socket] = []
+        connections = []
         threading.Thread(target=serve, daemon=True).start()
         monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
         monkeypatch.setenv("MASTER_PORT", str(port))
@@ -215,7 +213,7 @@ def test_ranks_of_several_nodes_listen_to_other_hosts(monkeypatch, free_port):
     assert stores[1].get("key") == b"value"
 
 
-def own_addresses() -> dict[str, str]:
+def own_addresses():
     """What a job script may write into MASTER_ADDR, by kind."""
     found = {"name of loopback": "localhost", "host name": socket.gethostname()}
     for address in reachable_candidates({}):
@@ -254,7 +252,7 @@ def test_ranks_meet_wherever_the_job_says_that_rank_0_is(
             for rank in range(2)
         ]
 
-        def meet(info: RankInfo) -> tuple[Store, JobWatch]:
+        def meet(info):
             store = open_store(info, MINUTE)
             return store, JobWatch(info, store, "secret")
 

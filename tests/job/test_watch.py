@@ -1,12 +1,9 @@
 """The job watch between threads that stand for ranks; real processes are in test_jobs.py."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -22,12 +19,12 @@ from lightning_ring.job.watch.watch import JobWatch
 
 
 @contextlib.contextmanager
-def job(world_size: int) -> Iterator[list[JobWatch]]:
+def job(world_size):
     server = TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
 
-    def build(rank: int) -> JobWatch:
+    def build(rank):
         store = server
         if rank:
             store = TCPStore(
@@ -46,7 +43,7 @@ def job(world_size: int) -> Iterator[list[JobWatch]]:
             watch.close()
 
 
-def eventually(condition: Callable[[], object], seconds: float = 60) -> bool:
+def eventually(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
@@ -55,7 +52,7 @@ def eventually(condition: Callable[[], object], seconds: float = 60) -> bool:
     return False
 
 
-def vanish(watch: JobWatch) -> None:
+def vanish(watch):
     """What the kernel does for a process that is killed."""
     assert watch._connection is not None
     watch._connection.socket.shutdown(socket.SHUT_RDWR)
@@ -64,7 +61,7 @@ def vanish(watch: JobWatch) -> None:
 @pytest.fixture
 def ended(monkeypatch):
     """Lines of ranks that the watch ended, instead of ending pytest."""
-    lines: list[str] = []
+    lines = []
     monkeypatch.setattr(watch_module, "say", lines.append)
     monkeypatch.setattr(watch_module, "end_process", lambda code: lines.append(f"exit {code}"))
     return lines
@@ -192,7 +189,7 @@ def test_an_error_of_the_transport_is_explained():
 
 def test_messages_reach_all_ranks_in_one_order():
     with job(3) as watches:
-        heard: list[list[object]] = [[], [], []]
+        heard = [[], [], []]
         for rank, watch in enumerate(watches):
             watch.on_event(
                 lambda message, rank=rank: heard[rank].append(
@@ -214,7 +211,7 @@ def test_messages_reach_all_ranks_in_one_order():
 
 def test_a_message_to_one_rank_reaches_that_one_and_its_sender_is_told():
     with job(4) as watches:
-        heard: list[list[object]] = [[], [], [], []]
+        heard = [[], [], [], []]
         for rank, watch in enumerate(watches):
             watch.on_event(lambda message, rank=rank: heard[rank].append(message.get("place")))
         assert watches[2].tell({"kind": "place", "place": 1, "to": 1}, wait=60)
@@ -248,7 +245,7 @@ def test_rank_0_stays_until_the_others_have_left():
 def test_the_thread_keeps_its_pipe_until_close_has_written(monkeypatch):
     write = watch_module.os.write
 
-    def slow_write(fd: int, data: bytes) -> int:
+    def slow_write(fd, data):
         time.sleep(0.7)  # longer than the thread waits without news
         return write(fd, data)
 

@@ -23,7 +23,7 @@ def test_a_list_of_hosts() -> None:
     for bad in ("a:x", "a:²", "-oProxyCommand=x", "a b", "a$(x)", "a:" + "9" * 5000, "a\x1bb"):
         with pytest.raises(ConfigurationError, match="is not host:slots"):
             parse_hosts(bad)
-    with pytest.raises(ConfigurationError, match="here: 'a:x' is not host:slots"):
+    with pytest.raises(ConfigurationError, match="here, line 1: 'a:x' is not host:slots"):
         listed_hosts(["a:x"], 1, "here")
 
 
@@ -64,7 +64,7 @@ def test_a_later_failure_leaves_the_hosts_of_before_and_is_said_once(
     assert look(discovery) == [Host("a", 2), Host("b", 3)]
     answer.write_text("exit 3")
     assert [look(discovery), look(discovery)] == [None, None]
-    assert capsys.readouterr().err.count("ended with exit code 3; the hosts of before count") == 1
+    assert capsys.readouterr().err.count("ended with exit code 3. It writes one host a line") == 1
     answer.write_text("echo a:0")
     assert look(discovery) is None
     assert "'a:0' is not host:slots" in capsys.readouterr().err

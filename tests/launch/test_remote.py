@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import open_hosts, why_not
 from lightning_ring.job.rendezvous.interfaces import reachable_candidates
 from lightning_ring.launch.processes import is_dead
+from tests.hosts import open_hosts, why_not
 from tests.processes import ROOT, clean_env, end_session, wait_for
 
 RANK = str(ROOT / "tests" / "elastic" / "counting_rank.py")

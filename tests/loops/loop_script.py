@@ -4,8 +4,6 @@ line.
 WHAT: "train", or "leave": rank 1 ends before the others.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -15,7 +13,7 @@ from torch import nn
 import lightning_ring
 
 
-def main(ranks: str, what: str) -> None:
+def main(ranks, what):
     torch.manual_seed(os.getpid())  # replaced by rank 0's values
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -34,7 +34,7 @@ def test_a_single_process_registers_nothing_and_trains_as_before():
         with training.no_sync():
             pass
         assert training.all_reduce(torch.tensor(3)) == 3
-        assert list(training.sampler([1, 2, 3], shuffle=False)) == [0, 1, 2]  # type: ignore[arg-type]
+        assert list(training.sampler([1, 2, 3], shuffle=False)) == [0, 1, 2]
         assert training.optimizer_state_dict(optimizer)["state"].keys() == {0, 1}
     assert torch.equal(model.weight, reference.weight)
 

@@ -10,7 +10,6 @@ from lightning_ring.monitor.gap_meter import (
     ON_HOST,
     REAL,
     REPLAYED,
-    LoaderCost,
     RankTimes,
     judge,
     loader_cost,
@@ -25,9 +24,9 @@ def test_on_two_ranks(battery, check):
     battery(MODULE, 2, check, timeout=150)
 
 
-def rank(device=0.1, host=0.1, real=0.1, own=0.08, waits=(0.0,), cost=(0.01, 0.02, 0.005)):
+def rank(device=0.1, host=0.1, real=0.1, waits=(0.0,), cost=(0.01, 0.02, 0.005)):
     step = {ON_DEVICE: device, ON_HOST: host, REPLAYED: host, REAL: real}
-    return RankTimes(32, LoaderCost(*cost), step, waits, own)
+    return RankTimes(32, cost, step, waits)
 
 
 def test_the_gap_is_relative_to_synthetic_and_the_slowest_rank_sets_the_speed():
@@ -54,9 +53,6 @@ def test_waiting_is_told_of_the_rank_that_waits_longest():
         ([rank(real=0.2, cost=(0.1, 0.2, 0.3))], "handing over"),
         ([rank(host=0.16, real=0.2, cost=(0.1, 0.2, 0.3))], "copying to the device"),
         ([rank(host=0.14, real=0.2, cost=(0.3, 0.2, 0.1))], "reading"),
-        ([rank(real=0.12), rank(real=0.12, own=0.2)], "a slow rank"),
-        ([rank(real=0.3, cost=(0.3, 0.2, 0.1)), rank(real=0.3, own=0.2)], "reading"),
-        ([rank(), rank(own=0.095)], "none"),
     ],
 )
 def test_one_bottleneck_is_named(ranks, expected):
@@ -96,4 +92,4 @@ def test_loaders_whose_samples_cannot_be_had_one_by_one_are_judged_by_the_time_o
     batched = DataLoader(Batched(), batch_size=None, sampler=[[0, 1], [2, 3]])
     for loader in (DataLoader(Stream(), 4), batched):
         assert len(list(loader)) == 2
-        assert loader_cost(loader, 4, 0.25) == LoaderCost(0.0, 0.0, 0.25)
+        assert loader_cost(loader, 4, 0.25) == (0.0, 0.0, 0.25)

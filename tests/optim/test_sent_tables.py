@@ -16,24 +16,35 @@ from tests.optim.ways import every_optimizer
 class Launches:
     """Stands for the module of kernels; keeps the arguments of each launch by kernel."""
 
+    COLUMNS = 11
+    tl = torch  # which gives dtypes the same names
+
     def __init__(self):
         self.arguments = {}
-        self._name = ""
 
-    def __getitem__(self, key):
-        self._name = key if isinstance(key, str) else self._name
+    def __getattr__(self, name):
+        return Launch(self.arguments, name)
+
+
+class Launch:
+    def __init__(self, arguments, name):
+        self._arguments = arguments
+        self._name = name
+
+    def __getitem__(self, grid):
         return self
 
-    def __call__(self, *arguments, **sizes):
-        self.arguments[self._name] = arguments
+    def __call__(self, *arguments, MOVE=None, **constants):
+        name = self._name if MOVE is None else "move" if MOVE else "measure"
+        self._arguments[name] = arguments
 
 
 @pytest.fixture
 def launches(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     launches = Launches()
-    monkeypatch.setattr(fused, "_module", lambda rule, kind: launches)
-    monkeypatch.setattr("lightning_ring.optim.engine.runners.triton_is_here", lambda: True)
+    monkeypatch.setattr(fused, "kernels", lambda: launches)
+    monkeypatch.setattr("lightning_ring.optim.engine.options.triton_is_here", lambda: True)
     return launches
 
 

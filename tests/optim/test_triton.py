@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ring.optim.engine.fused import FusedRunner
+from lightning_ring.optim.engine import fused
+from lightning_ring.optim.engine.fused import CHUNK, NUM_WARPS, constants_of, kernels
 from lightning_ring.optim.engine.parameter_list import TensorKind
-from lightning_ring.optim.engine.trace import measure_body, move_body
-from lightning_ring.optim.engine.triton_kernel import CHUNK, NUM_WARPS, block_size, compile_module
 from tests.optim.ways import (
     INTERPRETED,
     every_optimizer,
@@ -85,7 +84,7 @@ def steps_as_in_float64(optimizer_class, params):
 @every_optimizer
 @every_dtype
 def test_interpreted_kernels_at_every_edge(optimizer_class, dtype):
-    block = block_size(measure_body(optimizer_class), kind_of(dtype, dtype))
+    block = constants_of(optimizer_class, kind_of(dtype, dtype), move=False)["BLOCK"]
     sizes = [0, 1, 31, 32, 33, block - 1, block, block + 1, CHUNK, CHUNK + 1]
     steps_as_in_float64(
         optimizer_class, random_params(dtype=dtype, shapes=[(size,) for size in sizes])
@@ -107,18 +106,18 @@ def test_interpreted_kernels_far_into_a_tensor(optimizer_class, dtype, monkeypat
     would miss the memory.
     """
     start = 1 << 33
-    chunks_of, pointers_of = FusedRunner._chunks_of, FusedRunner._pointers_of
+    chunks_of, pointers_of = fused.chunks_of, fused.pointers_of
 
-    def far_chunks(self, part):
-        chunks, first = chunks_of(self, part)
+    def far_chunks(*arguments):
+        chunks, first = chunks_of(*arguments)
         return chunks + torch.tensor([0, start, 0]), first
 
-    def low_pointers(self, part):
+    def low_pointers(part, tables):
         itemsizes = [column[0].element_size() for column in part.columns()]
-        return pointers_of(self, part) - start * torch.tensor([*itemsizes, 0])
+        return pointers_of(part, tables) - start * torch.tensor([*itemsizes, 0])
 
-    monkeypatch.setattr(FusedRunner, "_chunks_of", far_chunks)
-    monkeypatch.setattr(FusedRunner, "_pointers_of", low_pointers)
+    monkeypatch.setattr(fused, "chunks_of", far_chunks)
+    monkeypatch.setattr(fused, "pointers_of", low_pointers)
     steps_as_in_float64(optimizer_class, random_params(dtype=dtype, shapes=[(33,), (CHUNK,)]))
 
 
@@ -131,14 +130,13 @@ ARGUMENTS = {
         "clips": "*fp64",
         "numbers": "*fp64",
     },
-    "measure": {"chunks": "*i64", "pointers": "*i64", "numbers": "*fp64", "sums": "*fp64"},
+    "sweep": {"chunks": "*i64", "pointers": "*i64", "numbers": "*fp64", "sums": "*fp64"},
     "add_up": {"first_chunk": "*i64", "sums": "*fp64", "by_row": "*fp64", "num_rows": "i32"},
     "rates": {"sums": "*fp64", "numbers": "*fp64", "ratios": "*fp64", "num_rows": "i32"},
-    "move": {"chunks": "*i64", "pointers": "*i64", "numbers": "*fp64"},
 }
 
 
-def compiled(module, name, constants, num_warps, arch, divisible):
+def compiled(name, constants, num_warps, arch, divisible):
     """Machine code for the GPU, which needs no GPU, with the arguments specialized as Triton does
     for addresses that are multiples of 16.
     """
@@ -146,10 +144,11 @@ def compiled(module, name, constants, num_warps, arch, divisible):
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", arch, 32)
     if tuple(map(int, version("triton").split(".")[:2])) < (3, 3):
         pytest.skip("this Triton takes other arguments")
-    signature = ARGUMENTS[name] | dict.fromkeys(constants, "constexpr")
+    arguments = ARGUMENTS[name.removeprefix("lamb_").removeprefix("lars_")]
+    signature = arguments | dict.fromkeys(constants, "constexpr")
     pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
     attributes = {(i,): [["tt.divisibility", 16]] for i in pointers} if divisible else {}
-    source = compiler.ASTSource(module[name], signature, constants, attributes)
+    source = compiler.ASTSource(getattr(kernels(), name), signature, constants, attributes)
     return compiler.compile(source, target=target, options={"num_warps": num_warps}).asm
 
 
@@ -182,14 +181,10 @@ def test_four_programs_fit_a_multiprocessor(
 ):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kind = kind_of(weight, grad, mirror)
-    module = compile_module(optimizer_class, kind)
-    for name, body in {
-        "measure": measure_body(optimizer_class),
-        "move": move_body(optimizer_class),
-    }.items():
-        constants = {"CHUNK": CHUNK, "BLOCK": block_size(body, kind)}
+    for name, move in {"measure": False, "move": True}.items():
+        constants = constants_of(optimizer_class, kind, move) | ({"sums": None} if move else {})
         for divisible in (False, True):
-            code = compiled(module, name, constants, NUM_WARPS, arch, divisible)
+            code = compiled("sweep", constants, NUM_WARPS, arch, divisible)
             registers, stack, local = resources(code["cubin"], tmp_path)
             # A multiprocessor has 65,536 registers and gives a thread a multiple of 8 of them.
             programs = 65536 // (-(-registers // 8) * 8 * 32 * NUM_WARPS)
@@ -211,10 +206,9 @@ def test_sums_and_rates_compile_for_one_parameter_too(
 ):
     """Triton makes a constant of an argument that is 1."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    module = compile_module(optimizer_class, kind_of(torch.float32, torch.float32))
     constants = {"num_rows": 1} if num_rows == 1 else {}
-    assert compiled(module, "add_up", constants | {"BLOCK": 128}, 4, 90, True)["cubin"]
-    assert compiled(module, "rates", constants, 1, 90, True)["cubin"]
+    assert compiled("add_up", constants | {"BLOCK": 128}, 4, 90, True)["cubin"]
+    assert compiled(f"{optimizer_class.kernels}_rates", constants, 1, 90, True)["cubin"]
 
 
 @pytest.mark.ranks
@@ -224,13 +218,12 @@ def test_sums_and_rates_compile_for_one_parameter_too(
 @every_optimizer
 def test_scalars_compile(optimizer_class, same_step, clipped, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    module = compile_module(optimizer_class, kind_of(torch.float32, torch.float32))
     absent = {"steps": None} if same_step else {"count": None}
     if not clipped:
         absent["clips"] = None
     if not optimizer_class.counts_steps:
         absent |= {"steps": None, "count": None}
-    assert compiled(module, "scalars", absent, 1, 90, True)["cubin"]
+    assert compiled(f"{optimizer_class.kernels}_scalars", absent, 1, 90, True)["cubin"]
 
 
 @pytest.mark.gpu

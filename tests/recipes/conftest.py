@@ -1,21 +1,17 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, open_dict
+from omegaconf import open_dict
 
 import recipes.train  # noqa: F401  (registers the resolvers that the configuration uses)
 from tests.processes import ROOT
 
 
 @pytest.fixture
-def composed(tmp_path: Path):
+def composed(tmp_path):
     """Composes the configuration as `hydra.main` does, with ``tmp_path`` as the run's folder."""
 
-    def build(*overrides: str) -> DictConfig:
+    def build(*overrides):
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
             config = compose("train", overrides=list(overrides), return_hydra_config=True)
         with open_dict(config):

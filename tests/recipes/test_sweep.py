@@ -1,11 +1,7 @@
 """Sweeps: folders, the table, and what TensorBoard's HParams tab is given."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -30,7 +26,7 @@ def test_runs_of_one_second_get_folders_of_their_own(tmp_path):
     assert new_folder(f"{tmp_path}/file/run") == f"{tmp_path}/file/run", "Hydra reports the error"
 
 
-def finished(folder: Path, overrides: list[str], metrics: dict[str, float] | None) -> None:
+def finished(folder, overrides, metrics):
     (folder / ".hydra").mkdir(parents=True)
     OmegaConf.save(OmegaConf.create(overrides), folder / ".hydra" / "overrides.yaml")
     if metrics is not None:
@@ -57,7 +53,7 @@ def test_table_has_the_best_run_first_and_says_what_failed(tmp_path):
     assert read_rows(tmp_path)[0]["folder"] == "3", "retrieval is judged by R@1"
 
 
-def messages(folder: Path) -> dict[str, Any]:
+def messages(folder):
     events = EventAccumulator(str(folder)).Reload()
     found = {}
     for tag in ("session_start_info", "experiment"):

@@ -1,7 +1,5 @@
 """The recipe, run as a user runs it."""
 
-from __future__ import annotations
-
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +34,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def accuracy_of(output: str) -> float:
+def accuracy_of(output):
     """The accuracy in the last line; fails where that line is missing or printed by several
     ranks.
     """
@@ -46,13 +44,13 @@ def accuracy_of(output: str) -> float:
     return float(match.group(1))
 
 
-def only_run_folder(name: str) -> Path:
+def only_run_folder(name):
     folders = [path for path in Path("logs", name).iterdir() if not path.is_symlink()]
     assert len(folders) == 1, folders
     return folders[0]
 
 
-def accuracy_in_one_process(checkpoint: Path) -> float:
+def accuracy_in_one_process(checkpoint):
     """Test accuracy of the checkpoint, without Lightning and without ranks."""
     state = torch.load(checkpoint, weights_only=False)["state_dict"]
     network = SmallResNet(1, 10, widths=[16, 32, 64], blocks=1).eval()

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +69,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=10 State=UP
 """
 
 
-def reason_not_to_start() -> str | None:
+def reason_not_to_start():
     """Why no Slurm can be started here, or `None`."""
     if missing := [name for name in PROGRAMS if shutil.which(name, path=_SEARCHED) is None]:
         return f"Slurm is not installed: no {', '.join(missing)}"
@@ -88,9 +87,7 @@ class Cluster:
 
 
 @contextmanager
-def slurm_cluster(
-    folder: Path, *, num_nodes: int = 2, cpus: int = 4, kill_wait: int = 30
-) -> Iterator[Cluster]:
+def slurm_cluster(folder, *, num_nodes=2, cpus=4, kill_wait=30):
     """Start Slurm with keys, state, spool and log files in ``folder``; at the end cancel all jobs
     and end all daemons.
 
@@ -151,7 +148,7 @@ def slurm_cluster(
         yield cluster
 
 
-def _munged(folder: Path) -> list[str]:
+def _munged(folder):
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
@@ -165,7 +162,7 @@ def _munged(folder: Path) -> list[str]:
     return ["munged", "--foreground", "--force", f"--key-file={key}", *options]
 
 
-def _start(stack: ExitStack, folder: Path, name: str, command: list[str]) -> None:
+def _start(stack, folder, name, command):
     """Start a daemon; ``stack`` ends it, and what it started that is left."""
     program = shutil.which(command[0], path=_SEARCHED)
     assert program is not None, command[0]
@@ -180,7 +177,7 @@ def _start(stack: ExitStack, folder: Path, name: str, command: list[str]) -> Non
     stack.callback(_end, process)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process):
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(timeout=_END_SECONDS)
@@ -189,7 +186,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(timeout=_END_SECONDS)
 
 
-def _cancel_all(cluster: Cluster) -> None:
+def _cancel_all(cluster):
     """Cancel what still runs, and wait for its end: a step's daemon outlives the node's."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         slurm(cluster, "scancel", "--state=PENDING,RUNNING,SUSPENDED", "--user=root")
@@ -198,7 +195,7 @@ def _cancel_all(cluster: Cluster) -> None:
             time.sleep(0.1)
 
 
-def slurm(cluster: Cluster, *command: str, timeout: float = 60) -> str:
+def slurm(cluster, *command, timeout=60):
     """What one of Slurm's commands prints, errors too."""
     result = subprocess.run(
         command,
@@ -212,13 +209,13 @@ def slurm(cluster: Cluster, *command: str, timeout: float = 60) -> str:
     return result.stdout
 
 
-def _idle_nodes(cluster: Cluster) -> int:
+def _idle_nodes(cluster):
     with contextlib.suppress(subprocess.TimeoutExpired):
         return slurm(cluster, "sinfo", "--noheader", "-N", "-o", "%t").split().count("idle")
     return 0
 
 
-def _wait_for(condition: Callable[[], bool], folder: Path, *daemons: str) -> None:
+def _wait_for(condition, folder, *daemons):
     deadline = time.monotonic() + _START_SECONDS
     while not condition():
         if time.monotonic() > deadline:

@@ -1,16 +1,13 @@
-from __future__ import annotations
-
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster, reason_not_to_start, slurm_cluster
+from tests.slurm.cluster import reason_not_to_start, slurm_cluster
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster():
     """Two nodes of four cores each on this machine, started once a session."""
     if (reason := reason_not_to_start()) is not None:
         pytest.skip(reason)

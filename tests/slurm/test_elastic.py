@@ -2,23 +2,19 @@
 killed.
 """
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.processes import ROOT
-from tests.slurm.cluster import Cluster
 from tests.slurm.test_slurm import JOB_SECONDS, Job
 
 RANK = ROOT / "tests" / "elastic" / "counting_rank.py"
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(JOB_SECONDS + 50)]
 
 
-def test_one_agent_a_node(cluster: Cluster, tmp_path: Path) -> None:
+def test_one_agent_a_node(cluster, tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, runpy, signal, sys, threading, time\ndef kill():\n    while not "

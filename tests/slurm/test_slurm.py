@@ -1,5 +1,5 @@
 """Jobs of a real Slurm, brought up by `tests/slurm/cluster.py`: the statements of
-docs/guides/slurm.md.
+docs/where-it-runs.md.
 """
 
 import json

@@ -1,14 +1,11 @@
 """A user's script under Slurm: ``train_script.py ACTION FOLDER``."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
@@ -23,13 +20,13 @@ LONG = 4000  # steps that no test waits for
 
 
 class Module(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.layer = torch.nn.Linear(8, 2)
-        self.first_step: int | None = None
+        self.first_step = None
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.first_step = self.trainer.global_step if self.first_step is None else self.first_step
         if batch_idx == 3:
             (FOLDER / f"step3.{self.global_rank}").touch()
@@ -39,11 +36,11 @@ class Module(L.LightningModule):
             time.sleep(0.02)
         return self.layer(batch[0]).square().sum()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.001)
 
 
-def fit(strategy: str, **arguments: Any) -> tuple[L.Trainer, Module]:
+def fit(strategy, **arguments):
     trainer = L.Trainer(
         accelerator="cpu",
         strategy=strategy,
@@ -62,7 +59,7 @@ def fit(strategy: str, **arguments: Any) -> tuple[L.Trainer, Module]:
     return trainer, module
 
 
-def main() -> None:
+def main():
     restarted = "SLURM_RESTART_COUNT" in os.environ
     callbacks = [OnExceptionCheckpoint(FOLDER, "stopped")] if ACTION == "stop" else []
     try:
@@ -87,7 +84,7 @@ def main() -> None:
             .layer.weight.sum()
             .item()
         )
-    strategy_used: Any = trainer.strategy
+    strategy_used = trainer.strategy
     facts = {
         "told": told,
         "source": strategy_used.ring_environment.discover().source,

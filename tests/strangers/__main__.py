@@ -2,8 +2,6 @@
 are named), and the seconds a step took.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

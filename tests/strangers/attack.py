@@ -6,8 +6,6 @@ before they answer. Of the other ports at which these processes listen, those ar
 begin with a challenge: torch's and MPI's do not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import json
@@ -18,28 +16,26 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 SILENT = 2000
 SEVERAL = 40
 GUESSES = ("", "?", "ringrun", "spawn", "torchrun")
 LOOPBACK = ("0100007F", 24 * "0" + "01000000")  # as in /proc/net
-Place = tuple[str, int]
-held: list[socket.socket] = []
+held = []
 
 
-def connect(place: Place, first: bytes = b"") -> socket.socket:
+def connect(place, first=b""):
     one = socket.create_connection(place, timeout=5.0)
     held.append(one)
     one.sendall(first)
     return one
 
 
-def many(number: int, first: bytes, drip: bytes = b"") -> Callable[[Place], None]:
+def many(number, first, drip=b""):
     """``number`` connections that send ``first``, and then ``drip``, a byte at a time."""
 
-    def attack(place: Place) -> None:
+    def attack(place):
         opened = []
         for _ in range(number):
             with contextlib.suppress(OSError):
@@ -58,20 +54,20 @@ def many(number: int, first: bytes, drip: bytes = b"") -> Callable[[Place], None
     return attack
 
 
-def hello(secret: str, name: str, nonce: str, guest: dict[str, object]) -> bytes:
+def hello(secret, name, nonce, guest):
     message = {"kind": "hello", "nonce": "0" * 32, "pid": 1, "token": secret, **guest}
     text = json.dumps([nonce, message], sort_keys=True).encode()
     message["proof"] = hmac.new(f"{name} {secret}".encode(), text, "sha256").hexdigest()
     return json.dumps(message).encode() + b"\n"
 
 
-def say_hello(replayed: bool) -> Callable[[Place], None]:
+def say_hello(replayed):
     """As each rank, member and host, by secrets that are guessed; or with the true one, but to the
     challenge of another connection.
     """
     guests = [{"rank": rank, "member": rank, "host": "b", "start": 1} for rank in range(2)]
 
-    def attack(place: Place) -> None:
+    def attack(place):
         for secret in true_secrets() if replayed else GUESSES:
             for name in ("rendezvous", "watch", "steward", "agents"):
                 for guest in guests:
@@ -83,16 +79,16 @@ def say_hello(replayed: bool) -> Callable[[Place], None]:
     return attack
 
 
-def true_secrets() -> set[str]:
+def true_secrets():
     """Those of this user's jobs, which no stranger can read."""
-    found: set[str] = set()
+    found = set()
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             found |= set(re.findall(r"RING_SECRET=(\w+)", environ.read_bytes().decode("latin-1")))
     return found
 
 
-KINDS: dict[str, Callable[[Place], None]] = {
+KINDS = {
     "silent": many(SILENT, b""),
     "line feeds": many(SEVERAL, 1_000_000 * b"\n"),
     "half a message": many(SEVERAL, b'{"kind": "hello", "non'),
@@ -103,14 +99,14 @@ KINDS: dict[str, Callable[[Place], None]] = {
 }
 
 
-def listening(pid: str) -> dict[int, bool]:
+def listening(pid):
     """The ports at which process ``pid`` listens, and whether on loopback alone."""
-    own: set[str] = set()
+    own = set()
     with contextlib.suppress(OSError):
         for file in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 own |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{file}")))
-    found: dict[int, bool] = {}
+    found = {}
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
@@ -121,14 +117,14 @@ def listening(pid: str) -> dict[int, bool]:
     return found
 
 
-def is_door(place: Place) -> bool:
+def is_door(place):
     with contextlib.suppress(OSError), socket.create_connection(place, timeout=0.5) as one:
         return one.recv(100).startswith(b'{"kind": "challenge"')
     return False
 
 
-def main(address: str, folder: str, *kinds: str) -> None:
-    attacked: set[int] = set()
+def main(address, folder, *kinds):
+    attacked = set()
     while True:
         for file in Path(folder).glob("listens.*"):
             known = set(map(int, file.read_text().split()))

@@ -1,18 +1,14 @@
 """Real jobs of two ranks, and strangers at their doors, before and while they train."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from benchmarks.hosts import open_hosts
 from tests import forked
+from tests.hosts import open_hosts
 from tests.processes import ROOT, clean_env, end_session
 from tests.strangers.attack import listening
 
@@ -29,12 +25,12 @@ JOBS = ("plain", "horovod", "elastic", "hosts")
 FILES = 1024  # that a process of a job may open
 
 
-def limit_files() -> None:
+def limit_files():
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str], output: Path, **settings: object) -> Iterator[subprocess.Popen]:
+def started(command, output, **settings):
     with output.open("w") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=file, start_new_session=True, **settings
@@ -46,7 +42,7 @@ def started(command: Sequence[str], output: Path, **settings: object) -> Iterato
         process.wait(60)
 
 
-def run(job: str, folder: Path, kinds: Sequence[str] | None = (), steps: int = 150) -> float:
+def run(job, folder, kinds=(), steps=150):
     """The seconds a step of ``job`` took, against strangers of ``kinds`` (none: all of them;
     ``None``: no strangers). The job ends right, or this fails.
     """

@@ -2,8 +2,6 @@
 file at the end, and writes how long a step took.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import sys
@@ -25,7 +23,7 @@ if "horovod" in sys.argv:
     hvd.init()
     rank = hvd.rank()
 
-    def total(value: torch.Tensor) -> torch.Tensor:
+    def total(value):
         return hvd.allreduce(value, op=hvd.Sum)
 
     assert hvd.broadcast_object({"from": rank}) == {"from": 0}
@@ -38,7 +36,7 @@ else:
     comm = open_communicator(job, "auto", torch.device("cpu"), minute, minute)
     rank = comm.rank
 
-    def total(value: torch.Tensor) -> torch.Tensor:
+    def total(value):
         job.check()
         comm.all_reduce_(value).wait()
         return value

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_ring.cli.main import main
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.timeline.recorder import BACKWARD, FORWARD, STEPS, Recorder, Tracks
+from lightning_ring.timeline.recorder import BACKWARD, FORWARD, STEPS, Recorder
 from lightning_ring.timeline.trace_files import TraceFile, gather_files, merge, read_other
 from tests.checks.trace_format import read_trace, slices, tracks
 from tests.thread_ranks import run_ranks
@@ -37,10 +37,8 @@ def record_rank(path, rank, world_size, *, drift=0.0, close=True, **kw):
     seconds ahead.
     """
     other = about(rank, world_size, **kw)
-    file_tracks = Tracks(rank)
     file = TraceFile(path.with_name(f"{path.stem}.rank{rank}.jsonl"), other, max_bytes=1 << 22)
-    file.append(file_tracks.process(f"rank {rank} (host{rank})", ""))
-    recorder = Recorder(file, file_tracks, other["rank"]["zero"])
+    recorder = Recorder(file, rank, f"rank {rank} (host{rank})", "", other["rank"]["zero"])
 
     def clock(seconds):
         return other["rank"]["zero"] + seconds * (1 + drift)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.timeline.recorder import Recorder, Tracks
+from lightning_ring.timeline.recorder import Recorder
 from lightning_ring.timeline.trace_files import TraceFile, read_other
 from tests.processes import run
 from tests.timeline.killed_writers import OTHER, numbers, some_events
@@ -111,9 +111,8 @@ def record_of(*, called, ended, waits):
 def slices(tmp_path, *records):
     """Name, begin and duration in milliseconds."""
     path = tmp_path / "t.rank0.jsonl"
-    recorder = Recorder(
-        TraceFile(path, OTHER, max_bytes=1 << 22), Tracks(0), 0.0, lambda mark: mark
-    )
+    file = TraceFile(path, OTHER, max_bytes=1 << 22)
+    recorder = Recorder(file, 0, "rank 0", "", 0.0, lambda mark: mark)
     for record in records:
         recorder.collective(record)
     recorder.close(OTHER)

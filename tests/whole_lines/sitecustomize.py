@@ -8,4 +8,4 @@ import sys
 
 for stream in (sys.stdout, sys.stderr):
     if stream is not None:  # closed by who started it
-        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+        stream.reconfigure(line_buffering=True, write_through=False)

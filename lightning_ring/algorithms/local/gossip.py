@@ -20,8 +20,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.local.local_sgd import LocalSGD
-from lightning_ring.algorithms.meeting import meet_for_pause, meet_to_stop
-from lightning_ring.algorithms.parts import ParameterPart, parts_of
+from lightning_ring.algorithms.own_pace import (
+    ParameterPart,
+    meet_for_pause,
+    meet_to_stop,
+    parts_of,
+)
 from lightning_ring.comm.communicator import ReduceOp
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.requests import Answers, Requests

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.parts import ParameterPart
+from lightning_ring.algorithms.own_pace import ParameterPart
 from lightning_ring.comm import sealed
 from lightning_ring.comm.waiting import CHECK_SECONDS, ranks_text
 from lightning_ring.errors import CollectiveError

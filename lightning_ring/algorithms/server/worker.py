@@ -12,8 +12,12 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_ring.algorithms.algorithm import Algorithm, log
-from lightning_ring.algorithms.meeting import meet_for_pause, meet_to_stop
-from lightning_ring.algorithms.parts import ParameterPart, parts_of
+from lightning_ring.algorithms.own_pace import (
+    ParameterPart,
+    meet_for_pause,
+    meet_to_stop,
+    parts_of,
+)
 from lightning_ring.algorithms.server.server import (
     PULL,
     REST,

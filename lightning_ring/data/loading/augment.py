@@ -80,12 +80,16 @@ class TransformFailedError(Exception):
 
 
 class SampleTransforms:
-    """Changes images in place. Each thread has a copy of ``transform``, for transforms that keep
-    what they have drawn.
+    """Changes images in place; what ``transform`` draws depends on each image's seed.
+
+    Each thread has a copy of it, for transforms that keep what they have drawn. Torch draws from a
+    generator of the thread, transforms of Albumentations from one of their own.
     """
 
     def __init__(self, transform: Transform) -> None:
         self.transform = transform
+        self._takes_arrays = _is_of_albumentations(transform)
+        self._name = f"sample_transform {name_of(transform)}"
         self._of_thread = threading.local()
         self._begun = False
 
@@ -94,28 +98,34 @@ class SampleTransforms:
         batches, before the first image.
 
         Raises:
-            ConfigurationError: It draws from a generator that all threads share.
+            ConfigurationError: It draws from a generator that all threads share, or cannot be
+                seeded for each image.
         """
         if self._begun:
             return
         self._begun = True
+        if self._takes_arrays and not hasattr(self.transform, "set_random_state"):
+            raise ConfigurationError(
+                f"{self._name} has no set_random_state, so it cannot be seeded for each image. "
+                "Install Albumentations 2 or newer."
+            )
         restore, before = remember_random_state(), _states()
         try:
-            tried = self._copy()
             for seed in range(_TRIALS):
                 noise = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
                 # if it fails on an image too, its error names that
                 with suppress(TransformFailedError):
-                    tried.run([torch.from_numpy(noise).permute(2, 0, 1)], [seed])
+                    self.run([torch.from_numpy(noise).permute(2, 0, 1)], [seed])
             used = [name for name, state in _states().items() if state != before[name]]
         finally:
             restore()
+            self._of_thread = threading.local()
         if used:
             raise ConfigurationError(
-                f"sample_transform {name_of(self.transform)} draws from {' and '.join(used)}, "
-                "which all threads share: its pictures would be others each time. Draw with "
-                "functions of torch that take a generator, such as torch.rand, or give it to "
-                "ShardDataset(..., transform=) and torch's DataLoader, which has processes."
+                f"{self._name} draws from {' and '.join(used)}, which all threads share: its "
+                "pictures would be others each time. Draw with functions of torch that take a "
+                "generator, such as torch.rand, or give it to ShardDataset(..., transform=) and "
+                "torch's DataLoader, which has processes."
             )
 
     def run(self, images: Sequence[Tensor], seeds: Sequence[int]) -> None:
@@ -125,66 +135,46 @@ class SampleTransforms:
             TransformFailedError: The transform raised an error, or made something else than such an
                 image.
         """
-        mine = getattr(self._of_thread, "transform", None)
-        if mine is None:
-            mine = self._of_thread.transform = self._copy()
-        mine.run(images, seeds)
-
-    def _copy(self) -> SeededTransform:
-        try:
-            return SeededTransform(copy.deepcopy(self.transform))
-        except (TypeError, NotImplementedError) as error:
-            raise ConfigurationError(
-                f"sample_transform {name_of(self.transform)} cannot be copied for each thread: "
-                f"{error}. Give it a __deepcopy__."
-            ) from error
-
-
-class SeededTransform:
-    """Runs ``transform`` in one thread; what it draws depends on each image's seed.
-
-    Torch draws from a generator of this thread, transforms of Albumentations from one of their own.
-    """
-
-    def __init__(self, transform: Transform) -> None:
-        self.transform = transform
-        self.takes_arrays = _is_of_albumentations(transform)
-        if self.takes_arrays and not hasattr(transform, "set_random_state"):
-            raise ConfigurationError(
-                f"sample_transform {name_of(transform)} has no set_random_state, so it cannot be "
-                "seeded for each image. Install Albumentations 2 or newer."
-            )
-        self._draws = OwnGenerator()
-
-    def run(self, images: Sequence[Tensor], seeds: Sequence[int]) -> None:
+        transform, draws = self._mine()
         for place, (image, seed) in enumerate(zip(images, seeds, strict=True)):
             try:
-                made = self._made(image, seed)
+                made = self._made(transform, draws, image, seed)
             except Exception as error:
-                reason = f"sample_transform {name_of(self.transform)} raised {error!r}"
-                raise TransformFailedError(place, reason) from error
+                raise TransformFailedError(place, f"{self._name} raised {error!r}") from error
             if made.shape != image.shape or made.dtype != image.dtype:
                 raise TransformFailedError(
                     place,
-                    f"sample_transform {name_of(self.transform)} made {_described(made)}, "
-                    f"expected {_described(image)} as it got. `crop` sets the size; `transform`, "
-                    "which runs after it, makes floats and normalises.",
+                    f"{self._name} made {_described(made)}, expected {_described(image)} as it "
+                    "got. `crop` sets the size; `transform`, which runs after it, makes floats and "
+                    "normalises.",
                 )
             if made is not image:
                 image.copy_(made)
 
-    def _made(self, image: Tensor, seed: int) -> Tensor:
-        if self.takes_arrays:
-            transform: Any = self.transform
+    def _mine(self) -> tuple[Any, OwnGenerator]:
+        """This thread's transform and generator."""
+        if not hasattr(self._of_thread, "mine"):
+            try:
+                self._of_thread.mine = copy.deepcopy(self.transform), OwnGenerator()
+            except (TypeError, NotImplementedError) as error:
+                raise ConfigurationError(
+                    f"{self._name} cannot be copied for each thread: {error}. Give it a "
+                    "__deepcopy__."
+                ) from error
+        mine: tuple[Any, OwnGenerator] = self._of_thread.mine
+        return mine
+
+    def _made(self, transform: Any, draws: OwnGenerator, image: Tensor, seed: int) -> Tensor:
+        if self._takes_arrays:
             # not set_random_seed, with which each part of a Compose draws the same numbers
             transform.set_random_state(np.random.default_rng(seed), random.Random(seed))
             made = transform(image=image.permute(1, 2, 0).numpy())["image"]
             if isinstance(made, np.ndarray):
                 made = torch.from_numpy(np.ascontiguousarray(made)).permute(2, 0, 1)
         else:
-            self._draws.generator.manual_seed(seed)
-            with self._draws:
-                made = self.transform(image)
+            draws.generator.manual_seed(seed)
+            with draws:
+                made = transform(image)
         if not isinstance(made, Tensor):
             raise TypeError(
                 f"it gave a {type(made).__name__}, expected a tensor 3 x height x width of uint8"

@@ -94,95 +94,6 @@ class Pool:
         return lent[:num]
 
 
-class OnDevice:
-    """Brings images (batch x 3 x height x width, uint8, channels last) to ``device``.
-
-    Args:
-        transform: Run on them; `None` leaves uint8 images.
-        batch_transform: Run after it on images and labels.
-        size: Height and width.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        transform: DeviceTransform | None,
-        batch_transform: Transform | None,
-        size: tuple[int, int],
-    ) -> None:
-        self.device = device
-        self.transform = transform.to(device) if transform is not None else None
-        self.batch_transform = batch_transform
-        if isinstance(batch_transform, nn.Module):
-            batch_transform.to(device)
-        self.on_gpu = is_gpu(device)
-        self._stream: Any = None
-        self.pool = Pool(size, torch.uint8, self.on_gpu)
-        self._floats = None if transform is None else Pool(size, transform.dtype)
-
-    def start(self, memory: Tensor, samples: Samples, numbers: Sequence[Tensor]) -> list[Tensor]:
-        """Images, and ``numbers`` (labels first; one for each sample), on their way to the device.
-
-        Args:
-            memory: From `pool`, with ``samples`` in its first places; given back.
-        """
-        if not self.on_gpu:
-            images = self._on_host(memory, samples)
-            return self._mixed([images, *(tensor.to(self.device) for tensor in numbers)], samples)
-        gpu = gpu_module(self.device)
-        if self._stream is None:
-            self._stream = gpu.Stream(self.device)
-        with gpu.stream(self._stream):
-            images = memory[: len(samples)].to(self.device, non_blocking=True)
-            copied = gpu.Event()
-            copied.record()
-            images = self._transformed(images, samples)
-            sent = [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in numbers]
-            made = self._mixed([images, *sent], samples)
-        self.pool.give_back(memory, copied)
-        return made
-
-    def finish(self, tensors: Sequence[Tensor]) -> None:
-        """Let the caller's stream use ``tensors``, which `start` made."""
-        if self._stream is not None:
-            current = gpu_module(self.device).current_stream(self.device)
-            current.wait_stream(self._stream)
-            for tensor in tensors:
-                tensor.record_stream(current)
-
-    def _on_host(self, memory: Tensor, samples: Samples) -> Tensor:
-        num = len(samples)
-        if self.transform is None and self.device.type == "cpu":
-            return self.pool.lend(memory, num)
-        made = self._transformed(memory[:num].to(self.device), samples)
-        self.pool.give_back(memory)
-        return made
-
-    def _transformed(self, images: Tensor, samples: Samples) -> Tensor:
-        if self.transform is None or self._floats is None:
-            return images
-        numbers = None
-        if self.transform.is_random:
-            at = samples.epoch, samples.positions
-            drawn = uniforms(samples.seed, Stream.COLOR, *at, self.transform.num_uniforms)
-            # from pageable memory the host would wait for the copy
-            numbers = send(torch.from_numpy(drawn).float(), self.device)
-        if self.device.type != "cpu":
-            return self.transform(images, numbers)
-        num = len(images)
-        return self.transform(images, numbers, out=self._floats.lend(self._floats.take(num), num))
-
-    def _mixed(self, made: list[Tensor], samples: Samples) -> list[Tensor]:
-        """Images, labels and the rest after `batch_transform`, which draws as the batch's first
-        sample says.
-        """
-        if self.batch_transform is None:
-            return made
-        at = samples.epoch, samples.positions[:1]
-        seed = int(integers(samples.seed, Stream.BATCH, *at, 1).item())
-        return [*transform_batch(self.batch_transform, made[0], made[1], seed), *made[2:]]
-
-
 class ImageSource(Protocol):
     """Images and their labels: a `ShardDataset`, an `ImageFolder`, or yours. Read by several
     threads.
@@ -261,8 +172,15 @@ class ImageBatches:
         self.with_indices = with_indices
         self.sample_transforms = sample_transform and SampleTransforms(sample_transform)
         self._size = height_and_width(crop.size)
-        self.on_device = OnDevice(torch.device(device), transform, batch_transform, self._size)
-        self.ahead = self.on_device.on_gpu
+        self.device = torch.device(device)
+        self.transform = None if transform is None else transform.to(self.device)
+        self.batch_transform = batch_transform
+        if isinstance(batch_transform, nn.Module):
+            batch_transform.to(self.device)
+        self.ahead = is_gpu(self.device)
+        self._stream: Any = None
+        self._pool = Pool(self._size, torch.uint8, pinned=self.ahead)
+        self._floats = None if transform is None else Pool(self._size, transform.dtype)
 
     # -- in the thread that takes batches, before
 
@@ -274,7 +192,7 @@ class ImageBatches:
         if self.sample_transforms is not None:
             self.sample_transforms.begin(self._size)
             seeds = integers(samples.seed, Stream.SAMPLE, *at, 1)[:, 0].tolist()
-        memory = self.on_device.pool.take(len(samples))
+        memory = self._pool.take(len(samples))
         return _Room(memory, samples, samples.indices.copy(), numbers, seeds)
 
     # -- in the threads that decode
@@ -362,13 +280,66 @@ class ImageBatches:
     # -- in the thread that takes batches, after
 
     def start(self, room: _Room) -> list[Tensor]:
+        """Images, labels and indices on their way to the device; the memory is given back."""
         numbers = [torch.from_numpy(self.source.labels[room.indices]).long()]
         if self.with_indices:
             numbers.append(torch.from_numpy(room.indices))
-        return self.on_device.start(room.memory, room.samples, numbers)
+        memory, samples = room.memory, room.samples
+        if not self.ahead:
+            images = self._on_host(memory, samples)
+            return self._mixed([images, *(tensor.to(self.device) for tensor in numbers)], samples)
+        gpu = gpu_module(self.device)
+        if self._stream is None:
+            self._stream = gpu.Stream(self.device)
+        with gpu.stream(self._stream):
+            images = memory[: len(samples)].to(self.device, non_blocking=True)
+            copied = gpu.Event()
+            copied.record()
+            images = self._transformed(images, samples)
+            sent = [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in numbers]
+            made = self._mixed([images, *sent], samples)
+        self._pool.give_back(memory, copied)
+        return made
+
+    def _on_host(self, memory: Tensor, samples: Samples) -> Tensor:
+        num = len(samples)
+        if self.transform is None and self.device.type == "cpu":
+            return self._pool.lend(memory, num)
+        made = self._transformed(memory[:num].to(self.device), samples)
+        self._pool.give_back(memory)
+        return made
+
+    def _transformed(self, images: Tensor, samples: Samples) -> Tensor:
+        if self.transform is None or self._floats is None:
+            return images
+        numbers = None
+        if self.transform.is_random:
+            at = samples.epoch, samples.positions
+            drawn = uniforms(samples.seed, Stream.COLOR, *at, self.transform.num_uniforms)
+            # from pageable memory the host would wait for the copy
+            numbers = send(torch.from_numpy(drawn).float(), self.device)
+        if self.device.type != "cpu":
+            return self.transform(images, numbers)
+        num = len(images)
+        return self.transform(images, numbers, out=self._floats.lend(self._floats.take(num), num))
+
+    def _mixed(self, made: list[Tensor], samples: Samples) -> list[Tensor]:
+        """Images, labels and the rest after `batch_transform`, which draws as the batch's first
+        sample says.
+        """
+        if self.batch_transform is None:
+            return made
+        at = samples.epoch, samples.positions[:1]
+        seed = int(integers(samples.seed, Stream.BATCH, *at, 1).item())
+        return [*transform_batch(self.batch_transform, made[0], made[1], seed), *made[2:]]
 
     def finish(self, started: list[Tensor]) -> tuple[Tensor, ...]:
-        self.on_device.finish(started)
+        """``started``, which the caller's stream may use."""
+        if self._stream is not None:
+            current = gpu_module(self.device).current_stream(self.device)
+            current.wait_stream(self._stream)
+            for tensor in started:
+                tensor.record_stream(current)
         return tuple(started)
 
 

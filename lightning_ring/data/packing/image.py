@@ -20,7 +20,7 @@ import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image
 
-from lightning_ring.data.decoding import has_16_bits
+from lightning_ring.data.decoding import gray_of_16_bits
 from lightning_ring.data.packing.sources import Sources
 from lightning_ring.errors import ConfigurationError, ShardError
 
@@ -177,9 +177,9 @@ def _eight_bits(image: Any, notes: list[str]) -> Any:
     """``image`` as RGB or gray (L); appends the changes to ``notes``."""
     if image.mode in ("L", "RGB"):
         return image
-    if has_16_bits(image):
-        notes.append("16-bit gray to 8")  # Pillow's own conversion would clip at 255
-        return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
+    if (gray := gray_of_16_bits(image)) is not None:
+        notes.append("16-bit gray to 8")
+        return Image.fromarray(gray)
     if image.mode in ("I", "F"):
         kind = "32-bit integers" if image.mode == "I" else "floating-point numbers"
         raise UnusableImageError(

@@ -274,21 +274,29 @@ class Sources:
 
     def save(self, folder: Path) -> None:
         head = {name: getattr(self, name) for name in _HEAD}
-        arrays: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
-        text = np.frombuffer(json.dumps(head).encode(), np.uint8)
-        with whole_file(folder / ARRAYS) as file:
-            np.savez(file, head=text, **arrays)
+        save_arrays(folder / ARRAYS, head, {name: getattr(self, name) for name in _ARRAYS})
+
+
+def save_arrays(path: Path, head: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> None:
+    """Write what JSON can hold and arrays to one file."""
+    named: dict[str, Any] = {"head": np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays}
+    with whole_file(path) as file:
+        np.savez(file, **named)
+
+
+def load_arrays(path: Path) -> dict[str, Any]:
+    """What `save_arrays` wrote: ``head`` and ``arrays`` in one."""
+    with np.load(path) as file:
+        arrays = dict(file)
+    return json.loads(arrays.pop("head").tobytes()) | arrays
 
 
 def load_sources(folder: Path) -> Sources | None:
     """The list that `list_sources` wrote to ``folder``; None where it did not finish."""
     if not (folder / ARRAYS).exists():
         return None
-    with np.load(folder / ARRAYS) as file:
-        arrays: dict[str, Any] = dict(file)
-    head = json.loads(arrays.pop("head").tobytes())
     report, text = (folder / _REPORT).read_bytes(), np.memmap(folder / "names", mode="r")
-    return Sources(**head, **arrays, report=report, text=text)
+    return Sources(**load_arrays(folder / ARRAYS), report=report, text=text)
 
 
 def list_sources(

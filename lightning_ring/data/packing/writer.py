@@ -8,7 +8,6 @@ packing can then be finished by the same command.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import tarfile
@@ -24,7 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_ring.data.packing.image import PackedImage, PackSettings
-from lightning_ring.data.packing.sources import HEADER, Sources, report_row
+from lightning_ring.data.packing.sources import (
+    HEADER,
+    Sources,
+    load_arrays,
+    report_row,
+    save_arrays,
+)
 from lightning_ring.data.shards import (
     BLOCK,
     COLUMNS,
@@ -157,19 +162,16 @@ class ShardRecord:
 
     def write(self, folder: Path) -> None:
         head = {"shard": asdict(self.shard), "next_position": self.next_position}
-        text = json.dumps(head | {"counts": self.counts}).encode()
-        arrays: dict[str, Any] = {"head": np.frombuffer(text, np.uint8)}
-        arrays |= {"report": np.frombuffer(self.report, np.uint8)} | self.columns
-        with whole_file(folder / f"{self.shard.name}.npz") as file:
-            np.savez(file, **arrays)
+        report = {"report": np.frombuffer(self.report, np.uint8)}
+        path = folder / f"{self.shard.name}.npz"
+        save_arrays(path, head | {"counts": self.counts}, report | self.columns)
 
 
 def read_record(path: Path) -> ShardRecord:
-    with np.load(path) as file:
-        arrays: dict[str, Any] = dict(file)
-    head, report = json.loads(arrays.pop("head").tobytes()), arrays.pop("report").tobytes()
-    shard = Shard(**head.pop("shard"))
-    return ShardRecord(shard, **head, report=report, columns=arrays)
+    found = load_arrays(path)
+    head = {name: found.pop(name) for name in ("next_position", "counts")}
+    shard, report = Shard(**found.pop("shard")), found.pop("report").tobytes()
+    return ShardRecord(shard, **head, report=report, columns=found)
 
 
 def shard_name(number: int) -> str:

@@ -29,7 +29,7 @@ class CollectedParameters:
         self, listed: ParameterList, parts: list[ParameterBatch], state: Mapping[Tensor, Any]
     ) -> None:
         self._listed = listed
-        self._parts = [replace(part, grads=[], tables=None) for part in parts]
+        self._parts = [replace(part, grads=[]) for part in parts]
         taken = {position for part in parts for position in part.positions}
         self._has_grad = [position in taken for position in range(len(listed.params))]
         self._layouts = [

@@ -1,20 +1,19 @@
-"""The multi-tensor runner: many tensors a call, in pieces so small that temporaries stay in the
-cache.
+"""The multi-tensor way: many tensors a call, in pieces so small that temporaries stay in the
+cache. The plain way: one parameter after another, of any layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, flat, norm_dtype
-from lightning_ring.optim.engine.plain import PlainRunner
-from lightning_ring.optim.engine.rule import Rule, Scalars, StepNumbers
-from lightning_ring.optim.engine.tensor_list import TensorList, Tensors
+from lightning_ring.optim.engine.rule import Rule, Scalars, StepNumbers, Tensors
 
 CPU_PIECE = 1 << 16  # elements: five float32 streams of this length fit a 2 MiB second-level cache
 # where torch's kernels leave no temporaries: each call costs more than a longer piece
@@ -30,8 +29,8 @@ SAFE_SQUARES = (1e-26, 1e36)
 
 
 @dataclass(slots=True)
-class Batch:
-    """The operands of one call: 1-D pieces of the ``rows``-th tensors of a part."""
+class Piece:
+    """The operands of one call: pieces of the ``rows``-th tensors of a batch, or all of them."""
 
     rows: list[int]
     weights: Tensors
@@ -41,222 +40,212 @@ class Batch:
     directions: Tensors | None = None
 
     @classmethod
-    def of(cls, rows: list[int], columns: Sequence[Tensors], num_states: int) -> Batch:
+    def of(cls, rows: list[int], columns: Sequence[Tensors], num_states: int) -> Piece:
         """Of the columns of a `ParameterBatch`."""
         weights, grads, *rest = columns
-        return cls(
-            rows,
-            weights,
-            grads,
-            rest[:num_states],
-            rest[num_states] if len(rest) > num_states else (),
-        )
+        mirrors = rest[num_states] if len(rest) > num_states else ()
+        return cls(rows, weights, grads, rest[:num_states], mirrors)
 
-    def pieces(self, size: int) -> list[Batch]:
-        """The same, cut into pieces of at most ``size`` elements."""
+    def split(self, size: int) -> list[Piece]:
+        """The same, cut into pieces of at most ``size`` elements if it is of one tensor."""
         if len(self.rows) > 1:
             return [self]
-        columns = [self.weights, self.grads, *self.states] + (
-            [self.mirrors] if self.mirrors else []
-        )
-        pieces = zip(*(column[0].split(size) for column in columns), strict=True)
-        return [
-            Batch.of(self.rows, [[view] for view in piece], len(self.states)) for piece in pieces
-        ]
+        columns = [self.weights, self.grads, *self.states]
+        columns += [self.mirrors] if self.mirrors else []
+        parts = zip(*(column[0].split(size) for column in columns), strict=True)
+        return [Piece.of(self.rows, [[view] for view in part], len(self.states)) for part in parts]
 
 
-class MultiTensorRunner(PlainRunner):
-    """Runs a rule on `TensorList`s of pieces: large tensors are cut, small ones put together.
+@dataclass(slots=True)
+class Wave:
+    """Pieces that are measured and then moved; of the last ``room`` elements the directions are
+    kept meanwhile.
+    """
+
+    pieces: list[Piece]
+    room: int = 0
+
+
+class MultiTensorRun:
+    """One step of the parameters of ``part``. Large tensors are cut, small ones put together.
 
     Temporaries stay under 5 % of the parameters (or 256 KiB): on the CPU the directions of one wave
     are kept from `measure` to `move`; on a device a call works on a hundredth of the parameters. A
     fused CPU kernel of torch that computes the rule is called instead.
     """
 
-    def __init__(self, rule: type[Rule]) -> None:
-        super().__init__(rule)
-        self._cut: tuple[ParameterBatch, list[Batch]] | None = None
-
-    def waves(self, part: ParameterBatch) -> list[ParameterBatch]:
-        if part.kind.device.type != "cpu" or self._sweeps(part):
-            return [part]
+    def __init__(
+        self, rule: type[Rule], part: ParameterBatch, numbers: StepNumbers, plain: bool
+    ) -> None:
+        self._rule = rule
+        self._part = part
+        self._numbers = numbers
+        self._plain = plain
         kind = part.kind
-        pieces = 4 if kind.weight == kind.compute else 6  # that exist beside the kept directions
-        budget = (
-            MEMORY_SHARE * sum(weight.nbytes for weight in part.weights) / kind.compute.itemsize
+        self._on_cpu = kind.device.type == "cpu"
+        is_one_dtype = kind.weight == kind.grad == kind.compute
+        self._by_torch = self._on_cpu and is_one_dtype and not plain
+        # Those kernels read and write the tensors once each, and there is nothing to keep.
+        self._sweeps = self._by_torch and not rule.keeps_directions
+        self.sums = torch.zeros(
+            2, len(part.weights), dtype=norm_dtype(kind.device), device=kind.device
         )
-        return list(_split(part, room=max(CPU_PIECE, int(budget) - pieces * CPU_PIECE)))
 
-    def grad_square_sum(self, part: ParameterBatch) -> Tensor:
-        kind = part.kind
-        if kind.device.type == "cpu" and kind.grad == kind.compute:
-            pieces = [piece for grad in part.grads for piece in flat(grad).split(CPU_SUM_PIECE)]
-            return _as_vector(_square_sums(pieces), part).sum()
-        sums = [_square_sums(_cast(batch.grads, kind.compute)) for batch in self._batches(part)]
-        return _as_vector([value for values in sums for value in values], part).sum()
+    def step(self) -> Tensor:
+        """Measure and move, a wave at a time; returns the trust ratios."""
+        for wave in self._waves():
+            self.measure(wave)
+            ratios = self.move(wave)
+        return ratios
 
-    def measure(self, part: ParameterBatch, numbers: StepNumbers) -> Tensor:
-        sums: list[list[Any]] = [[], []]
-        rows: list[int] = []
-        try_torch = _fits_torch_kernels(part)
+    def _waves(self) -> list[Wave]:
+        if not self._on_cpu or self._plain or self._sweeps:
+            return [self._whole]
+        weights, kind = self._part.weights, self._part.kind
+        pieces = 4 if kind.weight == kind.compute else 6  # that exist beside the kept directions
+        budget = MEMORY_SHARE * sum(weight.nbytes for weight in weights) / kind.compute.itemsize
+        room = max(CPU_PIECE, int(budget) - pieces * CPU_PIECE)
+        sizes = [weight.numel() for weight in weights]
+        return [Wave(self._cut(rows), room) for rows in _together(range(len(sizes)), sizes, room)]
+
+    @cached_property
+    def _whole(self) -> Wave:
+        return Wave(self._cut(range(len(self._part.weights))))
+
+    def measure(self, wave: Wave | None = None) -> None:
+        """Accumulate state, and fill `sums`: squares of the weights, squares of the direction."""
+        part, wave = self._part, wave or self._whole
+        totals: list[dict[int, Any]] = [{}, {}]
         h, rows_of_h = Scalars(), None
-        to_come = sum(weight.numel() for weight in part.weights)
-        for batch in self._batches(part):
-            w, g = _cast(batch.weights, part.kind.compute), _cast(batch.grads, part.kind.compute)
-            if batch.rows is not rows_of_h:  # pieces of one tensor share the list
-                h, rows_of_h = _scalars(part, numbers, batch.rows), batch.rows
+        to_come = sum(weight.numel() for piece in wave.pieces for weight in piece.weights)
+        for piece in wave.pieces:
+            w, g = _cast(piece.weights, part.kind.compute), _cast(piece.grads, part.kind.compute)
+            if piece.rows is not rows_of_h:  # pieces of one tensor share the list
+                h, rows_of_h = self._numbers.over(piece.rows, self._plain), piece.rows
             # first: a lone reading sweep is the fastest way to bring them into the cache
-            sums[0] += _square_sums(w)
-            x = self._rule.torch_directions(w, g, tuple(batch.states), h) if try_torch else None
+            self._add_squares(totals[0], piece.rows, w)
+            x = self._rule.torch_directions(w, g, piece.states, h) if self._by_torch else None
             if x is None:
-                x = self._directions(w, g, batch, h)
-            sums[1] += _square_sums(x)
-            rows += batch.rows
-            batch.directions = x if to_come <= part.room else None
+                self._rule.accumulate(g, piece.states, h)
+                x = self._rule.direction(w, g, piece.states, h)
+            self._add_squares(totals[1], piece.rows, x)
+            piece.directions = x if to_come <= wave.room else None
             to_come -= sum(t.numel() for t in w)
             x = None  # so that the next piece finds the same memory, still in the cache
-        return torch.stack([_sum_by_row(values, rows, part) for values in sums])
+        rows = sorted(totals[0])
+        found = torch.stack([self._as_vector([total[row] for row in rows]) for total in totals])
+        if len(rows) == len(part.weights):
+            self.sums = found
+        else:
+            self.sums[:, rows] = found
 
-    def _directions(self, w: Tensors, g: Tensors, batch: Batch, h: Scalars) -> Tensors:
-        weights, grads, state = TensorList(w), TensorList(g), tuple(map(TensorList, batch.states))
-        _store(batch.states, self._rule.accumulate(weights, grads, state, h))
-        return self._rule.direction(weights, grads, state, h).tensors()
-
-    def move(self, part: ParameterBatch, numbers: StepNumbers) -> None:
-        try_torch = _fits_torch_kernels(part)
+    def move(self, wave: Wave | None = None) -> Tensor:
+        """Write the new weights and state; returns the trust ratios."""
+        ratio, numbers = self._numbers.after(self._rule, self.sums)
+        h, rows_of_h = Scalars(), None
         # what was measured last may still be in the cache
-        for batch in reversed(self._batches(part)):
-            if not try_torch or not self._torch_moves(part, numbers, batch):
-                for piece in batch.pieces(CPU_PIECE) if self._sweeps(part) else [batch]:
-                    self._move(part, piece, _scalars(part, numbers, batch.rows))
-            if batch.mirrors:
-                torch._foreach_copy_(batch.mirrors, batch.weights)
-            batch.directions = None
-        self._cut = None
+        for piece in reversed((wave or self._whole).pieces):
+            if piece.rows is not rows_of_h:
+                h, rows_of_h = numbers.over(piece.rows, self._plain), piece.rows
+            if not self._by_torch or not self._torch_moves(piece, h):
+                for smaller in piece.split(CPU_PIECE) if self._sweeps else [piece]:
+                    self._move(smaller, h)
+            if piece.mirrors:
+                torch._foreach_copy_(piece.mirrors, piece.weights)
+            piece.directions = None
+        return ratio
 
-    def _move(self, part: ParameterBatch, batch: Batch, h: Scalars) -> None:
-        w, g = _cast(batch.weights, part.kind.compute), _cast(batch.grads, part.kind.compute)
-        weights, grads, state = TensorList(w), TensorList(g), tuple(map(TensorList, batch.states))
-        x = batch.directions
-        direction = self._rule.direction(weights, grads, state, h) if x is None else TensorList(x)
-        new_w, new_state = self._rule.move(weights, grads, direction, state, h)
-        _store((batch.weights, *batch.states), (new_w, *new_state))
+    def _move(self, piece: Piece, h: Scalars) -> None:
+        compute = self._part.kind.compute
+        w, g = _cast(piece.weights, compute), _cast(piece.grads, compute)
+        x = piece.directions
+        if x is None:
+            x = self._rule.direction(w, g, piece.states, h)
+        self._rule.move(w, g, x, piece.states, h)
+        if w is not piece.weights:
+            torch._foreach_copy_(piece.weights, w)
 
-    def _torch_moves(self, part: ParameterBatch, numbers: StepNumbers, batch: Batch) -> bool:
-        if len(batch.rows) > 1:
+    def _torch_moves(self, piece: Piece, h: Scalars) -> bool:
+        if len(piece.rows) > 1:
             return False
-        (row,), (w,), (g,) = batch.rows, batch.weights, batch.grads
-        x = None if batch.directions is None else batch.directions[0]
-        if not self._rule.torch_move(
-            w, g, x, tuple(s[0] for s in batch.states), numbers.at(part.positions[row])
-        ):
+        (w,), (g,) = piece.weights, piece.grads
+        x = None if piece.directions is None else piece.directions[0]
+        if not self._rule.torch_move(w, g, x, [state[0] for state in piece.states], h):
             return False
         torch.autograd.graph.increment_version(w)  # torch's fused SGD leaves it out
         return True
 
-    def _batches(self, part: ParameterBatch) -> list[Batch]:
-        """``part`` cut up; kept from `measure` to `move`."""
-        if self._cut is None or self._cut[0] is not part:
-            piece = together = CPU_PIECE
-            if part.kind.device.type != "cpu":
-                piece = together = max(
-                    DEVICE_PIECE, sum(weight.numel() for weight in part.weights) // 100
-                )
-            elif self._sweeps(part):
-                piece, together = CPU_SWEEP_PIECE, CPU_SWEEP_TOGETHER
-            self._cut = (part, cut(part, piece, together))
-        return self._cut[1]
-
-    def _sweeps(self, part: ParameterBatch) -> bool:
-        """Whether torch's kernels read and write the tensors once each, and there is nothing to
-        keep in the cache.
+    def _cut(self, rows: Sequence[int]) -> list[Piece]:
+        """Pieces of one tensor longer than ``together``, or of several tensors of at most so many
+        elements.
         """
-        return not self._rule.keeps_directions and _fits_torch_kernels(part)
+        part = self._part
+        columns, num_states = part.columns(), len(part.states[0])
+        if self._plain:
+            return [Piece.of([i], [[c[i]] for c in columns], num_states) for i in rows]
+        size = together = CPU_PIECE
+        if not self._on_cpu:
+            size = max(DEVICE_PIECE, sum(weight.numel() for weight in part.weights) // 100)
+            together = size
+        elif self._sweeps:
+            size, together = CPU_SWEEP_PIECE, CPU_SWEEP_TOGETHER
+        pieces = []
+        for group in _together(rows, [weight.numel() for weight in part.weights], together):
+            views = [[flat(column[row]) for row in group] for column in columns]
+            piece = Piece.of(group, views, num_states)
+            is_large = piece.weights[0].numel() > together
+            pieces += piece.split(size) if is_large else [piece]
+        return pieces
+
+    def _add_squares(self, total: dict[int, Any], rows: list[int], tensors: Tensors) -> None:
+        """Add the sums of squares of ``tensors`` to those of their rows, in the same order every
+        time.
+        """
+        if self._on_cpu and not self._plain:
+            found: list[Any] = [sum(map(_square_sum, t.split(CPU_SUM_PIECE))) for t in tensors]
+        else:
+            norms = torch._foreach_norm(tensors, 2, norm_dtype(tensors[0].device))
+            found = list(torch._foreach_pow(norms, 2.0))
+        for row, value in zip(rows, found, strict=True):
+            total[row] = total[row] + value if row in total else value
+
+    def _as_vector(self, values: list[Any]) -> Tensor:
+        if isinstance(values[0], Tensor):
+            return torch.stack(values)
+        return torch.tensor(values, dtype=self.sums.dtype)
 
 
-def _fits_torch_kernels(part: ParameterBatch) -> bool:
-    kind = part.kind
-    return kind.device.type == "cpu" and kind.weight == kind.grad == kind.compute
+def grad_square_sum(part: ParameterBatch, plain: bool) -> Tensor:
+    """Sum of squares of all gradients, 0-d, on the part's device."""
+    kind, dtype = part.kind, norm_dtype(part.kind.device)
+    if kind.device.type != "cpu" or plain:
+        return torch.stack(torch._foreach_norm(part.grads, 2, dtype)).square().sum()
+    size = CPU_SUM_PIECE if kind.grad == kind.compute else CPU_PIECE
+    pieces = (piece for grad in part.grads for piece in flat(grad).split(size))
+    return torch.tensor(
+        [_square_sum(piece.to(kind.compute)) for piece in pieces], dtype=dtype
+    ).sum()
 
 
-def _split(part: ParameterBatch, room: int) -> Iterator[ParameterBatch]:
-    """``part`` in waves of at most ``room`` elements, whose directions may be kept; larger
-    tensors go alone.
-    """
-    rows: list[int] = []
+def _together(rows: Sequence[int], sizes: list[int], most: int) -> Iterator[list[int]]:
+    """``rows`` in groups of at most ``most`` elements; larger tensors go alone."""
+    group: list[int] = []
     taken = 0
-    for row, weight in enumerate(part.weights):
-        size = weight.numel()
-        if size > room:
-            yield part.subset([row], room)
+    for row in rows:
+        if sizes[row] > most:
+            yield [row]
             continue
-        if taken + size > room:
-            yield part.subset(rows, room)
-            rows, taken = [], 0
-        rows.append(row)
-        taken += size
-    if rows:
-        yield part.subset(rows, room)
-
-
-def cut(part: ParameterBatch, piece_size: int, together: int) -> list[Batch]:
-    """Batches of one piece of a tensor longer than ``together``, or of several tensors of at
-    most so many elements.
-    """
-    columns, num_states = part.columns(), len(part.states[0])
-    batches: list[Batch] = []
-    small: list[int] = []
-    room = together
-
-    def close_small() -> None:
-        if small:
-            views = [[flat(column[row]) for row in small] for column in columns]
-            batches.append(Batch.of(list(small), views, num_states))
-            small.clear()
-
-    for row, weight in enumerate(part.weights):
-        size = weight.numel()
-        if size > together:
-            rows = [row]
-            for views in zip(
-                *(flat(column[row]).split(piece_size) for column in columns), strict=True
-            ):
-                batches.append(Batch.of(rows, [[view] for view in views], num_states))
-            continue
-        if size > room:
-            close_small()
-            room = together
-        small.append(row)
-        room -= size
-    close_small()
-    return batches
+        if taken + sizes[row] > most:
+            yield group
+            group, taken = [], 0
+        group.append(row)
+        taken += sizes[row]
+    if group:
+        yield group
 
 
 def _cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     return tensors if tensors[0].dtype == dtype else [tensor.to(dtype) for tensor in tensors]
-
-
-def _scalars(part: ParameterBatch, numbers: StepNumbers, rows: list[int]) -> Scalars:
-    return numbers.over([part.positions[row] for row in rows])
-
-
-def _store(targets: Sequence[Tensors], values: Sequence[TensorList]) -> None:
-    for target, value in zip(targets, values, strict=True):
-        results: Tensors = value.tensors()
-        if results[0] is not target[0]:  # else not changed
-            torch._foreach_copy_(target, results)
-
-
-def _square_sums(tensors: Tensors) -> list[Any]:
-    """Sum of squares of each 1-D tensor: floats on the CPU, else 0-d tensors; float64 where
-    there is float64.
-    """
-    first = tensors[0]
-    if first.device.type != "cpu":
-        return list(
-            torch._foreach_pow(torch._foreach_norm(tensors, 2, norm_dtype(first.device)), 2.0)
-        )
-    return [sum(map(_square_sum, tensor.split(CPU_SUM_PIECE))) for tensor in tensors]
 
 
 def _square_sum(tensor: Tensor) -> float:
@@ -265,21 +254,3 @@ def _square_sum(tensor: Tensor) -> float:
     if not low < total < high and tensor.dtype != torch.float64:
         total = torch.linalg.vector_norm(tensor, dtype=torch.float64).item() ** 2
     return total
-
-
-def _as_vector(values: list[Any], part: ParameterBatch) -> Tensor:
-    if isinstance(values[0], Tensor):
-        return torch.stack(values)
-    return torch.tensor(values, dtype=norm_dtype(part.kind.device), device=part.kind.device)
-
-
-def _sum_by_row(values: list[Any], rows: list[int], part: ParameterBatch) -> Tensor:
-    """Add up the pieces of each row, in their order, so that the sum has the same bits every
-    time.
-    """
-    per_row: list[list[Any]] = [[] for _ in part.positions]
-    for row, value in zip(rows, values, strict=True):
-        per_row[row].append(value)
-    return _as_vector(
-        [found[0] if len(found) == 1 else sum(found[1:], found[0]) for found in per_row], part
-    )

@@ -56,21 +56,11 @@ class ParameterBatch:
     grads: list[Tensor] = field(default_factory=list)
     states: list[tuple[Tensor, ...]] = field(default_factory=list)
     mirrors: list[Tensor] = field(default_factory=list)
-    room: int = 0  # of how many elements a runner may keep the directions from measuring to moving
-    tables: Any = None  # what a runner makes of these tensors, once a step
 
     def columns(self) -> list[list[Tensor]]:
         """Weights, gradients, each of the states, and mirrors if there are any."""
         states = [list(column) for column in zip(*self.states, strict=True)]
         return [self.weights, self.grads, *states, *([self.mirrors] if self.mirrors else [])]
-
-    def subset(self, rows: list[int], room: int) -> ParameterBatch:
-        picked = [
-            [column[row] for row in rows]
-            for column in (self.positions, self.weights, self.grads, self.states)
-        ]
-        mirrors = [self.mirrors[row] for row in rows] if self.mirrors else []
-        return ParameterBatch(self.kind, *picked, mirrors, room)  # type: ignore[arg-type, call-arg]
 
 
 class ParameterList:
@@ -83,12 +73,16 @@ class ParameterList:
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], counts_steps: bool, steps_on_device: bool
+        self,
+        groups: list[dict[str, Any]],
+        counts_steps: bool,
+        steps_on_device: bool,
+        tables: SentTables,
     ) -> None:
+        self.tables = tables
         self.params: list[Tensor] = [p for group in groups for p in group["params"]]
         self.sizes = [len(group["params"]) for group in groups]
         self.device = self.params[0].device
-        self.group_of = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(self.sizes))
         count = len(self.params)
         self.ratios = torch.full(
             (count,), torch.nan, dtype=norm_dtype(self.device), device=self.device
@@ -99,52 +93,37 @@ class ParameterList:
             self.steps = torch.zeros(count, device=self.device if steps_on_device else "cpu")
             self.step_views = list(self.steps.unbind())
 
-        self.tables = SentTables()
-        # The groups' numbers at the last step, and the same by parameter.
-        self.spread: tuple[list[list[float]], dict[str, Tensor]] | None = None
-
-    def expand(self, per_group: Tensor, device: torch.device) -> Tensor:
-        """Values of each group (last dimension) as values of each parameter, on ``device``."""
-        return per_group.index_select(-1, self.groups_on(device))
-
     def groups_on(self, device: torch.device) -> Tensor:
         """The group of each parameter, on ``device``."""
-        return self.tables.get(("groups", device), None, device, lambda: self.group_of)
+        sizes = self.sizes
 
-    def hyper_table(self, groups: list[list[Any]]) -> Tensor:
-        """Hyper-parameters of each group as a float64 tensor on the list's device, shape [groups,
-        hyper-parameters]. The host reads no tensor that is there.
+        def make() -> Tensor:
+            return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+
+        return self.tables.get(("groups", device), sizes, device, make)
+
+    def hyper_table(self, groups: list[list[Any]], device: torch.device) -> Tensor:
+        """Hyper-parameters of each group as a float64 tensor on ``device``, shape [groups,
+        hyper-parameters]; sent only when they change. The host reads no tensor that is there.
         """
 
         def is_there(value: Any) -> bool:
-            return isinstance(value, Tensor) and value.device.type == self.device.type
+            return isinstance(value, Tensor) and value.device.type == device.type
 
         rows = [[0.0 if is_there(value) else float(value) for value in row] for row in groups]
-        table = self.table(rows, self.device)
+        key = "hyper-parameters", device
+        table = self.tables.get(key, rows, device, lambda: torch.tensor(rows, dtype=torch.float64))
         there = {i for row in groups for i, value in enumerate(row) if is_there(value)}
         if not there:
             return table
         columns = list(table.unbind(1))
         for i in there:
             values = [
-                row[i].to(self.device, torch.float64).reshape(()) if is_there(row[i]) else sent
+                row[i].to(device, torch.float64).reshape(()) if is_there(row[i]) else sent
                 for row, sent in zip(groups, columns[i].unbind(), strict=True)
             ]
             columns[i] = torch.stack(values)
         return torch.stack(columns, dim=1)
-
-    def table(self, rows: list[list[float]], device: torch.device) -> Tensor:
-        """``rows`` as a float64 tensor on ``device``; sent only when they change."""
-        if device.type == "cpu":
-            return torch.tensor(rows, dtype=torch.float64)
-        return self.tables.get(
-            "rows", rows, device, lambda: torch.tensor(rows, dtype=torch.float64)
-        )
-
-    def index(self, positions: list[int]) -> Tensor:
-        """``positions`` as an int64 tensor on the list's device, kept for the next step."""
-        key = ("positions", tuple(positions))
-        return self.tables.get(key, None, self.device, lambda: torch.tensor(positions))
 
     def fits(self, groups: list[dict[str, Any]]) -> bool:
         """Whether the groups still hold the parameters that this list was made of."""

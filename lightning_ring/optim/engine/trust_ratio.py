@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_ring.optim.engine.collected import CollectedParameters
+from lightning_ring.optim.engine.options import RunOptions, check_options, require
 from lightning_ring.optim.engine.parameter_list import (
     LOW_PRECISION,
     ParameterBatch,
@@ -23,15 +24,8 @@ from lightning_ring.optim.engine.parameter_list import (
     load_precisely,
     parameter_names,
 )
-from lightning_ring.optim.engine.plain import PlainRunner
 from lightning_ring.optim.engine.rule import Rule
-from lightning_ring.optim.engine.runners import (
-    RunOptions,
-    check_options,
-    make_runner,
-    require,
-    way_to_run,
-)
+from lightning_ring.optim.engine.sent_tables import SentTables
 from lightning_ring.optim.engine.update import NormAllReduce, update
 
 GROUP_KEYS = frozenset({"params", "param_names", "initial_lr", "name"})
@@ -72,7 +66,7 @@ class TrustRatioOptimizer(Optimizer, Rule):
 
     _parameter_list: ParameterList | None
     _collected: CollectedParameters | None
-    _runners: dict[tuple[str, str], PlainRunner]
+    _tables: SentTables
 
     def __init__(
         self,
@@ -95,12 +89,11 @@ class TrustRatioOptimizer(Optimizer, Rule):
         """Raise `ValueError` for the first hyper-parameter of ``group`` that is out of range."""
         raise NotImplementedError
 
-    @staticmethod
-    def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         """The numbers of ``group`` that `Rule.scalars` needs, with ``lr``, ``maximize`` and
-        ``adapt`` among them.
+        ``adapt`` among them. The kernels find them by their order.
         """
-        raise NotImplementedError
+        return {name: group[name] for name in self.defaults}
 
     def check_new_group(self, group: dict[str, Any]) -> None:
         """Raise `ValueError` for an argument that only a schedule may set, and that a state dict
@@ -165,7 +158,7 @@ class TrustRatioOptimizer(Optimizer, Rule):
 
     # -- the step
 
-    # Its runners do not gain from a compiler, and read the tensors' memory.
+    # It does not gain from a compiler, and reads the tensors' memory.
     @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -182,24 +175,18 @@ class TrustRatioOptimizer(Optimizer, Rule):
             with torch.enable_grad():
                 loss = closure()
         listed = self._current_list()
-        runs = [(self._runner(part.kind), part) for part in self._batches(listed)]
-        if runs or self.norm_all_reduce is not None:
+        parts = self._batches(listed)
+        if parts or self.norm_all_reduce is not None:
             numbers = [self.hyperparameters(group) for group in self.param_groups]
             all_reduce = self.norm_all_reduce
-            taken = update(type(self), numbers, listed, runs, self.options, all_reduce)
+            taken = update(type(self), numbers, listed, parts, self.options, all_reduce)
             self.skipped_steps += not taken
         return loss
-
-    def _runner(self, kind: TensorKind) -> PlainRunner:
-        key = way_to_run(self.options, kind), kind.device.type
-        if key not in self._runners:
-            self._runners[key] = make_runner(key[0], type(self))
-        return self._runners[key]
 
     def _current_list(self) -> ParameterList:
         if self._parameter_list is None or not self._parameter_list.fits(self.param_groups):
             self._parameter_list = ParameterList(
-                self.param_groups, self.counts_steps, self.options.capturable
+                self.param_groups, self.counts_steps, self.options.capturable, self._tables
             )
         return self._parameter_list
 
@@ -327,4 +314,4 @@ class TrustRatioOptimizer(Optimizer, Rule):
 
     def _forget_caches(self) -> None:
         self._parameter_list = self._collected = None
-        self._runners = {}
+        self._tables = SentTables()

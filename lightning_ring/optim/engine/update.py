@@ -8,28 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ring.host.accelerator import send
-from lightning_ring.optim.engine.fused import FusedRunner
-from lightning_ring.optim.engine.parameter_list import ParameterBatch, ParameterList, TensorKind
-from lightning_ring.optim.engine.plain import PlainRunner
-from lightning_ring.optim.engine.rule import (
-    Rule,
-    Scalars,
-    StepNumbers,
-    known_on_host,
-    step_scalars,
-)
-from lightning_ring.optim.engine.runners import RunOptions
+from lightning_ring.optim.engine.fused import FusedRun
+from lightning_ring.optim.engine.multi_tensor import MultiTensorRun, grad_square_sum
+from lightning_ring.optim.engine.options import RunOptions, way_to_run
+from lightning_ring.optim.engine.parameter_list import ParameterBatch, ParameterList
+from lightning_ring.optim.engine.rule import Rule, Scalars, step_numbers
 
 NormAllReduce = Callable[[Tensor], Tensor | None]
-Run = tuple[PlainRunner, ParameterBatch]
 
 
 def update(
     rule: type[Rule],
     hyperparameters: list[dict[str, Any]],
     listed: ParameterList,
-    runs: list[Run],
+    parts: list[ParameterBatch],
     options: RunOptions,
     norm_all_reduce: NormAllReduce | None,
 ) -> bool:
@@ -40,137 +32,97 @@ def update(
     """
     clip: Tensor | None = None
     if options.max_grad_norm is not None or options.skip_nonfinite:
-        grad_norm = _grad_norm(listed, runs, norm_all_reduce)
+        squares = torch.zeros(1, dtype=listed.ratios.dtype, device=listed.device)
+        for part in parts:
+            plain = way_to_run(options, part.kind) == "plain"
+            squares += grad_square_sum(part, plain).to(listed.device)
+        # Of all ranks together. It is finite where all gradients are.
+        grad_norm = _reduce(squares, norm_all_reduce)[0].sqrt()
         if options.skip_nonfinite and not grad_norm.isfinite():
             return False
         if options.max_grad_norm is not None:
             clip = (grad_norm / options.max_grad_norm).clamp(min=1)
-    active = _active(listed, runs)
-    step = None if listed.steps is None else listed.steps + (1.0 if active is None else active)
-    kernels = _kernels_of_numbers(listed, runs)
-    if kernels is None:
-        on_device = clip is not None or options.capturable
-        h = _per_parameter(hyperparameters, listed, on_device)
-        numbers = _numbers(rule, h, step, clip, listed.device)
-    else:
-        runner, kind = kernels
-        ratios = listed.ratios if active is None else torch.empty_like(listed.ratios)
-        numbers = runner.numbers(kind, hyperparameters, listed, step, clip, ratios)
-
-    def move(runs: list[Run], sums: Tensor) -> Tensor:
-        """Move the parameters of ``runs`` by the trust ratios that follow from ``sums``; returns
-        all ratios.
-        """
-        ratio, extended = numbers.after(rule, sums)
-        for runner, part in runs:
-            runner.move(part, extended)
-        return ratio
-
-    sums: Tensor | None = None
+    steps = [_PartOfStep(rule, hyperparameters, listed, part, options, clip) for part in parts]
     if norm_all_reduce is None:
-        for wave in [[(runner, wave)] for runner, part in runs for wave in runner.waves(part)]:
-            sums = _measure(listed, wave, numbers, sums)
-            ratio = move(wave, sums)
+        for step in steps:
+            step.ratios = step.run.step()
     else:
-        sums = _measure(listed, runs, numbers, None)
-        ratio = move(runs, _reduce(sums.view(-1), norm_all_reduce).view_as(sums))
-    _commit(listed, ratio, step, active)
+        _step_with_ranks(listed, steps, norm_all_reduce)
+    for step in steps:
+        step.commit()
     return True
 
 
-def _kernels_of_numbers(
-    listed: ParameterList, runs: list[Run]
-) -> tuple[FusedRunner, TensorKind] | None:
-    """A runner whose kernels compute the numbers, if all parameters are on one device and in such
-    runners' hands.
-    """
-    found = None
-    for runner, part in runs:
-        if not isinstance(runner, FusedRunner) or part.kind.device != listed.device:
-            return None
-        found = runner, part.kind
-    return found
+def _step_with_ranks(
+    listed: ParameterList, steps: list[_PartOfStep], norm_all_reduce: NormAllReduce
+) -> None:
+    sums = torch.zeros(2, len(listed.params), dtype=listed.ratios.dtype, device=listed.device)
+    for step in steps:
+        step.run.measure()
+        sums.index_copy_(1, step.places(listed.device), step.run.sums.to(sums.device, sums.dtype))
+    sums = _reduce(sums.view(-1), norm_all_reduce).view_as(sums)
+    for step in steps:
+        found = sums.index_select(1, step.places(listed.device))
+        step.run.sums = found.to(step.run.sums)
+        step.ratios = step.run.move()
 
 
-def _measure(
-    listed: ParameterList, runs: list[Run], numbers: StepNumbers, sums: Tensor | None
-) -> Tensor:
-    """``sums`` (zeros if None) with those over the parameters of ``runs`` filled in; see
-    `PlainRunner.measure`.
-    """
-    count, dtype = len(listed.params), listed.ratios.dtype
-    found = [
-        runner.measure(part, numbers).to(listed.device, dtype).contiguous() for runner, part in runs
-    ]
-    if [len(part.positions) for _, part in runs] == [count]:
-        return found[0]
-    if sums is None:
-        sums = torch.zeros(2, count, dtype=dtype, device=listed.device)
-    for (_, part), part_sums in zip(runs, found, strict=True):
-        sums.index_copy_(1, listed.index(part.positions), part_sums)
-    return sums
+class _PartOfStep:
+    """One step of the parameters of ``part``, and what is kept of it in ``listed``."""
 
+    def __init__(
+        self,
+        rule: type[Rule],
+        hyperparameters: list[dict[str, Any]],
+        listed: ParameterList,
+        part: ParameterBatch,
+        options: RunOptions,
+        clip: Tensor | None,
+    ) -> None:
+        self._listed = listed
+        self._positions = part.positions
+        self._is_whole = len(part.positions) == len(listed.params)
+        self._step = None if listed.steps is None else self._own(listed.steps) + 1
+        device, way = part.kind.device, way_to_run(options, part.kind)
+        clip = None if clip is None else clip.to(device)
+        on_device = way == "fused" or clip is not None or options.capturable
+        place = device if on_device else torch.device("cpu")
+        hyper = listed.hyper_table([list(group.values()) for group in hyperparameters], place)
+        groups = self._own(listed.groups_on(place))
+        self.run: FusedRun | MultiTensorRun
+        if way == "fused":
+            self.ratios = listed.ratios
+            if not self._is_whole or device != listed.device:
+                self.ratios = torch.empty(len(groups), dtype=torch.float64, device=device)
+            self.run = FusedRun(
+                rule, part, listed.tables, groups, hyper, self._step, clip, self.ratios
+            )
+        else:
+            h = dict(zip(hyperparameters[0], hyper.index_select(0, groups).unbind(1), strict=True))
+            numbers = step_numbers(rule, Scalars(**h), self._step, clip, device)
+            self.run = MultiTensorRun(rule, part, numbers, way == "plain")
 
-def _active(listed: ParameterList, runs: list[Run]) -> Tensor | None:
-    """1 for each parameter that has a gradient and 0 elsewhere, like ``listed.steps``; None if
-    all have one.
-    """
-    positions = [position for _, part in runs for position in part.positions]
-    if len(positions) == len(listed.params):
-        return None
-    active = torch.zeros(len(listed.params))
-    active[positions] = 1
-    device = listed.device if listed.steps is None else listed.steps.device
-    return listed.tables.get("active", positions, device, lambda: active)
+    def places(self, device: torch.device) -> Tensor:
+        """Where these parameters stand in the list."""
+        key = "places", device, tuple(self._positions)
+        return self._listed.tables.get(key, None, device, lambda: torch.tensor(self._positions))
 
+    def _own(self, vector: Tensor) -> Tensor:
+        """The values of these parameters out of those of all."""
+        return vector if self._is_whole else vector.index_select(0, self.places(vector.device))
 
-def _per_parameter(
-    hyperparameters: list[dict[str, Any]], listed: ParameterList, on_device: bool
-) -> Scalars:
-    """Each hyper-parameter as a float64 vector over the parameters."""
-    device = listed.device if on_device else torch.device("cpu")
-    names = list(hyperparameters[0])
-    tensors = {name: [group[name] for group in hyperparameters] for name in names}
-    plain = [
-        name for name in names if not any(isinstance(value, Tensor) for value in tensors[name])
-    ]
-    rows = [[float(v) for v in tensors[name]] for name in plain]
-    kept = not on_device and plain == names
-    if kept and listed.spread is not None and listed.spread[0] == rows:
-        return Scalars(**listed.spread[1])
-    table = listed.table(rows, device)
-    expanded = dict(zip(plain, listed.expand(table, device).unbind(), strict=True))
-    for name in names:
-        if name not in expanded:
-            values = [
-                torch.as_tensor(v, dtype=torch.float64).reshape(()).to(device)
-                for v in tensors[name]
-            ]
-            expanded[name] = listed.expand(torch.stack(values), device)
-    if kept:
-        listed.spread = (rows, expanded)
-    return Scalars(**expanded)
-
-
-def _numbers(
-    rule: type[Rule], h: Scalars, step: Tensor | None, clip: Tensor | None, device: torch.device
-) -> StepNumbers:
-    if step is not None:
-        step = send(step.double(), h.lr.device)
-    scalars = step_scalars(rule, h, step, clip)
-    if h.lr.device.type == "cpu":
-        return known_on_host(scalars, device)
-    return StepNumbers(vars(scalars), {})
-
-
-def _grad_norm(
-    listed: ParameterList, runs: list[Run], norm_all_reduce: NormAllReduce | None
-) -> Tensor:
-    """Norm of all gradients of all ranks together, 0-d. It is finite where all of them are."""
-    squares = torch.zeros(1, dtype=listed.ratios.dtype, device=listed.device)
-    for runner, part in runs:
-        squares += runner.grad_square_sum(part).to(listed.device)
-    return _reduce(squares, norm_all_reduce)[0].sqrt()
+    def commit(self) -> None:
+        """Write step counts and ratios."""
+        for target, values in (
+            (self._listed.steps, self._step),
+            (self._listed.ratios, self.ratios),
+        ):
+            if target is None or values is None or values is target:
+                continue
+            if self._is_whole:
+                target.copy_(values)
+            else:
+                target.index_copy_(0, self.places(target.device), values.to(target))
 
 
 def _reduce(vector: Tensor, norm_all_reduce: NormAllReduce | None) -> Tensor:
@@ -178,15 +130,3 @@ def _reduce(vector: Tensor, norm_all_reduce: NormAllReduce | None) -> Tensor:
         return vector
     returned = norm_all_reduce(vector)
     return vector if returned is None else returned
-
-
-def _commit(
-    listed: ParameterList, ratio: Tensor, step: Tensor | None, active: Tensor | None
-) -> None:
-    """Write step counts and ratios, as far as parameters were active."""
-    if step is not None and listed.steps is not None:
-        listed.steps.copy_(step)
-    if active is not None:
-        ratio = torch.where(send(active, ratio.device) != 0, ratio, listed.ratios)
-    if ratio is not listed.ratios:
-        listed.ratios.copy_(ratio)

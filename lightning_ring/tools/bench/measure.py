@@ -4,11 +4,12 @@ known sums.
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,78 +68,86 @@ def measure(
     multiple of 4·world size bytes. ``seconds`` is the approximate time of a contender at one size,
     which gets at least `TURNS` calls. Raises `CollectiveError` if a result is wrong.
     """
+    world_size = control.world_size
+    sums = torch.stack([_block(rank) for rank in range(world_size)]).sum(0)
     for size in sizes:
-        numel = max(1, size // (4 * control.world_size)) * control.world_size
-        total = repeated(
-            torch.stack([_block(rank) for rank in range(control.world_size)]).sum(0), numel, device
-        )
-        target = total.clone()
+        numel = max(1, size // (4 * world_size)) * world_size
+        total = repeated(sums, numel, device)
         entries = [
             _Entry(
-                name, contender, collective, contender.empty(numel, torch.float32, device), total
+                name,
+                own,
+                collective,
+                getattr(own, f"{collective}_"),
+                own.empty(numel, torch.float32, device),
+                total,
             )
-            for name, contender in contenders.items()
+            for name, own in contenders.items()
         ]
-        calls: dict[str, Callable[[], object]] = {COPY: functools.partial(target.copy_, total)}
-        calls |= {each.name: each.call for each in entries}
+        calls: dict[str, Callable[[], object]] = {COPY: partial(total.clone().copy_, total)}
         for each in entries:
+            calls[each.name] = each.call
             each.verify(control)
         times: dict[str, list[float]] = {name: [] for name in calls}
         batches = {
             name: _calls_a_turn(call, control, device, seconds) for name, call in calls.items()
         }
         order = list(calls)
-        for turn in range(TURNS):
-            for name in order[turn % len(order) :] + order[: turn % len(order)]:
+        for _ in range(TURNS):
+            for name in order:
                 control.barrier()
                 times[name] += timed(calls[name], batches[name], device)
+            order.append(order.pop(0))
         for each in entries:
             each.verify(control)
-        slowest = slowest_rank(times, control)
-        yield [
-            summary(collective, name, total.nbytes, longest) for name, longest in slowest.items()
-        ]
+        by_rank = control.all_gather_object(times)
+        found = []
+        for name in calls:
+            # of each call the slowest rank's
+            longest = sorted(map(max, zip(*(own[name] for own in by_rank), strict=True)))
+            p95 = longest[int(0.95 * len(longest))]
+            middle, count = statistics.median(longest), len(longest)
+            found.append(Timing(collective, name, total.nbytes, middle, longest[0], p95, count))
+        yield found
 
 
+@dataclass(frozen=True, slots=True)
 class _Entry:
     """One backend's collective on its own memory."""
 
-    def __init__(
-        self, name: str, contender: Collectives, collective: str, flat: Tensor, total: Tensor
-    ) -> None:
-        self.name = name
-        self._contender = contender
-        self._collective = collective
-        self._flat = flat
-        self._total = total
-        self._run = getattr(contender, f"{collective}_")
+    name: str
+    contender: Collectives
+    collective: str
+    run: Callable[[Tensor], Any]
+    flat: Tensor
+    total: Tensor
 
     def call(self) -> None:
-        self._run(self._flat).wait()
+        self.run(self.flat).wait()
 
     def verify(self, control: Communicator) -> None:
         """Run it on numbers whose sums float32 holds exactly. Leaves zeros, which stay zeros
         however often summed.
         """
-        world_size, own = control.world_size, self._contender.shard_index
-        if self._collective == "all_gather":
-            self._flat.fill_(-1)
-            shard(self._flat, world_size, own).copy_(shard(self._total, world_size, own))
+        world_size, own = control.world_size, self.contender.shard_index
+        if self.collective == "all_gather":
+            self.flat.fill_(-1)
+            shard(self.flat, world_size, own).copy_(shard(self.total, world_size, own))
         else:
-            self._flat.copy_(repeated(_block(control.rank), self._flat.numel(), self._flat.device))
+            self.flat.copy_(repeated(_block(control.rank), self.flat.numel(), self.flat.device))
         control.barrier()
         self.call()
-        found, expected = self._flat, self._total
-        if self._collective == "reduce_scatter":
+        found, expected = self.flat, self.total
+        if self.collective == "reduce_scatter":
             found, expected = shard(found, world_size, own), shard(expected, world_size, own)
         wrong = int((found != expected).sum())
         if wrong:
             raise CollectiveError(
-                f"{self.name}: {self._collective} of {self._flat.numel()} float32 left {wrong} of "
+                f"{self.name}: {self.collective} of {self.flat.numel()} float32 left {wrong} of "
                 f"{found.numel()} elements wrong on rank {control.rank}. Its times mean nothing; "
                 "please report this."
             )
-        self._flat.zero_()
+        self.flat.zero_()
 
 
 def _block(rank: int) -> Tensor:
@@ -182,20 +191,3 @@ def timed(call: Callable[[], object], num_calls: int, device: torch.device) -> l
         call()
         seconds.append(time.perf_counter() - began)
     return seconds
-
-
-def slowest_rank(times: dict[str, list[float]], control: Communicator) -> dict[str, list[float]]:
-    """For each call the longest of all ranks' times."""
-    by_rank = control.all_gather_object(times)
-    return {
-        name: [max(call) for call in zip(*(rank[name] for rank in by_rank), strict=True)]
-        for name in times
-    }
-
-
-def summary(collective: str, backend: str, num_bytes: int, seconds: list[float]) -> Timing:
-    ordered = sorted(seconds)
-    p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
-    return Timing(
-        collective, backend, num_bytes, statistics.median(ordered), ordered[0], p95, len(ordered)
-    )

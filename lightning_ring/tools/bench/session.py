@@ -42,13 +42,10 @@ def size_text(num_bytes: int) -> str:
 
 
 def heading(collective: str, peer: str | None) -> str:
-    columns = (
-        f"{'size':>10}  {'backend':12} {'median µs':>11} {'least µs':>11} {'p95 µs':>11} "
-        f"{'alg GB/s':>10} "
-    )
-    return f"\n{collective}\n{columns}{'bus GB/s':>10} {'copy GB/s':>10}" + (
-        f"  × {peer}" if peer else ""
-    )
+    head = f"\n{collective}\n{'size':>10}  {'backend':12}"
+    for name in ("median µs", "least µs", "p95 µs", "alg GB/s", "bus GB/s", "copy GB/s"):
+        head += f" {name:>11}"
+    return f"{head}  × {peer}" if peer else head
 
 
 def timing_lines(timings: Sequence[Timing], world_size: int, peer: str | None) -> Iterator[str]:
@@ -56,22 +53,15 @@ def timing_lines(timings: Sequence[Timing], world_size: int, peer: str | None) -
 
     With ``peer`` the last column says how many times its median each median fits into.
     """
-    medians = {timing.backend: timing.median for timing in timings}
-    copy = next(timing for timing in timings if timing.backend == COPY)
-    for timing in timings:
-        if timing is copy:
-            continue
-        micro = " ".join(
-            f"{1e6 * value:11.1f}" for value in (timing.median, timing.least, timing.p95)
-        )
-        speeds = (
-            timing.algorithm_bandwidth,
-            timing.bus_bandwidth(world_size),
-            copy.algorithm_bandwidth,
-        )
-        line = f"{size_text(timing.num_bytes):>10}  {timing.backend:12} {micro} "
-        line += " ".join(f"{speed / GB:10.3f}" for speed in speeds)
-        yield line + (f"  {medians[peer] / timing.median:.2f}" if peer else "")
+    by_name = {timing.backend: timing for timing in timings}
+    copied = by_name.pop(COPY).algorithm_bandwidth
+    for name, timing in by_name.items():
+        times = timing.median, timing.least, timing.p95
+        speeds = timing.algorithm_bandwidth, timing.bus_bandwidth(world_size), copied
+        line = f"{size_text(timing.num_bytes):>10}  {name:12}"
+        line += "".join(f" {1e6 * seconds:11.1f}" for seconds in times)
+        line += "".join(f" {speed / GB:11.3f}" for speed in speeds)
+        yield f"{line}  {by_name[peer].median / timing.median:.2f}" if peer else line
 
 
 def fitted_models(timings: Sequence[Timing], world_size: int) -> list[dict[str, Any]]:
@@ -79,16 +69,21 @@ def fitted_models(timings: Sequence[Timing], world_size: int) -> list[dict[str, 
     measured.
     """
     found = []
-    for collective, backend in dict.fromkeys(
-        (t.collective, t.backend) for t in timings if t.backend != COPY
-    ):
-        these = [t for t in timings if (t.collective, t.backend) == (collective, backend)]
-        if len({t.num_bytes for t in these}) > 1:
-            sizes, seconds = [t.num_bytes for t in these], [t.median for t in these]
+    measured = [timing for timing in timings if timing.backend != COPY]
+    for collective, backend in dict.fromkeys((one.collective, one.backend) for one in measured):
+        medians = [
+            (one.num_bytes, one.median)
+            for one in measured
+            if (one.collective, one.backend) == (collective, backend)
+        ]
+        sizes, seconds = zip(*medians, strict=True)
+        if len(set(sizes)) > 1:
             model = fit(sizes, seconds, world_size, collective=cast("Any", collective))
-            fitted = [model.seconds(size, world_size, collective) for size in sizes]
-            errors = [abs(one / other - 1) for one, other in zip(fitted, seconds, strict=True)]
-            about = {"collective": collective, "backend": backend, "residual": max(errors)}
+            residual = max(
+                abs(model.seconds(size, world_size, collective) / time - 1)
+                for size, time in medians
+            )
+            about = {"collective": collective, "backend": backend, "residual": residual}
             found.append(about | asdict(model))
     return found
 
@@ -108,14 +103,6 @@ def model_lines(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         )
 
 
-_JSON_NAMES = {
-    "num_bytes": "bytes",
-    "median": "median_seconds",
-    "least": "least_seconds",
-    "p95": "p95_seconds",
-}
-
-
 def bench_json(
     timings: Sequence[Timing],
     models: Sequence[Mapping[str, Any]],
@@ -127,30 +114,31 @@ def bench_json(
 
     A bandwidth that does not show in the times, because they do not grow with the size, is `None`.
     """
-    size = world["world_size"]
+    versions = {"lightning_ring": lightning_ring.__version__, "torch": torch.__version__}
+    rows = [
+        {
+            "collective": timing.collective,
+            "backend": timing.backend,
+            "bytes": timing.num_bytes,
+            "median_seconds": timing.median,
+            "least_seconds": timing.least,
+            "p95_seconds": timing.p95,
+            "num_calls": timing.num_calls,
+            "algorithm_bandwidth": timing.algorithm_bandwidth,
+            "bus_bandwidth": timing.bus_bandwidth(world["world_size"]),
+        }
+        for timing in timings
+    ]
+    finite = [
+        {**model, "bandwidth": model["bandwidth"] if math.isfinite(model["bandwidth"]) else None}
+        for model in models
+    ]
     return {
         "world": dict(world),
-        "versions": {
-            "lightning_ring": lightning_ring.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions | {"python": platform.python_version()},
         "missing": dict(missing),
-        "timings": [
-            {_JSON_NAMES.get(name, name): value for name, value in asdict(timing).items()}
-            | {
-                "algorithm_bandwidth": timing.algorithm_bandwidth,
-                "bus_bandwidth": timing.bus_bandwidth(size),
-            }
-            for timing in timings
-        ],
-        "models": [
-            {
-                **model,
-                "bandwidth": model["bandwidth"] if math.isfinite(model["bandwidth"]) else None,
-            }
-            for model in models
-        ],
+        "timings": rows,
+        "models": finite,
     }
 
 
@@ -174,32 +162,26 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
     control = open_torch_communicator("gloo", WaitPolicy(TIMEOUT, job.check))
     name = gpu_module(device).get_device_name(device) if is_gpu(device) else "cpu"
     world = {"world_size": info.world_size, "num_nodes": info.num_nodes, "device": name}
-    if info.rank == 0:
-        print(
-            f"{info.world_size} ranks on {info.num_nodes} node(s), {world['device']}, float32, sum",
-            flush=True,
-        )
-        if "auto" in contenders:
-            print(
-                f"auto, what strategy='ring' takes here: {type(contenders['auto']).__name__}",
-                flush=True,
-            )
-        for name, reason in missing.items():
-            print(f"not measured: {name} ({reason})", flush=True)
+
+    def say(*lines: str) -> None:
+        if info.rank == 0 and lines:
+            print(*lines, sep="\n", flush=True)
+
+    say(f"{info.world_size} ranks on {info.num_nodes} node(s), {name}, float32, sum")
+    if "auto" in contenders:
+        say(f"auto, what strategy='ring' takes here: {type(contenders['auto']).__name__}")
+    say(*(f"not measured: {name} ({reason})" for name, reason in missing.items()))
     timings: list[Timing] = []
     for collective in options.collectives:
-        if info.rank == 0:
-            print(heading(collective, options.compare), flush=True)
+        say(heading(collective, options.compare))
         for found in measure(contenders, control, device, collective, sizes, options.seconds):
             timings += found
-            if info.rank == 0:
-                print(*timing_lines(found, info.world_size, options.compare), sep="\n", flush=True)
+            say(*timing_lines(found, info.world_size, options.compare))
     models = fitted_models(timings, info.world_size)
-    if info.rank == 0:
-        print(*model_lines(models), sep="\n", flush=True)
-        if options.json is not None:
-            content = bench_json(timings, models, world, missing)
-            Path(options.json).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    say(*model_lines(models))
+    if info.rank == 0 and options.json is not None:
+        content = bench_json(timings, models, world, missing)
+        Path(options.json).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     control.barrier()  # a rank that ended now would be taken for one that failed
     for communicator in (*contenders.values(), control):
         communicator.close()
@@ -233,5 +215,5 @@ def check_memory(num_bytes: int, device: torch.device) -> None:
     if num_bytes > free:
         raise ConfigurationError(
             f"the largest size takes {num_bytes / 2**30:.1f} GiB on this node, of which "
-            f"{free / 2**30:.1f} GiB are free. Choose a smaller --max, or fewer --backends."
+            f"{free / 2**30:.1f} GiB are free. Choose smaller --sizes, or fewer --backends."
         )

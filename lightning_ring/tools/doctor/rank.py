@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from logging.handlers import BufferingHandler
-from typing import Any
 
 import torch
 
 from lightning_ring.comm.backends.gloo import open_torch_communicator
 from lightning_ring.comm.waiting import WaitPolicy
-from lightning_ring.host.cores import bound_cores
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, connect
 from lightning_ring.job.ranks import discover_ranks
@@ -46,13 +44,10 @@ def main(arguments: list[str]) -> None:
     device = choose_device(arguments[0], info)
     job = connect(info, device, _TIMEOUT)
     control = open_torch_communicator("gloo", WaitPolicy(_TIMEOUT, job.check))
-    ranks = control.all_gather_object({"host": socket.gethostname(), "cores": bound_cores()})
-    _say(job, {"ranks": ranks, "source": info.source})
     for backend in arguments[1:]:
-        _say(job, {"backend": backend, "ended": False})
+        _say(job, backend)
         kind = _all_reduce(job, backend, device)
-        said = [record.getMessage() for record in notes.buffer]
-        _say(job, {"backend": backend, "ended": True, "kind": kind, "notes": said})
+        _say(job, backend, kind, [record.getMessage() for record in notes.buffer])
         notes.flush()  # forgets them
     control.barrier()  # a rank that ended now would be taken for one that failed
     control.close()
@@ -72,9 +67,10 @@ def _all_reduce(job: Job, backend: str, device: torch.device) -> str:
     return type(comm).__name__
 
 
-def _say(job: Job, what: dict[str, Any]) -> None:
+def _say(job: Job, backend: str, kind: str = "", notes: Sequence[str] = ()) -> None:
     if job.info.rank == 0:
-        print(PREFIX + json.dumps(what), flush=True)
+        report = {"backend": backend, "kind": kind, "notes": notes}
+        print(PREFIX + json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,7 @@ from lightning_ring.host.accelerator import COLLECTIVES, gpu_kind, gpu_module, v
 def facts() -> dict[str, Any]:
     questions: dict[str, Callable[[], Any]] = {
         "version": lambda: torch.__version__,
-        "cuda": lambda: torch.version.cuda,
-        "rocm": lambda: torch.version.hip,
-        "xpu": lambda: getattr(torch.version, "xpu", None),
-        "threads": torch.get_num_threads,
+        "build": _build,
         "gloo": lambda: dist.is_available() and dist.is_gloo_available(),
         "collectives": _collectives,
         "gpus": _gpus,
@@ -37,6 +34,13 @@ def facts() -> dict[str, Any]:
     return answers
 
 
+def _build() -> str:
+    """What GPUs this torch is for; empty without any."""
+    builds = {"cuda": "CUDA", "hip": "ROCm", "xpu": "XPU"}
+    found = ((name, getattr(torch.version, kind, None)) for kind, name in builds.items())
+    return next((f"{name} {version}" for name, version in found if version), "")
+
+
 def _gpus() -> list[dict[str, Any]]:
     """Each GPU, after it really computed something and, over its vendor's library, reduced it
     with itself.
@@ -46,22 +50,11 @@ def _gpus() -> list[dict[str, Any]]:
         return []
     module = gpu_module(torch.device(kind))
     module.init()  # says why there is none, where device_count() says 0
-    count = module.device_count()
     found = []
-    for index in range(count):
+    for index in range(module.device_count()):
         properties = module.get_device_properties(index)
-        gpu = {
-            "vendor": vendor(kind),
-            "name": properties.name,
-            "memory": properties.total_memory,
-            "error": "",
-        }
-        gpu["capability"] = (
-            f"{properties.major}.{properties.minor}" if hasattr(properties, "major") else ""
-        )
-        # torch.xpu cannot tell
-        reaches = getattr(module, "can_device_access_peer", lambda index, other: True)
-        gpu["peers"] = [other for other in range(count) if other != index and reaches(index, other)]
+        name, memory = f"{vendor(kind)} {properties.name}", properties.total_memory
+        gpu = {"name": name, "memory": memory, "error": ""}
         try:
             _compute(torch.device(kind, index))
         except Exception as error:
@@ -76,9 +69,8 @@ def _collectives() -> str:
         return "XCCL"
     if not dist.is_nccl_available():
         return ""
-    return (
-        f"{'RCCL' if torch.version.hip else 'NCCL'} {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    )
+    name = "RCCL" if torch.version.hip else "NCCL"
+    return f"{name} {'.'.join(map(str, torch.cuda.nccl.version()))}"
 
 
 def _compute(device: torch.device) -> None:

@@ -12,15 +12,17 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_ring.comm.cost import TCP_ALPHA_SECONDS, CostModel
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.whole_file import write_whole
 
-FORMAT = 2
+FORMAT = 3
 _KIND = "lightning_ring profile"
 _HOW = "Record one with lightning_ring.monitor.RingProfile."
 _GBIT = 1e9 / 8  # bytes a second
@@ -57,7 +59,7 @@ class Phases:
     @property
     def alone(self) -> float:
         """A step of one rank that communicates nothing."""
-        return self.data + self.copy + self.forward + self.backward + self.optimizer + self.other
+        return sum(astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +68,14 @@ class Run:
     num_nodes: int
     device: str
     steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    name: str
+    model: str
     num_parameters: int
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.num_parameters:,} parameters)"
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
     """``gradients`` are in the order in which backward produced them."""
 
-    model: Model
     run: Run
     phases: Phases
     gradients: tuple[Gradient, ...]
@@ -89,10 +83,8 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a message costs, by collective; bandwidth is a rank's inside a node, and a whole
-    host's between nodes. A measured link has the ``device`` of its ranks, and as ``residual`` the
-    largest distance of a time from these costs.
-    """
+    """What a message costs, by collective; between nodes bandwidth is a whole host's. ``residual``:
+    the largest distance of a measured time from these costs, on ranks on ``device``."""
 
     name: str
     costs: Mapping[str, CostModel]
@@ -108,36 +100,28 @@ class Link:
 
 
 def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Whoever opens ``path`` meanwhile finds the old file or the new one, and never a part."""
     content = {"kind": _KIND, "format": FORMAT} | asdict(profile)
-    beside = Path(f"{path}.{os.getpid()}.part")
-    try:
-        beside.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(Path(path), (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
-    """Raises `ConfigurationError`: it is not there, is no profile, or one of another format."""
+    """Raises `ConfigurationError`: it is no profile of this format."""
     content = read_json(path)
-    about = (content.get("kind"), content.get("format")) if isinstance(content, dict) else None
-    if about != (_KIND, FORMAT):
+    about = {"kind": _KIND, "format": FORMAT}
+    if not isinstance(content, dict) or not content.items() >= about.items():
         raise ConfigurationError(
             f"{path} is JSON, but no profile of lightning_ring in format {FORMAT}. {_HOW}"
         )
     try:
         gradients = tuple(Gradient(**gradient) for gradient in content["gradients"])
-        model, run = Model(**content["model"]), Run(**content["run"])
-        return Profile(model, run, Phases(**content["phases"]), gradients)
+        return Profile(Run(**content["run"]), Phases(**content["phases"]), gradients)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(f"{path} is a damaged profile ({error!r}). {_HOW}") from None
 
 
 def parse_link(text: str, option: str) -> Link:
-    """``"10gbit"``, ``"30,10"`` (µs, Gbit/s), or a file of ``bench --json``.
-
-    Raises `ConfigurationError`: it is none of these; the message lists the names.
+    """``"10gbit"``, ``"30,10"`` (µs, Gbit/s), or a file of ``bench --json``. Raises
+    `ConfigurationError`: it is none of these.
     """
     if text.endswith(".json"):
         return read_bench(text)
@@ -146,47 +130,41 @@ def parse_link(text: str, option: str) -> Link:
     try:
         alpha, gbit = map(float, text.split(","))
     except ValueError:
-        raise ConfigurationError(
-            f"{option} {text}: is no network. Measure yours with `lightning-ring bench --json "
-            f"FILE.json` and name the file; or write one of {', '.join(NETWORKS)}, or latency and "
-            "speed as MICROSECONDS,GBIT (30,10)."
-        ) from None
+        alpha = gbit = math.nan
     if not (0 <= alpha < math.inf and 0 < gbit < math.inf):
         raise ConfigurationError(
-            f"{option} {text}: a latency is at least 0 µs, and a speed more than 0 Gbit/s; write "
-            "for instance 30,10."
+            f"{option} {text}: is no network. Measure yours with `lightning-ring bench --json "
+            f"FILE.json` and name the file; or write one of {', '.join(NETWORKS)}, or latency (0 "
+            "or more) and speed (more than 0) as MICROSECONDS,GBIT (30,10)."
         )
     return Link.of(f"{alpha:g} µs, {gbit:g} Gbit/s", CostModel(alpha * 1e-6, gbit * _GBIT))
 
 
 def read_bench(path: str) -> Link:
     """What ``lightning-ring bench --json`` fitted for the backend auto, or else for the first
-    backend of the file that has all three collectives.
-
-    Raises `ConfigurationError`: no such file, or no such backend in it.
+    backend of the file that has all three collectives. Raises `ConfigurationError`: there is none.
     """
-    costs: dict[str, dict[str, CostModel]] = {}
-    residuals: dict[str, list[float]] = {}
+    backends: dict[str, dict[str, CostModel]] = defaultdict(dict)
+    residuals: dict[str, float] = defaultdict(float)
     try:
         content = read_json(path)
         device = str(content.get("world", {}).get("device", ""))
         for model in content["models"]:
-            bandwidth = math.inf if model["bandwidth"] is None else float(model["bandwidth"])
+            name, bandwidth = model["backend"], float(model["bandwidth"] or math.inf)
             cost = CostModel(float(model["alpha_seconds"]), bandwidth)
-            costs.setdefault(model["backend"], {})[model["collective"]] = cost
-            residuals.setdefault(model["backend"], []).append(float(model.get("residual", 0)))
+            backends[name][model["collective"]] = cost
+            residuals[name] = max(residuals[name], float(model.get("residual", 0)))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"{path} is no file of `lightning-ring bench` ({error!r})."
-        ) from None
-    whole = [name for name, its in costs.items() if its.keys() >= PASSES.keys()]
+        said = f"{path} is no file of `lightning-ring bench` ({error!r})."
+        raise ConfigurationError(said) from None
+    whole = [name for name, costs in backends.items() if costs.keys() >= PASSES.keys()]
     if not whole:
         raise ConfigurationError(
             f"{path} holds no α and B for all of all-reduce, reduce-scatter and all-gather. "
             "Measure them with `lightning-ring bench --sizes 64K,256K,1M,4M,16M --json FILE.json`."
         )
     name = "auto" if "auto" in whole else whole[0]
-    return Link(f"{Path(path).name} ({name})", costs[name], device, max(residuals[name]))
+    return Link(f"{Path(path).name} ({name})", backends[name], device, residuals[name])
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

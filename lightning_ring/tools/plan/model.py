@@ -3,30 +3,22 @@ backward goes on.
 
 A collective costs what `comm.cost` says. A bucket enters the wire when its last gradient is there
 and the bucket before it has left (the model of MG-WFBP, Shi et al. 2019, arXiv:1811.11141). What is
-not over when backward ends is exposed.
+not over when backward ends is exposed. Nested rings are three queues, which the pieces of a bucket
+pass one after the other. Sharded, all-gathers start after the step in the order of use; forward is
+assumed to be backward mirrored, and stops where a parameter is missing.
 
-- One ring over several nodes goes at the pace of the slower link, and each hop has its own latency.
-  Nested rings are three queues, which the pieces of a bucket pass one after the other.
-- Sharded: reduce-scatters end backward, the step takes 1/N, then all-gathers start in the order of
-  use. Forward is assumed to be backward mirrored, and stops where a parameter is missing.
-- 16 bits halve the bytes of float32. ``LocalSGD(k)`` pays one all-reduce of the parameters in k
-  steps.
-- Cores that compute while they should send are not in the model: a collective among busy CPUs takes
-  longer than α says. ``python -m benchmarks.step.plan`` compares predictions with runs.
+Cores that compute while they should send are not in the model: a collective among busy CPUs takes
+longer than α says. ``python -m benchmarks.step.plan`` compares predictions with runs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_ring.comm.cost import (
-    FIRST_BUCKET_MB,
-    default_cap_mb,
-    num_nested_pieces,
-    number_by_size,
-)
+from lightning_ring.comm import cost
 from lightning_ring.tools.plan.inputs import PASSES, Gradient, Link, Profile
 
 MIB = 2**20
@@ -52,11 +44,8 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The arguments of `RingStrategy` that the prediction depends on.
-
-    ``sixteen_bits`` are bf16 or fp16, which send the same bytes. Without ``bucket_cap_mb`` buckets
-    have the default size, which depends on device and number of ranks. ``local_steps`` are those of
-    ``LocalSGD``; without them gradients are averaged at every step.
+    """The arguments of `RingStrategy` that the prediction depends on. ``sixteen_bits`` are bf16 or
+    fp16, which send the same bytes. ``local_steps`` are those of ``LocalSGD``.
     """
 
     sharded: bool = False
@@ -65,12 +54,8 @@ class Settings:
     local_steps: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedBucket:
-    """Gradients that travel together, in the order in which backward produces them."""
-
-    members: Sequence[Gradient]
-    num_bytes: float
+Bucket = tuple[list[Gradient], float]
+"""Gradients that travel together, in the order in which backward produces them, and their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,47 +76,42 @@ class PredictedStep:
 def predict(profile: Profile, cluster: Cluster, settings: Settings) -> PredictedStep:
     """A step of ``profile``'s model on ``cluster``."""
     phases, size = profile.phases, cluster.world_size
-    if size == 1:
-        return PredictedStep(1, phases.alone, 0.0, phases.alone)
+    exposed = saved = 0.0
     # On CPUs `RingStrategy` takes a ring in each node and rings across nodes.
     nested = profile.run.device == "cpu" and cluster.num_nodes > 1 and cluster.local_size > 1
     wire = partial(_ends, cluster, nested)
-    if settings.local_steps is not None:
+    cap = settings.bucket_cap_mb or cost.default_cap_mb(profile.run.device, size)
+    buckets = cut_buckets(profile.gradients, cap, settings.sixteen_bits)
+    leave = [(members[-1].ready, num_bytes) for members, num_bytes in buckets]
+    if size > 1 and settings.local_steps is not None:
         parameters = sum(gradient.num_bytes for gradient in profile.gradients)
         exposed = wire("all_reduce", [(0.0, parameters)])[-1] / settings.local_steps
-        return PredictedStep(size, phases.alone + exposed, exposed, phases.alone)
-    cap = settings.bucket_cap_mb or default_cap_mb(profile.run.device, size)
-    buckets = cut_buckets(profile.gradients, cap, settings.sixteen_bits)
-    collective = "reduce_scatter" if settings.sharded else "all_reduce"
-    reduced = wire(collective, [(one.members[-1].ready, one.num_bytes) for one in buckets])[-1]
-    if not settings.sharded:
-        exposed = max(0.0, reduced - phases.backward)
-        return PredictedStep(size, phases.alone + exposed, exposed, phases.alone)
-    # which parameters some rank used travels after the last bucket, 4 bytes for each
-    link = cluster.network if cluster.num_nodes > 1 else cluster.node
-    reduced += link.seconds("all_reduce", 4 * len(profile.gradients), size)
-    gathered = wire("all_gather", [(0.0, bucket.num_bytes) for bucket in reversed(buckets)])
-    exposed = max(0.0, reduced - phases.backward)
-    exposed += _delay_of_forward(profile, zip(gathered, reversed(buckets), strict=True))
-    seconds = phases.alone - phases.optimizer * (1 - 1 / size) + exposed
-    return PredictedStep(size, seconds, exposed, phases.alone)
+    elif size > 1 and settings.sharded:
+        # which parameters some rank used travels after the last bucket, 4 bytes for each
+        link = cluster.network if cluster.num_nodes > 1 else cluster.node
+        flags = link.seconds("all_reduce", 4 * len(profile.gradients), size)
+        exposed = max(0.0, wire("reduce_scatter", leave)[-1] + flags - phases.backward)
+        gathered = wire("all_gather", [(0.0, num_bytes) for _, num_bytes in reversed(leave)])
+        exposed += _delay_of_forward(profile, zip(gathered, reversed(buckets), strict=True))
+        saved = phases.optimizer * (1 - 1 / size)
+    elif size > 1:
+        exposed = max(0.0, wire("all_reduce", leave)[-1] - phases.backward)
+    return PredictedStep(size, phases.alone - saved + exposed, exposed, phases.alone)
 
 
-def cut_buckets(
-    gradients: Sequence[Gradient], cap_mb: float, sixteen_bits: bool
-) -> list[PlannedBucket]:
+def cut_buckets(gradients: Sequence[Gradient], cap_mb: float, sixteen_bits: bool) -> list[Bucket]:
     """As `plan_buckets` cuts them: one dtype to a bucket, in the order in which they can leave."""
-    found: list[PlannedBucket] = []
+    found: list[Bucket] = []
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         members = [gradient for gradient in gradients if gradient.dtype == dtype]
         sizes = [gradient.num_bytes for gradient in members]
-        numbers = number_by_size(sizes, cap_mb * MIB, FIRST_BUCKET_MB * MIB)
+        numbers = cost.number_by_size(sizes, cap_mb * MIB, cost.FIRST_BUCKET_MB * MIB)
         share = 0.5 if sixteen_bits and dtype == "float32" else 1.0
         for number in dict.fromkeys(numbers):
             own = [one for one, its in zip(members, numbers, strict=True) if its == number]
-            found.append(PlannedBucket(own, share * sum(one.num_bytes for one in own)))
+            found.append((own, share * sum(one.num_bytes for one in own)))
     positions = {gradient.name: position for position, gradient in enumerate(gradients)}
-    return sorted(found, key=lambda bucket: positions[bucket.members[-1].name])
+    return sorted(found, key=lambda bucket: positions[bucket[0][-1].name])
 
 
 def _ends(
@@ -152,7 +132,7 @@ def _ends(
     free, ends = [0.0] * len(stages), []
     for ready, num_bytes in messages:
         cut = nested and collective == "all_reduce"
-        pieces = num_nested_pieces(num_bytes, local, nodes) if cut else 1
+        pieces = cost.num_nested_pieces(num_bytes, local, nodes) if cut else 1
         for _ in range(pieces):
             at = ready
             for index, seconds in enumerate(stages):
@@ -170,14 +150,12 @@ def _flat_stage(collective: str, cluster: Cluster) -> Callable[[float], float]:
         return partial(cluster.node.seconds, collective, num_ranks=size)
     network, node = cluster.network.costs[collective], cluster.node.costs[collective]
     hops = (nodes - 1) * network.alpha_seconds + (size - nodes) * node.alpha_seconds
-    bandwidth = network.bandwidth
-    if cluster.local_size > 1:
-        bandwidth = min(bandwidth, node.bandwidth)
-    passes = PASSES[collective]
+    slow = node.bandwidth if cluster.local_size > 1 else math.inf
+    bandwidth, passes = min(network.bandwidth, slow), PASSES[collective]
     return lambda num_bytes: passes * (hops + (size - 1) / size * num_bytes / bandwidth)
 
 
-def _delay_of_forward(profile: Profile, gathered: Iterable[tuple[float, PlannedBucket]]) -> float:
+def _delay_of_forward(profile: Profile, gathered: Iterable[tuple[float, Bucket]]) -> float:
     """How long forward waits for parameters, ``gathered`` at these times after the optimizer.
 
     Forward is backward run the other way: the parameter whose gradient came last is needed first,
@@ -185,7 +163,7 @@ def _delay_of_forward(profile: Profile, gathered: Iterable[tuple[float, PlannedB
     """
     phases = profile.phases
     between = phases.data + phases.copy + phases.other
-    arrival = {one.name: at for at, bucket in gathered for one in bucket.members}
+    arrival = {one.name: at for at, (members, _) in gathered for one in members}
     delay = 0.0
     for gradient in sorted(profile.gradients, key=lambda gradient: -gradient.ready):
         left = 1 - gradient.ready / phases.backward if phases.backward else 0.0
@@ -196,6 +174,7 @@ def _delay_of_forward(profile: Profile, gathered: Iterable[tuple[float, PlannedB
 
 def world_sizes(ranks_per_node: int, most: int = 10_000) -> list[int]:
     """1, 2, 4, ... ranks of one node, then 1, 2, 4, ... nodes, then ``most`` ranks."""
-    in_a_node = [size for power in range(14) if (size := 1 << power) <= ranks_per_node]
-    nodes = [size for power in range(14) if (size := ranks_per_node << power) <= most]
-    return sorted({*in_a_node, *nodes, max(1, most // ranks_per_node) * ranks_per_node})
+    powers = [1 << power for power in range(14)]
+    in_a_node = {size for size in powers if size <= ranks_per_node}
+    nodes = {size * ranks_per_node for size in powers if size * ranks_per_node <= most}
+    return sorted(in_a_node | nodes | {max(1, most // ranks_per_node) * ranks_per_node})

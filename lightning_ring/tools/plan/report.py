@@ -51,8 +51,9 @@ def heading(profile: Profile, network: Link, node: Link | None) -> Iterator[str]
     run, phases = profile.run, profile.phases
     gradients = sum(gradient.num_bytes for gradient in profile.gradients) / MIB
     yield (
-        f"{profile.model}, {gradients:.1f} MiB of gradients in {len(profile.gradients)} tensors; "
-        f"on {run.device}, recorded on {run.world_size} rank(s), {run.steps} steps"
+        f"{run.model} ({run.num_parameters:,} parameters), {gradients:.1f} MiB of gradients in "
+        f"{len(profile.gradients)} tensors; on {run.device}, recorded on {run.world_size} rank(s), "
+        f"{run.steps} steps"
     )
     parts = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in asdict(phases).items())
     yield f"a step of one rank alone takes {1e3 * phases.alone:.1f} ms: {parts}"
@@ -61,21 +62,16 @@ def heading(profile: Profile, network: Link, node: Link | None) -> Iterator[str]
         cost = link.costs["all_reduce"]
         alpha, speed = 1e6 * cost.alpha_seconds, cost.bandwidth / 1e9
         yield f"{where}: {link.name}: {alpha:,.4g} µs a message, {speed:.3g} GB/s"
-    for where, link in links:
-        yield from warnings(run.device, where, link)
-
-
-def warnings(device: str, where: str, link: Link) -> Iterator[str]:
-    if link.device and (link.device == "cpu") != (device == "cpu"):
-        yield (
-            f"warning: {link.name}, {where}, was measured on {link.device}, and the profile was "
-            f"recorded on {device}. Measure it with `lightning-ring bench --device {device}`."
-        )
-    if link.residual > MOST_RESIDUAL:
-        yield (
-            f"warning: the times of {link.name}, {where}, are up to {link.residual:.0%} away from "
-            "its α and B, and this plan is no better. Measure again on an idle machine."
-        )
+        if link.device and (link.device == "cpu") != (run.device == "cpu"):
+            yield (
+                f"warning: {link.name} was measured on {link.device}, and the profile was recorded "
+                f"on {run.device}. Measure it with `lightning-ring bench --device {run.device}`."
+            )
+        if link.residual > MOST_RESIDUAL:
+            yield (
+                f"warning: the times of {link.name} are up to {link.residual:.0%} away from its α "
+                "and B, and this plan is no better. Measure again on an idle machine."
+            )
 
 
 def table_lines(table: Table) -> Iterator[str]:
@@ -100,9 +96,5 @@ def advice(now: PredictedStep, found: Sequence[tuple[str, float]], data: float) 
         yield f"{head}. No change in this plan would save {WORTH:.0%}."
     if alike:
         yield f"what to change first: {alike[0]} ({saving[alike[0]]}), which trains as before."
-    most = next(iter(saving), "")
-    if most.startswith(_CHANGING):
-        yield f"{most} saves most ({saving[most]}), and changes the training a little."
-    share = data / now.seconds
-    if share > max(waits, WORTH):
+    if (share := data / now.seconds) > max(waits, WORTH):
         yield f"{share:.0%} of the step waits for data, which is more: ask GapMeter why."

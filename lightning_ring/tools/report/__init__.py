@@ -5,26 +5,26 @@ from __future__ import annotations
 import base64
 import math
 import re
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.tools.report import charts
+from lightning_ring.tools.report.charts import DASHES, NUM_COLOURS, NUM_LINES, bar_chart, line_chart
 from lightning_ring.tools.report.runs import LoggedRun
 
 _VALIDATION = re.compile(r"val|eval|dev(?![a-z])")
 _LOWER_IS_BETTER = re.compile(r"loss|error|perplexity|mae|mse|nll", re.IGNORECASE)
-_LEARNING_RATE = re.compile(r"(ring/)?lr[-/]|.*learning_rate")
+_TELLING = re.compile(r"(ring/)?lr[-/]|.*learning_rate|ring/.*(images|samples|items)_per_second$")
 _THROUGHPUT = re.compile(r"ring/.*(images|samples|items)_per_second$")
-_NOT_DRAWN = re.compile(r"epoch$|hp_metric$|best/|test|.*world_size$")
+_NOT_DRAWN = re.compile(r"epoch$|hp_metric$|best/|test")
 # They overlap the parts of a step, or lie between two steps.
 _NO_PART = re.compile(r"(^|_)(step|hidden|slowest|behind|standstill)(_|$)|^communication$")
 # In their colours.
@@ -33,56 +33,36 @@ _MOST_PICTURE_BYTES = 6_000_000
 _MOST_SETTINGS = 5  # columns of the table of runs
 
 Runs = Sequence[LoggedRun]
-Rows = Mapping[str, Sequence[str]]
 
 
 def write_page(given: Runs, asked: str | None = None) -> str:
     """HTML of one run, or of several, sorted by the metric that was ``asked`` for, or by what
-    checkpoints go by.
-
-    Raises `ConfigurationError`: no run logged ``asked``.
+    checkpoints go by. Raises `ConfigurationError`: no run logged ``asked``.
     """
     tag, sign = choose_metric(given, asked)
     best = {run.name: _best(run, tag, sign) for run in given}
     runs = sorted(given, key=lambda run: sign * best[run.name][1])
-    first = runs[: charts.NUM_LINES]
     # in the given order, so that colours do not depend on the metric
-    drawn = [run for run in given if run in first]
-    pictures = _pictures(drawn)
-    sizes = accumulate(len(picture.encoded_image_string) for *_, picture in pictures)
+    drawn = [run for run in given if run in runs[:NUM_LINES]]
+    found = pictures(drawn)
+    sizes = accumulate(len(picture.encoded_image_string) for *_, picture in found)
     num_shown = sum(size <= _MOST_PICTURE_BYTES for size in sizes)
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "short": short,
-        "slowest_ranks": slowest_ranks,
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined)
+    environment.globals |= {"dashes": DASHES, "num_colours": NUM_COLOURS}
+    shown = (settings, compared, samples_per_second, slowest_ranks, curves, step_time, short)
+    environment.filters |= {function.__name__: function for function in shown} | {
         "when": lambda seconds: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)),
         "duration": lambda seconds: timedelta(seconds=round(seconds)),
         "base64": lambda data: base64.b64encode(data).decode(),
     }
+    tests = [test for test in _tags(runs) if test.startswith("test") and test[-6:] != "images"]
     return environment.get_template("page.html").render(
-        now=time.time(),
-        runs=runs,
-        drawn=drawn,
-        key=charts.key,
-        tag=tag,
+        {"now": time.time(), "runs": runs, "drawn": drawn, "tag": tag, "best": best},
         lower_is_better=sign > 0,
-        best=best,
-        settings=settings(runs),
-        tests=[test for test in _tags(runs) if test.startswith("test") and test[-6:] != "images"],
-        samples_per_second=samples_per_second,
-        curves=_curves(drawn, tag),
-        step_time=_step_time(drawn),
-        pictures=pictures[:num_shown],
-        num_left_out=len(pictures) - num_shown,
-        most_megabytes=_MOST_PICTURE_BYTES // 1_000_000,
-        configuration=_compared({run.name: run.config for run in runs}),
-        environment=_compared({run.name: run.environment for run in runs}),
+        tests=tests,
+        pictures=found[:num_shown],
+        num_left_out=len(found) - num_shown,
     )
 
 
@@ -102,65 +82,79 @@ def choose_metric(runs: Runs, asked: str | None) -> tuple[str | None, int]:
     monitored = [run.config.get("callbacks.checkpoint.monitor") for run in runs]
     num_runs = {tag: sum(tag in run.scalars for run in runs) for tag in found}
     tag = max(found, key=lambda tag: (monitored.count(tag), num_runs[tag]))
-    modes = [run.config.get("callbacks.checkpoint.mode", "min") for run in runs if tag in monitored]
-    lower = "min" in modes if modes else bool(_LOWER_IS_BETTER.search(tag))
+    lower = bool(_LOWER_IS_BETTER.search(tag))
+    if tag in monitored:
+        lower = any(run.config.get("callbacks.checkpoint.mode") != "max" for run in runs)
     return tag, 1 if lower else -1
 
 
 def _best(run: LoggedRun, tag: str | None, sign: int) -> tuple[int | None, float]:
     """Step and value of the first of the best; the worst there can be where all are NaN."""
     points = [point for point in run.scalars.get(tag or "", ()) if not math.isnan(point.value)]
-    if not points:
-        return None, sign * math.inf
-    best = min(points, key=lambda point: sign * point.value)
-    return best.step, best.value
+    best = min(points, key=lambda point: sign * point.value, default=None)
+    return (best.step, best.value) if best is not None else (None, sign * math.inf)
 
 
-def settings(runs: Runs) -> Rows:
-    """The first that differ."""
-    differ, _ = _compared({run.name: run.config for run in runs})
-    names = [name for name in differ if not name.startswith("ring/")]
-    return {name: differ[name] for name in names[:_MOST_SETTINGS]}
+def _tags(runs: Runs) -> list[str]:
+    return list(dict.fromkeys(tag for run in runs for tag in run.scalars))
 
 
-def _compared(values: Mapping[str, Mapping[str, str]]) -> tuple[Rows, Mapping[str, str]]:
+def _finite(run: LoggedRun, tag: str) -> list[float]:
+    return [point.value for point in run.scalars[tag] if math.isfinite(point.value)]
+
+
+# -- what the template shows
+
+
+def compared(runs: Runs, attribute: str) -> tuple[dict[str, list[str]], dict[str, str]]:
     """What differs between runs, a value a run; and what is the same in all that have any."""
-    names = dict.fromkeys(name for own in values.values() for name in own)
-    rows = {name: [own.get(name, "–") for own in values.values() if own] for name in names}
+    values = [own for run in runs if (own := getattr(run, attribute))]
+    names = dict.fromkeys(chain.from_iterable(values))
+    rows = {name: [own.get(name, "–") for own in values] for name in names}
     differ = {name: row for name, row in rows.items() if len(set(row)) > 1}
     return differ, {name: row[0] for name, row in rows.items() if name not in differ}
+
+
+def settings(runs: Runs) -> Mapping[str, Sequence[str]]:
+    """The first that differ."""
+    names = [name for name in compared(runs, "config")[0] if not name.startswith("ring/")]
+    return {name: [run.config.get(name, "–") for run in runs] for name in names[:_MOST_SETTINGS]}
 
 
 def step_parts(run: LoggedRun) -> dict[str, float]:
     """Mean milliseconds of each part of a step."""
     found = {}
-    for tag, points in run.scalars.items():
+    for tag in run.scalars:
         part = re.fullmatch(r"ring/(?:.*/)?(.+)_ms", tag)
-        values = [point.value for point in points if math.isfinite(point.value)]
-        if part is not None and values and not _NO_PART.search(part[1]):
-            found[part[1].replace("_", " ")] = statistics.fmean(values)
+        if part and not _NO_PART.search(part[1]) and (values := _finite(run, tag)):
+            found[part[1].replace("_", " ")] = fmean(values)
     return found
+
+
+def step_time(runs: Runs) -> tuple[Markup, list[str], Mapping[str, Mapping[str, float]]] | None:
+    """A chart, its parts, and a row a run."""
+    rows = {run.name: parts for run in runs if (parts := step_parts(run))}
+    logged = set(chain.from_iterable(rows.values()))
+    names = [*(part for part in _PARTS if part in logged), *sorted(logged.difference(_PARTS))]
+    return (bar_chart(rows, names), names, rows) if rows else None
 
 
 def slowest_ranks(run: LoggedRun) -> list[tuple[int, float, float]]:
     """Rank, the share of logged steps in which it was slowest, and median ms behind in them."""
-    behind = "ring/slowest_rank_behind_ms/rank_"
-    by_rank = {
-        int(tag.removeprefix(behind)): [point.value for point in points]
+    behind = {
+        int(found[1]): [point.value for point in points]
         for tag, points in run.scalars.items()
-        if re.fullmatch(rf"{behind}\d{{1,9}}", tag)
+        if (found := re.fullmatch(r"ring/slowest_rank_behind_ms/rank_(\d{1,9})", tag))
     }
-    num_steps = sum(map(len, by_rank.values()))
-    rows = [(rank, len(ms) / num_steps, statistics.median(ms)) for rank, ms in by_rank.items()]
+    num_steps = sum(map(len, behind.values()))
+    rows = [(rank, len(ms) / num_steps, median(ms)) for rank, ms in behind.items()]
     return sorted(rows, key=lambda row: -row[1])
 
 
 def samples_per_second(run: LoggedRun) -> float | None:
     """The median, of all ranks together."""
-    for tag in filter(_THROUGHPUT.match, run.scalars):
-        if values := [one.value for one in run.scalars[tag] if math.isfinite(one.value)]:
-            return statistics.median(values)
-    return None
+    found = (_finite(run, tag) for tag in run.scalars if _THROUGHPUT.match(tag))
+    return next((median(values) for values in found if values), None)
 
 
 def short(value: float | None) -> str:
@@ -172,26 +166,15 @@ def short(value: float | None) -> str:
     return f"{value:.3g}"
 
 
-def _tags(runs: Runs) -> list[str]:
-    return list(dict.fromkeys(tag for run in runs for tag in run.scalars))
-
-
-def _curves(runs: Runs, metric: str | None) -> list[list[Markup]]:
+def curves(runs: Runs, metric: str | None) -> list[list[Markup]]:
     """The most telling ones, and the other ones, those of the step and the machine last."""
     tags = [tag for tag in _tags(runs) if not _NOT_DRAWN.match(tag)]
     tags.sort(key=lambda tag: (tag.startswith("ring/"), "loss" not in tag))
-    training = [tag for tag in tags if not _VALIDATION.match(tag)][:1]
-    rates = [tag for tag in tags if _LEARNING_RATE.match(tag)][:1]
-    speeds = [tag for tag in tags if _THROUGHPUT.match(tag)]
-    sizes = [tag for tag in _tags(runs) if tag.endswith("world_size") and _changes(runs, tag)]
-    asked = [metric] if metric is not None else []
-    telling = dict.fromkeys([*training, *asked, *speeds, *rates, *sizes])
+    telling = dict.fromkeys([tag for tag in tags if not _VALIDATION.match(tag)][:1])
+    telling |= dict.fromkeys([metric] if metric is not None else [])
+    telling |= dict.fromkeys(tag for tag in tags if _TELLING.match(tag))
     others = [tag for tag in tags if tag not in telling]
     return [[_chart(runs, tag) for tag in group] for group in (telling, others)]
-
-
-def _changes(runs: Runs, tag: str) -> bool:
-    return any(len({point.value for point in run.scalars.get(tag, ())}) > 1 for run in runs)
 
 
 def _chart(runs: Runs, tag: str) -> Markup:
@@ -200,23 +183,14 @@ def _chart(runs: Runs, tag: str) -> Markup:
         for number, run in enumerate(runs)
         if tag in run.scalars
     }
-    return charts.line_chart(tag, lines, log="loss" in tag.lower())
+    return line_chart(tag, lines, log="loss" in tag.lower())
 
 
-def _step_time(runs: Runs) -> tuple[Markup, list[str], Mapping[str, Mapping[str, float]]] | None:
-    """A chart, its parts, and a row a run."""
-    rows = {run.name: parts for run in runs if (parts := step_parts(run))}
-    logged = {part for parts in rows.values() for part in parts}
-    names = [*(part for part in _PARTS if part in logged), *sorted(logged.difference(_PARTS))]
-    return (charts.bar_chart(rows, names), names, rows) if rows else None
-
-
-def _pictures(runs: Runs) -> list[tuple[str, int, Any]]:
+def pictures(runs: Runs) -> list[tuple[str, int, Any]]:
     """Tag, number of the run, picture; nearest neighbours and confusions first."""
-    tags = {tag for run in runs for tag in run.pictures}
-    return [
-        (tag, number, run.pictures[tag])
-        for tag in sorted(tags, key=lambda tag: ("nearest" not in tag, tag))
+    found = [
+        (tag, number, picture)
         for number, run in enumerate(runs)
-        if tag in run.pictures
+        for tag, picture in run.pictures.items()
     ]
+    return sorted(found, key=lambda one: ("nearest" not in one[0], *one[:2]))

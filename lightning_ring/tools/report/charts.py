@@ -13,7 +13,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure  # not pyplot, which would look for a display
 from matplotlib.ticker import MaxNLocator
 
-NUM_COLOURS, DASHES = 6, ("-", (0, (5, 2)), (0, (1.5, 2)), (0, (6, 2, 1.5, 2)))
+NUM_COLOURS, DASHES = 6, ("", "5 2", "1.5 2", "6 2 1.5 2")
 NUM_LINES = NUM_COLOURS * len(DASHES)  # that can be told apart
 _NUM_INTERVALS = 200  # of a longer line, which is drawn by the means of each
 _TEXT = "#0000fe"  # stands for the page's colour of text; #0100N0 for its colour number N
@@ -31,44 +31,45 @@ _STYLE: Any = {
 }
 
 
+@rc_context(_STYLE)
 def line_chart(
     title: str, lines: Mapping[int, Sequence[tuple[float, float]]], *, log: bool = False
 ) -> Markup:
     """A figure with one line for each run, by number. ``log`` takes effect where values are
-    positive and the greatest is 20 times the least. Values that are not finite are crosses at the
-    upper edge."""
+    positive and the greatest is 20 times the least."""
     arrays = {number: np.array(points, dtype=float) for number, points in lines.items()}
-    steps, values = np.concatenate([*arrays.values()]).T
+    values = np.concatenate([*arrays.values()])[:, 1]
     finite = values[np.isfinite(values)]
     log = log and finite.size > 0 and finite.min() > 0 and finite.max() > 20 * finite.min()
-    figure, axes = _axes(4.8, 2.5)
+    figure = Figure(figsize=(4.8, 2.5), layout="constrained")
+    axes: Any = figure.add_subplot()
     for number, array in arrays.items():
         look: dict[str, Any] = {"gid": f"run-{number}", "color": _colour(number % NUM_COLOURS)}
         x, middle, low, high = intervals(array).T
         marker = "o" if len(array) <= _NUM_INTERVALS // 4 else None
-        dashes = DASHES[number // NUM_COLOURS % len(DASHES)]
-        axes.plot(x, middle, marker=marker, markersize=2.5, lw=1.4, linestyle=dashes, **look)
+        dashes = list(map(float, DASHES[number // NUM_COLOURS].split())) or (None, None)
+        axes.plot(x, middle, marker=marker, markersize=2.5, lw=1.4, dashes=dashes, **look)
         axes.fill_between(x, low, high, alpha=0.2, lw=0, **look)
-        lost = array[~np.isfinite(array[:, 1]), 0][:_NUM_INTERVALS]
-        edge = np.full(len(lost), 0.97)
-        axes.plot(lost, edge, "x", ms=5, transform=axes.get_xaxis_transform(), **look)
-    axes.set(xlabel="step", yscale="log" if log else "linear")
+    axes.set(xlabel="step")
     notes = ["log scale"] if log else []
-    for axis, numbers in ((axes.xaxis, steps), (axes.yaxis, finite)):
-        if not (log and axis is axes.yaxis) and (numbers == np.round(numbers)).all():
-            axis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     if log:
+        axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
+    elif (finite == np.round(finite)).all():
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     if max(map(len, arrays.values())) > _NUM_INTERVALS:
         notes.append("line: mean, band: least to greatest value")
     if num_lost := values.size - finite.size:
-        notes.append(f"×: {num_lost:,} values that are NaN or infinite")
+        notes.append(f"{num_lost:,} values are NaN or infinite")
     return _figure(figure, title, "; ".join(notes))
 
 
+@rc_context(_STYLE)
 def bar_chart(rows: Mapping[str, Mapping[str, float]], parts: Sequence[str]) -> Markup:
     """A bar a row, of ``parts`` in milliseconds, each in a colour of its own."""
-    figure, axes = _axes(9.6, 1.0 + 0.28 * len(rows))
+    figure = Figure(figsize=(9.6, 1.0 + 0.28 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
     left = np.zeros(len(rows))
     for number, part in enumerate(parts):
         widths = np.array([row.get(part, 0.0) for row in rows.values()])
@@ -82,15 +83,6 @@ def bar_chart(rows: Mapping[str, Mapping[str, float]], parts: Sequence[str]) -> 
     return _figure(figure, "", "")
 
 
-def key(number: int) -> Markup:
-    """A short piece of run ``number``'s line."""
-    dashes = DASHES[number // NUM_COLOURS]
-    array = "none" if dashes == "-" else " ".join(map(str, dashes[1]))
-    line = '<path d="M0 5H26" style="stroke: var(--c{}); stroke-width: 2; stroke-dasharray: {}"/>'
-    svg = Markup('<svg class="key" viewBox="0 0 26 10">' + line + "</svg>")
-    return svg.format(number % NUM_COLOURS, array)
-
-
 def intervals(points: np.ndarray) -> np.ndarray:
     """Rows of equally many finite ``points`` (of a step and a value): mean step, mean, least and
     greatest value. A short line is left as it is.
@@ -101,22 +93,13 @@ def intervals(points: np.ndarray) -> np.ndarray:
     return np.array(rows).reshape(-1, 4)
 
 
-def _axes(width: float, height: float) -> tuple[Figure, Any]:
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        return figure, figure.add_subplot()
-
-
 def _colour(number: int) -> str:
     return f"#0100{number:x}0"
 
 
 def _figure(figure: Figure, title: str, notes: str) -> Markup:
-    file = StringIO()
-    with rc_context(_STYLE):
-        figure.savefig(file, format="svg", transparent=True)
-    text = file.getvalue()
-    text = text[text.index("<svg") :]
+    figure.savefig(file := StringIO(), format="svg", transparent=True)
+    text = file.getvalue().partition("<svg")[2]
     whole = r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->"
     text = re.sub(whole, "", text, flags=re.DOTALL).replace("xlink:href", "href")
     text = re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", text, count=5)
@@ -125,4 +108,6 @@ def _figure(figure: Figure, title: str, notes: str) -> Markup:
     text = re.sub(r' id="[A-Za-z0-9.]+_[\w.]*"| font-family: [^;"]+;?', "", text)
     text = re.sub(r"#0100(\d)0\b", r"var(--c\1)", text.replace(_TEXT, "var(--soft)"))
     head = Markup('<figure class="chart"><figcaption>{} <small>{}</small></figcaption>')
-    return head.format(title, notes) + Markup(" ".join(text.split())) + Markup("</figure>")
+    return (
+        head.format(title, notes) + Markup("<svg " + " ".join(text.split())) + Markup("</figure>")
+    )

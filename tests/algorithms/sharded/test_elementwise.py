@@ -1,9 +1,5 @@
 """Which optimizers may step parts of tensors, and that the others are named."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch.nn import Parameter
@@ -14,7 +10,7 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.optim import LAMB, LARS
 
 
-def params() -> list[Parameter]:
+def params():
     return [Parameter(torch.ones(4, 3)), Parameter(torch.ones(5))]
 
 
@@ -27,7 +23,7 @@ class Trusted(SGD):
 
 
 @pytest.mark.parametrize("kind", [SGD, torch.optim.AdamW, torch.optim.Rprop, LARS, LAMB, Trusted])
-def test_elementwise_optimizers_are_accepted(kind: Any) -> None:
+def test_elementwise_optimizers_are_accepted(kind):
     check_can_be_sharded(kind(params(), lr=0.1))
 
 
@@ -42,7 +38,7 @@ def test_elementwise_optimizers_are_accepted(kind: Any) -> None:
     ],
     ids=["LBFGS", "Adafactor", "SparseAdam", "Muon", "Unknown"],
 )
-def test_others_are_refused(make: Any, request: pytest.FixtureRequest) -> None:
+def test_others_are_refused(make, request):
     name = request.node.callspec.id
     if name != "Unknown" and not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
@@ -52,6 +48,6 @@ def test_others_are_refused(make: Any, request: pytest.FixtureRequest) -> None:
         check_can_be_sharded(make())
 
 
-def test_what_is_no_optimizer_is_refused() -> None:
+def test_what_is_no_optimizer_is_refused():
     with pytest.raises(ConfigurationError, match=r"no torch\.optim\.Optimizer"):
-        check_can_be_sharded(object())  # type: ignore[arg-type]
+        check_can_be_sharded(object())

@@ -75,7 +75,7 @@ def start():
 
 
 def attached(comm, net, optimizer, **settings):
-    algorithm = Sharded(**settings)  # type: ignore[arg-type]
+    algorithm = Sharded(**settings)
     algorithm.attach(net, [optimizer], comm, warn=pytest.fail)
     return algorithm
 

@@ -122,7 +122,7 @@ def check_powersgd_equals_torchs_hook():
         views = [
             part.view_as(param) for part, (_, param) in zip(flat.split(sizes), weights, strict=True)
         ]
-        powerSGD_hook(state, HookBucket(flat, views)).wait()  # type: ignore[arg-type]
+        powerSGD_hook(state, HookBucket(flat, views)).wait()
         bucket.fill([True] * 3, stop=False)
         compressor.begin_backward()
         average_compressed_(bucket, compressor, comm, None, "bucket").wait()

@@ -3,12 +3,9 @@ another.
 """
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 
-Array = np.ndarray
-Step = Callable[[list[Array]], Array]
 BLOCK = 256
 
 

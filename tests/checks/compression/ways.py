@@ -1,17 +1,12 @@
 """Every way to compress, and one backward sent through each."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_ring.comm.communicator import ChainedWork, ReduceOp, Work
+from lightning_ring.comm.communicator import ChainedWork, ReduceOp
 from lightning_ring.gradients.compression import (
     BF16,
     COMPRESSORS,
@@ -37,9 +32,7 @@ class Signs(Compressor):
 
     name = "signs"
 
-    def all_reduce(
-        self, flat: Tensor, comm: Any, *, lost: Tensor | None = None, name: str = ""
-    ) -> Work:
+    def all_reduce(self, flat, comm, *, lost=None, name=""):
         if lost is not None:
             lost.copy_(flat)
         flat.copy_(flat.sign() * flat.abs().mean())
@@ -53,14 +46,12 @@ class Tenth(Compressor):
 
     name = "tenth"
 
-    def all_reduce(
-        self, flat: Tensor, comm: Any, *, lost: Tensor | None = None, name: str = ""
-    ) -> Work:
+    def all_reduce(self, flat, comm, *, lost=None, name=""):
         indices = flat.abs().topk(math.ceil(flat.numel() / 10)).indices
         rows = torch.empty(comm.world_size, 2, indices.numel())
         rows[comm.shard_index] = torch.stack([flat[indices], indices.float()])
 
-        def arrived() -> None:
+        def arrived():
             if lost is not None:
                 lost.copy_(flat)
                 lost[indices] = 0
@@ -71,9 +62,7 @@ class Tenth(Compressor):
         return ChainedWork(comm.all_gather_(rows.view(-1), name=name), arrived)
 
 
-WAYS: dict[str, Callable[[], Compressor]] = {
-    name: known.build for name, known in COMPRESSORS.items()
-}
+WAYS = {name: known.build for name, known in COMPRESSORS.items()}
 WAYS["signs"] = lambda: ErrorFeedback(Signs())
 WAYS["tenth"] = lambda: ErrorFeedback(Tenth())
 WAYS["bf16 with error feedback"] = lambda: ErrorFeedback(BF16())
@@ -95,7 +84,7 @@ ERROR_OF_THE_MEAN = dict.fromkeys(ERROR_FED, 0.15) | {
 }  # the others: 0.004
 
 
-def parameters(seed: int = 0) -> list[tuple[str, Parameter]]:
+def parameters(seed=0):
     """A matrix, a vector, a scalar, an empty one, and a convolution as channels-last has it."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {
@@ -110,7 +99,7 @@ def parameters(seed: int = 0) -> list[tuple[str, Parameter]]:
     return [(name, Parameter(value)) for name, value in made.items()]
 
 
-def gradients(rank: int, step: int = 0, scale: float = 1.0) -> list[Tensor]:
+def gradients(rank, step=0, scale=1.0):
     """What ``rank`` contributes: known to every rank, so that each can compute the average
     itself.
     """
@@ -121,14 +110,14 @@ def gradients(rank: int, step: int = 0, scale: float = 1.0) -> list[Tensor]:
     ]
 
 
-def average(step: int = 0, scale: float = 1.0, ranks: int | None = None) -> list[Tensor]:
+def average(step=0, scale=1.0, ranks=None):
     """In float64, over the first ``ranks``."""
     size = ranks or communicator().world_size
     every = [gradients(rank, step, scale) for rank in range(size)]
     return [torch.stack([g.double() for g in same]).mean(0) for same in zip(*every, strict=True)]
 
 
-def send(reducer: Reducer, params: list[Parameter], grads: list[Tensor | None]) -> list[Any]:
+def send(reducer, params, grads):
     """One backward that produces ``grads``, through the reducer; what it left in ``param.grad``."""
     for param in params:
         param.grad = None
@@ -139,15 +128,15 @@ def send(reducer: Reducer, params: list[Parameter], grads: list[Tensor | None]) 
     return [param.grad if param.grad is None else param.grad.clone() for param in params]
 
 
-def make(way: str | Compressor, **kwargs: Any) -> tuple[Reducer, list[Parameter], list[str]]:
+def make(way, **kwargs):
     named = parameters()
-    warnings: list[str] = []
+    warnings = []
     compressor = WAYS[way]() if isinstance(way, str) else way
     reducer = Reducer(communicator(), named, compressor=compressor, warn=warnings.append, **kwargs)
     return reducer, [param for _, param in named], warnings
 
 
-def assert_same_bits(*tensors: Tensor | None) -> None:
+def assert_same_bits(*tensors):
     flat = torch.cat(
         [t.detach().reshape(-1).double() for t in tensors if t is not None] + [torch.zeros(1)]
     )

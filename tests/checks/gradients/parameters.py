@@ -2,12 +2,10 @@
 in.
 """
 
-from __future__ import annotations
-
 import copy
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ring.gradients.reducer import Reducer
 from tests.checks.gradients.nets import (
@@ -23,7 +21,7 @@ from tests.checks.gradients.nets import (
 from tests.checks.world import communicator
 
 
-def check_earlier_average_of_unused_parameters_stays() -> None:
+def check_earlier_average_of_unused_parameters_stays():
     net, reference, reducer, _, _ = make()
     # no zero_grad between: gradients of 0 to 3 must survive the others
     for path in ((0, 1, 2, 3), (4, 5), (4, 5)):
@@ -34,7 +32,7 @@ def check_earlier_average_of_unused_parameters_stays() -> None:
         assert_same(net, reference)
 
 
-def check_mixed_dtypes_and_layouts() -> None:
+def check_mixed_dtypes_and_layouts():
     torch.manual_seed(0)
     net = nn.ModuleList(
         [
@@ -48,7 +46,7 @@ def check_mixed_dtypes_and_layouts() -> None:
     net.register_parameter("empty", nn.Parameter(torch.zeros(0, 3)))
     reference = copy.deepcopy(net)
 
-    def loss(module: nn.ModuleList, x: Tensor) -> Tensor:
+    def loss(module, x):
         hidden = module[0](x).mean((2, 3))
         return (
             module[2](module[1](hidden.double()).float()) * module.scalar
@@ -65,7 +63,7 @@ def check_mixed_dtypes_and_layouts() -> None:
         assert net[0].weight.grad.stride() == net[0].weight.stride()
 
 
-def check_order_of_use_replaces_order_of_registration() -> None:
+def check_order_of_use_replaces_order_of_registration():
     torch.manual_seed(0)
     net = Net()
     reference = copy.deepcopy(net)

@@ -81,10 +81,10 @@ def check_backward_that_raises_leaves_nothing_behind():
                 with fresh_gradients(net, reference, set_to_none=step % 2 == 0):
                     pass
                 if step in (0, 2):
-                    with _planted(), around():  # type: ignore[operator]
+                    with _planted(), around():
                         net(mine(xs)).backward()
                     continue
-                with around():  # type: ignore[operator]
+                with around():
                     net(mine(xs)).backward()
                 reference_mean(reference, lambda x, _: reference(x), xs)  # noqa: B023
                 assert_same(net, reference)

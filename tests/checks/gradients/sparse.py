@@ -2,13 +2,11 @@
 numbers of entries.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ring.gradients.compression import COMPRESSORS
 from lightning_ring.gradients.reducer import Reducer
@@ -24,14 +22,14 @@ class _Net(nn.Module):
     embedding.
     """
 
-    def __init__(self, *, sparse: bool) -> None:
+    def __init__(self, *, sparse):
         super().__init__()
         self.first = nn.Embedding(40, 3, sparse=sparse)
         self.second = nn.EmbeddingBag(6, 3, sparse=sparse, mode="sum")
         self.layer = nn.Linear(3, 2)
         self.double()
 
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+    def forward(self, first, second):
         hidden = (
             self.first(first).square().sum(0) if len(first) else torch.zeros(3, dtype=torch.float64)
         )
@@ -40,7 +38,7 @@ class _Net(nn.Module):
         return self.layer(hidden).sum()
 
 
-def _indices(rank: int, step: int) -> tuple[Tensor, Tensor]:
+def _indices(rank, step):
     """Other numbers of entries on each rank, doubled ones among them; none at all on rank 1 in
     step 1.
     """
@@ -51,7 +49,7 @@ def _indices(rank: int, step: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _make(**kwargs: object) -> tuple[_Net, _Net, Reducer]:
+def _make(**kwargs):
     torch.manual_seed(0)
     net = _Net(sparse=True)
     reference = _Net(sparse=False)
@@ -61,11 +59,11 @@ def _make(**kwargs: object) -> tuple[_Net, _Net, Reducer]:
         net.named_parameters(),
         sparse_weights=partial(sparse_weights, net),
         **kwargs,
-    )  # type: ignore[arg-type]
+    )
     return net, reference, reducer
 
 
-def _assert_same(net: nn.Module, reference: nn.Module, sparse: tuple[str, ...]) -> None:
+def _assert_same(net, reference, sparse):
     for (name, param), expected in zip(net.named_parameters(), reference.parameters(), strict=True):
         assert param.grad is not None, name
         assert param.grad.is_sparse == (name in sparse), name
@@ -78,7 +76,7 @@ def _assert_same(net: nn.Module, reference: nn.Module, sparse: tuple[str, ...]) 
         )
 
 
-def check_sparse_gradients_stay_sparse_and_equal_the_dense_average() -> None:
+def check_sparse_gradients_stay_sparse_and_equal_the_dense_average():
     net, reference, reducer = _make()
     for step in range(3):
         with fresh_gradients(net, reference), reducer.backward():
@@ -92,7 +90,7 @@ def check_sparse_gradients_stay_sparse_and_equal_the_dense_average() -> None:
     assert not any(name.endswith("d.weight") for bucket in reducer.buckets for name in bucket.names)
 
 
-def check_sparse_gradient_that_no_rank_has_stays_as_it_is() -> None:
+def check_sparse_gradient_that_no_rank_has_stays_as_it_is():
     net, _, reducer = _make()
     none = torch.zeros(0, dtype=torch.int64)
     with reducer.backward():
@@ -112,9 +110,9 @@ def check_sparse_gradient_that_no_rank_has_stays_as_it_is() -> None:
         assert alone.agreed_to_stop() == (step == 6)
 
 
-def check_sparse_gradient_that_no_module_declares_travels_dense_with_one_warning() -> None:
+def check_sparse_gradient_that_no_module_declares_travels_dense_with_one_warning():
     weight = nn.Parameter(torch.zeros(6, 2))
-    warned: list[str] = []
+    warned = []
     reducer = Reducer(communicator(), [("weight", weight)], warn=warned.append)
     for _ in range(2):
         weight.grad = None
@@ -127,8 +125,8 @@ def check_sparse_gradient_that_no_module_declares_travels_dense_with_one_warning
     assert "weight is sparse" in warned[0]
 
 
-def check_sharded_and_compressed_say_what_becomes_of_sparse_gradients() -> None:
-    warned: list[str] = []
+def check_sharded_and_compressed_say_what_becomes_of_sparse_gradients():
+    warned = []
     _make(compressor=COMPRESSORS["bf16"].build(), warn=warned.append)
     assert sum("does not take sparse gradients" in message for message in warned) == 1
     warned.clear()

@@ -1,13 +1,8 @@
 """Collectives of `lightning_ring.horovod`: order, kinds of tensors, errors."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +11,7 @@ import lightning_ring.horovod as hvd
 from tests.checks.horovod.world import RANK, SIZE, WORLD, total
 
 
-def check_names_may_come_in_another_order_on_each_rank() -> None:
+def check_names_may_come_in_another_order_on_each_rank():
     hvd.init()
     assert (hvd.rank(), hvd.size()) == (RANK, SIZE)
     tensors = {f"tensor {number}": torch.full((3,), float(number)) for number in range(40)}
@@ -27,12 +22,12 @@ def check_names_may_come_in_another_order_on_each_rank() -> None:
             assert torch.equal(hvd.synchronize(handles[name]), tensor)
 
 
-def check_a_steady_step_is_told_by_one_short_message() -> None:
+def check_a_steady_step_is_told_by_one_short_message():
     hvd.init()
     comm = hvd.global_process_set.negotiation.comm
-    calls: list[str] = []
+    calls = []
 
-    def recorded(method: str) -> Callable[..., Any]:
+    def recorded(method):
         real = getattr(comm, method)
         return lambda *args, **kwargs: (calls.append(method), real(*args, **kwargs))[1]
 
@@ -50,7 +45,7 @@ def check_a_steady_step_is_told_by_one_short_message() -> None:
         assert calls.count("all_reduce_") <= 6
 
 
-def check_tensors_that_change_from_step_to_step() -> None:
+def check_tensors_that_change_from_step_to_step():
     hvd.init()
     for step in range(6):
         numel = 1 + step // 2
@@ -71,7 +66,7 @@ def check_tensors_that_change_from_step_to_step() -> None:
         assert group[2].item() == SIZE
 
 
-def check_tensors_of_all_kinds() -> None:
+def check_tensors_of_all_kinds():
     hvd.init()
     for _ in range(3):  # told by name, then by number
         with torch.inference_mode():
@@ -99,11 +94,11 @@ def check_tensors_of_all_kinds() -> None:
         hvd.allreduce_(torch.ones(1).expand(3))
 
 
-def check_threads_wait_for_collectives_of_their_own() -> None:
+def check_threads_wait_for_collectives_of_their_own():
     hvd.init()
-    done: list[int] = []
+    done = []
 
-    def work(number: int) -> None:
+    def work(number):
         for _ in range(30):
             assert total(f"thread {number}") == SIZE
         done.append(number)
@@ -121,7 +116,7 @@ def check_threads_wait_for_collectives_of_their_own() -> None:
     assert hvd.synchronize(handle).item() == SIZE
 
 
-def check_collectives_of_other_sizes_on_each_rank() -> None:
+def check_collectives_of_other_sizes_on_each_rank():
     hvd.init()
     rows = torch.full((RANK + 1, 2), RANK)
     by_rank = [[rank] * 2 for rank in range(SIZE) for _ in range(rank + 1)]
@@ -144,7 +139,7 @@ def check_collectives_of_other_sizes_on_each_rank() -> None:
     assert other.tolist() == [sum(range(SIZE))] * 3
 
 
-def check_gradients_pass_through_collectives() -> None:
+def check_gradients_pass_through_collectives():
     hvd.init()
     weight = torch.full((2,), 1.0, requires_grad=True)
     (hvd.allreduce(weight * (RANK + 1), op=hvd.Sum).sum() * (RANK + 1)).backward()
@@ -152,10 +147,10 @@ def check_gradients_pass_through_collectives() -> None:
     assert weight.grad.tolist() == [sum(range(1, SIZE + 1)) * (RANK + 1.0)] * 2
 
 
-def check_what_does_not_fit_is_an_error_on_every_rank() -> None:
+def check_what_does_not_fit_is_an_error_on_every_rank():
     hvd.init()
     dtype, op = [(torch.float32, hvd.Sum), (torch.int32, hvd.Max)][RANK % 2]
-    cases: dict[str, Callable[[], Any]] = {
+    cases = {
         "allreduce.a: .*different shapes": lambda: hvd.allreduce(torch.zeros(RANK + 1), name="a"),
         "different data types": lambda: hvd.allreduce(torch.zeros(2, dtype=dtype)),
         "root ranks: rank 0 0, rank 1 1": lambda: hvd.broadcast(torch.zeros(1), RANK),
@@ -179,7 +174,7 @@ def check_what_does_not_fit_is_an_error_on_every_rank() -> None:
     assert hvd.synchronize(handle) is None  # as Horovod
     no_values = torch.ones(1, device="meta")
     boolean = torch.ones(1, dtype=torch.bool)
-    refused: dict[str, Callable[[], Any]] = {
+    refused = {
         "was not created here, or was synchronized before": lambda: hvd.poll(handle),
         "a grouped allreduce got no tensors": lambda: hvd.grouped_allreduce_async([]),
         "op=Sum got a tensor of torch.bool. Use op=Max": lambda: hvd.allreduce(boolean, op=hvd.Sum),
@@ -191,7 +186,7 @@ def check_what_does_not_fit_is_an_error_on_every_rank() -> None:
     assert total("afterwards") == SIZE
 
 
-def check_join_adds_zeros_until_all_have_joined() -> None:
+def check_join_adds_zeros_until_all_have_joined():
     hvd.init()
     last = SIZE - 1
     for step in range(3 if last == RANK else 1):
@@ -215,11 +210,11 @@ def check_join_adds_zeros_until_all_have_joined() -> None:
             assert hvd.synchronize(handle).item() == SIZE - 1
 
 
-def check_process_sets_communicate_by_themselves() -> None:
+def check_process_sets_communicate_by_themselves():
     hvd.init()
     alone = [hvd.add_process_set([rank]) for rank in range(SIZE)]
     assert total(process_set=alone[RANK]) == 1
-    refused: dict[str, Callable[[], Any]] = {
+    refused = {
         "does not contain this rank": lambda: total(process_set=alone[(RANK + 1) % SIZE]),
         r"of ranks \[0\] is there already": lambda: hvd.add_process_set([0]),
         r"different process sets: rank 0 \[0, 1\], rank 1 \[1\]": lambda: hvd.add_process_set(
@@ -236,7 +231,7 @@ def check_process_sets_communicate_by_themselves() -> None:
     assert not hvd.remove_process_set(hvd.global_process_set)
 
 
-def check_the_timeline_has_rows_of_names(tmp_path: Path) -> None:
+def check_the_timeline_has_rows_of_names(tmp_path):
     hvd.init()
     path = tmp_path / "timeline.json"
     hvd.start_timeline(str(path), mark_cycles=True)

@@ -1,10 +1,7 @@
 """`DistributedOptimizer` of `lightning_ring.horovod`."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +16,10 @@ from tests.checks.horovod.world import RANK, SIZE, WORLD, assert_equal_everywher
 from tests.checks.loops import assert_same, batches, loss_of, network, sgd
 
 
-def check_accumulation_sums_and_sum_and_compression() -> None:
+def check_accumulation_sums_and_sum_and_compression():
     hvd.init()
     mine = batches(4)
-    everyones: list[Any] = WORLD.allgather(mine)
+    everyones = WORLD.allgather(mine)
     for op, factor in ((hvd.Average, 1.0), (hvd.Sum, float(SIZE))):
         model = network()
         expected = copy.deepcopy(model)
@@ -51,10 +48,10 @@ def check_accumulation_sums_and_sum_and_compression() -> None:
     assert all(torch.equal(grad, grad.half().float()) for grad in grads)
 
 
-def check_a_step_in_a_hook_is_an_error_and_a_backward_that_raised_is_dropped() -> None:
+def check_a_step_in_a_hook_is_an_error_and_a_backward_that_raised_is_dropped():
     hvd.init()
     model, expected = network(), network()
-    planted: list[bool] = []
+    planted = []
     model[0].weight.register_hook(lambda _: 1 / 0 if planted else None)
     optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
     wrapped, plain = DistributedDataParallel(expected), sgd(expected)
@@ -77,7 +74,7 @@ def check_a_step_in_a_hook_is_an_error_and_a_backward_that_raised_is_dropped() -
         loss_of(model(batches(1)[0])).backward()
 
 
-def check_compressors_of_the_strategy_carry_gradients() -> None:
+def check_compressors_of_the_strategy_carry_gradients():
     hvd.init()
     for compression in (Int8(min_numel=1), "bf16", ErrorFeedback(Int8(min_numel=1))):
         model = network()
@@ -100,7 +97,7 @@ def check_compressors_of_the_strategy_carry_gradients() -> None:
             hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
 
 
-def check_a_rank_without_gradients_takes_part_with_zeros() -> None:
+def check_a_rank_without_gradients_takes_part_with_zeros():
     hvd.init()
     model = nn.Linear(2, 1, bias=False)
     nn.init.ones_(model.weight)
@@ -113,7 +110,7 @@ def check_a_rank_without_gradients_takes_part_with_zeros() -> None:
     assert torch.allclose(model.weight, torch.full((1, 2), 1.0 - 2 / SIZE))
 
 
-def check_what_scripts_do_that_horovod_did_not_expect() -> None:
+def check_what_scripts_do_that_horovod_did_not_expect():
     """A sum without a step, twice named, gradients put there by hand, and a backward again after
     the end.
     """

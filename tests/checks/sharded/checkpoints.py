@@ -2,13 +2,9 @@
 states.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
-from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -17,28 +13,20 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from mpi4py import MPI
-from torch import Tensor
 from torch.optim import AdamW
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import CollectiveError, ConfigurationError
 from lightning_ring.integrations.lightning.stop_requests import StopRequest
 from tests.checks.marks import by_world_size
-from tests.checks.models import (
-    RANK,
-    SIZE,
-    Classifier,
-    fit,
-    loader,
-    trainer,
-)
+from tests.checks.models import RANK, SIZE, Classifier, fit, loader, trainer
 from tests.checks.sharded.late import Late, LateRing, LateWork
 from tests.checks.sharded.references import CAP, With, assert_same, sharded
 from tests.strategies import ring
 
 
 @by_world_size
-def check_state_is_a_share_and_its_checkpoint_is_ordinary(tmp_path: Path) -> None:
+def check_state_is_a_share_and_its_checkpoint_is_ordinary(tmp_path):
     make = functools.partial(With, lambda m: AdamW(m.parameters(), lr=0.01))
     states = []
     for index, strategy in enumerate((sharded(), RingStrategy(bucket_cap_mb=CAP))):
@@ -62,21 +50,21 @@ def check_state_is_a_share_and_its_checkpoint_is_ordinary(tmp_path: Path) -> Non
             torch.testing.assert_close(mine["state"][index][key], value, rtol=1e-6, atol=1e-9)
 
 
-def check_state_dict_of_a_part_is_refused() -> None:
+def check_state_dict_of_a_part_is_refused():
     class Asking(With):
-        def on_train_end(self) -> None:
+        def on_train_end(self):
             with pytest.raises(ConfigurationError, match="optimizer_state"):
                 self.trainer.optimizers[0].state_dict()
             states.append(self.trainer.strategy.optimizer_state(self.optimizers()))
 
-    states: list[dict[str, Any]] = []
+    states = []
     fit(sharded(), Asking(lambda m: AdamW(m.parameters(), lr=0.01)), max_epochs=1)
     assert bool(states[0]) == (RANK == 0)
 
 
-def check_a_stop_of_all_ranks_saves_the_whole_state(tmp_path: Path) -> None:
+def check_a_stop_of_all_ranks_saves_the_whole_state(tmp_path):
     class Stopping(With):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(self, outputs, batch, batch_idx):
             if batch_idx == 1 and RANK == SIZE - 1:
                 self.trainer.strategy._requests.request(StopRequest.STOP)
 
@@ -95,13 +83,13 @@ def check_a_stop_of_all_ranks_saves_the_whole_state(tmp_path: Path) -> None:
     ]
 
 
-def check_a_checkpoint_after_an_exception_holds_whole_weights_and_resumes(tmp_path: Path) -> None:
+def check_a_checkpoint_after_an_exception_holds_whole_weights_and_resumes(tmp_path):
     class Corrupt(With):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(self, batch, batch_idx):
             if batch_idx == 3:
                 raise OSError("corrupt photo")
 
-    def make(kind: Any = With) -> Any:
+    def make(kind=With):
         L.seed_everything(7, verbose=False)
         return kind(lambda m: AdamW(m.parameters(), lr=0.01))
 
@@ -124,31 +112,31 @@ def check_a_checkpoint_after_an_exception_holds_whole_weights_and_resumes(tmp_pa
             trainer(strategy, max_epochs=2).fit(make(), loader(), ckpt_path=tmp_path / "late.ckpt")
 
 
-def check_weights_that_do_not_arrive_after_an_exception_are_a_warning(tmp_path: Path) -> None:
+def check_weights_that_do_not_arrive_after_an_exception_are_a_warning(tmp_path):
     class LostWork(LateWork):
-        def wait(self) -> None:
+        def wait(self):
             if lost:
                 raise CollectiveError("lost")
             super().wait()
 
     class Losing(Late):
-        def all_gather_(self, flat: Tensor, *, name: str = "") -> Any:
+        def all_gather_(self, flat, *, name=""):
             buffer = flat.clone()
             return LostWork(self._comm.all_gather_(buffer, name=name), buffer, flat)
 
     class LosingRing(LateRing):
-        def setup_distributed(self) -> None:
+        def setup_distributed(self):
             super().setup_distributed()
             self._job.communicator = self.late = Losing(self.late._comm)
 
     class Raising(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             if self.trainer.global_step == 1:
                 lost.append(True)
                 raise OSError("corrupt photo")
             return super().training_step(batch, batch_idx)
 
-    lost: list[bool] = []
+    lost = []
     saves = OnExceptionCheckpoint(tmp_path, "torn")
     warned = (
         pytest.warns(UserWarning, match="weights.*mix") if RANK == 0 else contextlib.nullcontext()
@@ -158,7 +146,7 @@ def check_weights_that_do_not_arrive_after_an_exception_are_a_warning(tmp_path: 
         fit(strategy, Raising(), callbacks=[saves], enable_checkpointing=True, max_epochs=1)
 
 
-def check_weights_loaded_after_training_stay(tmp_path: Path) -> None:
+def check_weights_loaded_after_training_stay(tmp_path):
     module = Classifier()
     before = copy.deepcopy(module.state_dict())
     run = trainer(ring(True, LateRing, bucket_cap_mb=CAP), max_epochs=1, default_root_dir=tmp_path)

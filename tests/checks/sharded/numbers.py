@@ -1,10 +1,7 @@
 """``ring_sharded`` on real ranks gives the numbers of optimizers that step whole parameters."""
 
-from __future__ import annotations
-
 import copy
 import functools
-from typing import Any
 
 import lightning as L
 import pytest
@@ -22,15 +19,15 @@ from tests.strategies import ring
 
 
 @by_world_size
-def check_a_norm_clipped_by_hand_is_that_of_all_shards() -> None:
+def check_a_norm_clipped_by_hand_is_that_of_all_shards():
     make = functools.partial(With, lambda m: SGD(m.parameters(), lr=0.5, momentum=0.9))
 
     class ByHand(With):
-        def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        def configure_gradient_clipping(self, *_, **__):
             before = self.trainer.strategy.clip_grad_norm_(self.parameters(), 0.05)
             norms.append(float(before))
 
-    norms: list[float] = []
+    norms = []
     by_hand, _ = both(functools.partial(ByHand, make.args[0]), max_epochs=1)
     half = len(norms) // 2
     assert norms[:half] == pytest.approx(norms[half:], rel=1e-6)
@@ -38,14 +35,14 @@ def check_a_norm_clipped_by_hand_is_that_of_all_shards() -> None:
     assert_all_ranks_equal(parameters(by_hand))
 
 
-def check_a_read_of_a_gradient_is_an_error() -> None:
+def check_a_read_of_a_gradient_is_an_error():
     class Manual(Classifier):
-        def __init__(self, use: Any) -> None:
+        def __init__(self, use):
             super().__init__()
             self.automatic_optimization = False
             self.use = use
 
-        def training_step(self, batch: Any, batch_idx: int) -> None:
+        def training_step(self, batch, batch_idx):
             optimizer = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(self.loss(batch))
@@ -53,7 +50,7 @@ def check_a_read_of_a_gradient_is_an_error() -> None:
             optimizer.step()
 
     class Logging(Classifier):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
+        def on_before_optimizer_step(self, optimizer):
             grad_norm(self, 2)
 
     with pytest.raises(
@@ -61,7 +58,7 @@ def check_a_read_of_a_gradient_is_an_error() -> None:
     ):
         fit(sharded(), Logging(), max_epochs=1)
 
-    def right(module: Any) -> None:
+    def right(module):
         before = float(module.trainer.strategy.clip_grad_norm_(module.parameters(), float("inf")))
         module.clip_gradients(module.optimizers(), gradient_clip_val=0.1)
         after = float(module.trainer.strategy.clip_grad_norm_(module.parameters(), float("inf")))
@@ -70,8 +67,8 @@ def check_a_read_of_a_gradient_is_an_error() -> None:
     fit(sharded(), Manual(right), max_epochs=1)
 
 
-def check_parts_on_a_short_wire_equal_whole_ones() -> None:
-    def run(is_sharded: bool) -> Any:
+def check_parts_on_a_short_wire_equal_whole_ones():
+    def run(is_sharded):
         L.seed_everything(7, verbose=False)
         module = With(lambda m: LAMB(m.parameters(), lr=0.01))
         strategy = ring(is_sharded, bucket_cap_mb=0.0005, compression="bf16")
@@ -86,9 +83,9 @@ def check_parts_on_a_short_wire_equal_whole_ones() -> None:
     assert_same(run(True), run(False), 1e-6)
 
 
-def check_using_the_state_between_steps_is_an_error_and_changes_nothing() -> None:
+def check_using_the_state_between_steps_is_an_error_and_changes_nothing():
     class Curious(With):
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             optimizer = self.trainer.optimizers[0]
             if not self.trainer.strategy.algorithm.sharded:
                 return
@@ -107,19 +104,19 @@ def check_using_the_state_between_steps_is_an_error_and_changes_nothing() -> Non
     assert_same(*both(make, max_epochs=1))
 
 
-def check_an_optimizer_built_at_train_start_is_sharded() -> None:
+def check_an_optimizer_built_at_train_start_is_sharded():
     class Own(Classifier):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.automatic_optimization = False
 
-        def configure_optimizers(self) -> None:
+        def configure_optimizers(self):
             return None
 
-        def on_train_start(self) -> None:
+        def on_train_start(self):
             self.own = AdamW(self.parameters(), lr=0.01)
 
-        def training_step(self, batch: Any, batch_idx: int) -> None:
+        def training_step(self, batch, batch_idx):
             self.own.zero_grad()
             self.manual_backward(self.loss(batch))
             self.own.step()
@@ -127,29 +124,29 @@ def check_an_optimizer_built_at_train_start_is_sharded() -> None:
     assert_same(*both(Own, max_epochs=1))
 
 
-def check_other_holders_of_a_parameters_memory_see_new_values() -> None:
+def check_other_holders_of_a_parameters_memory_see_new_values():
     """As `ModelPruning` makes them with lottery tickets: ``param.data = original.data``."""
 
     class Holding(Classifier):
-        def on_train_start(self) -> None:
+        def on_train_start(self):
             self.aliases = [p.data for p in self.parameters()]
 
-        def on_train_batch_end(self, _: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(self, _, batch, batch_idx):
             sums.append(sum(alias.double().sum().item() for alias in self.aliases))
             if batch_idx == 2:
                 self.aliases = [torch.ones_like(p) for p in self.parameters()]
                 for param, alias in zip(self.parameters(), self.aliases, strict=True):
                     param.data = alias
 
-    sums: list[float] = []
+    sums = []
     assert_same(*both(Holding, max_epochs=1))
     half = len(sums) // 2
     assert sums[:half] == sums[half:]
 
 
-def check_tensors_in_the_same_memory_are_refused() -> None:
+def check_tensors_in_the_same_memory_are_refused():
     class Alias(Classifier):
-        def __init__(self, kind: str) -> None:
+        def __init__(self, kind):
             super().__init__()
             self.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
             if kind == "parameter":

@@ -11,9 +11,7 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 from unittest import mock
 
 import lightning as L
@@ -36,7 +34,6 @@ from tests.strategies import ring
 
 compiled = torch.compile(torch.mm, backend="eager")
 # from a module and images; what it gives is added to the logits
-Read = Callable[[Any, Tensor], Any]
 
 
 class Reading(Classifier):
@@ -315,9 +312,9 @@ def _read_in_a_child_later(loop):
         go, told = os.pipe()
         pool = ThreadPoolExecutor(1)
         read = lambda: (os.read(go, 1), parameters(loop.module).sum().item())[1]  # noqa: E731
-        loop.optimizer.child = pool.submit(_in_a_forked_child, read), told  # type: ignore[attr-defined]
+        loop.optimizer.child = pool.submit(_in_a_forked_child, read), told
     elif loop.step == 4:
-        child, told = loop.optimizer.child  # type: ignore[attr-defined]
+        child, told = loop.optimizer.child
         os.write(told, b".")
         loop.notes.append(child.result())
 

@@ -2,18 +2,14 @@
 whole batch.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.checks.marks import by_world_size
@@ -28,17 +24,13 @@ from tests.checks.models import (
     relative_difference,
     trainer,
 )
-from tests.checks.strategy.references import (
-    assert_like_ddp,
-    both,
-    scaler_plugin,
-)
+from tests.checks.strategy.references import assert_like_ddp, both, scaler_plugin
 
 
 class Convolutions(nn.Module):
     """What a ResNet is made of, once: a strided convolution, BatchNorm, and a sum of two ways."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU()
@@ -46,13 +38,13 @@ class Convolutions(nn.Module):
         self.branch = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
         self.head = nn.Linear(8, 10)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.stem(x)
         return self.head(F.relu(x + self.branch(x)).mean((2, 3)))
 
 
 @by_world_size
-def check_equals_ddp_in_convolutions_with_batch_norm() -> None:
+def check_equals_ddp_in_convolutions_with_batch_norm():
     """ResNet-18 on two ranks, whose bits are equal. (With more the order of additions differs, and
     BatchNorm over the few values of its last layers magnifies a rounding error 1e5 times.) A small
     network on any.
@@ -60,17 +52,17 @@ def check_equals_ddp_in_convolutions_with_batch_norm() -> None:
     from torchvision.models import resnet18
 
     class Image(Classifier):
-        def __init__(self, network: Callable[[], nn.Module]) -> None:
+        def __init__(self, network):
             super().__init__(lr=0.01)
             self.net = network()
             self.first = parameters(self)
 
-        def loss(self, batch: Any) -> Tensor:
+        def loss(self, batch):
             return F.cross_entropy(self.net(batch[0]), batch[1])
 
-        def on_after_backward(self) -> None: ...
+        def on_after_backward(self): ...
 
-    networks: list[Any] = [(Convolutions, 20)]
+    networks = [(Convolutions, 20)]
     if SIZE == 2:
         networks.append((functools.partial(resnet18, num_classes=10), 2))
     for network, steps in networks:
@@ -91,17 +83,17 @@ def check_equals_ddp_in_convolutions_with_batch_norm() -> None:
 
 
 @by_world_size
-def check_precisions_equal_ddp() -> None:
+def check_precisions_equal_ddp():
     for precision, tolerance in (("bf16-mixed", 1e-2), ("bf16-true", 1e-2), ("64-true", 1e-12)):
         assert_like_ddp(*both(Classifier, precision=precision), tolerance)
     assert_like_ddp(*both(Classifier, plugins=scaler_plugin))
 
 
-def check_weight_averaging() -> None:
-    def ema() -> L.Callback:
+def check_weight_averaging():
+    def ema():
         return WeightAveraging(avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.9))
 
-    def swa() -> L.Callback:
+    def swa():
         return StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
 
     for make in (ema, swa):
@@ -114,7 +106,7 @@ def check_weight_averaging() -> None:
         assert_like_ddp(module, reference)
 
 
-def check_compiled_modules() -> None:
+def check_compiled_modules():
     module = Classifier()
     reference = copy.deepcopy(module)
     run = trainer("ring", max_epochs=1)
@@ -124,9 +116,9 @@ def check_compiled_modules() -> None:
     assert_all_ranks_equal(parameters(module))
 
 
-def check_a_reduced_loss_keeps_its_gradient() -> None:
+def check_a_reduced_loss_keeps_its_gradient():
     class Reducing(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             return self.trainer.strategy.reduce(self.loss(batch) * 1.0)
 
     assert_like_ddp(*both(Reducing))

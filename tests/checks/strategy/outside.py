@@ -15,7 +15,7 @@ def check_an_algorithm_from_outside_the_package_trains():
     start = copy.deepcopy(module)
     strategy = RingStrategy(algorithm=LocalSGD(every=2))
     fit(strategy, module, max_epochs=1, limit_train_batches=4)
-    assert strategy.algorithm.num_steps == 4  # type: ignore[attr-defined]
+    assert strategy.algorithm.num_steps == 4
     assert_all_ranks_equal(parameters(module))
     assert not torch.equal(parameters(module), parameters(start))
     fit(RingStrategy(algorithm=LocalSGD(every=3)), module, max_epochs=1, limit_train_batches=4)

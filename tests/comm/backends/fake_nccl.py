@@ -16,15 +16,10 @@ others for ever. Thread-ranks on a GPU therefore train inside
 ``set_multithreading_enabled(False)``, where a backward runs in the thread that called it.
 """
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,7 +28,6 @@ from lightning_ring.comm.backends import nccl
 from lightning_ring.comm.backends.nccl import NCCLCommunicator
 from lightning_ring.comm.communicator import shard
 from lightning_ring.comm.waiting import CHECK_SECONDS
-from tests.thread_ranks import ThreadCommunicator, ThreadWorld
 
 LATE_CYCLES = 2_000_000  # of a GPU's clock, some 1 ms: who does not wait reads the old values
 
@@ -44,11 +38,8 @@ _REDUCE = {
     dist.ReduceOp.PRODUCT: torch.mul,
 }
 
-Sent = list[Any]  # by rank: what each sends, and what each gets; a tensor or several
-Compute = Callable[[Sent, Sent], None]
 
-
-def reduced(rows: Sequence[Tensor], op: Any) -> Tensor:
+def reduced(rows, op):
     """NCCL's sums are in the tensor's type, rank by rank. So is the factor that AVG multiplies
     with first.
     """
@@ -65,29 +56,27 @@ def reduced(rows: Sequence[Tensor], op: Any) -> Tensor:
 class Collective:
     """One collective of all ranks: what they have handed in so far, and when it was launched."""
 
-    def __init__(self, kind: tuple[str, Any], world_size: int) -> None:
+    def __init__(self, kind, world_size):
         self.kind = kind
-        self.sent: Sent = [None] * world_size
-        self.outputs: Sent = [None] * world_size
-        self.events: list[Any] = []  # of the callers' streams
+        self.sent = [None] * world_size
+        self.outputs = [None] * world_size
+        self.events = []  # of the callers' streams
         self.num_called = 0
         self.launched = threading.Event()
-        self.over: Any = None  # an event of the group's stream
-        self.error: Exception | None = None
+        self.over = None  # an event of the group's stream
+        self.error = None
 
 
 class Meeting:
     """The collectives of one group, in the order of their calls."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size):
         self._world_size = world_size
         self._lock = threading.Lock()
-        self._open: dict[int, Collective] = {}
-        self._stream: Any = None
+        self._open = {}
+        self._stream = None
 
-    def call(
-        self, number: int, rank: int, kind: tuple[str, Any], sent: Any, output: Any, how: Compute
-    ) -> Collective:
+    def call(self, number, rank, kind, sent, output, how):
         """Rank ``rank`` calls its collective ``number``; the last of all ranks launches it."""
         with self._lock:
             collective = self._open.setdefault(number, Collective(kind, self._world_size))
@@ -105,7 +94,7 @@ class Meeting:
             return collective
 
     @torch.no_grad()
-    def _launch(self, collective: Collective, how: Compute) -> None:
+    def _launch(self, collective, how):
         try:
             if collective.error is None and not collective.events:
                 how(collective.sent, collective.outputs)
@@ -124,7 +113,7 @@ class Meeting:
         collective.launched.set()
 
 
-def on_gpu(output: Any) -> bool:
+def on_gpu(output):
     return (output if isinstance(output, Tensor) else output[0]).is_cuda
 
 
@@ -138,44 +127,37 @@ class FakeGroup:
         connected: Whether NCCL has started, as by ``device_id`` or by the first collective.
     """
 
-    def __init__(
-        self,
-        comm: ThreadCommunicator | None,
-        meeting: Meeting | None = None,
-        connected: bool = True,
-    ) -> None:
+    def __init__(self, comm, meeting=None, connected=True):
         self.comm = comm
         self.connected = connected
-        self.calls: list[tuple[str, Any]] = []
-        self.late: threading.Event | None = None
-        self.registered: Tensor | None = None
+        self.calls = []
+        self.late = None
+        self.registered = None
         self._meeting = meeting or Meeting(1)
         self._num_collectives = 0
 
     _device_types = (torch.device("cuda"),)
 
-    def _get_backend(self, device: torch.device) -> FakeGroup:
+    def _get_backend(self, device):
         return self
 
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
+    def supports_tensor_alloc(self, device):
         return self.registered is not None
 
-    def allocate_tensor(
-        self, size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor | None:
+    def allocate_tensor(self, size, *, dtype, device):
         if not self.connected:
             raise RuntimeError(
                 "NCCL communicator has not been initialized before mem pool creation"
             )
         return self.registered
 
-    def abort(self) -> None:
+    def abort(self):
         """Ends the kernels on the stream, and with them every wait inside the driver."""
         self.calls.append(("abort", None))
         if self.late is not None:
             self.late.set()
 
-    def start(self, kind: str, op: Any, sent: Any, output: Any, how: Compute) -> FakeWork:
+    def start(self, kind, op, sent, output, how):
         self.calls.append((kind, op))
         number, self._num_collectives = self._num_collectives, self._num_collectives + 1
         called = self._meeting.call(number, self.comm.rank, (kind, op), sent, output, how)
@@ -191,58 +173,52 @@ class FakeDistributed:
     ReduceOp = dist.ReduceOp
     ProcessGroup = dist.ProcessGroup
 
-    def all_reduce(self, tensor: Tensor, *, op: Any, group: FakeGroup, async_op: bool) -> FakeWork:
-        def how(sent: Sent, outputs: Sent) -> None:
+    def all_reduce(self, tensor, *, op, group, async_op):
+        def how(sent, outputs):
             total = reduced(sent, op)
             for output in outputs:
                 output.copy_(total)
 
         return group.start("all_reduce", op, tensor, tensor, how)
 
-    def reduce_scatter_tensor(
-        self, output: Tensor, sent: Tensor, *, op: Any, group: FakeGroup, async_op: bool
-    ) -> FakeWork:
-        def how(sent: Sent, outputs: Sent) -> None:
+    def reduce_scatter_tensor(self, output, sent, *, op, group, async_op):
+        def how(sent, outputs):
             total = reduced(sent, op)
             for rank, part in enumerate(outputs):
                 part.copy_(shard(total, len(outputs), rank))
 
         return group.start("reduce_scatter", op, sent, output, how)
 
-    def all_gather_into_tensor(
-        self, output: Tensor, sent: Tensor, *, group: FakeGroup, async_op: bool
-    ) -> FakeWork:
-        def how(sent: Sent, outputs: Sent) -> None:
+    def all_gather_into_tensor(self, output, sent, *, group, async_op):
+        def how(sent, outputs):
             whole = torch.cat(sent)
             for one in outputs:
                 one.copy_(whole)
 
         return group.start("all_gather", None, sent, output, how)
 
-    def all_to_all(
-        self, outputs: list[Tensor], sent: list[Tensor], *, group: FakeGroup, async_op: bool
-    ) -> FakeWork:
-        def how(sent: Sent, outputs: Sent) -> None:
+    def all_to_all(self, outputs, sent, *, group, async_op):
+        def how(sent, outputs):
             for target, rows in enumerate(outputs):
                 for source, row in enumerate(rows):
                     row.copy_(sent[source][target])
 
         return group.start("all_to_all", None, sent, outputs, how)
 
-    def broadcast(self, tensor: Tensor, src: int, *, group: FakeGroup, async_op: bool) -> FakeWork:
-        def how(sent: Sent, outputs: Sent) -> None:
+    def broadcast(self, tensor, src, *, group, async_op):
+        def how(sent, outputs):
             for output in outputs:
                 output.copy_(sent[src])
 
         return group.start("broadcast", src, tensor, tensor, how)
 
-    def get_global_rank(self, group: FakeGroup, rank: int) -> int:
+    def get_global_rank(self, group, rank):
         return rank
 
-    def is_initialized(self) -> bool:
+    def is_initialized(self):
         return True
 
-    def destroy_process_group(self, group: FakeGroup) -> None:
+    def destroy_process_group(self, group):
         if group.late is not None:
             assert group.late.wait(10), "destroying a group waits for its kernels"
         group.calls.append(("destroy", None))
@@ -251,13 +227,13 @@ class FakeDistributed:
 class FakeWork:
     """Waiting for it orders streams, and so returns once every rank has called."""
 
-    def __init__(self, group: FakeGroup, collective: Collective, held: Any) -> None:
+    def __init__(self, group, collective, held):
         self._group = group
         self._collective = collective
         self._late = group.late
         self._held = held  # by nothing else, maybe
 
-    def wait(self, *args: Any) -> bool:
+    def wait(self, *args):
         policy = self._group.comm._policy
         until = time.monotonic() + policy.seconds
         while not self._collective.launched.wait(CHECK_SECONDS):
@@ -271,7 +247,7 @@ class FakeWork:
         self._held = None
         return True
 
-    def is_completed(self) -> bool:
+    def is_completed(self):
         collective = self._collective
         return (
             (self._late is None or self._late.is_set())
@@ -283,13 +259,11 @@ class FakeWork:
 class CPUTensorsOverNCCL(NCCLCommunicator):
     """The NCCL backend, which takes CPU tensors for its own."""
 
-    def _serves(self, tensor: Tensor) -> bool:
+    def _serves(self, tensor):
         return True
 
 
-def over_fake_nccl(
-    monkeypatch: pytest.MonkeyPatch, backend: type[NCCLCommunicator] = CPUTensorsOverNCCL
-) -> Callable[..., NCCLCommunicator]:
+def over_fake_nccl(monkeypatch, backend=CPUTensorsOverNCCL):
     """Have the NCCL backend call fakes; returns what makes a thread-rank's communicator, a
     ``backend``, of such a group.
 
@@ -299,13 +273,13 @@ def over_fake_nccl(
     monkeypatch.setattr(
         nccl, "_abort_process_group", lambda group: group.calls.append(("abort", None))
     )
-    meetings: WeakKeyDictionary[ThreadWorld, Meeting] = WeakKeyDictionary()
+    meetings = WeakKeyDictionary()
     lock = threading.Lock()
 
-    def open_nccl(host: ThreadCommunicator, **options: Any) -> NCCLCommunicator:
+    def open_nccl(host, **options):
         with lock:
             world = host.transport._world
             meeting = meetings.setdefault(world, Meeting(world.world_size))
-        return backend(FakeGroup(host, meeting), host, host._policy, **options)  # type: ignore[arg-type]
+        return backend(FakeGroup(host, meeting), host, host._policy, **options)
 
     return open_nccl

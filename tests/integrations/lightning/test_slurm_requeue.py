@@ -84,5 +84,5 @@ def test_seeds_that_lightning_gives_to_workers_are_kept(monkeypatch):
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
     loader = DataLoader(Where(), num_workers=1)
     ignore_in_workers(loader, [signal.SIGTERM], rank=1)
-    _, seeds, *_ = loader.worker_init_fn.args  # type: ignore[union-attr]
+    _, seeds, *_ = loader.worker_init_fn.args
     assert seeds.keywords == {"rank": 1}

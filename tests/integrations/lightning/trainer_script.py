@@ -2,15 +2,12 @@
 says what goes wrong.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
@@ -24,11 +21,11 @@ ACTION, FOLDER = sys.argv[1], Path(sys.argv[2])
 
 
 class Module(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(8, 2)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         if batch_idx == 3:
             if ACTION == "sleep" and (job := current_job()) is not None and job.policy is not None:
                 # all other waits have their ordinary timeout
@@ -40,7 +37,7 @@ class Module(L.LightningModule):
             time.sleep(0.1)
         return self.layer(batch[0]).square().sum()
 
-    def _go_wrong(self) -> None:
+    def _go_wrong(self):
         if ACTION == "raise":
             raise ValueError("no such photo")
         if ACTION == "kill":
@@ -48,12 +45,12 @@ class Module(L.LightningModule):
         if ACTION == "sleep":
             time.sleep(600)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.001)
 
 
-def main() -> None:
-    kwargs: dict[str, Any] = {}
+def main():
+    kwargs = {}
     if ACTION == "sleep":
         kwargs = {"stall_warning": timedelta(seconds=1)}
     if ACTION == "fork":

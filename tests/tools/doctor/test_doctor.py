@@ -18,6 +18,7 @@ from lightning_ring.tools.doctor.asking import DoctorRequest, ask
 from lightning_ring.tools.doctor.findings import (
     HostReport,
     compare,
+    everything,
     last_line,
     lines,
     ok,
@@ -26,6 +27,7 @@ from lightning_ring.tools.doctor.findings import (
 )
 from lightning_ring.tools.doctor.launching import check_engine, check_launcher
 from lightning_ring.tools.doctor.reduction import what_was_said
+from tests.job.test_launchers import FLUX, JSRUN, SRUN_STEP
 from tests.processes import clean_env, mpirun_path, run
 from tests.tools.doctor.planting import doctor, own_environment, program
 
@@ -52,12 +54,26 @@ def test_the_engine_is_named(variables, engine):
     assert check_engine(request) == [ok("engine", engine)]
 
 
-def test_a_worker_of_ray_is_a_rank_that_ray_started():
-    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), "1")
-    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
-    request = DoctorRequest(2, 1, 60, environ=ranks | sizes | {"RAY_JOB_ID": "1"})
-    found = "rank 1 of 2, by the variables of RANK, WORLD_SIZE, started by Ray"
-    assert check_launcher(request) == [ok("launcher", found)]
+RAY_WORKER = {"RAY_JOB_ID": "1", "RANK": "1", "LOCAL_RANK": "1"}
+RAY_WORKER |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        (RAY_WORKER, "rank 1 of 2, by the variables of RANK, WORLD_SIZE, started by Ray"),
+        (JSRUN, "rank 5 of 8, by the variables of jsrun, started by LSF"),
+        (FLUX, "rank 5 of 8, by the variables of Flux, started by Flux"),
+    ],
+)
+def test_an_engine_started_the_rank(environ, found):
+    assert check_launcher(DoctorRequest(2, 1, 60, environ=environ)) == [ok("launcher", found)]
+
+
+def test_variables_of_slurm_that_are_left_can_be_unset():
+    [finding] = check_launcher(DoctorRequest(2, 1, 60, environ=SRUN_STEP))
+    assert finding.found.endswith("by the variables of srun, but no launcher started this process")
+    assert finding.advice.endswith("unset ${!SLURM_@}")
 
 
 @pytest.mark.ranks
@@ -159,10 +175,8 @@ def test_bad_command_lines(arguments, words):
 
 def test_a_report_of_several_hosts_shows_what_is_not_ok_and_counts_the_rest():
     few = warning("threads", "64 threads", "Set 1.")
-    one = HostReport(
-        "one", {"versions": [ok("torch", "2.9.0"), ok("python", "3.12.1")], "threads": [few]}
-    )
-    two = HostReport("two", {"versions": [ok("torch", "2.8.0"), ok("python", "3.12.9")]})
+    one = HostReport("one", [ok("torch", "2.9.0"), ok("python", "3.12.1"), few])
+    two = HostReport("two", [ok("torch", "2.8.0"), ok("python", "3.12.9")])
     assert HostReport.from_json(json.loads(json.dumps(one.as_json()))) == one
     assert [line.split()[:2] for line in lines(short(one.findings))] == [
         ["warning", "threads"],
@@ -175,7 +189,7 @@ def test_a_report_of_several_hosts_shows_what_is_not_ok_and_counts_the_rest():
         ("same on all hosts", "ok"),
     ]
     assert between[0].found == "2.9.0 on one; 2.8.0 on two"
-    assert last_line([one, two], between) == "7 checks: 1 broken, 1 warning"
+    assert last_line(everything([one, two], between)) == "7 checks: 1 broken, 1 warning"
 
 
 def test_the_line_that_says_most_is_chosen():

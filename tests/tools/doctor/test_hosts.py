@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from benchmarks.hosts import INTERFACE, open_hosts, why_not
+from tests.hosts import INTERFACE, open_hosts, why_not
 from tests.processes import mpirun_path
 from tests.tools.doctor.planting import (
     change_metadata,

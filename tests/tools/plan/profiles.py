@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_ring.comm.cost import CostModel
-from lightning_ring.tools.plan.inputs import Gradient, Model, Phases, Profile, Run
+from lightning_ring.tools.plan.inputs import Gradient, Phases, Profile, Run
 from lightning_ring.tools.plan.model import Link
 
 MIB = 2**20
@@ -25,8 +25,8 @@ def profile(
     run: Run | None = None,
 ) -> Profile:
     phases = Phases(data, 0.0, forward, backward, optimizer, other)
-    run = run or Run(1, 1, "cpu", 10)
-    return Profile(Model("Net", 1000), run, phases, gradients)
+    run = run or Run(1, 1, "cpu", 10, "Net", 1000)
+    return Profile(run, phases, gradients)
 
 
 def link(alpha_us: float = 50, gbytes: float = 1.0) -> Link:

@@ -56,7 +56,7 @@ def test_buckets_have_their_default_size_at_each_number_of_ranks(
     device: str, world_size: int, cap: float
 ) -> None:
     gradients = [gradient(str(number), 3, 0.1) for number in range(12)]
-    found = profile(*gradients, run=Run(1, 1, device, 10))
+    found = profile(*gradients, run=Run(1, 1, device, 10, "Net", 1000))
     step = predict(found, flat(world_size), Settings())
     for other in (4, 25):
         same = predict(found, flat(world_size), Settings(bucket_cap_mb=other)) == step
@@ -168,14 +168,14 @@ def test_buckets_are_those_of_the_reducer(cap: float) -> None:
     expected = [bucket.names for bucket in plan_buckets(params, cap)]
     assert len(expected) > 2
     found = cut_buckets(gradients, cap, False)
-    assert [[member.name for member in bucket.members] for bucket in found] == expected
+    assert [[member.name for member in members] for members, _ in found] == expected
 
 
 def test_sixteen_bits_halve_float32_and_nothing_else() -> None:
     dtypes = {"float32": 0.5, "bfloat16": 1, "float64": 1}
     gradients = [gradient(dtype, 1, 0.1, dtype) for dtype in dtypes]
     found = cut_buckets(gradients, 25, True)
-    assert {one.members[0].name: one.num_bytes / MIB for one in found} == dtypes
+    assert {members[0].name: num_bytes / MIB for members, num_bytes in found} == dtypes
 
 
 def test_numbers_of_ranks_fill_nodes() -> None:
@@ -201,9 +201,6 @@ def test_advice_is_what_the_table_says(gbytes: float, per_node: int) -> None:
     alike = [pair for pair in saves if not pair[0].startswith(("compression", "LocalSGD"))]
     first, saved = alike[0]
     assert (f"what to change first: {first} ({saved:.0%}), which" in said) == (saved >= 0.01)
-    most, saved = saves[0]
-    changes_training = saved >= 0.01 and saves[0] not in alike
-    assert (f"{most} saves most ({saved:.0%}), and changes" in said) == changes_training
 
 
 def test_advice_without_anything_to_gain_says_so() -> None:

@@ -6,18 +6,15 @@ fit FIT (0) are finished; PLACE is ``step``, the training step, ``hook``,
 the fit, at any step. ``exit3`` for SIGNAL: it ends with exit code 3.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
 from datetime import timedelta
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring import ElasticStrategy
@@ -28,13 +25,13 @@ SAMPLES = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
 
 
 class Module(pl.LightningModule):
-    def __init__(self, fit: int) -> None:
+    def __init__(self, fit):
         super().__init__()
         torch.manual_seed(1)
         self.fit = fit
         self.net = nn.Linear(4, 1)
 
-    def happen(self, place: str) -> None:
+    def happen(self, place):
         for number, step, signum, *where in (event.split(":") for event in EVENT):
             here = os.environ["RING_MEMBER"] == number and step in ("-", str(self.global_step))
             if here and [*where, *["step", "0"][len(where) :]] == [place, str(self.fit)]:
@@ -44,19 +41,19 @@ class Module(pl.LightningModule):
                     os._exit(3)
                 os.kill(os.getpid(), int(signum))
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         self.happen("step")
         return self.net(batch[0]).square().mean()
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         ranks = self.trainer.strategy.reduce(torch.ones(()), reduce_op="sum")
         assert ranks == self.trainer.world_size, (ranks, self.trainer.world_size)
         self.happen("hook")
 
-    def on_train_end(self) -> None:
+    def on_train_end(self):
         self.happen("train_end")
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 

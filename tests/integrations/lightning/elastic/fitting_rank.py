@@ -29,8 +29,6 @@ the first change of ranks. FIT_WAIT: in the step of that number all wait until a
 to join, which is process FIT_NEWCOMER.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -39,7 +37,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -47,19 +44,16 @@ from lightning.pytorch import callbacks as of_lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_ring import ElasticStrategy
 from lightning_ring.algorithms.sharded import Sharded
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.data import ShuffledSampler, item_loader
-from lightning_ring.elastic.membership import View
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
-from lightning_ring.integrations.lightning.strategy import RingStrategy
 
 FOLDER, BACKEND, DEATHS = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
 NUMBER = int(os.environ["RING_MEMBER"])
@@ -68,63 +62,63 @@ WAIT, READY = int(os.environ.get("FIT_WAIT", "-1")), FOLDER / "newcomer"
 
 
 SHARDED = "FIT_SHARDED" in os.environ
-STRATEGIES: list[ElasticStrategy] = []
-ATTEMPTS: Counter[int] = Counter()  # by step, how often it was done again
-ENTRIES: list[str] = []
+STRATEGIES = []
+ATTEMPTS = Counter()  # by step, how often it was done again
+ENTRIES = []
 
 
-def count_attempts(module: pl.LightningModule) -> None:
+def count_attempts(module):
     go_back = TrainingPosition.go_back
 
-    def counted(position: TrainingPosition) -> Any:
+    def counted(position):
         ATTEMPTS[module.global_step] += 1
         return go_back(position)
 
-    TrainingPosition.go_back = counted  # type: ignore[method-assign]
+    TrainingPosition.go_back = counted
 
 
-def announce_newcomer() -> None:
+def announce_newcomer():
     """When it has set up, and is about to say so."""
     start = Recovery.start
 
-    def announced(recovery: Recovery) -> None:
+    def announced(recovery):
         if int(os.environ.get("FIT_NEWCOMER", "-1")) == NUMBER:
             if f"{NUMBER}:join:sigterm" in DEATHS:
                 os.kill(os.getpid(), signal.SIGTERM)
             READY.touch()
         start(recovery)
 
-    Recovery.start = announced  # type: ignore[method-assign]
+    Recovery.start = announced
 
 
-def agree_late() -> None:
+def agree_late():
     """As where the last message of the commit is still under way."""
     agree = Recovery.agree
 
-    def late(recovery: Recovery) -> None:
+    def late(recovery):
         agree(recovery)
         if os.environ.get("FIT_LATE") == f"{NUMBER}:{(recovery.step or 0) + 1}":
             time.sleep(1.0)
             recovery._generations.communicator.barrier()
 
-    Recovery.agree = late  # type: ignore[method-assign]
+    Recovery.agree = late
 
 
-def enter_late() -> None:
+def enter_late():
     """As where the last message of the first view with other ranks is still under way."""
     enter = ElasticFit.enter
 
-    def late(fit: ElasticFit, view: View, comm: Communicator) -> bool:
+    def late(fit, view, comm):
         again = enter(fit, view, comm)
         if os.environ.get("FIT_ENTERS_LATE") == str(NUMBER) and view.generation == 1:
             time.sleep(1.5)
             comm.barrier()
         return again
 
-    ElasticFit.enter = late  # type: ignore[method-assign]
+    ElasticFit.enter = late
 
 
-def die(step: int, place: str) -> None:
+def die(step, place):
     if f"{NUMBER}:{step}:{place}:late" in DEATHS:
         time.sleep(0.5)
     elif f"{NUMBER}:{step}:{place}" not in DEATHS:
@@ -132,13 +126,13 @@ def die(step: int, place: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def barrier(strategy: RingStrategy, step: int) -> None:
+def barrier(strategy, step):
     """Of all ranks, one of which returns from it later."""
     number, at = map(int, os.environ.get("FIT_BARRIER", "-1:-1").split(":"))
     if step != at:
         return
 
-    def run() -> None:
+    def run():
         comm = strategy._comm
         comm.barrier()
         if number == NUMBER:
@@ -148,7 +142,7 @@ def barrier(strategy: RingStrategy, step: int) -> None:
     strategy.call_together(run)
 
 
-def begin() -> None:
+def begin():
     """With the replacements of those that die before they connect, so that the first view has
     them.
     """
@@ -161,7 +155,7 @@ def begin() -> None:
 
 
 class Module(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.save_hyperparameters({"lr": 0.01})
         dropout = nn.Dropout(float(os.environ.get("FIT_DROPOUT", "0.1")))
@@ -178,29 +172,29 @@ class Module(pl.LightningModule):
             lambda _: self.die("backward", batch=True)
         )
 
-    def die(self, place: str, batch: bool = False) -> None:
+    def die(self, place, batch=False):
         accumulate = self.trainer.accumulate_grad_batches
         number = self.trainer.fit_loop.epoch_loop.batch_idx % accumulate + 1 if batch else 1
         die(self.global_step, place + (str(number) if number > 1 else ""))
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage):
         ENTRIES.append(stage)
         die(len(ENTRIES) - 1, "setup")
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         die(len(ENTRIES) - 1, "train_start")
 
-    def on_train_epoch_start(self) -> None:
+    def on_train_epoch_start(self):
         die(len(ENTRIES) - 1, "epoch_start")
 
-    def wait_for_newcomer(self) -> None:
+    def wait_for_newcomer(self):
         until = time.monotonic() + 100
         while self.global_step == WAIT and not READY.exists() and time.monotonic() < until:
             time.sleep(0.05)
         if self.global_step == WAIT:
             time.sleep(4.0)  # it reports now, also on a loaded machine
 
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         if "FIT_MOMENTUM" in os.environ:
             for follower, param in zip(
                 self.follower.parameters(), self.net[0].parameters(), strict=True
@@ -209,7 +203,7 @@ class Module(pl.LightningModule):
         self.begin(batch)
         return self.loss(batch)
 
-    def begin(self, batch: tuple[Tensor, Tensor, Tensor]) -> None:
+    def begin(self, batch):
         samples = batch[2]
         with (FOLDER / f"{NUMBER}.log").open("a") as log:
             attempt = ATTEMPTS[self.global_step]
@@ -219,7 +213,7 @@ class Module(pl.LightningModule):
         self.wait_for_newcomer()
         self.die("forward", batch=True)
 
-    def loss(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def loss(self, batch):
         x, y, _ = batch
         loss = nn.functional.mse_loss(self.net(x), y)
         self.seen(loss)
@@ -227,10 +221,10 @@ class Module(pl.LightningModule):
         self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
         return loss
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         self.die("step")
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         with (FOLDER / f"{NUMBER}.steps").open("a") as log:
             self.digest = digest(self)
             log.write(json.dumps([self.global_step, self.digest]) + "\n")
@@ -241,15 +235,15 @@ class Module(pl.LightningModule):
             return
         barrier(self.trainer.strategy, self.global_step)
 
-    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         if batch_idx == 1:
             self.die("validation")
         self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint):
         self.die("save")
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         assert self.digest == digest(self), "a validation that ran again has changed the weights"
         self.die("epoch_end")
         gathered = self.all_gather({"two": torch.ones(2), "one": torch.ones(())})
@@ -258,9 +252,9 @@ class Module(pl.LightningModule):
             self.trainer.world_size,
         ]
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
         if "FIT_NEWCOMER" in os.environ:  # a function, which is in no state that a newcomer gets
             total = int(self.trainer.estimated_stepping_batches)
             scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -277,15 +271,15 @@ class Counting(of_lightning.Callback):
     epochs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = 0
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         self.count += 1
         if self.count % 4 == 0:
             assert trainer.strategy.reduce(torch.ones(()), reduce_op="sum") == trainer.world_size
 
-    def on_validation_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer, module):
         for name in ("rising", "higher"):
             module.log(name, float(trainer.current_epoch), sync_dist=True)
         if trainer.current_epoch == 1:
@@ -295,28 +289,28 @@ class Counting(of_lightning.Callback):
 class Freezing(of_lightning.Callback):
     """Freezes a parameter after the first epoch, as the callbacks that finetune unfreeze some."""
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+    def on_train_epoch_end(self, trainer, module):
         module.net[1].bias.requires_grad_(False)
 
 
 class Failing(of_lightning.Callback):
     """Raises in the hook ``where`` of process ``number``."""
 
-    def __init__(self, number: int, where: str) -> None:
+    def __init__(self, number, where):
         if number == NUMBER:
             setattr(self, where, self.fail)
 
-    def fail(self, *_: Any, **__: Any) -> None:
+    def fail(self, *_, **__):
         raise ValueError("only this process fails")
 
 
 class InEveryHook(of_lightning.Callback):
     """Counts in every hook, and compares its count with the other ranks' in each ``every``th."""
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every):
         self.count, self.every = 0, every
 
-    def compare(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+    def compare(self, trainer, *_, **__):
         self.count += 1
         if self.count % self.every == 0:
             own = torch.tensor(float(self.count))
@@ -331,11 +325,11 @@ for name in vars(of_lightning.Callback):
 class ManualModule(Module):
     """Steps two optimizers, the second one on what the first one has changed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         self.begin(batch)
         accumulates = os.environ["FIT_MANUAL"] == "accumulates" and batch_idx % 2
         if accumulates:
@@ -353,13 +347,13 @@ class ManualModule(Module):
             self.die("between")
         self.lr_schedulers().step()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         first = torch.optim.AdamW(self.net[:2].parameters(), lr=0.01)
         second = torch.optim.SGD(self.net[2:].parameters(), lr=0.01, momentum=0.9)
         return [first, second], [torch.optim.lr_scheduler.StepLR(first, 5, 0.9)]
 
 
-def digest(module: Module) -> str:
+def digest(module):
     found = hashlib.blake2b(digest_size=8)
     for param in module.parameters():
         found.update(param.detach().numpy().tobytes())
@@ -370,7 +364,7 @@ def digest(module: Module) -> str:
     return found.hexdigest()
 
 
-def main() -> None:
+def main():
     begin()
     if nodes := int(os.environ.get("FIT_NODES", "0")):
         os.environ["RING_NODE_RANK"] = str(NUMBER % nodes)

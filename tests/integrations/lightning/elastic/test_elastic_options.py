@@ -2,13 +2,10 @@
 numbers of ranks.
 """
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -32,7 +29,7 @@ from lightning_ring.integrations.lightning.elastic.resize import Resize, scale_l
 from lightning_ring.monitor import RingMonitor, RingProfile
 
 
-def test_its_own_arguments_are_its_alone() -> None:
+def test_its_own_arguments_are_its_alone():
     strategy = ElasticStrategy(min_ranks=2, resize_lr="sqrt", backend="gloo")
     assert (strategy.min_ranks, strategy.resize_lr) == (2, "sqrt")
     assert (strategy.options.backend, strategy.options.monitor) == ("gloo", True)
@@ -55,14 +52,12 @@ def test_its_own_arguments_are_its_alone() -> None:
         ({"start_method": "fork"}, "start_method='fork'"),
     ],
 )
-def test_what_cannot_work_is_named(arguments: dict[str, Any], named: str) -> None:
+def test_what_cannot_work_is_named(arguments, named):
     with pytest.raises(ConfigurationError, match=named.replace("(", r"\(")):
         ElasticStrategy(**arguments)
 
 
-def test_launchers_that_end_all_ranks_are_refused_before_anything_opens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_launchers_that_end_all_ranks_are_refused_before_anything_opens(monkeypatch):
     for name, value in {
         "RANK": 0,
         "WORLD_SIZE": 2,
@@ -78,7 +73,7 @@ def test_launchers_that_end_all_ranks_are_refused_before_anything_opens(
         pl.Trainer(strategy="ring_elastic", accelerator="cpu", logger=False)
 
 
-def test_a_fit_that_cannot_be_elastic_is_refused_with_all_reasons() -> None:
+def test_a_fit_that_cannot_be_elastic_is_refused_with_all_reasons():
     module = pl.LightningModule()
     module.automatic_optimization = False
     optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])
@@ -97,7 +92,7 @@ def test_a_fit_that_cannot_be_elastic_is_refused_with_all_reasons() -> None:
         strategy=SimpleNamespace(algorithm=SimpleNamespace(sharded=True)),
     )
     with pytest.raises(ConfigurationError) as caught:
-        check_fit(trainer)  # type: ignore[arg-type]
+        check_fit(trainer)
     together = "manual optimization and a sharded algorithm together"
     for name in (
         "RingProfile",
@@ -112,13 +107,13 @@ def test_a_fit_that_cannot_be_elastic_is_refused_with_all_reasons() -> None:
         assert name not in str(caught.value)
 
 
-def test_batches_of_different_sizes_are_an_error_of_every_rank() -> None:
+def test_batches_of_different_sizes_are_an_error_of_every_rank():
     check_batches([16, 16, 16])
     with pytest.raises(ConfigurationError, match=r"different sizes: \[16, 16, 12\], by rank"):
         check_batches([16, 16, 12])
 
 
-def test_lightnings_sampler_is_replaced_with_the_same_settings() -> None:
+def test_lightnings_sampler_is_replaced_with_the_same_settings():
     data = TensorDataset(torch.arange(10))
     theirs = DistributedSampler(data, num_replicas=2, rank=1, shuffle=False, seed=7, drop_last=True)
     loader = with_ordered_sampler(DataLoader(data, batch_size=3, sampler=theirs, drop_last=True))
@@ -134,7 +129,7 @@ def test_lightnings_sampler_is_replaced_with_the_same_settings() -> None:
     assert with_ordered_sampler(own) is own
 
 
-def test_validation_loaders_that_are_cut_for_other_ranks_are_named() -> None:
+def test_validation_loaders_that_are_cut_for_other_ranks_are_named():
     data = TensorDataset(torch.arange(12))
     fixed = DataLoader(
         data, sampler=DistributedSampler(data, num_replicas=3, rank=2, shuffle=False)
@@ -150,7 +145,7 @@ def test_validation_loaders_that_are_cut_for_other_ranks_are_named() -> None:
 
 
 @pytest.mark.parametrize("generation", [0, 1])
-def test_a_validation_names_such_loaders_once_ranks_have_changed(generation: int) -> None:
+def test_a_validation_names_such_loaders_once_ranks_have_changed(generation):
     data = TensorDataset(torch.arange(12))
     fixed = DataLoader(
         data, sampler=DistributedSampler(data, num_replicas=3, rank=2, shuffle=False)
@@ -162,7 +157,7 @@ def test_a_validation_names_such_loaders_once_ranks_have_changed(generation: int
     trainer = SimpleNamespace(
         fit_loop=SimpleNamespace(epoch_loop=batches), callbacks=[], should_stop=False
     )
-    strategy: Any = SimpleNamespace(
+    strategy = SimpleNamespace(
         fit_trainer=trainer,
         lightning_module=pl.LightningModule(),
         precision_plugin=SimpleNamespace(_after_closure=None),
@@ -173,7 +168,7 @@ def test_a_validation_names_such_loaders_once_ranks_have_changed(generation: int
         world_size=2,
     )
     recovery = SimpleNamespace(parted=False, view=SimpleNamespace(generation=generation))
-    fit: Any = SimpleNamespace(
+    fit = SimpleNamespace(
         recovery=recovery, calls=SimpleNamespace(call=lambda run, take_back: run())
     )
     with ExitStack() as in_fit, warnings.catch_warnings(record=True) as found:
@@ -183,7 +178,7 @@ def test_a_validation_names_such_loaders_once_ranks_have_changed(generation: int
     assert ["loader 0 of rank 1 of 2" in str(one.message) for one in found] == [True] * generation
 
 
-def schedules(optimizer: torch.optim.Optimizer) -> list[Any]:
+def schedules(optimizer):
     return [
         lr_scheduler.StepLR(optimizer, 2, 0.5),
         lr_scheduler.CosineAnnealingLR(optimizer, 10, eta_min=0.01),
@@ -201,7 +196,7 @@ def schedules(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 @pytest.mark.parametrize("index", range(5))
-def test_a_schedule_goes_on_with_scaled_rates(index: int) -> None:
+def test_a_schedule_goes_on_with_scaled_rates(index):
     """As if the training had begun with learning rates half as high."""
     rates = []
     for late in (True, False):
@@ -218,27 +213,24 @@ def test_a_schedule_goes_on_with_scaled_rates(index: int) -> None:
     assert rates[0] == pytest.approx(rates[1])
 
 
-POSITION: Any = SimpleNamespace(batch_size=8)
+POSITION = SimpleNamespace(batch_size=8)
 
 
 @pytest.mark.parametrize("within", [False, True])
-def test_one_cycle_stays_at_its_end_where_fewer_ranks_take_more_steps(within: bool) -> None:
+def test_one_cycle_stays_at_its_end_where_fewer_ranks_take_more_steps(within):
     """torch's raises behind total_steps, and would end a job that has outlived a death."""
     rates = []
     for steps in (19, 30):
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2, momentum=0.9)
-        scheduler: Any = lr_scheduler.OneCycleLR(
+        scheduler = lr_scheduler.OneCycleLR(
             optimizer, 0.4, total_steps=20, anneal_strategy="linear"
         )
         if within:
             scheduler = lr_scheduler.ChainedScheduler([scheduler])
         configs = [SimpleNamespace(scheduler=scheduler)]
         trainer = SimpleNamespace(accumulate_grad_batches=1)
-        strategy: Any = SimpleNamespace(
-            optimizers=[optimizer],
-            lr_scheduler_configs=configs,
-            fit_trainer=trainer,
-            world_size=3,
+        strategy = SimpleNamespace(
+            optimizers=[optimizer], lr_scheduler_configs=configs, fit_trainer=trainer, world_size=3
         )
         resize = Resize("keep")
         resize.finish_step(4)
@@ -252,14 +244,14 @@ def test_one_cycle_stays_at_its_end_where_fewer_ranks_take_more_steps(within: bo
     assert rates[0][0] == pytest.approx(0.4 / 25 / 1e4)
 
 
-def test_a_rate_that_groups_share_as_a_tensor_is_scaled_once() -> None:
+def test_a_rate_that_groups_share_as_a_tensor_is_scaled_once():
     first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=torch.tensor(0.2))
     scale_learning_rates([optimizer], [], 0.5)
     assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.1, 0.1])
 
 
-def test_rates_of_stochastic_weight_averaging_are_scaled() -> None:
+def test_rates_of_stochastic_weight_averaging_are_scaled():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2)
     scheduler = SWALR(optimizer, swa_lr=0.1, anneal_epochs=1)
     scale_learning_rates([optimizer], [scheduler], 0.5)
@@ -273,12 +265,10 @@ def test_rates_of_stochastic_weight_averaging_are_scaled() -> None:
     ("rule", "expected"),
     [("keep", 0.2), ("linear", 0.15), ("sqrt", 0.2 * 0.75**0.5), (lambda old, new: 0.5, 0.1)],
 )
-def test_rates_follow_the_number_of_ranks_and_the_change_is_said(
-    rule: Any, expected: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rates_follow_the_number_of_ranks_and_the_change_is_said(rule, expected, caplog):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2)
     trainer = SimpleNamespace(accumulate_grad_batches=2)
-    strategy: Any = SimpleNamespace(
+    strategy = SimpleNamespace(
         optimizers=[optimizer], lr_scheduler_configs=[], fit_trainer=trainer, world_size=4
     )
     resize = Resize(rule)
@@ -293,7 +283,7 @@ def test_rates_follow_the_number_of_ranks_and_the_change_is_said(
     assert f"48 samples instead of 64, learning rate {rates} (" in caplog.text
 
 
-def test_rates_are_scaled_from_those_of_the_last_finished_step() -> None:
+def test_rates_are_scaled_from_those_of_the_last_finished_step():
     """The first rank tried the step over six ranks too, and the second over five alone. A factor
     of each change would give them other bits."""
     rates = []
@@ -301,7 +291,7 @@ def test_rates_are_scaled_from_those_of_the_last_finished_step() -> None:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
         scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 10, eta_min=0.01)
         trainer = SimpleNamespace(accumulate_grad_batches=1)
-        strategy: Any = SimpleNamespace(
+        strategy = SimpleNamespace(
             optimizers=[optimizer],
             lr_scheduler_configs=[SimpleNamespace(scheduler=scheduler)],
             fit_trainer=trainer,
@@ -318,9 +308,9 @@ def test_rates_are_scaled_from_those_of_the_last_finished_step() -> None:
     assert rates[0][0] == pytest.approx(0.1 * (5 / 7 / 3) * (4 / 5 / 3))
 
 
-def test_a_function_that_returns_no_factor_is_an_error() -> None:
+def test_a_function_that_returns_no_factor_is_an_error():
     resize = Resize(lambda old, new: 0.0)
     resize.finish_step(4)
-    strategy: Any = SimpleNamespace(optimizers=[], lr_scheduler_configs=[], world_size=3)
+    strategy = SimpleNamespace(optimizers=[], lr_scheduler_configs=[], world_size=3)
     with pytest.raises(ConfigurationError, match=r"returned 0\.0 for 4 and 3 ranks"):
         resize.apply(strategy, POSITION, 0)

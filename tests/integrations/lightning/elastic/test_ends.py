@@ -2,10 +2,7 @@
 by SIGTERM.
 """
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +14,12 @@ RANK = str(ROOT / "tests" / "integrations" / "lightning" / "elastic" / "ending_r
 pytestmark = pytest.mark.ranks
 
 
-def job(folder: Path, *arguments: str, **env: str) -> tuple[int, str]:
+def job(folder, *arguments, **env):
     done = run([*forked.python(), RANK, str(folder), *arguments], **forked.ranks(), **env)
     return done.returncode, done.stdout
 
 
-def test_a_second_fit_of_a_script_goes_on_with_the_same_ranks(tmp_path: Path) -> None:
+def test_a_second_fit_of_a_script_goes_on_with_the_same_ranks(tmp_path):
     """And a death in it is counted."""
     code, output = job(tmp_path, "2", "1:5:9:step:1")
     assert code == 0, output
@@ -31,9 +28,7 @@ def test_a_second_fit_of_a_script_goes_on_with_the_same_ranks(tmp_path: Path) ->
     assert output.count(" steps, 1 deaths") == 2
 
 
-def test_a_step_that_is_finished_after_a_death_runs_its_hooks_no_second_time(
-    tmp_path: Path,
-) -> None:
+def test_a_step_that_is_finished_after_a_death_runs_its_hooks_no_second_time(tmp_path):
     code, output = job(tmp_path, "1", "1:3:9:hook")
     assert code == 0, output
     # the survivors held the averages, and a hook would find no communicator
@@ -62,23 +57,19 @@ def test_a_step_that_is_finished_after_a_death_runs_its_hooks_no_second_time(
     ],
     ids=["before the export", "between two fits", "by an exit code"],
 )
-def test_a_death_after_the_fit_fails_the_job(
-    event: str, fits: str, expected: int, told: str, tmp_path: Path
-) -> None:
+def test_a_death_after_the_fit_fails_the_job(event, fits, expected, told, tmp_path):
     code, output = job(tmp_path, fits, event)
     assert code == expected, output
     assert re.search(told, output.splitlines()[-1]), output
 
 
-def test_a_rank_that_dies_at_the_end_of_the_fit_is_followed_by_another_rank_0(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_that_dies_at_the_end_of_the_fit_is_followed_by_another_rank_0(tmp_path):
     code, output = job(tmp_path, "1", "0:8:9:train_end")
     assert code == 0, output
     assert sorted(re.findall(r"fit 0: 2 ranks.*rank (\d)", output)) == ["0", "1"]
 
 
-def test_too_few_ranks_save_a_checkpoint_and_say_who_died(tmp_path: Path) -> None:
+def test_too_few_ranks_save_a_checkpoint_and_say_who_died(tmp_path):
     code, output = job(tmp_path, "1", "2:3:9", MIN="3")
     assert code == 1
     assert "process 2" in output.rpartition("Dead: ")[2]
@@ -99,7 +90,7 @@ def test_too_few_ranks_save_a_checkpoint_and_say_who_died(tmp_path: Path) -> Non
     assert not list(sharded.glob("*.ckpt.*"))
 
 
-def test_too_few_ranks_that_have_lost_a_shard_save_no_checkpoint(tmp_path: Path) -> None:
+def test_too_few_ranks_that_have_lost_a_shard_save_no_checkpoint(tmp_path):
     # a rank, and that with its mirror
     code, output = job(tmp_path, "1", "1:3:9", "2:3:9", MIN="3", SHARD="1")
     assert code == 1
@@ -109,7 +100,7 @@ def test_too_few_ranks_that_have_lost_a_shard_save_no_checkpoint(tmp_path: Path)
     assert not list(tmp_path.glob("*.ckpt*"))
 
 
-def test_a_rank_that_is_asked_to_stop_stops_all_of_them(tmp_path: Path) -> None:
+def test_a_rank_that_is_asked_to_stop_stops_all_of_them(tmp_path):
     code, output = job(tmp_path, "1", "1:3:15")
     assert code == 143
     assert "asked to stop" in output

@@ -2,16 +2,11 @@
 epoch's end; rank 0 too.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math
 import re
-import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,15 +23,7 @@ SAMPLES, BATCH, EPOCHS = 144, 4, 2
 pytestmark = pytest.mark.ranks
 
 
-def fit(
-    folder: Path,
-    backend: str,
-    *deaths: str,
-    ranks: int = 4,
-    respawn: bool = False,
-    agent: bool = False,
-    **env: str,
-) -> list[dict[str, Any]]:
+def fit(folder, backend, *deaths, ranks=4, respawn=False, agent=False, **env):
     """The ends of those that live to the end, of 4 ranks."""
     command = elastic_command(
         ranks, RANK, str(folder), backend, *deaths, respawn=respawn, agent=agent
@@ -47,13 +34,13 @@ def fit(
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
-def trained_samples(folder: Path) -> dict[int, list[int]]:
+def trained_samples(folder):
     """By epoch, the samples of the steps that count: those of the last time that a step was done.
 
     A process that was killed may have read the batch of a step that the others had yet to begin. It
     counts where that process ended the step.
     """
-    reads: dict[int, dict[int, list[tuple[int, list[int]]]]] = {}  # step, attempt
+    reads = {}  # step, attempt
     for log in folder.glob("*.log"):
         ends = (
             log.with_suffix(".steps").read_text().splitlines()
@@ -65,21 +52,21 @@ def trained_samples(folder: Path) -> dict[int, list[int]]:
             if step >= ended and not log.with_suffix(".json").exists():
                 continue
             reads.setdefault(step, {}).setdefault(attempt, []).append((epoch, samples))
-    trained: dict[int, list[int]] = {}
+    trained = {}
     for by_attempt in reads.values():
         for epoch, samples in by_attempt[max(by_attempt)]:
             trained.setdefault(epoch, []).extend(samples)
     return trained
 
 
-def trained_batches(folder: Path, number: int) -> list[int]:
+def trained_batches(folder, number):
     """The steps of the batches of process ``number`` that count."""
     reads = [json.loads(line) for line in (folder / f"{number}.log").read_text().splitlines()]
     last = {step: attempt for _, step, _, attempt in reads}
     return [step for _, step, _, attempt in reads if attempt == last[step]]
 
 
-def check(folder: Path, ends: list[dict[str, Any]], world_size: int) -> None:
+def check(folder, ends, world_size):
     assert [end["rank"] for end in ends] == list(range(world_size))
     for end in ends:
         assert end["world_size"] == world_size
@@ -93,7 +80,7 @@ def check(folder: Path, ends: list[dict[str, Any]], world_size: int) -> None:
     for samples in trained_samples(folder).values():
         assert len(set(samples)) == len(samples)  # none twice
         assert SAMPLES - len(samples) < 6 * BATCH  # none left out but for a remainder
-    digests: dict[int, str] = {}
+    digests = {}
     for log in folder.glob("*.steps"):
         for step, digest in map(json.loads, log.read_text().splitlines()):
             assert digests.setdefault(step, digest) == digest, (log.name, step)
@@ -130,7 +117,7 @@ def check(folder: Path, ends: list[dict[str, Any]], world_size: int) -> None:
         ("gloo", ["1:9:epoch_end", "0:14:batch_end"]),
     ],
 )
-def test_a_fit_outlives_ranks(backend: str, deaths: list[str], tmp_path: Path) -> None:
+def test_a_fit_outlives_ranks(backend, deaths, tmp_path):
     ends = fit(tmp_path, backend, *deaths)
     check(tmp_path, ends, 4 - len(deaths))
 
@@ -140,31 +127,27 @@ def test_a_fit_outlives_ranks(backend: str, deaths: list[str], tmp_path: Path) -
     [["0:0:setup", "3:1:epoch_start"], ["0:0:validation", "1:1:train_start"]],
     ids=["setup", "sanity check"],
 )
-def test_a_fit_outlives_ranks_before_its_first_step(deaths: list[str], tmp_path: Path) -> None:
+def test_a_fit_outlives_ranks_before_its_first_step(deaths, tmp_path):
     check(tmp_path, fit(tmp_path, "gloo", *deaths), 2)
 
 
-def test_a_rank_that_others_wait_for_in_the_next_step_does_that_again_with_them(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_that_others_wait_for_in_the_next_step_does_that_again_with_them(tmp_path):
     # a step of several batches. The others are in the first one, in the average of the loss that
     # they log
     check_late(tmp_path, 3, accumulate=2)
 
 
-def test_a_rank_that_others_wait_for_in_an_epochs_last_step_plans_it_as_they_do(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_that_others_wait_for_in_an_epochs_last_step_plans_it_as_they_do(tmp_path):
     # of one batch. With three ranks there are two batches left
     check_late(tmp_path, 4, accumulate=2, samples=SAMPLES + 3 * BATCH)
 
 
-def test_a_rank_that_others_wait_for_at_an_epochs_end_ends_it_with_them(tmp_path: Path) -> None:
+def test_a_rank_that_others_wait_for_at_an_epochs_end_ends_it_with_them(tmp_path):
     # in validation. With three ranks there is one more batch left
     check_late(tmp_path, 9, accumulate=1, samples=SAMPLES + 3 * BATCH)
 
 
-def check_late(folder: Path, step: int, accumulate: int, samples: int = SAMPLES) -> None:
+def check_late(folder, step, accumulate, samples=SAMPLES):
     """Process 3 dies behind ``step``; process 0 has yet to learn that all agreed to it. The others
     go on until they wait for these two."""
     options = {
@@ -178,7 +161,7 @@ def check_late(folder: Path, step: int, accumulate: int, samples: int = SAMPLES)
     check_behind(folder, ends, samples)
 
 
-def check_behind(folder: Path, ends: list[dict[str, Any]], samples: int) -> None:
+def check_behind(folder, ends, samples):
     for name in ("digest", "step", "batches"):
         assert len({end[name] for end in ends}) == 1, name
     for trained in trained_samples(folder).values():
@@ -186,9 +169,7 @@ def check_behind(folder: Path, ends: list[dict[str, Any]], samples: int) -> None
         assert samples - len(trained) < 6 * BATCH
 
 
-def test_a_rank_that_is_behind_at_two_deaths_plans_its_step_for_the_ranks_between_them(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_that_is_behind_at_two_deaths_plans_its_step_for_the_ranks_between_them(tmp_path):
     """Behind step 3 process 4 dies. All go on without it but process 0, which has yet to return
     from a barrier when process 3 dies too: in the next step, planned for four ranks with two
     batches. For five there was one left."""
@@ -205,8 +186,8 @@ def test_a_rank_that_is_behind_at_two_deaths_plans_its_step_for_the_ranks_betwee
 
 
 def test_a_rank_that_is_still_at_the_first_death_at_the_second_ends_its_epoch_with_the_others(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """Process 4 dies in the last step of an epoch of five ranks. For four there is one batch more,
     and the others have come to it when process 3 dies."""
     samples = 7 * 5 * BATCH + 4 * BATCH
@@ -221,7 +202,7 @@ def test_a_rank_that_is_still_at_the_first_death_at_the_second_ends_its_epoch_wi
     check_behind(tmp_path, ends, samples)
 
 
-def test_a_step_of_several_batches_is_done_again_from_its_first_one(tmp_path: Path) -> None:
+def test_a_step_of_several_batches_is_done_again_from_its_first_one(tmp_path):
     # in the second batch, noticed in a later collective; and in the middle of the averages, by rank
     # 0
     trainer = json.dumps({"accumulate_grad_batches": 3})
@@ -229,7 +210,7 @@ def test_a_step_of_several_batches_is_done_again_from_its_first_one(tmp_path: Pa
     check(tmp_path, ends, 2)
 
 
-def test_a_loss_scaler_outlives_ranks(tmp_path: Path) -> None:
+def test_a_loss_scaler_outlives_ranks(tmp_path):
     # float16 overflows: the first steps are skipped, and the scale is halved each time
     first = 2.0**20
     ends = fit(tmp_path, "gloo", "1:2:step", "2:9:backward", FIT_SCALER=str(first))
@@ -241,7 +222,7 @@ def test_a_loss_scaler_outlives_ranks(tmp_path: Path) -> None:
         assert max(float(row["ring/skipped_steps"] or 0) for row in csv.DictReader(file)) == skipped
 
 
-def test_a_newcomer_trains_on_as_the_others_do(tmp_path: Path) -> None:
+def test_a_newcomer_trains_on_as_the_others_do(tmp_path):
     # the first one is replaced before the training begins
     deaths = ("2:0:start", "1:3:backward", "0:8:forward")
     strategy = json.dumps({"timeline": str(tmp_path / "trace" / "trace.json")})
@@ -274,8 +255,8 @@ def test_a_newcomer_trains_on_as_the_others_do(tmp_path: Path) -> None:
     ],
 )
 def test_a_newcomer_joins_ranks_that_have_shards_also_where_ranks_die_meanwhile(
-    backend: str, deaths: list[str], tmp_path: Path
-) -> None:
+    backend, deaths, tmp_path
+):
     """Process 4 comes in the place of process 1."""
     env = {"FIT_SHARDED": "1", "FIT_WAIT": "6", "FIT_NEWCOMER": "4"}
     ends = fit(tmp_path, backend, "1:3:backward", *deaths, respawn=True, **env)
@@ -283,7 +264,7 @@ def test_a_newcomer_joins_ranks_that_have_shards_also_where_ranks_die_meanwhile(
     assert ("4" in str(deaths)) != (4 in {end["number"] for end in ends})
 
 
-def test_a_newcomer_steps_several_optimizers_as_the_others_do(tmp_path: Path) -> None:
+def test_a_newcomer_steps_several_optimizers_as_the_others_do(tmp_path):
     """With manual optimization. A rank steps twice in a batch."""
     env = {"FIT_MANUAL": "1", "FIT_WAIT": "12", "FIT_NEWCOMER": "2"}
     ends = fit(tmp_path, "gloo", "1:8:between", respawn=True, ranks=2, **env)
@@ -292,9 +273,7 @@ def test_a_newcomer_steps_several_optimizers_as_the_others_do(tmp_path: Path) ->
     assert len(trained_batches(tmp_path, 2)) > 5
 
 
-def test_gradients_of_an_earlier_training_step_are_there_when_the_next_is_done_again(
-    tmp_path: Path,
-) -> None:
+def test_gradients_of_an_earlier_training_step_are_there_when_the_next_is_done_again(tmp_path):
     ends = fit(tmp_path, "gloo", "1:7:between", ranks=3, FIT_MANUAL="accumulates")
     check(tmp_path, ends, 2)
     seen = [
@@ -308,7 +287,7 @@ def test_gradients_of_an_earlier_training_step_are_there_when_the_next_is_done_a
     assert twice[0][1:] != (0.0, 0.0)
 
 
-def test_a_newcomer_gets_what_callbacks_keep_outside_their_states(tmp_path: Path) -> None:
+def test_a_newcomer_gets_what_callbacks_keep_outside_their_states(tmp_path):
     """Which checkpoint came last, that one is due, how many batches to accumulate, and a count
     of a callback.
     """
@@ -327,7 +306,7 @@ def test_a_newcomer_gets_what_callbacks_keep_outside_their_states(tmp_path: Path
     assert len(list((tmp_path / "late").glob("*.ckpt"))) == 1
 
 
-def test_a_newcomer_that_does_not_fit_is_turned_away_and_not_replaced(tmp_path: Path) -> None:
+def test_a_newcomer_that_does_not_fit_is_turned_away_and_not_replaced(tmp_path):
     """Its model has a parameter more."""
     env = {"FIT_MISFIT": "2", "FIT_WAIT": "22", "FIT_NEWCOMER": "2"}
     (end,) = fit(tmp_path, "gloo", "1:20:forward", respawn=True, ranks=2, **env)
@@ -347,9 +326,7 @@ def test_a_newcomer_that_does_not_fit_is_turned_away_and_not_replaced(tmp_path: 
     ("where", "awaited"),
     [("setup", "3"), ("on_load_checkpoint", "2"), ("on_train_batch_start", "2")],
 )
-def test_a_newcomer_that_fails_before_its_first_step_is_a_death(
-    where: str, awaited: str, tmp_path: Path
-) -> None:
+def test_a_newcomer_that_fails_before_its_first_step_is_a_death(where, awaited, tmp_path):
     """Process 2 fails; process 3 takes its place, if it comes before the end."""
     env = {"FIT_CALLBACKS": f"Failing(2, '{where}')", "FIT_WAIT": "8", "FIT_NEWCOMER": awaited}
     ends = fit(tmp_path, "gloo", "1:3:forward", respawn=True, ranks=2, **env)
@@ -361,7 +338,7 @@ def test_a_newcomer_that_fails_before_its_first_step_is_a_death(
     )
 
 
-def grow(ranks: int, folder: Path, *asked: str, **env: str) -> subprocess.CompletedProcess[str]:
+def grow(ranks, folder, *asked, **env):
     """A fit of ``ranks``, and of one more once process 0 trains."""
     slots = f"sh -c 'echo localhost:$(({ranks} + $(ls {folder} | grep -c ^0.log)))'"
     ringrun = f"-m lightning_ring.cli.ringrun -n {ranks} --max-ranks {ranks + 1} --discover"
@@ -370,7 +347,7 @@ def grow(ranks: int, folder: Path, *asked: str, **env: str) -> subprocess.Comple
     return run([sys.executable, *ringrun.split(), slots, *script], **env)
 
 
-def test_callbacks_communicate_in_every_hook_while_a_process_joins(tmp_path: Path) -> None:
+def test_callbacks_communicate_in_every_hook_while_a_process_joins(tmp_path):
     done = grow(2, tmp_path, FIT_CALLBACKS="InEveryHook(1);InEveryHook(7)")
     assert done.returncode == 0, done.stdout[-6000:]
     ends = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
@@ -382,9 +359,7 @@ def test_callbacks_communicate_in_every_hook_while_a_process_joins(tmp_path: Pat
     [(), ("0:8:sigterm",), ("1:join:sigterm",)],
     ids=["to the end", "until it is asked to stop", "until the newcomer is asked to stop"],
 )
-def test_a_rank_that_began_alone_trains_on_with_a_newcomer(
-    asked: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_rank_that_began_alone_trains_on_with_a_newcomer(asked, tmp_path):
     done = grow(1, tmp_path, *asked)
     assert "generation 0: 1 ranks, after 0 steps" in done.stdout
     assert "2 ranks, 1 of them new" in done.stdout
@@ -401,7 +376,7 @@ def test_a_rank_that_began_alone_trains_on_with_a_newcomer(
 @pytest.mark.skipif(
     not hasattr(callbacks, "EMAWeightAveraging"), reason="this Lightning has no EMAWeightAveraging"
 )
-def test_averaged_weights_are_exchanged_once_and_reach_newcomers(tmp_path: Path) -> None:
+def test_averaged_weights_are_exchanged_once_and_reach_newcomers(tmp_path):
     """They are in the model during validation, and at the end. A rank dies there, and its
     replacement joins.
     """
@@ -415,9 +390,7 @@ def test_averaged_weights_are_exchanged_once_and_reach_newcomers(tmp_path: Path)
     assert [end["number"] for end in ends] == [0, 2, 3]
 
 
-def test_a_process_waits_where_stochastic_weight_averaging_cannot_take_it_in(
-    tmp_path: Path,
-) -> None:
+def test_a_process_waits_where_stochastic_weight_averaging_cannot_take_it_in(tmp_path):
     """It would train with another schedule."""
     env = {
         "FIT_CALLBACKS": "StochasticWeightAveraging(0.01, swa_epoch_start=1)",
@@ -455,13 +428,8 @@ def test_a_process_waits_where_stochastic_weight_averaging_cannot_take_it_in(
     ],
 )
 def test_survivors_compute_what_fewer_ranks_compute_from_that_state(
-    backend: str,
-    variables: dict[str, str],
-    ranks: int,
-    options: dict[str, Any],
-    deaths: list[str],
-    tmp_path: Path,
-) -> None:
+    backend, variables, ranks, options, deaths, tmp_path
+):
     (first, fresh) = (tmp_path / "first", tmp_path / "fresh")
     first.mkdir()
     fresh.mkdir()
@@ -484,9 +452,7 @@ def test_survivors_compute_what_fewer_ranks_compute_from_that_state(
     assert {end["digest"] for end in ends} == {end["digest"] for end in again}
 
 
-def test_a_fit_that_goes_on_within_an_epoch_trains_once_on_what_is_left_of_it(
-    tmp_path: Path,
-) -> None:
+def test_a_fit_that_goes_on_within_an_epoch_trains_once_on_what_is_left_of_it(tmp_path):
     """With fewer ranks than the checkpoint's, of which one dies in that epoch."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
@@ -505,9 +471,7 @@ def test_a_fit_that_goes_on_within_an_epoch_trains_once_on_what_is_left_of_it(
 @pytest.mark.skipif(
     not reachable_candidates({}), reason="this host has no address but its own loopback"
 )
-def test_a_job_that_has_lost_a_shard_goes_on_from_its_last_checkpoint_by_itself(
-    tmp_path: Path,
-) -> None:
+def test_a_job_that_has_lost_a_shard_goes_on_from_its_last_checkpoint_by_itself(tmp_path):
     """Rank 3, on another host, is the mirror of rank 1. The two others end with the bits of a
     fresh job from that checkpoint."""
     first, fresh = tmp_path / "first", tmp_path / "fresh"

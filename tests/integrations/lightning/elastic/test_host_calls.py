@@ -2,11 +2,8 @@
 end of one.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,17 +16,17 @@ from lightning_ring.integrations.lightning.elastic.loops import change_loops
 DIED = PeerFailedError("rank 1 died")
 
 
-def calls_beside(count: int, last: Any) -> HostCalls:
+def calls_beside(count, last):
     """Beside another rank that has made ``count`` calls, the last of which gave ``last``."""
     calls = HostCalls(lambda error: calls.compare([calls.of_rank(), (count, last)]))
     return calls
 
 
-def dying(times: int, result: Any) -> Any:
+def dying(times, result):
     """A collective in which somebody dies the first ``times`` times."""
     deaths = iter(range(times))
 
-    def run() -> Any:
+    def run():
         if next(deaths, None) is not None:
             raise DIED
         return result
@@ -37,23 +34,23 @@ def dying(times: int, result: Any) -> Any:
     return run
 
 
-def test_a_call_is_made_again_as_often_as_somebody_dies_in_it() -> None:
+def test_a_call_is_made_again_as_often_as_somebody_dies_in_it():
     calls, again = calls_beside(0, None), []
     assert calls.call(dying(2, "result"), lambda: again.append(1)) == "result"
     assert len(again) == 2
 
 
-def test_whoever_missed_the_end_of_a_call_takes_the_result_of_a_rank_that_did_not() -> None:
+def test_whoever_missed_the_end_of_a_call_takes_the_result_of_a_rank_that_did_not():
     calls, again = calls_beside(2, torch.tensor(5.0)), []
     calls.call(dying(0, "the first"))
     assert calls.call(dying(1, "never"), lambda: again.append(1)) == torch.tensor(5.0)
     assert not again
 
 
-def test_calls_within_a_section_are_not_made_again_by_themselves() -> None:
+def test_calls_within_a_section_are_not_made_again_by_themselves():
     calls, attempts = calls_beside(0, None), []
 
-    def section() -> str:
+    def section():
         attempts.append(1)
         calls.call(dying(1 if len(attempts) == 1 else 0, None))
         return "over"
@@ -62,7 +59,7 @@ def test_calls_within_a_section_are_not_made_again_by_themselves() -> None:
     assert len(attempts) == 2
 
 
-def test_a_call_that_is_not_counted_is_made_again_and_takes_nobodys_result() -> None:
+def test_a_call_that_is_not_counted_is_made_again_and_takes_nobodys_result():
     """Others that are in it, or past it, are no call ahead, and a rank that has yet to leave the
     call before is.
     """
@@ -77,22 +74,20 @@ def test_a_call_that_is_not_counted_is_made_again_and_takes_nobodys_result() -> 
     assert late.call(dying(1, "own"), counted=False) == "own"
 
 
-def test_nobody_takes_the_result_of_another_call() -> None:
+def test_nobody_takes_the_result_of_another_call():
     with pytest.raises(AssertionError, match="2 calls ahead"):
         calls_beside(2, None).call(dying(1, "never"))
 
 
-def test_what_no_death_explains_is_raised() -> None:
-    def recover(error: Exception) -> None:
+def test_what_no_death_explains_is_raised():
+    def recover(error):
         raise error
 
     with pytest.raises(PeerFailedError):
         HostCalls(recover).call(dying(1, None))
 
 
-def test_a_batch_that_begins_again_counts_once_for_the_broadcasts_of_buffers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_batch_that_begins_again_counts_once_for_the_broadcasts_of_buffers(monkeypatch):
     strategy, module = ElasticStrategy(), torch.nn.Module()
     module.register_buffer("count", torch.zeros(1))
     strategy.model = module
@@ -110,13 +105,13 @@ def test_a_batch_that_begins_again_counts_once_for_the_broadcasts_of_buffers(
     assert strategy.buffers_state == (2, set())
 
 
-def test_a_newcomer_of_shards_counts_a_checkpoint_as_the_others_do() -> None:
+def test_a_newcomer_of_shards_counts_a_checkpoint_as_the_others_do():
     """It has no shards when its loops are changed, and ranks with another count take another
     call's result.
     """
     calls = calls_beside(0, None)
 
-    def save(path: str) -> None:
+    def save(path):
         calls.call(dying(0, path))  # the strategy's
         calls.call(dying(0, None))  # the Trainer's barrier
 
@@ -130,6 +125,6 @@ def test_a_newcomer_of_shards_counts_a_checkpoint_as_the_others_do() -> None:
         call_together=calls.call,
     )
     fit = SimpleNamespace(recovery=SimpleNamespace(parted=True))
-    change_loops(strategy, fit, ExitStack())  # type: ignore[arg-type]
+    change_loops(strategy, fit, ExitStack())
     trainer.save_checkpoint("path")
     assert calls._count == 1

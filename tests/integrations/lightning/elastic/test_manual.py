@@ -2,15 +2,12 @@
 marks.
 """
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 
 from lightning_ring.integrations.lightning.elastic.undo import (
@@ -20,19 +17,19 @@ from lightning_ring.integrations.lightning.elastic.undo import (
 )
 
 
-def step(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+def step(module, optimizers):
     for optimizer in optimizers:
         optimizer.zero_grad()
         module(torch.ones(2, 3)).square().sum().backward()
         optimizer.step()
 
 
-def state(module: nn.Module, parts: list[Any]) -> list[Any]:
+def state(module, parts):
     return copy.deepcopy([module.state_dict(), *(part.state_dict() for part in parts)])
 
 
 @pytest.mark.parametrize("begun", [False, True])  # whether optimizers have state already
-def test_weights_optimizers_and_schedulers_are_as_before_the_step(begun: bool) -> None:
+def test_weights_optimizers_and_schedulers_are_as_before_the_step(begun):
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     optimizers = [
         torch.optim.AdamW(module[0].parameters()),
@@ -40,7 +37,7 @@ def test_weights_optimizers_and_schedulers_are_as_before_the_step(begun: bool) -
     ]
     scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.5)
     parts = [*optimizers, scheduler]
-    strategy: Any = SimpleNamespace(
+    strategy = SimpleNamespace(
         fit_model=module,
         optimizers=optimizers,
         lr_scheduler_configs=[SimpleNamespace(scheduler=scheduler)],
@@ -61,13 +58,13 @@ def test_weights_optimizers_and_schedulers_are_as_before_the_step(begun: bool) -
     torch.testing.assert_close(state(module, parts), once, rtol=0, atol=0)
 
 
-def test_a_scaler_divides_the_averages_of_a_step_once() -> None:
+def test_a_scaler_divides_the_averages_of_a_step_once():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     precision = SimpleNamespace(scaler=scaler)
     param = Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([param], lr=1.0)
 
-    def average() -> Tensor:
+    def average():
         param.grad = None
         scaler.scale(param.sum()).backward()
         scaler.unscale_(optimizer)

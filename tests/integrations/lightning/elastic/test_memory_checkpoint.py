@@ -1,32 +1,26 @@
 """The checkpoint in memory: every rank loads the bits that rank 0 has written."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
-from typing import Any
 
 import pytest
 import torch
 
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.integrations.lightning.elastic import checkpoints as memory_checkpoint
 from lightning_ring.integrations.lightning.elastic.checkpoints import MemoryCheckpoint
 from tests.thread_ranks import run_ranks
 
 
 @pytest.mark.parametrize("numel", [None, 0, 5000])  # 5000: 21 chunks
-def test_all_ranks_load_what_rank_0_has_written(
-    numel: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_load_what_rank_0_has_written(numel, monkeypatch):
     monkeypatch.setattr(memory_checkpoint, "CHUNK_BYTES", 1000)
-    checkpoint: dict[str, Any] = {"optimizer_states": []}
+    checkpoint = {"optimizer_states": []}
     if numel is not None:
         states = [{"state": {0: {"exp_avg": torch.randn(numel)}}}]
         checkpoint = {"optimizer_states": states, "weights": torch.randn(numel), "epoch": 3}
 
-    def send(comm: Communicator) -> dict[str, Any]:
+    def send(comm):
         held = MemoryCheckpoint()
         held.send(comm, torch.device("cpu"), checkpoint if comm.rank == 0 else None)
         return copy.deepcopy(held.load())

@@ -1,9 +1,6 @@
 """Where an elastic fit counts its samples from."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -15,7 +12,7 @@ from torch.utils.data import (
     RandomSampler,
 )
 
-from lightning_ring.data import OrderedSampler, PKSampler, ShuffledSampler
+from lightning_ring.data import PKSampler, ShuffledSampler
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.data import warn_of_padding
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
@@ -67,41 +64,33 @@ DATA = list(range(8))
         ([iter(())], "This one is a tuple_iterator."),
     ],
 )
-def test_a_loader_without_an_order_for_all_ranks_is_named_as_the_user_wrote_it(
-    loaders: list[Any], found: str
-) -> None:
+def test_a_loader_without_an_order_for_all_ranks_is_named_as_the_user_wrote_it(loaders, found):
     fit_loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=loaders))
     with pytest.raises(
         ConfigurationError, match="An elastic fit needs one training loader"
     ) as error:
-        TrainingPosition(SimpleNamespace(fit_loop=fit_loop))  # type: ignore[arg-type]
+        TrainingPosition(SimpleNamespace(fit_loop=fit_loop))
     assert str(error.value).endswith(found)
 
 
-def test_padding_names_the_sampler_of_the_user() -> None:
+def test_padding_names_the_sampler_of_the_user():
     ours = DistributedSamplerWrapper(RandomSampler(range(7)), num_replicas=2, rank=0)
     with pytest.warns(UserWarning, match="by 2 ranks: RandomSampler, cut for the ranks, repeats 1"):
         warn_of_padding(DataLoader(range(7), 1, sampler=ours), 2)
 
 
-def position(
-    sampler: OrderedSampler, epoch: int, batch_idx: int, limit: float = 1.0
-) -> TrainingPosition:
+def position(sampler, epoch, batch_idx, limit=1.0):
     """Of a fit whose loader reads ``sampler``, before batch ``batch_idx`` of the epoch."""
     loader = SimpleNamespace(sampler=sampler, batch_size=BATCH)
-    loop: Any = SimpleNamespace(
-        batch_idx=batch_idx, batch_progress=SimpleNamespace(is_last_batch=False)
-    )
+    loop = SimpleNamespace(batch_idx=batch_idx, batch_progress=SimpleNamespace(is_last_batch=False))
     fit_loop = SimpleNamespace(
         _combined_loader=SimpleNamespace(flattened=[loader]), epoch_loop=loop
     )
-    trainer: Any = SimpleNamespace(
-        current_epoch=epoch, fit_loop=fit_loop, limit_train_batches=limit
-    )
+    trainer = SimpleNamespace(current_epoch=epoch, fit_loop=fit_loop, limit_train_batches=limit)
     return TrainingPosition(trainer)
 
 
-def test_a_fit_that_goes_on_within_an_epoch_counts_from_the_saved_position() -> None:
+def test_a_fit_that_goes_on_within_an_epoch_counts_from_the_saved_position():
     saved = ShuffledSampler(400, rank=0, world_size=4)
     sampler = ShuffledSampler(400, rank=0, world_size=2)
     sampler.load_state_dict(saved.state_dict(trained=6 * BATCH) | {"epoch": 1})
@@ -114,7 +103,7 @@ def test_a_fit_that_goes_on_within_an_epoch_counts_from_the_saved_position() -> 
     assert found.state_dict()["after"]["taken"] == 7 * BATCH
 
 
-def test_a_fit_that_begins_an_epoch_counts_from_its_start() -> None:
+def test_a_fit_that_begins_an_epoch_counts_from_its_start():
     sampler = ShuffledSampler(400, rank=0, world_size=2)
     # of the epoch before, which was not read to its end
     sampler.load_state_dict(sampler.state_dict(trained=40))
@@ -128,9 +117,7 @@ def test_a_fit_that_begins_an_epoch_counts_from_its_start() -> None:
     ("done", "limit", "ranks", "has"),
     [(10, 1.0, 8, True), (10, 1.0, 9, False), (5, 0.5, 4, True), (5, 0.5, 5, False)],
 )
-def test_processes_join_where_each_rank_has_a_batch_left(
-    done: int, limit: float, ranks: int, has: bool
-) -> None:
+def test_processes_join_where_each_rank_has_a_batch_left(done, limit, ranks, has):
     """Of 192 samples four ranks make 12 batches each; for five there are 5 more after 5, and
     half of 10 is done.
     """
@@ -142,7 +129,7 @@ def test_processes_join_where_each_rank_has_a_batch_left(
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_processes_do_not_join_where_a_step_needs_more_classes_than_there_are(epoch: int) -> None:
+def test_processes_do_not_join_where_a_step_needs_more_classes_than_there_are(epoch):
     sampler = PKSampler([number // 4 for number in range(48)], p=2, k=2)
     found = position(sampler, epoch=0, batch_idx=-1)
     found._trainer.current_epoch = epoch

@@ -2,13 +2,9 @@
 No ranks.
 """
 
-from __future__ import annotations
-
 import csv
 import random
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import lightning.pytorch as pl
 import numpy
@@ -43,7 +39,7 @@ from tests.thread_ranks import run_ranks
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_the_next_rank_0_goes_on_with_its_metrics_file(dies: bool, tmp_path: Path) -> None:
+def test_the_next_rank_0_goes_on_with_its_metrics_file(dies, tmp_path):
     """Also where another one ``dies`` while it takes the file over."""
     first, between, successor = (CSVLogger(tmp_path, name="csv") for _ in range(3))
     first.log_metrics({"loss": 3.0}, step=0)
@@ -67,12 +63,12 @@ def test_the_next_rank_0_goes_on_with_its_metrics_file(dies: bool, tmp_path: Pat
     assert len(list((tmp_path / "csv").iterdir())) == 1
 
 
-def write_and_die(log_dir: str) -> None:
+def write_and_die(log_dir):
     ExperimentWriter(log_dir)
     raise KeyboardInterrupt
 
 
-def test_a_next_rank_0_that_finds_no_file_begins_one(tmp_path: Path) -> None:
+def test_a_next_rank_0_that_finds_no_file_begins_one(tmp_path):
     successor = CSVLogger(tmp_path, name="csv", version=4)
     go_on_with_csv(successor)
     successor.log_metrics({"loss": 2.0}, step=1)
@@ -82,7 +78,7 @@ def test_a_next_rank_0_that_finds_no_file_begins_one(tmp_path: Path) -> None:
     ] == "loss,step"
 
 
-def test_metrics_are_put_back_as_often_as_a_part_is_run_again() -> None:
+def test_metrics_are_put_back_as_often_as_a_part_is_run_again():
     module = nn.ModuleDict({"mean": MeanMetric(), "all": CatMetric()})
     module["mean"].update(2.0)
     module["all"].update(torch.tensor([1.0]))
@@ -96,12 +92,12 @@ def test_metrics_are_put_back_as_often_as_a_part_is_run_again() -> None:
         assert module["all"].compute() == 1.0
 
 
-def test_callbacks_that_save_or_stop_are_put_back() -> None:
+def test_callbacks_that_save_or_stop_are_put_back():
     checkpoint, stopping = (
         ModelCheckpoint(monitor="val_loss", save_top_k=2),
         EarlyStopping("val_loss"),
     )
-    restore = remember_callbacks(SimpleNamespace(callbacks=[checkpoint, stopping]))  # type: ignore[arg-type]
+    restore = remember_callbacks(SimpleNamespace(callbacks=[checkpoint, stopping]))
     for _ in range(2):
         checkpoint.best_k_models["a.ckpt"] = torch.tensor(1.0)
         checkpoint._last_global_step_saved = 12
@@ -114,7 +110,7 @@ def test_callbacks_that_save_or_stop_are_put_back() -> None:
         ) == ({}, 0, 0)
 
 
-def test_a_forward_that_is_taken_back_leaves_buffers_and_generators_as_they_were() -> None:
+def test_a_forward_that_is_taken_back_leaves_buffers_and_generators_as_they_were():
     module = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
     numpy.random.randn()  # half of what was drawn waits for the next call
     restore, batch = remember(module), torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
@@ -127,10 +123,8 @@ def test_a_forward_that_is_taken_back_leaves_buffers_and_generators_as_they_were
     assert torch.equal(module(batch), first)
 
 
-def test_a_process_that_joins_takes_attributes_that_training_has_changed_alike_on_all_ranks() -> (
-    None
-):
-    def fit(is_main: bool) -> Any:
+def test_a_process_that_joins_takes_attributes_that_training_has_changed_alike_on_all_ranks():
+    def fit(is_main):
         saving, counting = ModelCheckpoint(), Callback()
         counting.count, counting.is_main, counting.lines, counting.seen = (
             0,
@@ -170,34 +164,34 @@ def test_a_process_that_joins_takes_attributes_that_training_has_changed_alike_o
 class Exchanging(Callback):
     """Has another weight in the module while it is validated, and knows that."""
 
-    def __init__(self, other: nn.Module) -> None:
+    def __init__(self, other):
         self.other, self.exchanged = other, False
 
-    def exchange(self, module: nn.Module) -> None:
+    def exchange(self, module):
         for own, other in zip(module.parameters(), self.other.parameters(), strict=True):
             own.data, other.data = other.data, own.data
 
-    def on_validation_start(self, trainer: Any, module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer, module):
         if not self.exchanged:
             self.exchange(module)
         self.exchanged = True
 
-    def on_validation_end(self, trainer: Any, module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer, module):
         self.exchange(module)
         self.exchanged = False
 
 
-def test_a_validation_that_runs_again_begins_with_weights_and_decision_of_the_first() -> None:
+def test_a_validation_that_runs_again_begins_with_weights_and_decision_of_the_first():
     module, callback = pl.LightningModule(), Exchanging(nn.Linear(1, 1))
     module.net = nn.Linear(1, 1)
     own, other = module.net.weight.item(), callback.other.weight.item()
     loops = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=SimpleNamespace()))
-    trainer: Any = SimpleNamespace(callbacks=[callback], should_stop=False, fit_loop=loops)
+    trainer = SimpleNamespace(callbacks=[callback], should_stop=False, fit_loop=loops)
     fields = {"fit_trainer": trainer, "lightning_module": module, "is_survivable": True}
-    strategy: Any = SimpleNamespace(**fields, and_barrier=lambda run: run())
+    strategy = SimpleNamespace(**fields, and_barrier=lambda run: run())
     seen = []
 
-    def validate() -> None:
+    def validate():
         seen.append((trainer.should_stop, module.net.weight.item()))
         callback.on_validation_start(trainer, module)
         seen.append((trainer.should_stop, module.net.weight.item()))
@@ -207,23 +201,21 @@ def test_a_validation_that_runs_again_begins_with_weights_and_decision_of_the_fi
         callback.on_validation_end(trainer, module)
         trainer.should_stop = False
 
-    fit: Any = SimpleNamespace(
-        calls=HostCalls(lambda error: None), recovery=SimpleNamespace(view=None)
-    )
+    fit = SimpleNamespace(calls=HostCalls(lambda error: None), recovery=SimpleNamespace(view=None))
     _validate(strategy, fit, validate)
     assert seen == [(False, own), (False, other)] * 3
     assert (module.net.weight.item(), callback.other.weight.item()) == (own, other)
     assert not trainer.should_stop
 
 
-def test_weights_are_copied_only_where_a_hook_may_exchange_them() -> None:
+def test_weights_are_copied_only_where_a_hook_may_exchange_them():
     module = pl.LightningModule()
     module.net = nn.Linear(1, 1)
     for callbacks, restores in (
         ([ModelCheckpoint(), TQDMProgressBar()], False),
         ([Exchanging(module.net)], True),
     ):
-        restore = remember_exchanged_weights(SimpleNamespace(callbacks=callbacks), module)  # type: ignore[arg-type]
+        restore = remember_exchanged_weights(SimpleNamespace(callbacks=callbacks), module)
         with torch.no_grad():
             module.net.weight.add_(1)
         changed = module.net.weight.item()
@@ -232,7 +224,7 @@ def test_weights_are_copied_only_where_a_hook_may_exchange_them() -> None:
 
 
 @pytest.mark.parametrize("assigns", [False, True])
-def test_parameters_that_follow_others_in_a_step_are_put_back(assigns: bool) -> None:
+def test_parameters_that_follow_others_in_a_step_are_put_back(assigns):
     """From the second step on: the first one tells which they are. Not what the optimizer has
     changed.
     """
@@ -241,7 +233,7 @@ def test_parameters_that_follow_others_in_a_step_are_put_back(assigns: bool) -> 
     )
     follower, changed = module["follower"].weight, ChangedInSteps()
 
-    def follow() -> None:
+    def follow():
         if assigns:
             follower.data = follower.data * 0.5
         else:

@@ -1,12 +1,19 @@
-"""Parts of the parameters as messages of bytes, to servers and between ranks that gossip."""
+"""What algorithms share whose ranks step at their own pace (servers, gossip): parts of the
+parameters as messages of bytes, and meetings before an evaluation or to stop together.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.recording import unrecorded
+
+_STOP, _PAUSE, _PAUSE_AFTER_STEPS = range(3)
 _ALIGNMENT = 16  # bytes: a view of any dtype may begin there
 
 
@@ -43,3 +50,29 @@ def parts_of(params: Sequence[Tensor], num_parts: int) -> list[ParameterPart]:
         offsets[part].append(ends[part])
         ends[part] += -(-params[index].nbytes // _ALIGNMENT) * _ALIGNMENT
     return [ParameterPart(*part) for part in zip(indices, offsets, ends, strict=True)]
+
+
+def meet_for_pause(comm: Communicator, *, after_steps: bool) -> bool:
+    """Return when every rank is here: whether any of them comes ``after_steps`` since they last
+    met. Collective.
+
+    Ranks that want to stop first (`meet_to_stop`) are sent on.
+    """
+    while _STOP in (wanted := _all_want(_PAUSE_AFTER_STEPS if after_steps else _PAUSE, comm)):
+        pass
+    return _PAUSE_AFTER_STEPS in wanted
+
+
+def meet_to_stop(comm: Communicator) -> bool:
+    """Whether every rank is here: then all stop at once.
+
+    Else some rank is in `meet_for_pause` already, at the end of its epoch: this one trains on, and
+    asks again later.
+    """
+    return set(_all_want(_STOP, comm)) == {_STOP}
+
+
+def _all_want(what: int, comm: Communicator) -> list[int]:
+    return [
+        int(other) for other in unrecorded(comm).all_gather(torch.tensor([what]), name="meeting")
+    ]

@@ -1,5 +1,4 @@
-"""Collectives that take as long as on a wire, on one GPU: ``python -m benchmarks.gpu --stages
-delayed``.
+"""Collectives that take as long as on a wire: no early read, no early write.
 
 One rank trains through the real NCCL backend of lightning_ring, over a stand-in for the group. A
 collective runs on a stream of its own, after the caller's current stream: it copies the tensor
@@ -9,34 +8,29 @@ reads NaN, and what is written too early is lost, or is sent: training then give
 than without communication.
 
 It proves the order of streams. It does not prove how much of a wire's time is hidden, nor more
-ranks than one, and with them mirrors: see `thread_ranks`. On a CPU there are no streams: a
-collective ends when it is waited for.
+ranks than one, and with them mirrors: see `test_thread_ranks`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.optim import SGD, AdamW
 
-from benchmarks.gpu.checks import Check, report, within, worse
-from benchmarks.gpu.thread_ranks import COMPRESSORS, Found, MakeAlgorithm, net_of, train
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.backends import nccl
 from lightning_ring.comm.backends.nccl import NCCLCommunicator
-from lightning_ring.comm.communicator import Communicator, as_bytes
+from lightning_ring.comm.communicator import as_bytes
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.comm.waiting import WaitPolicy
-from lightning_ring.gradients.compression import TernGrad
-from tests.comm.backends.fake_nccl import Compute, CPUTensorsOverNCCL, FakeDistributed
+from tests.comm.backends.fake_nccl import CPUTensorsOverNCCL, FakeDistributed
+from tests.compressors import COMPRESSORS, MESSAGES
+from tests.gpu import DEVICE, ON_GPU
+from tests.gpu.test_thread_ranks import largest, net_of, train
 from tests.thread_ranks import ThreadCommunicator, ThreadWorld
 
+pytestmark = ON_GPU
 CYCLES_PER_BYTE = 30  # some 0.05 GB/s
 WHOLE = ("all_reduce", "broadcast")  # the other collectives are halves of an all-reduce
 
@@ -44,12 +38,12 @@ WHOLE = ("all_reduce", "broadcast")  # the other collectives are halves of an al
 class LateWork:
     """A work of torch.distributed. ``held`` lives until the first `wait`."""
 
-    def __init__(self, held: Any, over: Any, arrive: Callable[[], object] | None = None) -> None:
+    def __init__(self, held, over, arrive=None):
         self._held = held
         self._over = over
         self._arrive = arrive
 
-    def wait(self, *args: Any) -> bool:
+    def wait(self, *args):
         if self._over is not None:
             torch.cuda.current_stream().wait_event(self._over)
         elif self._arrive is not None:
@@ -57,7 +51,7 @@ class LateWork:
         self._held = self._arrive = None
         return True
 
-    def is_completed(self) -> bool:
+    def is_completed(self):
         return bool(self._over.query()) if self._over is not None else self._arrive is None
 
 
@@ -66,21 +60,21 @@ class DelayedGroup:
     caller waits.
     """
 
-    def __init__(self, device: str, *, delays: bool) -> None:
+    def __init__(self, *, delays):
         self._delays = delays
         # As NCCL's kernels, it does not queue for SMs after all blocks of a convolution.
-        self._stream = torch.cuda.Stream(priority=-1) if device == "cuda" else None
+        self._stream = torch.cuda.Stream(priority=-1) if DEVICE == "cuda" else None
 
-    def _get_backend(self, device: torch.device) -> DelayedGroup:
+    def _get_backend(self, device):
         return self
 
     @torch.no_grad()
-    def start(self, kind: str, op: Any, sent: Any, output: Any, how: Compute) -> LateWork:
+    def start(self, kind, op, sent, output, how):
         several = isinstance(sent, list)
         sources, targets = (sent, output) if several else ([sent], [output])
 
         @torch.no_grad()
-        def arrive(aside: dict[int, Tensor]) -> None:
+        def arrive(aside):
             # What was not taken away is read now: whoever writes to it early changes the result.
             copies = [aside.get(tensor.data_ptr(), tensor) for tensor in sources]
             how([copies if several else copies[0]], [output])
@@ -107,7 +101,7 @@ class DelayedGroup:
         return work
 
 
-def take_away(sent: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[int, Tensor]:
+def take_away(sent, outputs):
     """What is sent in place, by its address; its memory is NaN, and so is that of other results.
 
     The rest may be read meanwhile, as NCCL reads it.
@@ -119,61 +113,54 @@ def take_away(sent: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[int, Te
     return aside
 
 
-def ring_over(device: str, *, delays: bool = True) -> NCCLCommunicator:
+def ring_over(*, delays=True):
     host = ThreadCommunicator(ThreadWorld(1), 0, WaitPolicy())
-    backend = NCCLCommunicator if device == "cuda" else CPUTensorsOverNCCL
-    return backend(DelayedGroup(device, delays=delays), host)  # type: ignore[arg-type]
+    backend = NCCLCommunicator if DEVICE == "cuda" else CPUTensorsOverNCCL
+    return backend(DelayedGroup(delays=delays), host)
 
 
-def small(
-    device: str,
-    algorithm: MakeAlgorithm,
-    *,
-    recorded: bool = False,
-    compressed: bool = False,
-    accumulates: bool = False,
-) -> Found:
+def largest_difference(algorithm, *, recorded, compressed=False, accumulates=False):
     """Training over a slow wire, beside one process; with a compressor beside a wire that is none.
 
     ``recorded``: with a listener, as the monitor is one.
     """
     features = {"accumulates": accumulates, "clips": True}
 
-    def over(comm: Communicator) -> dict[str, Tensor]:
+    def over(comm):
         if recorded:
             comm = RecordedCommunicator(comm, [lambda record: None])
-        return train(comm, net, device, algorithm(), make, **features)
+        return train(comm, net, algorithm(), make, **features)
 
     net = net_of(torch.float32 if compressed else torch.float64)
     make = partial(SGD, lr=0.1) if compressed else partial(AdamW, lr=0.01)
     if compressed:
-        expected = over(ring_over(device, delays=False))
+        expected = over(ring_over(delays=False))
     else:
-        expected = train(None, net, device, None, make, **features)
-    largest = 0.0
-    for name, values in over(ring_over(device)).items():
-        largest = worse(largest, float((values - expected[name]).abs().max()))
-    return within(largest, 1e-6 if compressed else 1e-12)
+        expected = train(None, net, None, make, **features)
+    found = over(ring_over())
+    return largest((values - expected[name]).abs().max() for name, values in found.items())
 
 
-def checks(device: str) -> Iterator[tuple[str, Check]]:
-    for name, algorithm in (("ring", Averaging), ("sharded", Sharded)):
-        run = partial(small, device, partial(algorithm, bucket_cap_mb=0.02))
-        yield f"delayed {name}", run
-        yield f"delayed {name}, recorded", partial(run, recorded=True)
-        yield f"delayed {name}, accumulation", partial(run, accumulates=True)
-    compressors = COMPRESSORS | {"terngrad": lambda: TernGrad(min_numel=0)}
-    for name, make in compressors.items():
-
-        def compressing(make: Any = make) -> Averaging:
-            return Averaging(bucket_cap_mb=0.02, compression=make())
-
-        run = partial(small, device, compressing)
-        yield f"delayed {name}, recorded", partial(run, recorded=True, compressed=True)
+@pytest.fixture(autouse=True)
+def _over_the_fake(monkeypatch):
+    monkeypatch.setattr(nccl, "dist", FakeDistributed())
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
-def main(device: str, tiny: bool) -> int:
-    torch.backends.cudnn.deterministic = True
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nccl, "dist", FakeDistributed())
-        return report(checks(device))
+@pytest.mark.parametrize("algorithm", [Averaging, Sharded])
+def test_training(algorithm, monkeypatch):
+    small = partial(largest_difference, partial(algorithm, bucket_cap_mb=0.02))
+    assert small(recorded=False) <= 1e-12
+    assert small(recorded=True) <= 1e-12
+    assert small(recorded=True, accumulates=True) <= 1e-12
+    monkeypatch.setattr(LateWork, "wait", lambda self: True)
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert small(recorded=False) <= 1e-12
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_compressors(name):
+    def compressing():
+        return Averaging(bucket_cap_mb=0.02, compression=COMPRESSORS[name]())
+
+    assert largest_difference(compressing, recorded=True, compressed=True) <= 1e-6

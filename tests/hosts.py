@@ -4,14 +4,12 @@ and tc (iproute2).
 Each host is a network namespace with a name of its own, and a cable of limited rate to a switch
 between them:
 
-    python -m benchmarks.hosts --hosts 2 --rate 1gbit -n 4 -- python train.py
+    python -m tests.hosts --hosts 2 --rate 1gbit -n 4 -- python train.py
 
 starts 4 ranks, placed round-robin, as ``mpirun --map-by node`` does on two real hosts. All hosts
 share this machine's cores and memory, of which nothing in the ranks' eyes is shared: mpirun starts
 a daemon on each host.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -22,7 +20,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 INTERFACE = "eth0"
@@ -46,19 +43,19 @@ class Hosts:
     takes ssh's place.
     """
 
-    def __init__(self, names: Sequence[str], ssh: Path) -> None:
+    def __init__(self, names, ssh):
         self.names = list(names)
         self.ssh = ssh
 
-    def address(self, host: str) -> str:
+    def address(self, host):
         return _address(self.names.index(host))
 
-    def on(self, host: str, *command: str) -> list[str]:
+    def on(self, host, *command):
         """The line that runs ``command`` on ``host``."""
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', host]
         return ["ip", "netns", "exec", host, *named, *command]
 
-    def mpirun(self, num_ranks: int, *command: str, options: Sequence[str] = ()) -> list[str]:
+    def mpirun(self, num_ranks, *command, options=()):
         """The line that runs ``command`` in ``num_ranks`` ranks, round-robin over the hosts, from
         the first of them.
 
@@ -79,7 +76,7 @@ class Hosts:
         line = [mpirun_path(), "--allow-run-as-root", *" ".join(settings).split()]
         return self.on(self.names[0], *line, *options, *command)
 
-    def running(self, host: str) -> list[str]:
+    def running(self, host):
         """The command lines of what runs on ``host``."""
         found = []
         for pid in _call("ip", "netns", "pids", host).split():
@@ -87,15 +84,15 @@ class Hosts:
                 found.append(Path("/proc", pid, "cmdline").read_text().replace("\0", " ").strip())
         return [line for line in found if line]  # a zombie has none
 
-    def cut(self, host: str) -> None:
+    def cut(self, host):
         """Take ``host``'s link down."""
         _ip("-n", host, "link", "set", INTERFACE, "down")
 
-    def mend(self, host: str) -> None:
+    def mend(self, host):
         _ip("-n", host, "link", "set", INTERFACE, "up")
 
 
-def why_not() -> str | None:
+def why_not():
     """Why there can be no hosts here; `None` where there can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "network namespaces need Linux and root"
@@ -112,7 +109,7 @@ def why_not() -> str | None:
 
 
 @contextlib.contextmanager
-def open_hosts(count: int = 2, rate: str | None = "1gbit") -> Iterator[Hosts]:
+def open_hosts(count=2, rate="1gbit"):
     """``count`` hosts whose links move ``rate`` (as tc writes it; `None`: no limit) each way.
 
     Afterwards everything that still runs on them is killed, and they are gone. Several may be open
@@ -142,7 +139,7 @@ def open_hosts(count: int = 2, rate: str | None = "1gbit") -> Iterator[Hosts]:
             _try("ip", "link", "del", _switch(os.getpid()))
 
 
-def mpirun_path() -> str:
+def mpirun_path():
     beside = Path(sys.executable).with_name("mpirun")
     path = str(beside) if beside.exists() else shutil.which("mpirun")
     if path is None:
@@ -152,7 +149,7 @@ def mpirun_path() -> str:
     return path
 
 
-def _build(names: Sequence[str], rate: str | None) -> None:
+def _build(names, rate):
     switch = _switch(os.getpid())
     _ip("link", "add", switch, "type", "bridge")
     _ip("link", "set", switch, "up")
@@ -173,7 +170,7 @@ def _build(names: Sequence[str], rate: str | None) -> None:
         (_ETC / name / "hosts").write_text(f"127.0.0.1 localhost\n{table}")
 
 
-def _remove(name: str) -> None:
+def _remove(name):
     """What still runs on a host ends with it."""
     for pid in _try("ip", "netns", "pids", name).split():
         with contextlib.suppress(ProcessLookupError):
@@ -182,7 +179,7 @@ def _remove(name: str) -> None:
     shutil.rmtree(_ETC / name, ignore_errors=True)
 
 
-def _remove_what_killed_runs_left() -> None:
+def _remove_what_killed_runs_left():
     listed = _try("ip", "netns", "list")
     for name, pid in re.findall(r"^(ring(\d+)h\d+)", listed, flags=re.MULTILINE):
         if not Path("/proc", pid).exists():
@@ -190,35 +187,35 @@ def _remove_what_killed_runs_left() -> None:
             _try("ip", "link", "del", _switch(int(pid)))
 
 
-def _address(number: int) -> str:
+def _address(number):
     return f"{_NETWORK}.{number + 1}"
 
 
-def _switch(pid: int) -> str:
+def _switch(pid):
     return f"rb{pid}"
 
 
-def _cable(pid: int, number: int) -> str:
+def _cable(pid, number):
     return f"rv{pid}x{number}"
 
 
-def _ip(*arguments: str) -> None:
+def _ip(*arguments):
     _call("ip", *arguments)
 
 
-def _call(*command: str) -> str:
+def _call(*command):
     done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
 
 
-def _try(*command: str) -> str:
+def _try(*command):
     return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hosts", description=__doc__)
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tests.hosts", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", default="1gbit", help="of a host's link, each way, as tc says")

@@ -1,4 +1,4 @@
-"""The options of a step, the checks of them, and the choice of a runner."""
+"""The options of a step, the checks of them, and the choice of a way to run it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_ring.optim.engine.fused import FusedRunner, triton_is_here
-from lightning_ring.optim.engine.multi_tensor import MultiTensorRunner
+from lightning_ring.optim.engine.fused import triton_is_here
 from lightning_ring.optim.engine.parameter_list import TensorKind
-from lightning_ring.optim.engine.plain import PlainRunner
-from lightning_ring.optim.engine.rule import Rule
 
 
 def require(condition: bool, message: str) -> None:
@@ -107,11 +104,3 @@ def way_to_run(options: RunOptions, kind: TensorKind) -> str:
     if options.foreach is None and options.fused is None:
         return "fused" if kind.device.type == "cuda" and triton_is_here() else "foreach"
     return "plain"
-
-
-def make_runner(way: str, rule: type[Rule]) -> PlainRunner:
-    if way == "foreach":
-        return MultiTensorRunner(rule)
-    if way == "fused":
-        return FusedRunner(rule)
-    return PlainRunner(rule)
