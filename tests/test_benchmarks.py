@@ -222,3 +222,16 @@ def test_gpu_tests_are_collected_without_packages_that_other_tests_need():
     result = run([sys.executable, "-c", MISSING], PYTHONPATH=str(ROOT))
     assert result.returncode == 0, result.stdout
     assert all(name in result.stdout for name in GPU_TESTS), result.stdout
+
+
+@pytest.mark.ranks
+def test_the_control_plane_is_measured_with_simulated_ranks(tmp_path):
+    words = ["benchmarks.scale", "--ranks", "16", "--processes", "2"]
+    result = run([sys.executable, "-m", *words], PYTHONPATH=str(ROOT))
+    assert result.returncode == 0, result.stdout
+    found = {}
+    for line in result.stdout.splitlines():
+        if match := re.fullmatch(r"(\S.*?) +\S+ s +\S+ bytes, +(\S+) messages a rank", line):
+            found.setdefault(match[1], float(match[2]))
+    assert found.keys() >= {"start", "a stall report", "a death", "first view", "next view"}
+    assert 0 < found["start"] < 40

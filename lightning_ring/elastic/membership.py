@@ -8,7 +8,7 @@ no rank has to give one back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -59,12 +59,28 @@ class View:
     last: str = ""
 
     def as_message(self) -> dict[str, Any]:
-        return {"kind": "view", **asdict(self)}
+        runs = {"members": _as_runs(self.members), "newcomers": _as_runs(self.newcomers)}
+        return {"kind": "view", **asdict(self), **runs}
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> View:
-        members, newcomers = tuple(message["members"]), tuple(message["newcomers"])
+        members, newcomers = (_from_runs(message[name]) for name in ("members", "newcomers"))
         return cls(message["generation"], members, message["step"], newcomers, message["last"])
+
+
+def _as_runs(numbers: Iterable[int]) -> list[list[int]]:
+    """First and last of each run of consecutive ``numbers``: thousands of ranks get the list."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return runs
+
+
+def _from_runs(runs: Iterable[list[int]]) -> tuple[int, ...]:
+    return tuple(number for first, last in runs for number in range(first, last + 1))
 
 
 class DisagreementError(RingError):
@@ -140,6 +156,7 @@ class Membership:
         self.stopping = True  # no view is in force
         self._min_ranks = min_ranks
         self._max_ranks = max_ranks
+        self._members: dict[int, None] = {}  # of the view, as far as they still take part; by rank
         self.expected: set[int] = set()  # started, and not ready yet
         self._reports: dict[int, Report] = {}
         self._unfenced: set[int] = set()  # removed, and not yet seen to be dead
@@ -156,19 +173,18 @@ class Membership:
     @property
     def members(self) -> list[int]:
         """The members of the view that still take part, by rank."""
-        members = self.view.members if self.view is not None else ()
-        return [member for member in members if member not in self._gone]
+        return list(self._members)
 
     @property
     def newcomers(self) -> list[int]:
         """Processes that wait to take part, in the order of their numbers."""
-        return sorted(self._reports.keys() - set(self.members))
+        return sorted(self._reports.keys() - self._members.keys())
 
     @property
     def unreported(self) -> list[int]:
         """Members that the next view waits for. Empty as long as the view is in force."""
         return (
-            [member for member in self.members if member not in self._reports]
+            [member for member in self._members if member not in self._reports]
             if self.stopping
             else []
         )
@@ -178,13 +194,13 @@ class Membership:
         """Whether a view is in force that newcomers wait to enter, so that its members stop at
         the end of a step.
         """
-        has_room = self._max_ranks is None or len(self.members) < self._max_ranks
-        return not self.stopping and has_room and bool(self.members) and bool(self.newcomers)
+        has_room = self._max_ranks is None or len(self._members) < self._max_ranks
+        return not self.stopping and has_room and bool(self._members) and bool(self.newcomers)
 
     @property
     def finished(self) -> bool:
         """Whether every member of the view that was not removed has finished the training."""
-        return bool(self.finishers) and not self.members and not self.late
+        return bool(self.finishers) and not self._members and not self.late
 
     @property
     def takes_no_more(self) -> bool:
@@ -215,7 +231,7 @@ class Membership:
     @property
     def last_word(self) -> str:
         """Why the job is over, once its last view has no members any more."""
-        return self._last if not self.members else ""
+        return self._last if not self._members else ""
 
     def knows(self, member: int) -> bool:
         """Whether ``member`` was started, and may still take part."""
@@ -237,7 +253,7 @@ class Membership:
         """
         if member in self._gone:
             return
-        if member in self.members:
+        if member in self._members:
             if self.view is None or generation != self.view.generation:
                 return
             self.stopping = True
@@ -253,7 +269,7 @@ class Membership:
         """
         if member in self._gone:
             return False
-        if member in self.members:
+        if member in self._members:
             self.stopping = True
             if self._outside and self.was_member(member):
                 self.late.add(member)
@@ -316,11 +332,13 @@ class Membership:
             if step is None
             else tuple(member for member in members if reports[member].step is None)
         )
-        order = sorted(members, key=lambda member: member in newcomers)  # stable: rank 0 has state
+        is_new = set(newcomers).__contains__
+        order = sorted(members, key=is_new)  # stable: rank 0 has state
         if step is None:
             self.first_ranks = len(members)
         generation = 0 if self.view is None else self.view.generation + 1
         self.view = View(generation, tuple(order), step, newcomers, self._last)
+        self._members = dict.fromkeys(order)
         self.stopping = False
         self._seen.update(members)
         self._untried.update(newcomers)
@@ -330,8 +348,8 @@ class Membership:
         """Members that are no newcomers. Before the first step some may have yet to connect; later
         those without state were about to get it, and come in as all newcomers do.
         """
-        begins = not any(self._reports[member].step for member in self.members)
-        return [one for one in self.members if begins or self._reports[one].step is not None]
+        begins = not any(self._reports[member].step for member in self._members)
+        return [one for one in self._members if begins or self._reports[one].step is not None]
 
     def _lets_in(self, stay: list[int]) -> bool:
         """Whether all stand where newcomers can come in. The others wait."""
@@ -343,9 +361,10 @@ class Membership:
             return False
         if self.view is None and self.expected:
             return False
-        return not self.unreported
+        return self._members.keys() <= self._reports.keys()
 
     def _drop(self, member: int) -> None:
         self._gone.add(member)
+        self._members.pop(member, None)
         self.expected.discard(member)
         self._reports.pop(member, None)

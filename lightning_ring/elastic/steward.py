@@ -7,6 +7,7 @@ no torch, and is never a rank: memory and time that a training takes, or its dea
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
 from collections.abc import Callable
@@ -16,12 +17,21 @@ from typing import Any
 
 from lightning_ring.elastic.membership import Membership, Report
 from lightning_ring.errors import RingError
-from lightning_ring.job.rendezvous.door import SECRET, Door
+from lightning_ring.job.rendezvous.door import BACKLOG, SECRET, Door
 from lightning_ring.job.watch.messages import Message
 
 DOOR = "steward"
 
 Answer = Callable[[dict[str, Any]], None]
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A request for keys, the first ``num_seen`` of which are there."""
+
+    message: dict[str, Any]
+    answer: Answer
+    num_seen: int = 0
 
 
 class KeyValue:
@@ -33,13 +43,13 @@ class KeyValue:
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
-        self._waiting: list[tuple[dict[str, Any], Answer]] = []
+        self._waiting: dict[str, list[_Wait]] = {}  # by a key that is not there
 
     def request(self, message: dict[str, Any], answer: Answer) -> None:
         """Call ``answer`` with ``{"value": ...}``, or with ``{"refused": reason}``."""
         op = message["op"]
         if op in ("get", "wait"):
-            self._waiting.append((message, answer))
+            self._await(_Wait(message, answer))
         elif op == "set":
             self._values[message["key"]] = message["value"]
             answer({"value": None})
@@ -59,13 +69,15 @@ class KeyValue:
             answer({"value": len(self._values)})
         else:
             answer({"refused": f"the store knows no operation {op!r}"})
-        self._answer_waiting()
+        if "key" in message and message["key"] in self._values:
+            for wait in self._waiting.pop(message["key"], ()):
+                self._await(wait)
 
     def close(self, reason: str) -> None:
         """Refuse what waits. Later requests belong to another `KeyValue`."""
-        waiting, self._waiting = self._waiting, []
-        for _, answer in waiting:
-            answer({"refused": reason})
+        waiting, self._waiting = self._waiting, {}
+        for wait in itertools.chain.from_iterable(waiting.values()):
+            wait.answer({"refused": reason})
         self._values.clear()
 
     def _compare_set(self, key: str, expected: str, value: str) -> str:
@@ -78,15 +90,19 @@ class KeyValue:
     def _has(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
 
-    def _answer_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for message, answer in waiting:
-            if not self._has(message["keys"]):
-                self._waiting.append((message, answer))
-            elif message["op"] == "get":
-                answer({"value": [self._values[key] for key in message["keys"]]})
-            else:
-                answer({"value": None})
+    def _await(self, wait: _Wait) -> None:
+        """Answer if the keys are there, else when the next that is missing is."""
+        keys = wait.message["keys"]
+        while wait.num_seen < len(keys) and keys[wait.num_seen] in self._values:
+            wait.num_seen += 1
+        if wait.num_seen < len(keys):
+            self._waiting.setdefault(keys[wait.num_seen], []).append(wait)
+        elif not self._has(keys):  # one was deleted meanwhile
+            wait.num_seen = 0
+            self._await(wait)
+        else:
+            gets = wait.message["op"] == "get"
+            wait.answer({"value": [self._values[key] for key in keys] if gets else None})
 
 
 _LOOK_SECONDS = 0.2
@@ -231,7 +247,7 @@ class Steward:
         self._silence = Silence(silence or SilenceLimits(), idle)
         self._host = host
         self._secret = secret or token_hex(16)
-        listener = socket.create_server((host, 0), backlog=1024)
+        listener = socket.create_server((host, 0), backlog=BACKLOG)
         self._door = Door(listener, self._secret, DOOR, self)
         self._told_to_stop = True
         self._told_of_newcomers = False
@@ -262,6 +278,7 @@ class Steward:
     def expect(self, member: int) -> None:
         """Process ``member`` was started."""
         self.membership.expect(member)
+        self._door.expected = len(self.membership.expected)
 
     def gone(self, member: int, why: str) -> None:
         """Process ``member`` was seen to be dead, or on its way out of the kernel."""
@@ -277,8 +294,7 @@ class Steward:
             self.ended, self.exit_code, self._too_few = why, exit_code, too_few
             self._store.close(why)
             membership = self.membership
-            for member in [*membership.members, *membership.newcomers]:
-                self._tell_end(member, why)
+            self._tell_end(why, *membership.members, *membership.newcomers)
 
     def end_with_too_few(self, why: str) -> None:
         """As `end` with ``too_few``; but ranks that each have a part of the state get a last
@@ -310,7 +326,7 @@ class Steward:
         self._silence.heard(member)
         kind = message["kind"]
         if kind == "hello":
-            self._tell(member, {"kind": "standing", "first_ranks": self.membership.first_ranks})
+            self._tell({"kind": "standing", "first_ranks": self.membership.first_ranks}, member)
         elif kind == "report":
             standing = {name: message[name] for name in Report.__dataclass_fields__}
             self.membership.report(member, message["generation"], Report(**standing))
@@ -318,12 +334,12 @@ class Steward:
                 "newcomers wait" if self.membership.newcomers else f"process {member} connects anew"
             )
             if self.ended is not None:
-                self._tell_end(member, self.ended)
+                self._tell_end(self.ended, member)
         elif kind == "store":
             self._serve(member, message)
         elif kind == "finished":
             self.membership.finish(member)
-            self._tell(member, {"kind": "noted"})
+            self._tell({"kind": "noted"}, member)
         elif kind == "takes_part":
             self.membership.take_part(member)
         elif kind == "leaves_fit":
@@ -351,8 +367,7 @@ class Steward:
     def _look_for_silence(self, now: float) -> None:
         if now >= self._next_ping:
             self._next_ping = now + _PING_SECONDS
-            for member in list(self._door.guests):
-                self._tell(member, {"kind": "ping"})
+            self._tell({"kind": "ping"}, *self._door.guests)
         for member, why in self._silence.look(now, self.membership).items():
             self._remove(member, why, 0.0)
 
@@ -360,7 +375,7 @@ class Steward:
         number, view = message["number"], self.membership.view
 
         def answer(result: dict[str, Any]) -> None:
-            self._tell(member, {"kind": "answer", "number": number, **result})
+            self._tell({"kind": "answer", "number": number, **result}, member)
 
         if self.ended is not None:
             answer({"refused": self.ended})  # whoever would set the key may have gone
@@ -386,7 +401,7 @@ class Steward:
         if not self.membership.was_member(newcomer) and newcomer not in self.turned_away:
             self.turned_away.add(newcomer)
             self.last_words[newcomer] = _MISFIT
-            self._tell_end(newcomer, f"for process {newcomer}, which does not fit the others")
+            self._tell_end(f"for process {newcomer}, which does not fit the others", newcomer)
             self._remove(newcomer, _MISFIT)
 
     def _advance(self) -> None:
@@ -397,10 +412,8 @@ class Steward:
         if self.membership.stopping and not self._told_to_stop and view is not None:
             self._told_to_stop = True
             self._store.close(f"generation {view.generation} is over ({self._why})")
-            for member in self.membership.members:
-                self._tell(
-                    member, {"kind": "stop", "generation": view.generation, "why": self._why}
-                )
+            stop = {"kind": "stop", "generation": view.generation, "why": self._why}
+            self._tell(stop, *self.membership.members)
         try:
             view = self.membership.next_view()
         except RingError as error:
@@ -409,20 +422,19 @@ class Steward:
         if view is not None:
             self._store, self._told_to_stop, self._why = KeyValue(), False, ""
             self._told_of_newcomers = False
-            for member in view.members:
-                self._tell(member, view.as_message())
+            self._tell(view.as_message(), *view.members)
         if self.membership.admits and not self._told_of_newcomers:
             self._told_of_newcomers = True
-            for member in self.membership.members:
-                self._tell(member, {"kind": "newcomers"})
+            self._tell({"kind": "newcomers"}, *self.membership.members)
         if self.membership.finished:
             self.end("the training has finished")
         elif self.membership.last_word:
             self.end(self.membership.last_word, too_few=True)
 
-    def _tell_end(self, member: int, why: str) -> None:
+    def _tell_end(self, why: str, *members: int) -> None:
         code = 0 if self.membership.finished else self.exit_code
-        self._tell(member, {"kind": "end", "why": why, "exit_code": code, "too_few": self._too_few})
+        end = {"kind": "end", "why": why, "exit_code": code, "too_few": self._too_few}
+        self._tell(end, *members)
 
-    def _tell(self, member: int, message: Message) -> None:
-        self._door.send(member, message)
+    def _tell(self, message: Message, *members: int) -> None:
+        self._door.send(message, *members)

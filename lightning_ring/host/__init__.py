@@ -35,3 +35,26 @@ def most_open_files() -> int:
         return _WINDOWS
     limit: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return limit if limit != resource.RLIM_INFINITY else _WITHOUT_LIMIT
+
+
+def require_open_files(number: int, what: str) -> None:
+    """Let this process, ``what`` in the error, hold ``number`` files and connections open: its soft
+    limit is raised if need be.
+
+    Raises:
+        ConfigurationError: The hard limit is lower.
+    """
+    try:
+        import resource
+    except ModuleNotFoundError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= number:
+        return
+    if hard != resource.RLIM_INFINITY and hard < number:
+        raise ConfigurationError(
+            f"{what} needs {number:,} open files, as connections to other ranks count as files, "
+            f"and may have {hard:,}. Raise the limit on every host before the job starts: `ulimit "
+            "-n 65536`, which the system (limits.conf: nofile) or the batch system has to allow."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))

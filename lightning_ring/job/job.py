@@ -34,6 +34,7 @@ from lightning_ring.comm.backends.gloo import limit_waits
 from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.waiting import WaitPolicy
+from lightning_ring.host import require_open_files
 from lightning_ring.host.accelerator import COLLECTIVES, is_gpu
 from lightning_ring.job.excepthook import end_job_on_error, stop_ending_job
 from lightning_ring.job.members import (
@@ -49,6 +50,10 @@ from lightning_ring.job.rendezvous.interfaces import offer_interface, withdraw_i
 from lightning_ring.job.rendezvous.store import agree_on_secret, open_store
 from lightning_ring.job.stalls import StallReporter
 from lightning_ring.job.watch.watch import JobWatch
+
+_CONNECTIONS = 2  # to each other rank: of torch.distributed's default group, and of Gloo's own
+_CONNECTIONS_OF_RANK_0 = _CONNECTIONS + 2  # also those of the store and of the watch
+_OTHER_FILES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +131,11 @@ class Job:
     def _any_rank_is_broken(self) -> bool:
         """Whether the last fit ended in an error of a collective on some rank. Collective."""
         store = dist.PrefixStore(f"broken/{self.num_communicators}", self.store)
-        store.set(
-            str(self.info.rank), str(int(self.policy is not None and self.policy.error is not None))
-        )
-        return b"1" in [store.get(str(rank)) for rank in range(self.info.world_size)]
+        if self.policy is not None and self.policy.error is not None:
+            store.set("here", "")
+        if store.add("ranks", 1) == self.info.world_size:
+            store.set("anywhere", str(store.check(["here"])))
+        return store.get("anywhere") == b"True"
 
     def drop_communicator(self) -> None:
         """Close the communicator. It may be broken, or hold a bucket that a failed peer never
@@ -243,6 +249,7 @@ def open_job(
     launcher's variables tell.
 
     Raises:
+        ConfigurationError: This process may not open as many connections as there are ranks.
         RankDiscoveryError: Rank 0 cannot be reached, or two ranks were given one GPU.
     """
     global _last
@@ -254,6 +261,10 @@ def open_job(
     members = [own]
     if info.world_size > 1:
         end_job_on_error(info)
+        each = _CONNECTIONS_OF_RANK_0 if info.rank == 0 else _CONNECTIONS
+        require_open_files(
+            each * info.world_size + _OTHER_FILES, f"{info.name} of {info.world_size:,}"
+        )
         store = dist.PrefixStore(
             f"generation {info.generation}", store or open_store(info, timeout)
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch.distributed import PrefixStore, Store
 
+from lightning_ring.comm.store_bootstrap import PUBLISHED, publish, unpack
 from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.host.cores import bound_cores, cgroup_quota
@@ -55,7 +56,13 @@ def exchange_members(own: JobMember, info: RankInfo, store: Store) -> list[JobMe
     """All members, by rank. Collective."""
     store = PrefixStore("members", store)
     store.set(str(info.rank), json.dumps(asdict(own)))
-    found = [json.loads(store.get(str(rank))) for rank in range(info.world_size)]
+    if info.rank == 0:
+        publish(store, list(map(str, range(info.world_size))))
+    return decode_members(store.get(PUBLISHED))
+
+
+def decode_members(published: bytes) -> list[JobMember]:
+    found = unpack(published)
     return [JobMember(**member | {"cores": tuple(member["cores"])}) for member in found]
 
 

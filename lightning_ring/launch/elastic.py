@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from lightning_ring.elastic.membership import Membership
 from lightning_ring.elastic.steward import SilenceLimits, Steward
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host import require_open_files
 from lightning_ring.job.exit import say
 from lightning_ring.launch.child import Child
 from lightning_ring.launch.discovery import Discovery
@@ -54,6 +55,7 @@ class ElasticLimits:
 
 LOOK_SECONDS = 0.01  # how often the kernel is asked whether a process is on its way out
 _IDLE_SECONDS = 1.0  # how often it is asked for processor time
+_OTHER_FILES = 128
 _FAIL_SECONDS = 1.0  # for the exit code of a rank that failed
 
 __all__ = ["ElasticJob", "ElasticLimits", "RespawnLimits"]
@@ -111,6 +113,9 @@ class ElasticJob:
             f"{ranks} processes of: {shlex.join(self.command)} (goes on with {limits.min_ranks} "
             "or more)"
         )
+        # one connection to each rank, and to the agent of each host
+        files = max(ranks, limits.max_ranks or 0) + len(hosts) + _OTHER_FILES
+        require_open_files(files, f"The process that starts {ranks:,} ranks")
         membership = Membership(limits.min_ranks, limits.max_ranks)
         grows = self.discovery is not None
         self._slots = Slots(

@@ -127,7 +127,7 @@ class RemoteHost:
 
     def send(self, message: Message) -> None:
         if self.is_connected:
-            self.door.send(self.host.name, message)
+            self.door.send(message, self.host.name)
         elif self._process is not None:
             self._unsent.append(message)
 
@@ -260,6 +260,7 @@ class RemoteHosts:
         self.hosts[host.name] = RemoteHost(
             host, self._order, self._door, self._line, self._start_seconds
         )
+        self._door.expected = len(self.hosts)
 
     def look(self, now: float) -> None:
         """Serve all agents. Called again and again."""

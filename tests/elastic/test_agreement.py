@@ -1,6 +1,7 @@
 """What counts after an interruption, and who is in the next view: no sockets, no processes."""
 
 import itertools
+import json
 import random
 
 import pytest
@@ -265,3 +266,12 @@ def test_the_training_begins_with_the_ranks_that_are_there_when_all_are_connecte
     membership.report(0, 2, Report(5))
     assert membership.next_view() == View(3, (0,), 5)
     assert membership.first_ranks == 2
+
+
+def test_a_view_of_thousands_of_ranks_is_a_short_message():
+    members = (*range(2000), *range(2002, 4096), 2001)
+    view = View(3, members, 7, newcomers=(2001,))
+    text = json.dumps(view.as_message())
+    assert len(text) < 200
+    assert View.from_message(json.loads(text)) == view
+    assert View.from_message(View(0, (), None).as_message()) == View(0, (), None)

@@ -6,6 +6,7 @@ import pytest
 
 from lightning_ring.elastic.member import Member
 from lightning_ring.elastic.membership import GenerationOver, JobEnded, Report, TooFewRanks
+from lightning_ring.elastic.steward import KeyValue
 from lightning_ring.errors import RankDiscoveryError
 from tests.elastic.serving import WAIT, first_view, serving
 from tests.processes import wait_for
@@ -213,3 +214,38 @@ def test_a_process_learns_whether_the_job_has_begun():
         replacement.report(Report())
         assert early.next_view(WAIT).members == (0, 5)
         assert [early.first_ranks, replacement.first_ranks, server.join(6).first_ranks] == [0, 0, 2]
+
+
+def test_who_waits_for_keys_is_looked_at_when_the_next_missing_one_comes():
+    looks = 0
+
+    class Counted(dict[str, str]):
+        def __contains__(self, key):
+            nonlocal looks
+            looks += 1
+            return super().__contains__(key)
+
+    store, ranks = KeyValue(), 50
+    store._values = Counted()
+    keys, answers = [str(rank) for rank in range(ranks)], []
+    for _ in range(ranks):
+        store.request({"op": "get", "keys": ["all"]}, answers.append)
+    store.request({"op": "get", "keys": keys}, answers.append)
+    for key in keys:
+        store.request({"op": "set", "key": key, "value": key}, lambda answer: None)
+    assert answers == [{"value": keys}]
+    store.request({"op": "set", "key": "all", "value": "0"}, lambda answer: None)
+    assert answers[1:] == [{"value": ["0"]}] * ranks
+    assert looks < 10 * ranks  # not for each that waits at each key that comes
+
+
+def test_a_key_that_is_deleted_while_others_are_awaited_is_awaited_again():
+    store, answers = KeyValue(), []
+    store.request({"op": "set", "key": "a", "value": "1"}, lambda answer: None)
+    store.request({"op": "wait", "keys": ["a", "b"]}, answers.append)
+    store.request({"op": "delete", "key": "a"}, lambda answer: None)
+    store.request({"op": "add", "key": "b", "value": 1}, lambda answer: None)
+    assert answers == []
+    expected = {"op": "compare_set", "key": "a", "expected": "", "value": "2"}
+    store.request(expected, lambda answer: None)
+    assert answers == [{"value": None}]

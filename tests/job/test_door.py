@@ -120,6 +120,16 @@ def test_the_oldest_stranger_is_dropped_for_the_next_and_a_guest_never(served):
         one.close()
 
 
+def test_guests_that_are_expected_may_come_all_at_once(served):
+    served.door.expected = 40
+    strangers = [stranger(served) for _ in range(door_module.MOST_STRANGERS + 40)]
+    guest = enter(served)
+    assert is_hung_up_on(strangers[0])  # one too many came
+    assert len(served.door._strangers) == len(strangers) - 1
+    for one in [*strangers, guest]:
+        one.close()
+
+
 def test_who_does_not_know_the_secret_and_who_is_here_already_are_refused(served):
     guest = enter(served)
     with pytest.raises(NotOurDoor, match="another job"):

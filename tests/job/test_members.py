@@ -2,6 +2,7 @@
 
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from lightning_ring.job.members import (
     SHARING,
     JobMember,
     check_gpu_assignment,
+    exchange_members,
     fit_threads,
     is_chosen,
     num_threads,
@@ -140,3 +142,34 @@ def test_nccl_runs_its_communicators_kernels_in_the_order_of_the_calls(monkeypat
     monkeypatch.setenv(name, "0")  # what the user has set holds
     Job(SINGLE, [], dist.HashStore(), device=torch.device(device)).open_default_group()
     assert seen == [order, "0"]
+
+
+class CountedStore(dist.Store):
+    """A store in memory that counts what it is asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.values = dist.HashStore()
+        self.num_requests = 0
+
+    def set(self, key, value):
+        self.num_requests += 1
+        self.values.set(key, value if isinstance(value, str) else bytes(value).decode())
+
+    def get(self, key):
+        self.num_requests += 1
+        return self.values.get(key)
+
+    def multi_get(self, keys):
+        self.num_requests += 1
+        return [self.values.get(key) for key in keys]
+
+
+def test_members_are_exchanged_with_two_requests_a_rank():
+    store = CountedStore()
+    own = [JobMember(rank, rank // 4, f"host{rank // 4}", (rank,), 2.0) for rank in range(16)]
+    infos = [replace(SINGLE, rank=rank, world_size=16) for rank in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda info: exchange_members(own[info.rank], info, store), infos))
+    assert all(members == own for members in found)
+    assert store.num_requests == 2 * 16 + 2  # rank 0 reads all, and writes them into one value

@@ -209,7 +209,7 @@ def test_messages_reach_all_ranks_in_one_order():
         assert heard[0] == heard[1] == heard[2]
 
 
-def test_a_message_to_one_rank_reaches_that_one_and_its_sender():
+def test_a_message_to_one_rank_reaches_that_one_and_its_sender_is_told():
     with job(4) as watches:
         heard = [[], [], [], []]
         for rank, watch in enumerate(watches):
@@ -217,7 +217,7 @@ def test_a_message_to_one_rank_reaches_that_one_and_its_sender():
         assert watches[2].tell({"kind": "place", "place": 1, "to": 1}, wait=60)
         assert watches[2].tell({"kind": "place", "place": 2}, wait=60)
         assert eventually(lambda: all(2 in places for places in heard))
-        assert heard == [[2], [1, 2], [1, 2], [2]]
+        assert heard == [[2], [1, 2], [None, 2], [2]]
         assert watches[0].peers().keys() == {0, 1, 2, 3}
         watches[3].leave()
         assert eventually(lambda: watches[0].peers().keys() == {0, 1, 2})
@@ -267,3 +267,37 @@ def test_peers_blames_the_first_of_the_fit():
     event = peers.failure(fit=1)
     assert event is not None
     assert "rank 2 (host node0, pid 7) was lost: Connection timed out" in str(event)
+
+
+def test_echoes_and_departures_of_many_ranks_are_not_told_to_each_of_them(monkeypatch):
+    with job(8) as watches:
+        heard: list[list[str]] = [[] for _ in watches]
+        for rank, watch in enumerate(watches):
+            watch.on_event(lambda message, rank=rank: heard[rank].append(message["kind"]))
+        vanish(watches[7])
+        assert eventually(lambda: all(watch.failure() for watch in watches[:7]))
+        for watch in watches[:7]:
+            watch.report(PeerFailedError("rank 7 died"))
+        assert watches[0].failure().rank == watches[6].failure().rank == 7
+        for watch in reversed(watches[:7]):  # rank 0 waits for the others
+            watch.leave_early()
+    assert heard[0].count("failed") == heard[0].count("left") == 7
+    for kinds in heard[1:7]:
+        # two are told to all, and each hears its own; a rank that has left hears no more
+        assert kinds.count("dead") == 1
+        assert kinds.count("failed") <= 3
+        assert kinds.count("left") <= 3
+
+
+def test_failures_of_a_new_fit_are_told_again_and_those_of_earlier_ones_forgotten():
+    with job(4) as watches:
+        for fit in range(3):
+            for watch in watches[1:]:
+                watch.report(ValueError(f"in fit {fit}"))
+            assert eventually(lambda: all(watch.failure() for watch in watches))
+            for watch in watches:
+                watch.reset()
+                assert watch.failure() is None
+        relay = watches[0]._relay
+        assert relay is not None
+        assert [message["fit"] for message in relay._history] == [2, 2]

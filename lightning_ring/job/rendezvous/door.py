@@ -31,13 +31,16 @@ from lightning_ring.job.watch.messages import (
     LONGEST_LINE,
     Message,
     MessageConnection,
+    as_line,
     in_forked_children,
 )
 
 SECRET = "RING_SECRET"  # the variable by which launchers hand it to their ranks
 HELLO_SECONDS = 10.0  # in which a stranger has to say hello, however its bytes arrive
 HELLO_BYTES = 4096
-MOST_STRANGERS = 128  # at a time: the oldest is dropped for the next
+# at a time, besides those that are expected: the oldest is dropped for the next
+MOST_STRANGERS = 128
+BACKLOG = 4096  # that come at once; systems take no more by default
 ANSWER_SECONDS = 5.0  # a door that accepted has to speak within this time
 _ACCEPTS = 32  # connections in one pass
 _ATTEMPT_SECONDS = 5.0
@@ -74,19 +77,23 @@ class _Visitor:
 class Door:
     """Lets in whoever knows ``secret`` at ``listener``, and passes on what guests send.
 
-    ``name`` tells the doors of a job apart: a proof for one is worth nothing at another. `serve`
-    does everything; it is called again and again, or by `serve_in_thread`.
+    ``name`` tells the doors of a job apart: a proof for one is worth nothing at another.
+    `serve` does everything; it is called again and again, or by `serve_in_thread`.
 
     Attributes:
         guests: Those that are connected.
+        expected: The number of guests that may come at once, those that are here included.
     """
 
-    def __init__(self, listener: socket.socket, secret: str, name: str, server: Server) -> None:
+    def __init__(
+        self, listener: socket.socket, secret: str, name: str, server: Server, expected: int = 0
+    ) -> None:
         self.guests: dict[Any, _Visitor] = {}
         self._listener = listener
         self._key = _key(secret, name)
         self._server = server
-        self._strangers: list[_Visitor] = []  # the oldest first
+        self._strangers: dict[_Visitor, None] = {}  # the oldest first
+        self.expected = expected
         self._reserve: int | None = os.open(os.devnull, os.O_RDONLY)
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -113,8 +120,8 @@ class Door:
             else:
                 self._flush(visitor)
         now = time.monotonic()
-        while self._strangers and self._strangers[0].until < now:
-            self._close(self._strangers[0])
+        while self._strangers and (oldest := next(iter(self._strangers))).until < now:
+            self._close(oldest)
 
     def serve_in_thread(self, name: str, is_over: Callable[[], bool] = lambda: False) -> None:
         """Serve in a thread until `close`, or until nobody else ``is_over()`` to come."""
@@ -127,11 +134,13 @@ class Door:
         self._thread = threading.Thread(target=serve, name=name, daemon=True)
         self._thread.start()
 
-    def send(self, guest: Any, message: Message) -> None:
-        """Send ``message`` to ``guest``, if it is connected."""
-        if (visitor := self.guests.get(guest)) is not None:
-            visitor.connection.send(message)
-            self._flush(visitor)
+    def send(self, message: Message, *guests: Any) -> None:
+        """Send ``message`` to those of ``guests`` that are connected."""
+        line = as_line(message)
+        for guest in guests:
+            if (visitor := self.guests.get(guest)) is not None:
+                visitor.connection.send_line(line)
+                self._flush(visitor)
 
     def hang_up(self, guest: Any) -> None:
         if (visitor := self.guests.get(guest)) is not None:
@@ -159,11 +168,12 @@ class Door:
             connection = MessageConnection(accepted)
             connection.longest_line = HELLO_BYTES
             visitor = _Visitor(connection, token_hex(16), time.monotonic() + HELLO_SECONDS)
-            self._strangers.append(visitor)
+            self._strangers[visitor] = None
             self._selector.register(accepted, selectors.EVENT_READ, visitor)
             connection.send({"kind": "challenge", "nonce": visitor.nonce})
-            if len(self._strangers) > MOST_STRANGERS:
-                self._close(self._strangers[0])
+            most = MOST_STRANGERS + max(0, self.expected - len(self.guests))
+            if len(self._strangers) > most:
+                self._close(next(iter(self._strangers)))
 
     def _turn_away(self) -> None:
         """This process can open no more files: let strangers go, and the next one come later."""
@@ -211,10 +221,10 @@ class Door:
             connection.send({"kind": "refused"})
             return False
         visitor.guest = guest
-        self._strangers.remove(visitor)
+        del self._strangers[visitor]
         self.guests[guest] = visitor
         connection.longest_line = LONGEST_LINE
-        self.send(guest, _proved(self._key, nonce, {"kind": "welcome", **told}))
+        self.send(_proved(self._key, nonce, {"kind": "welcome", **told}), guest)
         return True
 
     def _flush(self, visitor: _Visitor) -> None:
@@ -227,8 +237,7 @@ class Door:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(visitor.connection.socket)
         visitor.connection.close()
-        if visitor in self._strangers:
-            self._strangers.remove(visitor)
+        self._strangers.pop(visitor, None)
         if self.guests.get(visitor.guest) is visitor:
             del self.guests[visitor.guest]
 

@@ -13,7 +13,7 @@ import socket
 from typing import Any
 
 from lightning_ring.errors import RankDiscoveryError
-from lightning_ring.job.rendezvous.door import ANSWER_SECONDS, Door, NotOurDoor, knock
+from lightning_ring.job.rendezvous.door import ANSWER_SECONDS, BACKLOG, Door, NotOurDoor, knock
 from lightning_ring.job.watch.messages import Message
 
 LOOPBACK = "127.0.0.1"
@@ -57,7 +57,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
             family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         # sets SO_REUSEADDR: a job that just ended leaves its port in TIME_WAIT; only a live
         # listener is in the way
-        return socket.create_server(where, family=family, backlog=1024, dualstack_ipv6=both)
+        return socket.create_server(where, family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
             raise RankDiscoveryError(
@@ -81,7 +81,7 @@ class Greeter:
     def __init__(self, listener: socket.socket, secret: str, count: int, word: str) -> None:
         self._missing = set(range(1, count + 1))
         self._word = word
-        self._door = Door(listener, secret, _DOOR, self)
+        self._door = Door(listener, secret, _DOOR, self, count)
         self._door.serve_in_thread("ring-greeter", lambda: not self._missing)
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ class MessageConnection:
         self.longest_line = LONGEST_LINE  # bytes
         self._received = b""
         self._early: list[Message] = []  # that `next` left
-        self._unsent = b""
+        self._unsent = bytearray()
 
     @property
     def unsent(self) -> bool:
@@ -51,7 +51,11 @@ class MessageConnection:
 
     def send(self, message: Message) -> None:
         """Queue ``message`` and send what the kernel takes; `flush` sends the rest."""
-        self._unsent += json.dumps(message).encode() + b"\n"
+        self.send_line(as_line(message))
+
+    def send_line(self, line: bytes) -> None:
+        """As `send`, of a message that is a line already."""
+        self._unsent += line
         self.flush()
 
     def flush(self) -> None:
@@ -60,11 +64,11 @@ class MessageConnection:
         """
         try:
             while self._unsent:
-                self._unsent = self._unsent[self.socket.send(self._unsent) :]
+                del self._unsent[: self.socket.send(self._unsent)]
         except BlockingIOError:
             pass
         except OSError:
-            self._unsent = b""
+            self._unsent.clear()
 
     def wait(self, seconds: float, *, to_send: bool = False) -> None:
         """Return when something has arrived, or when the kernel takes more, or after ``seconds``.
@@ -137,6 +141,10 @@ def in_forked_children(method: Callable[[], None]) -> None:
             alive()
 
     os.register_at_fork(after_in_child=call)
+
+
+def as_line(message: Message) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def parse(line: bytes) -> Message | None:

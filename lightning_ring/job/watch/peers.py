@@ -68,16 +68,20 @@ class PeerEvent:
 
 
 class PeerEvents:
-    """Failures, deaths and departures of the other ranks. Not thread-safe."""
+    """Failures, deaths and departures of the other ranks: in rank 0 all, in other ranks the first
+    ones. Not thread-safe.
+    """
 
     def __init__(self) -> None:
         self.failures: list[PeerEvent] = []
         self.left: dict[int, PeerEvent] = {}
         self.gone: set[int] = set()
+        self.all_left = False  # this rank included
 
     def add(self, message: Message) -> None:
         """Add a message of another rank, as the relay passed it on."""
         kind, rank = message["kind"], message["rank"]
+        self.all_left = self.all_left or kind == "all left"
         if kind in ("dead", "gone"):
             self.gone.add(rank)
         if kind in ("failed", "dead", "left"):

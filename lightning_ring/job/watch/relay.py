@@ -18,6 +18,7 @@ from lightning_ring.job.watch.messages import Message, MessageConnection
 _DOOR = "watch"
 _CONNECT_SECONDS = 30.0
 _SENDER = ("rank", "host", "pid")  # what the relay adds to every message
+_TOLD = 2  # so that the first one to fail hears of another one as well
 
 
 def join_relay(
@@ -34,7 +35,8 @@ def join_relay(
     home = {"host": os.uname().nodename, "pid": os.getpid()}
     relay: Relay | None = None
     if info.rank == 0:
-        relay = Relay(listen(listening_address(info.num_nodes)), secret, home)
+        listener = listen(listening_address(info.num_nodes))
+        relay = Relay(listener, secret, home, info.world_size)
         store.set("relay", str(relay.port))
     try:
         port, hello = int(store.get("relay")), {"rank": info.rank} | home
@@ -66,21 +68,28 @@ def host_of(store: Store) -> str:
 
 
 class Relay:
-    """Sends every message of one rank to all, its sender included. ``home`` is rank 0's ``host``
-    and ``pid``.
+    """Passes messages of one rank on to all of ``world_size``, its sender included. ``home`` is
+    rank 0's ``host`` and ``pid``.
 
-    A message with a rank under ``"to"`` goes to that one and to its sender only. A connection that
-    ends without a ``failed`` or ``left`` message of its rank becomes a ``dead`` message; otherwise
-    a ``gone`` one. All ranks get all messages in the same order. A rank that connects late gets the
-    earlier failures.
+    A message with a rank under ``"to"`` goes to that one only, and its sender is told. A connection
+    that ends without a ``failed`` or ``left`` message of its rank becomes a ``dead`` message;
+    otherwise a ``gone`` one. All ranks get the messages in the same order. A rank that connects
+    late gets the earlier failures. Once every rank has left or gone, all are told.
+
+    When thousands of ranks fail of one death, or leave at the end, it would be too much to tell
+    each of all: rank 0 hears everything, and the others of the first `_TOLD` of each kind.
     """
 
-    def __init__(self, listener: socket.socket, secret: str, home: Message) -> None:
+    def __init__(
+        self, listener: socket.socket, secret: str, home: Message, world_size: int
+    ) -> None:
         self._home = home
+        self._world_size = world_size
+        self._away: set[int] = set()  # ranks that have left or gone
         self._senders: dict[int, Message] = {}  # of the ranks that are connected
         self._excused: set[int] = set()  # ranks that sent failed or left
-        self._history: list[Message] = []
-        self._door = Door(listener, secret, _DOOR, self)
+        self._history: list[Message] = []  # that all ranks know
+        self._door = Door(listener, secret, _DOOR, self, world_size)
         self.port = self._door.port
         self._door.serve_in_thread("ring-watch-relay")
 
@@ -104,21 +113,54 @@ class Relay:
         if message["kind"] == "hello":
             self._senders[rank] = {name: message[name] for name in _SENDER}
             for earlier in self._history:
-                self._door.send(rank, earlier)
+                self._door.send(earlier, rank)
             return
         if message["kind"] in ("failed", "left"):
             self._excused.add(rank)
         elif message["kind"] == "fit":  # its error was caught, and a new fit begins
             self._excused.discard(rank)
-        self._broadcast(message | self._senders[rank])
+        self._pass_on(message | self._senders[rank])
+        if message["kind"] == "left":
+            self._is_away(rank)
 
     def hung_up(self, rank: int, why: str) -> None:
         kind = "gone" if rank in self._excused else "dead"
-        self._broadcast({"kind": kind, "text": why} | self._senders.pop(rank))
+        self._pass_on({"kind": kind, "text": why} | self._senders.pop(rank))
+        self._is_away(rank)
 
-    def _broadcast(self, message: Message) -> None:
-        if message["kind"] in ("failed", "left", "dead"):
-            self._history.append(message)
-        for rank in list(self._senders):
-            if "to" not in message or rank in (message["to"], message["rank"]):
-                self._door.send(rank, message)
+    def _is_away(self, rank: int) -> None:
+        before = len(self._away)
+        self._away.add(rank)
+        if before < len(self._away) == self._world_size:
+            self._door.send({"kind": "all left", "rank": None}, *self._senders)
+
+    def _pass_on(self, message: Message) -> None:
+        if isinstance(to := message.get("to"), int):
+            self._door.send(message, to)
+            if to != message["rank"]:  # its sender counts what was passed on
+                self._door.send({"kind": "passed on", "rank": message["rank"]}, message["rank"])
+        elif self._is_for_all(message):
+            self._door.send(message, *self._senders)
+        else:
+            self._door.send(message, *{0, message["rank"]})
+
+    def _is_for_all(self, message: Message) -> bool:
+        kind = message["kind"]
+        if kind == "gone":  # the others wait for the end of one that failed
+            return any(one["rank"] == message["rank"] for one in self._history)
+        if kind not in ("failed", "dead", "left"):
+            return True
+        told = [one for one in self._history if _sort(one) == _sort(message)]
+        if len(told) >= _TOLD:
+            return False
+        if kind == "failed":  # failures of earlier fits were caught
+            fit = message.get("fit", 0)
+            self._history = [one for one in self._history if one.get("fit", fit) >= fit]
+        self._history.append(message)
+        return True
+
+
+def _sort(event: Message) -> tuple[str, bool, int]:
+    """Events of one sort say the same to a rank: that another one failed, and why."""
+    failed = event["kind"] == "failed"
+    return event["kind"], failed and event.get("echo", False), event.get("fit", 0) if failed else 0

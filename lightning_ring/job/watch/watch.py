@@ -99,7 +99,7 @@ class JobWatch:
         """Send ``event`` (JSON, with a ``"kind"``) to the `on_event` callbacks of all ranks, this
         one's included.
 
-        With a rank under ``"to"``, to that one's and this one's only. With ``wait``, return once
+        With a rank under ``"to"``, to that one's only. With ``wait``, return once
         rank 0 has passed it on, at most after so many seconds; returns whether it has.
         """
         with self._news:
@@ -113,8 +113,8 @@ class JobWatch:
             return self._returned >= number
 
     def on_event(self, callback: Callable[[Message], None]) -> None:
-        """Call ``callback`` with every message of any rank: ``kind, rank, host, pid`` and the
-        fields of its sender.
+        """Call ``callback`` with every message that this rank gets: ``kind, rank, host, pid`` and
+        the fields of its sender.
 
         In the watch's thread: be quick and raise nothing.
         """
@@ -134,7 +134,7 @@ class JobWatch:
         with self._news:
             self._fit += 1
             self._reported = False
-        self.tell({"kind": "fit"})
+        self.tell({"kind": "fit", "to": self.info.rank})
 
     def leave(self) -> None:
         """Say goodbye at the end of the script, and stay until the others have left as well.
@@ -206,7 +206,7 @@ class JobWatch:
         return event if event is not None and not event.echo else None
 
     def _all_left(self) -> bool:
-        return len(self._peers.left.keys() | self._peers.gone) >= self.info.world_size - 1
+        return self._peers.all_left
 
     def _open(self, store: Store, secret: str) -> None:
         self._relay, self._connection, self.rank_0 = join_relay(self.info, store, secret)
