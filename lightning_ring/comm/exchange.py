@@ -88,6 +88,10 @@ def start_all_reduce_directly(
     """
     rows = [flat.new_empty(flat.numel()) for _ in range(p2p.world_size)]
     if p2p.world_size == 2:
+        if op is ReduceOp.AVG and flat.dtype in (torch.float32, torch.float64):
+            # DistributedDataParallel's bits: a sum of large values would overflow
+            flat.mul_(0.5)
+            op = ReduceOp.SUM
         rows[p2p.rank] = flat  # read before it is written
     else:
         rows[p2p.rank].copy_(flat)

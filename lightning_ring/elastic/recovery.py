@@ -4,6 +4,8 @@ connects anew.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import logging
 import time
 import traceback
@@ -28,6 +30,7 @@ BLAME_SECONDS = 3.0  # a transport may see a death before the steward says so
 # for the next view: the steward ends the job where there are too few ranks
 VIEW_SECONDS = 24 * 3600.0
 NUM_ATTEMPTS = 5  # to connect without that anybody died
+_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _log = logging.getLogger("lightning_ring")
 
@@ -236,8 +239,14 @@ def _let_go(error: BaseException | None) -> None:
     """Drop what the frames that ``error`` has left hold: buckets among it, whose memory the next
     view uses again.
     """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
+    seen: set[int] = set()  # a script's own chain of errors may be a ring
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            # a generator that handled the error may go on; to clear its frame would close it
+            if not frame.f_code.co_flags & _SUSPENDABLE:
+                with contextlib.suppress(RuntimeError):  # it is still running
+                    frame.clear()
         error = error.__cause__ or error.__context__
 
 

@@ -2,6 +2,7 @@
 that only record.
 """
 
+import threading
 import weakref
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
@@ -117,6 +118,38 @@ def test_what_a_broken_step_held_is_free_when_ranks_connect():
         except CollectiveError as error:
             ranks.recovery.after(error)
     assert free == [True]
+
+
+def test_errors_that_are_each_others_context_do_not_hold_up_the_recovery():
+    ranks = Recorder(View(1, (0, 2), 5))
+    ranks.recovery.step = 5
+    first, second = CollectiveError("first"), CollectiveError("second")
+    first.__cause__, second.__cause__ = second, first
+    done = threading.Event()
+
+    def recover():
+        ranks.recovery.after(first)
+        done.set()
+
+    threading.Thread(target=recover, daemon=True).start()
+    assert done.wait(20)
+
+
+def test_a_generator_that_handled_the_error_goes_on():
+    def batches():
+        try:
+            yield "batch 0"
+        except CollectiveError:
+            yield "handled"
+        yield "batch 1"
+
+    ranks = Recorder(View(1, (0, 2), 5))
+    ranks.recovery.step = 5
+    error, source = CollectiveError("a transport is broken"), batches()
+    next(source)
+    assert source.throw(error) == "handled"
+    ranks.recovery.after(error)
+    assert next(source) == "batch 1"
 
 
 def test_a_newcomer_has_state_only_once_it_has_entered():

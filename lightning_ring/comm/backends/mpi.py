@@ -91,6 +91,8 @@ class MPITransport:
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi
         self._comm = comm
+        # 32,767 at least; messages with tags above share this one, in the order of the calls
+        self._highest_tag: int = comm.Get_attr(mpi.TAG_UB)
         self._under_way: set[MPIMessage] = set()
         self.rank: int = comm.rank
         self.world_size: int = comm.size
@@ -99,14 +101,12 @@ class MPITransport:
         )
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> MPIMessage:
-        return self._keep(
-            MPIMessage(self._comm.Isend(self._bytes(tensor), dst, tag), tensor, dst, receives=False)
-        )
+        request = self._comm.Isend(self._bytes(tensor), dst, min(tag, self._highest_tag))
+        return self._keep(MPIMessage(request, tensor, dst, receives=False))
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> MPIMessage:
-        return self._keep(
-            MPIMessage(self._comm.Irecv(self._bytes(tensor), src, tag), tensor, src, receives=True)
-        )
+        request = self._comm.Irecv(self._bytes(tensor), src, min(tag, self._highest_tag))
+        return self._keep(MPIMessage(request, tensor, src, receives=True))
 
     def wait(self, requests: Sequence[MPIMessage]) -> None:
         pending = [message.request for message in requests]

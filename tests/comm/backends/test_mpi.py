@@ -94,6 +94,38 @@ if "close" in sys.argv:
         assert "still waiting for rank 1" in result.stdout
 
 
+@pytest.mark.ranks
+def test_sizes_above_the_highest_tag_of_the_mpi_library():
+    """MPI promises tags of up to 32,767 only, and a tag tells sizes of short tensors apart."""
+    code = """
+import torch
+from lightning_ring.comm.backends.mpi import MPICommunicator
+comm = MPICommunicator()
+library, tags = comm.transport._comm, []
+class FewTags:
+    def __getattr__(self, name):
+        return getattr(library, name)
+    def Isend(self, data, dst, tag):
+        tags.append(tag)
+        return library.Isend(data, dst, tag)
+comm.transport._comm = FewTags()
+comm.transport._highest_tag = 32_767
+tensors = [torch.full((numel,), 1.0 + comm.rank) for numel in (200_000, 300_000, 100)]
+for work in [comm.all_reduce_(tensor) for tensor in tensors]:
+    work.wait()
+print("summed", all(tensor.eq(3).all() for tensor in tensors), "highest tag", max(tags), flush=True)
+try:
+    comm.all_reduce_(torch.ones(200_000 + comm.rank)).wait()
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+comm.close()
+"""
+    result = mpirun(2, "-c", code)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("summed True highest tag 32767") == 2
+    assert result.stdout.count("CollectiveError the ranks called different collectives") == 2
+
+
 def test_waiting_sleeps_longer_the_longer_it_lasts(monkeypatch):
     """Counted on a clock that only sleeping moves: 1 s of waiting takes at most some thousand
     looks, not millions.

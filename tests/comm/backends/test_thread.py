@@ -119,6 +119,29 @@ def test_what_cannot_be_reduced_is_refused(dtype, op):
     run_ranks(2, rank)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("numel", [100, 200_000])
+def test_an_average_of_two_short_tensors_has_the_bits_of_ddp(dtype, numel):
+    """It divides before it sums: neither overflows at large values, and both lose the last bit of
+    subnormal ones.
+    """
+    limits = torch.finfo(dtype)
+    scales = torch.tensor([limits.max, limits.tiny, limits.tiny * limits.eps * 5, 1.0], dtype=dtype)
+    inputs = [
+        torch.rand(numel, dtype=dtype, generator=torch.Generator().manual_seed(rank))
+        * scales.repeat(numel // 4)
+        for rank in range(2)
+    ]
+
+    def rank(comm):
+        tensor = inputs[comm.rank].clone()
+        comm.all_reduce_(tensor, op=ReduceOp.AVG).wait()
+        return tensor
+
+    for averages in run_ranks(2, rank):
+        assert torch.equal(averages, inputs[0] / 2 + inputs[1] / 2)
+
+
 def test_the_others_are_told_of_a_call_while_earlier_ones_are_under_way():
     """Were they told when its turn comes, the wire would be idle for as long as that takes."""
 
