@@ -92,7 +92,7 @@ class MPITransport:
         self._mpi = mpi
         self._comm = comm
         # 32,767 at least; messages with tags above share this one, in the order of the calls
-        self._highest_tag: int = comm.Get_attr(mpi.TAG_UB)
+        self._highest_tag: int = mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)
         self._under_way: set[MPIMessage] = set()
         self.rank: int = comm.rank
         self.world_size: int = comm.size
