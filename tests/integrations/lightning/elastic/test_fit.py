@@ -67,7 +67,8 @@ def trained_batches(folder, number):
 
 
 def check(folder, ends, world_size):
-    assert [end["rank"] for end in ends] == list(range(world_size))
+    # of two that come at about the same time either may be let in first
+    assert sorted(end["rank"] for end in ends) == list(range(world_size))
     for end in ends:
         assert end["world_size"] == world_size
         assert end["epoch"] == EPOCHS
