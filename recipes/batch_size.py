@@ -44,7 +44,7 @@ def even_batch_size(num_images: int, world_size: int, batch_size: int) -> int:
     if num_images < world_size:
         raise ConfigurationError(
             f"{num_images} images cannot be evaluated on {world_size} ranks: each needs at least "
-            "one. Use fewer ranks, or a larger validation and test set."
+            "one. Lower trainer.devices, or add images to val and test."
         )
     share, longer = divmod(num_images, world_size)
     while longer and share % batch_size == 0:

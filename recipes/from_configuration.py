@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
+from lightning_ring.errors import ConfigurationError
 from lightning_ring.optim import exclude_bias_and_norm
 from lightning_ring.schedules import WarmupLR
 
@@ -94,10 +95,21 @@ def of_run(
 
     ``warmup`` is in steps; ``warmup_epochs``, if given, takes its place. ``milestone_epochs`` are
     for `warmup_multistep`.
+
+    Raises:
+        ConfigurationError: The warm-up is not shorter than the run.
     """
     steps_per_epoch = total / epochs
+    given = f"schedule.warmup={warmup}"
     if warmup_epochs is not None:
+        given = f"schedule.warmup_epochs={warmup_epochs}"
         warmup = warmup_epochs * steps_per_epoch
+    if warmup >= total:
+        raise ConfigurationError(
+            f"{given} is a warm-up of {warmup:g} optimizer steps, but the whole run has {total} "
+            f"(trainer.max_epochs={epochs}). Set schedule.warmup_epochs below {epochs}, raise "
+            "trainer.max_epochs, or lower data.batch_size."
+        )
     if milestone_epochs is not None:
         return schedule([epoch * steps_per_epoch for epoch in milestone_epochs], warmup, **settings)
     return schedule(total, warmup, **settings)

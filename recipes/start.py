@@ -13,9 +13,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.job.launchers import launcher_variables
 from lightning_ring.launch.script import JobFinished, script_job
 from recipes.batch_size import classes_per_batch, per_rank_batch_size
@@ -34,9 +34,18 @@ def place() -> tuple[int, int] | None:
 
 
 def check(config: DictConfig) -> None:
-    """Refuse a batch that does not divide by the ranks before anything that takes seconds, if the
-    ranks can be counted without torch. Raises `ConfigurationError` with the nearest ones that do.
+    """Refuse missing values of the data before anything that takes seconds; also a batch that does
+    not divide by the ranks, if they can be counted without torch.
+
+    Raises:
+        ConfigurationError: Names the keys, and the nearest batch sizes that divide.
     """
+    missing = [f"data.{key}" for key in config.data if OmegaConf.is_missing(config.data, key)]
+    if missing:
+        raise ConfigurationError(
+            f"{' and '.join(missing)} must be given. Add them to the command: "
+            f"{' '.join(f'{key}=VALUE' for key in missing)}"
+        )
     told, devices = place(), config.trainer.devices
     if told is None and (type(devices) is not int or devices < 1):
         return

@@ -186,6 +186,14 @@ class Shards(L.LightningDataModule):
             num_classes = classes_per_batch(
                 self.batch_size, self.world_size(), self.images_per_class
             )
+            needed, present = num_classes * self.world_size(), len(np.unique(dataset.labels))
+            if needed > present:
+                raise ConfigurationError(
+                    f"data.batch_size={self.batch_size} with data.sampler=pxk and "
+                    f"data.images_per_class={self.images_per_class} takes {needed} classes a step, "
+                    f"but {dataset.root} holds images of {present}. Lower data.batch_size, raise "
+                    "data.images_per_class, or choose data.sampler=balanced."
+                )
             return PKSampler(
                 dataset.labels,
                 num_classes,

@@ -109,6 +109,10 @@ def test_every_schedule_can_be_given_in_epochs(schedule, composed):
     if warmup is not None:
         assert factor(round(10 * warmup)) == 1
     assert factor(899) < 0.2
+    longer = dict.fromkeys(["warmup", "warmup_epochs"])
+    for key, value, steps in (("warmup", 900, 900), ("warmup_epochs", 95, 950)):
+        with pytest.raises(ConfigurationError, match=f"schedule.{key}={value} .* {steps} .* 900"):
+            instantiate(config.schedule)(total=900, **longer | {key: value})
 
 
 @pytest.mark.parametrize(

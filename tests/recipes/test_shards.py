@@ -117,6 +117,9 @@ def test_too_few_images_for_a_step_or_for_the_ranks(tmp_path, monkeypatch):
     data = shards(tmp_path, "bcd", 3, batch_size=4, sampler="balanced")
     with pytest.raises(ConfigurationError, match="more than the 3 images"):
         data.train_dataloader()
+    data = shards(tmp_path / "pxk", "bcd", 3, batch_size=8, sampler="pxk", images_per_class=2)
+    with pytest.raises(ConfigurationError, match=r"data.batch_size=8 .* takes 4 classes .* of 3"):
+        data.train_dataloader()
     monkeypatch.setattr(data, "world_size", lambda: 4)
     with pytest.raises(ConfigurationError, match="cannot be evaluated on 4 ranks"):
         data.val_dataloader()

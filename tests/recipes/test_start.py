@@ -34,6 +34,7 @@ MISTAKES = [
         ["experiment=scan_to_identify", "data.images_per_class=5"],
         r"32 images, .* data.images_per_class=5",
     ),
+    (["data=shards"], r"data.folder=VALUE data.num_classes=VALUE"),
 ]
 
 

@@ -319,7 +319,10 @@ def list_sources(
     if not met:
         rows = (into / _REPORT).read_bytes().decode("utf-8", "backslashreplace").splitlines()
         shown = "\n  ".join(["", *rows[:5], *["..."] * (len(rows) > 5)])
-        raise ConfigurationError(f"{source} lists no image.{shown}")
+        raise ConfigurationError(
+            f"{source} lists no image. Expected images in a folder for each class, or a CSV "
+            f"file with a row for each image.{shown}"
+        )
     if classes is None:
         known = set(first)
         new = [name for name in numbers if name not in known]

@@ -119,7 +119,7 @@ def test_two_spellings_of_a_path_are_one_image(tmp_path):
         ("path,label\n", "lists no image"),
         (
             "path,label\na.jpg,\n",
-            r"lists no image.\n  left out,a.jpg,line 2 of train.csv has no label",
+            r"lists no image. .*CSV file .*\n  left out,a.jpg,line 2 of train.csv has no label",
         ),
         (
             "path,label\na.jpg,x\nb.jpg,x\na.jpg,y\n",
