@@ -57,7 +57,7 @@ _LOGGED = Row("resnet18", _MONITORED, steps=50, options=("--logger",), by_turn=T
 ROWS = {
     "one_node": Row("resnet18", _WITH_ALONE),
     "two_hosts": Row("resnet18", _SHARDED_TOO, num_hosts=2, steps=3, rounds=5),
-    "two_hosts_bf16": Row("resnet18", ("ddp", "ring:compression=bf16"), num_hosts=2),
+    "two_hosts_bf16": Row("resnet18", ("ddp", "ring:compression=bf16", _ALONE), num_hosts=2),
     "four_ranks": Row("resnet18", ("ddp", "ring"), ranks=4, num_hosts=2, steps=2, rounds=5),
     "small_two_hosts": Row("small", _WITH_ALONE, num_hosts=2, rate="10gbit", steps=50),
     "many_small": Row("many_small", _WITH_ALONE, steps=40),
@@ -135,11 +135,15 @@ def report(row, seconds, facts):
         yield f"| {name} | {1e3 * statistics.median(times):.1f} | {state:.1f} |"
     yield ""
     peer = row.contenders[0]
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
     for ours in row.contenders[1:]:
-        ratio = statistics.median(seconds[ours]) / statistics.median(seconds[peer])
+        ratio = medians[ours] / medians[peer]
         mine, theirs = (max(fact["state_bytes"] for fact in facts[name]) for name in (ours, peer))
         state = f", {mine / theirs:.3f} of its optimizer state" if theirs else ""
         yield f"- {ours}: {ratio:.3f} of the time of {peer}{state}"
+        if _ALONE in medians and ours != _ALONE:
+            exposed, of_peer = (1e3 * (medians[name] - medians[_ALONE]) for name in (ours, peer))
+            yield f"  communication exposed: {exposed:.1f} ms, {exposed / of_peer:.2f} of {peer}'s"
         if row.by_turn:
             middle, low, high = ratio_of_turns(seconds[ours], seconds[peer], row.steps)
             yield f"  by means of turns {middle:.4f}, 95 % of medians {low:.4f} to {high:.4f}"

@@ -221,7 +221,7 @@ def test_second_legs_of_all_buckets_leave_before_the_first_is_decoded():
         torch.testing.assert_close(params[0][1].grad, torch.full((5000,), 2.0))
         return told
 
-    assert run_ranks(2, rank)[0] == ["starts"] * 3 + ["ends"] * 3
+    assert run_ranks(3, rank)[0] == ["starts"] * 3 + ["ends"] * 3
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,9 @@ def average_in_two_legs(
     """A reduce-scatter by all-to-all, whose sums are float32, and an all-gather, both of encoded
     values.
 
+    Two ranks without ``server`` need one leg, in which they exchange all of their values: as many
+    bytes, half as many messages, and one rounding instead of two.
+
     Args:
         part: Its ``lost`` becomes this rank's error of the first leg. Without ``server`` the owner
             of a shard adds that of the second leg, times the number of ranks, for the next average
@@ -149,6 +152,18 @@ def average_in_two_legs(
     size, mine = group.world_size, group.shard_index
     own = aligned_shard(values, size, mine)
     length = code.num_bytes(shard_length(values.numel(), size))
+    one_leg = size == 2 and server is None
+    if one_leg and not shard_only:
+        of_both = messages(4, length, values)
+        sent = of_both[2 * mine : 2 * mine + 2]
+        code.encode(values, sent)
+        work = group.all_gather_(of_both.view(-1), name=part.name)
+        if lost is not None:  # while the messages travel
+            _subtract_decoded(code, values, sent, lost)
+        yield work
+        for index in range(2):
+            code.average(of_both[index::2], aligned_shard(values, 2, index))
+        return
     sent = messages(size, length, values)
     own_message = sent[mine : mine + 1]
     code.encode(values, sent)
@@ -158,6 +173,9 @@ def average_in_two_legs(
     if lost is not None:  # while the messages travel
         _subtract_decoded(code, values, sent, lost)
     yield work
+    if one_leg:
+        code.average(received, own)
+        return
     mean = torch.empty_like(own)
     code.average(received, mean)
     owed = None if server is None else aligned_shard(server, size, mine)

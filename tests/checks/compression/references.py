@@ -43,6 +43,8 @@ def int8():
         means = [
             sum(rounded(parts[rank][owner]) for rank in range(size)) / size for owner in range(size)
         ]
+        if size == 2:  # both know all values after the first leg
+            return np.concatenate(means)
         return np.concatenate([rounded(mean.astype(np.float32)) for mean in means])
 
     return step
