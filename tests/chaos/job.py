@@ -63,6 +63,7 @@ class Job:
         self._agents = {}  # by pid
         self._launcher = 0
         self._later = []
+        self._off = set()  # hosts without power
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(folder / "ssh"))
         self._listener.listen()
@@ -166,6 +167,12 @@ class Job:
                 return
             client.setblocking(True)
             name, streams, _, _ = socket.recv_fds(client, 256, 3)
+            if name.decode() in self._off:
+                client.sendall(b"255")  # ssh's: no route to host
+                client.close()
+                for stream in streams:
+                    os.close(stream)
+                continue
 
             def run(host: str = name.decode(), streams=streams):
                 for number, stream in enumerate(streams):
@@ -246,6 +253,8 @@ class Job:
         if seconds:
             self._later.append((time.monotonic() + seconds, lambda: hosts.mend(host)))
         if kind == "host":
+            if not seconds:
+                self._off.add(host)
             self.steward_died |= steward_is_here
             listed = subprocess.run(
                 ["ip", "netns", "pids", host], capture_output=True, text=True, timeout=20
