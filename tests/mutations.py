@@ -247,7 +247,7 @@ def _read_run(folder):
     from lightning_ring.tools.report.runs import read_runs
 
     # Matplotlib takes a second for a page, and the template is compiled for each.
-    charts = patch.multiple(report.charts, line_chart=_no_chart, bar_chart=_no_chart)
+    charts = patch.multiple(report, line_chart=_no_chart, bar_chart=_no_chart)
     with charts, patch.object(report, "Environment", _environment):
         report.write_page(read_runs([folder / "run"]))
 

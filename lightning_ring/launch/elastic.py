@@ -295,10 +295,13 @@ class ElasticJob:
                 if self._ends.failed:  # the kernel still frees its memory
                     say(f"{self._ends.failed}; the job ends")
                 self._supervisor.fail(PEERS_SECONDS, self._steward.exit_code)
-        elif now - self._ended_since > PEERS_SECONDS:
-            for process in self._processes:
-                if not process.ended and not membership.was_member(process.number):
-                    process.child.kill_session()  # it hangs, and has not heard of the end
+            return
+        # what has not started comes too late; what hangs has not heard of the end
+        hangs = now - self._ended_since > PEERS_SECONDS
+        for process in self._unended:
+            comes_late = hangs or not process.child.is_started
+            if comes_late and not membership.was_member(process.number):
+                process.child.kill_session()
 
     def _say_why(self, code: int) -> None:
         for line in self._deaths.given_up.values():

@@ -96,7 +96,11 @@ class RemoteChild:
         return [self.pid] if self.is_running else []
 
     def kill_session(self) -> None:
-        self.host.send({"kind": "kill", "number": self.number})
+        if self.is_started or self.host.is_connected:
+            self.host.send({"kind": "kill", "number": self.number})
+        else:
+            self.host.forget(self)
+            self.dead, self.code = True, 0
 
 
 @dataclass(eq=False)
@@ -130,6 +134,11 @@ class RemoteHost:
             self.door.send(message, self.host.name)
         elif self._process is not None:
             self._unsent.append(message)
+
+    def forget(self, child: RemoteChild) -> None:
+        """The agent, which has not connected yet, is not to start ``child``."""
+        del self.children[child.number]
+        self._unsent = [one for one in self._unsent if one.get("number") != child.number]
 
     def admits(self, start: int) -> bool:
         """Whether the agent of this ``start`` is expected."""

@@ -63,7 +63,7 @@ class Job:
         self._agents = {}  # by pid
         self._launcher = 0
         self._later = []
-        self._off = set()  # hosts without power
+        self._unreachable = set()  # hosts, for good
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(folder / "ssh"))
         self._listener.listen()
@@ -167,7 +167,7 @@ class Job:
                 return
             client.setblocking(True)
             name, streams, _, _ = socket.recv_fds(client, 256, 3)
-            if name.decode() in self._off:
+            if name.decode() in self._unreachable:
                 client.sendall(b"255")  # ssh's: no route to host
                 client.close()
                 for stream in streams:
@@ -252,9 +252,9 @@ class Job:
         hosts.cut(host)
         if seconds:
             self._later.append((time.monotonic() + seconds, lambda: hosts.mend(host)))
+        else:
+            self._unreachable.add(host)
         if kind == "host":
-            if not seconds:
-                self._off.add(host)
             self.steward_died |= steward_is_here
             listed = subprocess.run(
                 ["ip", "netns", "pids", host], capture_output=True, text=True, timeout=20
