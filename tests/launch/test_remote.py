@@ -212,36 +212,47 @@ def test_told_to_stop_the_ranks_of_an_agent_end_too(tmp_path):
 @pytest.mark.skipif(
     not reachable_candidates({}), reason="this host has no address but its own loopback"
 )
-def test_ranks_start_on_a_host_that_is_listed_later_and_not_on_one_that_is_listed_no_more(tmp_path):
-    ssh, listed = tmp_path / "ssh", tmp_path / "listed"
-    ssh.write_text('#!/bin/sh\nshift; exec sh -c "$*"\n')
-    ssh.chmod(0o755)
-    listed.write_text("localhost:1\n")
-    ringrun = [
-        sys.executable,
-        "-m",
-        "lightning_ring.cli.ringrun",
-        "-np",
-        "1",
-        "--host-discovery-script",
-    ]
-    options = [
-        f"cat {listed}",
-        "--max-np",
-        "3",
-        "--respawn",
-        sys.executable,
-        *counting(tmp_path, 100000),
-    ]
-    with (tmp_path / "output").open("w") as output:
+@contextmanager
+def discovered(folder, script, *options):
+    """A rank here, and others on the hosts that are written to ``folder``/listed later."""
+    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-np", "1"]
+    ringrun += ["--host-discovery-script", f"cat {folder / 'listed'}", *options, sys.executable]
+    with (folder / "output").open("w") as output:
         process = subprocess.Popen(
-            [*ringrun, *options],
-            env=clean_env(RING_SSH=str(ssh)),
+            [*ringrun, *script],
+            env=clean_env(RING_SSH=str(folder / "ssh")),
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
     try:
+        yield process
+    finally:
+        end_session(process)
+        process.wait(timeout=60)
+
+
+def test_a_finished_job_does_not_wait_for_a_host_that_does_not_answer(tmp_path):
+    ssh, listed = tmp_path / "ssh", tmp_path / "listed"
+    ssh.write_text(f"#!/bin/sh\ntouch {tmp_path}/called; exec sleep 100\n")
+    ssh.chmod(0o755)
+    listed.write_text("localhost:1\n")
+    with discovered(tmp_path, counting(tmp_path, 300)) as process:
+        wait_for(lambda: "generation 0: 1 ranks" in said(tmp_path))
+        listed.write_text("localhost:1\nelsewhere:1\n")
+        wait_for((tmp_path / "called").exists)
+        assert not (tmp_path / "0.json").exists()
+        wait_for((tmp_path / "0.json").exists)
+        assert process.wait(timeout=12) == 0, said(tmp_path)
+    assert "is lost" not in said(tmp_path)
+
+
+def test_ranks_start_on_a_host_that_is_listed_later_and_not_on_one_that_is_listed_no_more(tmp_path):
+    ssh, listed = tmp_path / "ssh", tmp_path / "listed"
+    ssh.write_text('#!/bin/sh\nshift; exec sh -c "$*"\n')
+    ssh.chmod(0o755)
+    listed.write_text("localhost:1\n")
+    with discovered(tmp_path, counting(tmp_path, 100000), "--max-np", "3", "--respawn") as process:
         wait_for(lambda: "generation 0: 1 ranks" in said(tmp_path))
         listed.write_text("localhost:1\nelsewhere:5\n")
         wait_for(lambda: "3 ranks" in said(tmp_path) and len(list(tmp_path.glob("*.log"))) == 3)
@@ -254,9 +265,6 @@ def test_ranks_start_on_a_host_that_is_listed_later_and_not_on_one_that_is_liste
         wait_for(lambda: said(tmp_path).count(": 1 ranks, after") == 2)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=240) == 143, said(tmp_path)
-    finally:
-        end_session(process)
-        process.wait(timeout=60)
     assert "host elsewhere is lost with 2 ranks" in said(tmp_path)
     assert "replaces it" not in said(tmp_path)
 
