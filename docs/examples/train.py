@@ -1,5 +1,5 @@
 """A Lightning script for two ranks: ``python train.py``, ``mpirun -n 2 python train.py``, or
-``python train.py ring_elastic`` for another strategy.
+``python train.py ring_elastic 100`` for another strategy, and 100 epochs.
 """
 
 import sys
@@ -36,7 +36,12 @@ if __name__ == "__main__":
     )
     data = DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True)
     strategy = sys.argv[1] if len(sys.argv) > 1 else "ring"
+    epochs = sys.argv[2] if len(sys.argv) > 2 else "5"
     trainer = L.Trainer(
-        strategy=strategy, devices=2, accelerator="cpu", max_epochs=5, log_every_n_steps=5
+        strategy=strategy,
+        devices=2,
+        accelerator="cpu",
+        max_epochs=int(epochs),
+        log_every_n_steps=5,
     )
     trainer.fit(Recogniser(), data)
