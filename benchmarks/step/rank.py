@@ -81,6 +81,19 @@ class Trained(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-6, momentum=0.9)
 
 
+class SameBatch:
+    """Has a length: without one, ranks ask each other before each batch."""
+
+    def __init__(self, batch):
+        self._batch = batch
+
+    def __len__(self):
+        return NUM_BATCHES
+
+    def __iter__(self):
+        return itertools.repeat(self._batch, NUM_BATCHES)
+
+
 def one_batch(shape, batch_size, device="cpu", channels_last=False):
     images = torch.randn(batch_size, *shape, device=device)
     if channels_last:
@@ -193,7 +206,7 @@ def main(arguments=None):
         atexit.register(shutil.rmtree, logger.save_dir, ignore_errors=True)
     batch_size = asked.batch or batch_size
     batch = one_batch(shape, batch_size, asked.device, asked.channels_last)
-    batches = itertools.repeat(batch, NUM_BATCHES)
+    batches = SameBatch(batch)
     if asked.sampled:
         length = NUM_BATCHES * batch_size
         order = ShuffledSampler(length, shuffle=False, remainder="drop", seed=0)
