@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -100,7 +101,7 @@ class RemoteChild:
             self.host.send({"kind": "kill", "number": self.number})
         else:
             self.host.forget(self)
-            self.dead, self.code = True, 0
+            self.dead, self.code = True, -signal.SIGKILL
 
 
 @dataclass(eq=False)
