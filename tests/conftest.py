@@ -9,6 +9,7 @@ import pytest
 
 from tests import forked, processes
 from tests.battery import Battery
+from tests.hosts import open_hosts, why_not
 from tests.processes import SEGMENTS
 
 # Files that take a minute or more on a busy machine. With xdist they begin, so that none of them is
@@ -140,6 +141,15 @@ def _no_open_group():
     dist = sys.modules.get("torch.distributed")  # not imported here, for xdist's controller
     if dist is not None and dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def hosts():
+    """Two network namespaces without a limit of their rate. For tests with the mark `netns`."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with open_hosts(2, rate=None) as hosts:
+        yield hosts
 
 
 @pytest.fixture(scope="session")

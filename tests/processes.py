@@ -18,6 +18,8 @@ from tests import forked
 ROOT = Path(__file__).resolve().parent.parent
 # its `sitecustomize` has each line of output written at once
 WHOLE_LINES = str(ROOT / "tests" / "whole_lines")
+RINGRUN = [sys.executable, "-m", "lightning_ring.cli.ringrun"]
+ON_THIS_HOST = 'shift; exec sh -c "$*"'  # for `in_place_of_ssh`
 may_start = True  # False inside a test without the marker `ranks` (`conftest.py`)
 # seconds, within which every process ends on the slowest machine; pytest gives up at 300
 HANGS = 240.0
@@ -59,16 +61,9 @@ def clean_env(**extra):
     whole lines.
     """
     prefixes = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "RING_", "TORCHELASTIC_", "PL_")
-    names = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "NODE_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    )
-    names += ("PYTHONDONTWRITEBYTECODE",)  # hundreds of processes would compile the same files
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR"}
+    # without the last one hundreds of processes would compile the same files
+    names |= {"MASTER_PORT", "PYTHONDONTWRITEBYTECODE"}
     env = {
         k: v
         for k, v in os.environ.items()
@@ -85,19 +80,45 @@ def default_signals():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def start(command, output=subprocess.PIPE, **env):
+    """A process of ``command`` in a session of its own, whose errors go to ``output`` too."""
+    assert may_start, "a test that starts a process needs the marker `ranks`"
+    return subprocess.Popen(
+        command,
+        env=clean_env(**env),
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=default_signals,
+    )
+
+
+@contextlib.contextmanager
+def started(command, path=None, **env):
+    """As `start` does; ``path`` is a file for the output. The session is killed at the end."""
+    with path.open("w") if path else contextlib.nullcontext(subprocess.PIPE) as output:
+        process = start(command, output, **env)
+    try:
+        yield process
+    finally:
+        end_session(process)
+        process.communicate(timeout=60)
+
+
+def in_place_of_ssh(folder, script):
+    """The path of a program that runs ``script`` of the shell, to which ssh's arguments go."""
+    ssh = folder / "ssh"
+    ssh.write_text(f"#!/bin/sh\n{script}\n")
+    ssh.chmod(0o755)
+    return str(ssh)
+
+
 def run(command, *, timeout=HANGS, **env):
     """Run ``command`` in a session of its own; past ``timeout`` seconds that session is killed
     and the test fails.
     """
-    assert may_start, "a test that starts a process with `run` needs the marker `ranks`"
-    process = subprocess.Popen(
-        command,
-        env=clean_env(**env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = start(command, **env)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -129,6 +150,16 @@ def wait_for(condition, seconds=60.0):
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def written_pids(process, files):
+    """The numbers in ``files``, once they are written by the job of ``process``."""
+    deadline = time.monotonic() + 150
+    while not all(file.exists() and file.read_text() for file in files):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"not all of {files} were written"
+        time.sleep(0.05)
+    return [int(file.read_text()) for file in files]
 
 
 def has_ended(pid):

@@ -1,13 +1,12 @@
 """A forked rank ends, is signalled and is started as a process of its own is."""
 
 import signal
-import subprocess
 import sys
 
 import pytest
 
 from tests import forked
-from tests.processes import assert_gone, clean_env, end_session, run
+from tests.processes import assert_gone, end_session, run, start
 
 pytestmark = pytest.mark.ranks
 SLEEPS = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
@@ -40,14 +39,7 @@ def test_its_libraries_are_there_and_this_package_is_not():
 
 @pytest.mark.parametrize("ended", ["by SIGTERM", "with its small process", "with its session"])
 def test_no_rank_outlives_its_small_process(ended):
-    process = subprocess.Popen(
-        [*forked.python(), "-c", SLEEPS],
-        env=clean_env(),
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
+    process = start([*forked.python(), "-c", SLEEPS])
     pid = int(process.stdout.readline())
     assert pid != process.pid
     if ended == "by SIGTERM":

@@ -4,11 +4,7 @@
 definitions; each names its version and source.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +13,7 @@ from tests.processes import ROOT
 
 FOLDER = ROOT / "examples" / "kubernetes"
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
-LIMITS: dict[str, Callable[[Any, Any], bool]] = {
+LIMITS = {
     "enum": lambda value, allowed: value in allowed,
     "pattern": lambda value, pattern: re.search(pattern, str(value)) is not None,
     "required": lambda value, names: set(names) <= set(value),
@@ -29,7 +25,7 @@ LIMITS: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
-def problems(value: Any, schema: dict[str, Any], path: str = "spec") -> list[str]:
+def problems(value, schema, path="spec"):
     """Where ``value`` is not as ``schema`` says, and why. A field that it does not name is one: so
     says the server to ``kubectl apply``.
     """
@@ -57,11 +53,11 @@ def problems(value: Any, schema: dict[str, Any], path: str = "spec") -> list[str
     return found
 
 
-def schema(name: str) -> dict[str, Any]:
+def schema(name):
     return yaml.safe_load((ROOT / "tests" / "engines" / f"{name}_schema.yaml").read_text())
 
 
-def manifest(name: str) -> dict[str, Any]:
+def manifest(name):
     return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
 
 

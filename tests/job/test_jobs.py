@@ -5,31 +5,29 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests import forked
 from tests.processes import (
+    RINGRUN,
     ROOT,
     assert_gone,
-    clean_env,
-    default_signals,
-    end_session,
     mpi_family,
     mpirun_command,
     mpirun_path,
+    started,
+    written_pids,
 )
 
 SCRIPT = str(ROOT / "tests" / "job" / "rank_script.py")
-RINGRUN = [sys.executable, "-m", "lightning_ring.cli.ringrun"]
+
 needs_mpirun = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
 pytestmark = pytest.mark.ranks
 # the others are about what launcher and rank see of each other
-FORKED = ("finish", "raise", "raise-all-caught", "caught-exit")
+FORKED = ("raise", "raise-all-caught", "caught-exit")
 AT_ONCE = 60.0  # seconds, within which a job ends whose ranks would wait for 600
 
 
@@ -50,13 +48,7 @@ class Job:
 
     def rank_pids(self):
         """Pids of both ranks, once they are up."""
-        files = [self._folder / f"pid.{rank}" for rank in range(2)]
-        deadline = time.monotonic() + 150
-        while not all(file.exists() and file.read_text() for file in files):
-            assert time.monotonic() < deadline, "the ranks did not come up"
-            assert self.process.poll() is None, self.process.communicate()[0]
-            time.sleep(0.05)
-        return [int(file.read_text()) for file in files]
+        return written_pids(self.process, [self._folder / f"pid.{rank}" for rank in range(2)])
 
     def finish(self):
         """Exit code and output; fails if the job goes on."""
@@ -66,39 +58,16 @@ class Job:
 
 @contextlib.contextmanager
 def job(launcher, action, folder, **env):
-    process = subprocess.Popen(
-        started_by(launcher, action, folder),
-        env=clean_env(**env, **(forked.ranks() if action in FORKED else {})),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        preexec_fn=default_signals,
-    )
-    begun = Job(process, folder)
-    try:
-        yield begun
-    finally:
-        end_session(process)
-        # ranks that ringrun started live in sessions of their own
-        for file in folder.glob("pid.*"):
-            with contextlib.suppress(ProcessLookupError, ValueError):
-                os.kill(int(file.read_text()), signal.SIGKILL)
-        process.communicate(timeout=60)
+    env |= forked.ranks() if action in FORKED else {}
+    with started(started_by(launcher, action, folder), **env) as process:
+        yield Job(process, folder)
+    # ranks that ringrun started live in sessions of their own
+    for file in folder.glob("pid.*"):
+        with contextlib.suppress(ProcessLookupError, ValueError):
+            os.kill(int(file.read_text()), signal.SIGKILL)
 
 
 LAUNCHERS = [pytest.param("mpirun", marks=needs_mpirun), "plain"]
-
-
-@needs_mpirun
-def test_normal_end(tmp_path):
-    with job("mpirun", "finish", tmp_path) as ranks:
-        code, output = ranks.finish()
-    assert code == 0, output
-    assert "rank 0 of 2 is up" in output
-    assert "rank 1 of 2 is up" in output
-    assert (tmp_path / "end.0").exists()
-    assert (tmp_path / "end.1").exists()
 
 
 @pytest.mark.parametrize("launcher", ["plain", "torchrun"])

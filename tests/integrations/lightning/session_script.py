@@ -61,7 +61,6 @@ def main():
     assert total == 2
     result = {"sums": sums, "left": left, "environment": sorted(os.environ)}
     rank, job = torch.distributed.get_rank(), current_job()
-    assert job is not None
     job.close()
     assert current_job() is None
     result["open"] = [thread.name for thread in threading.enumerate() if "ring" in thread.name]
