@@ -201,23 +201,29 @@ def mpirun(world_size, *command, timeout=HANGS, **env):
     return run(mpirun_command(world_size, *forked.python(), *command), timeout=timeout, **env)
 
 
+# python -c START_ELASTIC LIMITS COMMAND ...
+START_ELASTIC = """
+import os, sys
+from lightning_ring.elastic.steward import *
+from lightning_ring.launch import elastic
+from lightning_ring.launch.elastic import *
+from lightning_ring.launch.hosts import Host
+elastic._FAIL_SECONDS = float(os.environ.get('FAIL_SECONDS', elastic._FAIL_SECONDS))
+arguments = eval(f'dict(limits={sys.argv[1]})')
+sys.exit(ElasticJob(sys.argv[2:], **arguments).run())
+"""
+# in LIMITS: an agent on this very host, which has a second name
+AGENT = """, hosts=[Host('localhost', %d), Host('elsewhere', %d)],
+    line=lambda host, line: ['sh', '-c', line]"""
+
+
 def elastic_command(ranks, *command, respawn=False, agent=False):
     """``python command...`` as an elastic job of ``ranks``, whose dead are replaced with
     ``respawn``.
 
     With ``agent`` the second half of the ranks are started by one, as if they were on another host.
     """
-    limits = (
-        "int(sys.argv[1]), respawn=RespawnLimits(20, 0.02, 0.0)" if respawn else "int(sys.argv[1])"
-    )
-    half = f"{ranks // 2})"
-    hosts = (
-        f", hosts=[Host('localhost', {half}, Host('elsewhere', {half}], line=lambda host, line: "
-        "['sh', '-c', line]"
-    )
-    start = (
-        "import sys; from lightning_ring.launch.elastic import *; from "
-        "lightning_ring.launch.hosts import Host; sys.exit(ElasticJob(sys.argv[2:], "
-        f"ElasticLimits({limits}){hosts * agent}).run())"
-    )
-    return [sys.executable, "-c", start, str(ranks), *forked.python(), *command]
+    limits = ", respawn=RespawnLimits(20, 0.02, 0.0)" if respawn else ""
+    hosts = AGENT % (ranks // 2, ranks // 2) if agent else ""
+    job = [sys.executable, "-c", START_ELASTIC, f"ElasticLimits({ranks}{limits}){hosts}"]
+    return [*job, *forked.python(), *command]

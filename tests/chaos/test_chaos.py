@@ -76,11 +76,6 @@ def test_a_batch_of_a_killed_rank_counts_where_the_others_were_in_its_step(tmp_p
     assert check_samples(tmp_path, Plan(0, ranks=1)) == ["epoch 0 trained on 4 samples twice"]
 
 
-def test_an_epoch_that_was_not_trained_is_found(tmp_path):
-    write(tmp_path, "0.samples", [0, 0, 0, 0, list(range(SAMPLES))])
-    assert check_samples(tmp_path, Plan(0, ranks=1)) == [f"epoch 1 left out {SAMPLES} samples"]
-
-
 @pytest.mark.parametrize(
     ("resumes", "wrong"), [(1, []), (3, ["steps are missing: [4], expected from 3 on"])]
 )

@@ -29,9 +29,7 @@ def test_a_death_stops_the_others_and_frees_who_waits_in_the_store():
         waiting.start()
         three.close()
         waiting.join(WAIT)
-        assert "generation 0 is over (process 2 has died" in str(
-            freed[0]
-        ).lower() or "process 2 has died" in str(freed[0])
+        assert "process 2 has died" in str(freed[0])
         assert stopped.wait(WAIT)
         with pytest.raises(GenerationOver, match="process 2 has died"):
             two.check()
@@ -45,27 +43,12 @@ def test_a_death_stops_the_others_and_frees_who_waits_in_the_store():
             member.check()
 
 
-def test_the_store_answers_as_torchs_and_each_view_begins_with_an_empty_one():
+def test_members_share_the_store_and_each_view_begins_with_an_empty_one():
     with serving() as server:
         one, two = first_view(server, 2)
         assert one.request({"op": "add", "key": "n", "value": 2}, WAIT) == 2
         assert two.request({"op": "add", "key": "n", "value": 3}, WAIT) == 5
-        assert two.request({"op": "get", "keys": ["n"]}, WAIT) == ["5"]
-        assert one.request({"op": "check", "keys": ["n", "m"]}, WAIT) is False
-        assert (
-            one.request({"op": "compare_set", "key": "m", "expected": "", "value": "x"}, WAIT)
-            == "x"
-        )
-        assert (
-            one.request({"op": "compare_set", "key": "m", "expected": "y", "value": "z"}, WAIT)
-            == "x"
-        )
-        assert (
-            one.request({"op": "compare_set", "key": "k", "expected": "y", "value": "z"}, WAIT)
-            == "y"
-        )
-        assert one.request({"op": "count"}, WAIT) == 2
-        assert one.request({"op": "delete", "key": "m"}, WAIT) is True
+        assert one.request({"op": "count"}, WAIT) == 1
         with pytest.raises(GenerationOver, match="no operation 'sing'"):
             one.request({"op": "sing"}, WAIT)
         with pytest.raises(TimeoutError, match=r"none in 0\.05 s"):
@@ -141,6 +124,7 @@ def test_a_failure_ends_the_job_on_every_rank():
         with pytest.raises(JobEnded, match="ValueError: no such file") as ended:
             two.next_view(WAIT)
         assert not ended.value.finished
+        assert not isinstance(ended.value, TooFewRanks)
 
 
 def test_a_failure_that_follows_from_a_late_death_leaves_the_last_word_to_the_launcher():
@@ -177,12 +161,6 @@ def test_ranks_that_are_too_few_for_too_long_learn_why_the_job_ends(parted):
             one = late
         with pytest.raises(TooFewRanks, match="The job ends: 1 rank is left"):
             one.next_view(WAIT)
-    with serving() as server:
-        one, two = first_view(server, 2)
-        one.fail("rank 0 failed")
-        with pytest.raises(JobEnded) as ended:
-            two.next_view(WAIT)
-        assert not isinstance(ended.value, TooFewRanks)
 
 
 def test_a_process_that_waits_when_the_training_ends_is_told_so():

@@ -37,6 +37,7 @@ def test_the_store_behaves_as_torchs_own():
             assert store.compare_set("compared", "", "first") == b"first"
             assert store.compare_set("compared", "other", "second") == b"first"
             assert store.compare_set("compared", "first", "second") == b"second"
+            assert store.compare_set("absent", "other", "second") == b"other"
             store.wait(["bytes", "compared"])
             assert store.delete_key("bytes")
             assert not store.delete_key("bytes")

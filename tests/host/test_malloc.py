@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import lightning as L
 import pytest
@@ -17,6 +16,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_ring import RingStrategy
 from lightning_ring.host.malloc import keep_freed_memory
 from lightning_ring.integrations.lightning import strategy
+from tests.processes import clean_env
 
 needs_glibc = pytest.mark.skipif(
     not (sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")),
@@ -47,23 +47,12 @@ print(json.dumps(found | {"returned": resident_pages()}))
 """
 
 
-def _run(script=_SCRIPT, **variables):
-    environ = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("MALLOC_", "GLIBC_"))
-    }
-    root = str(Path(__file__).resolve().parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**environ, "PYTHONPATH": root, **variables},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-    found = json.loads(done.stdout)
-    return found
+def _run(**variables):
+    own = ("MALLOC_", "GLIBC_")
+    environ = {name: value for name, value in clean_env().items() if not name.startswith(own)}
+    output = {"capture_output": True, "text": True, "timeout": 240, "check": True}
+    command = [sys.executable, "-c", _SCRIPT]
+    return json.loads(subprocess.run(command, env={**environ, **variables}, **output).stdout)
 
 
 @needs_glibc

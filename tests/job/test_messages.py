@@ -77,9 +77,7 @@ def test_a_line_that_is_no_message_ends_the_connection(line):
     sender, connection = connected()
     sender.sendall(b'{"kind": "first"}\n' + line + b'\n{"kind": "late"}\n')
     messages, over = received(connection, until_over=True)
-    assert ([message["kind"] for message in messages], over) == (
-        ["first"],
-        "a line that is no message",
-    )
+    assert [message["kind"] for message in messages] == ["first"]
+    assert over == "a line that is no message"
     sender.close()
     connection.close()

@@ -2,23 +2,11 @@
 
 import sys
 
-from tests.processes import ROOT, run
+from tests.processes import ROOT, START_ELASTIC, run
 
 RANK = str(ROOT / "tests" / "elastic" / "counting_rank.py")
 KILL = "lambda: os.kill(os.getpid(), signal.SIGKILL)"
-START = """
-import os, sys
-from lightning_ring.elastic.steward import *
-from lightning_ring.launch import elastic
-from lightning_ring.launch.elastic import *
-from lightning_ring.launch.hosts import Host
-elastic._FAIL_SECONDS = float(os.environ.get('FAIL_SECONDS', elastic._FAIL_SECONDS))
-arguments = eval(f'dict(limits={sys.argv[1]})')
-sys.exit(ElasticJob([sys.executable, *sys.argv[2:]], **arguments).run())
-"""
-# an agent on this very host, which has a second name
-AGENT = """, hosts=[Host('localhost', 1), Host('elsewhere', 2)],
-    line=lambda host, line: ['sh', '-c', line]"""
+JOB = [sys.executable, "-c", START_ELASTIC]
 SCRIPT = """
 import os, runpy, signal, subprocess, sys, threading, time
 folder, number = %r, os.environ.get('RING_MEMBER')
@@ -43,4 +31,4 @@ def counting(folder, text, steps=100000):
 
 
 def start(limits, *command, **env):
-    return run([sys.executable, "-c", START, limits, *command], **env)
+    return run([*JOB, limits, sys.executable, *command], **env)

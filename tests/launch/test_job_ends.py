@@ -9,10 +9,16 @@ import pytest
 
 from lightning_ring.job.rendezvous.interfaces import reachable_candidates
 from lightning_ring.launch.processes import is_dead
-from tests.launch.counting import AGENT, KILL, RANK, START, counting, start
-from tests.processes import RINGRUN, run, started, wait_for
+from tests.launch.counting import JOB, KILL, RANK, counting, start
+from tests.processes import AGENT, RINGRUN, START_ELASTIC, run, started, wait_for
 
 pytestmark = pytest.mark.ranks
+
+
+def start_with(seconds, limits, script):
+    """As `start` does, with other limits of time of the supervisor."""
+    code = f"import lightning_ring.launch.supervisor as s; s.{seconds}; {START_ELASTIC}"
+    return run([sys.executable, "-c", code, limits, sys.executable, script])
 
 
 LEAVES_BESIDE_DEATHS = """
@@ -49,13 +55,12 @@ def test_an_exit_ends_the_job_at_once_also_beside_deaths(killed, code, expected,
     """The launcher is stopped meanwhile, so that it sees all of them at the same time."""
     script = counting(tmp_path, f"killed, code = {killed!r}, {code}\n{LEAVES_BESIDE_DEATHS}")
     # those left are told, and not waited for
-    patient = "import lightning_ring.launch.supervisor as s; s.PEERS_SECONDS = 600.0; " + START
-    done = run([sys.executable, "-c", patient, "ElasticLimits(3)", script])
+    done = start_with("PEERS_SECONDS = 600.0", "ElasticLimits(3)", script)
     assert done.returncode == expected, done.stdout
     assert re.search(told, done.stdout.splitlines()[-1]), done.stdout
 
 
-@pytest.mark.parametrize("hosts", ["", AGENT])
+@pytest.mark.parametrize("hosts", ["", AGENT % (1, 2)])
 def test_a_rank_that_failed_ends_the_job_and_is_named_before_its_memory_is_free(hosts, tmp_path):
     if hosts and not reachable_candidates({}):
         pytest.skip("this host has no address but its own loopback")
@@ -128,25 +133,14 @@ def test_ranks_that_do_not_end_with_their_job_are_ended(tmp_path):
     """Process 0 heeds nothing, and is killed. Stopped ones go on, so that they end: 2 learns why
     the job is over, as it was stopped before; 3, which stops itself then, gets SIGTERM."""
     script = counting(tmp_path, DO_NOT_END)
-    soon = "import lightning_ring.launch.supervisor as s; s._TERM_SECONDS, s.PEERS_SECONDS = 2.0, 3.0\n"
-    soon += START
-    done = run([sys.executable, "-c", soon, "ElasticLimits(4)", script])
+    done = start_with("_TERM_SECONDS, s.PEERS_SECONDS = 2.0, 3.0", "ElasticLimits(4)", script)
     assert done.returncode == 9, done.stdout
     assert {path.suffix for path in tmp_path.glob("ended.*")} == {".2", ".3"}, done.stdout
     assert all(is_dead(int(path.read_text())) for path in tmp_path.glob("pid.*"))
 
 
 def test_no_steward_no_job(tmp_path):
-    command = [
-        sys.executable,
-        "-c",
-        START,
-        "ElasticLimits(2)",
-        RANK,
-        str(tmp_path),
-        "100000",
-        "0.01",
-    ]
+    command = [*JOB, "ElasticLimits(2)", sys.executable, RANK, str(tmp_path), "100000", "0.01"]
     with started(command) as job:
         wait_for(lambda: len(list(tmp_path.glob("*.log"))) == 2)
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()

@@ -13,8 +13,9 @@ import pytest
 
 from lightning_ring.job.rendezvous.interfaces import reachable_candidates
 from lightning_ring.launch.processes import is_dead
-from tests.launch.counting import AGENT, RANK, START, counting
+from tests.launch.counting import JOB, RANK, counting
 from tests.processes import (
+    AGENT,
     ON_THIS_HOST,
     RINGRUN,
     ROOT,
@@ -115,7 +116,7 @@ count()
 def test_told_to_stop_the_ranks_of_an_agent_end_too(tmp_path):
     """A rank of the agent is killed and leaves; then the job is told to stop."""
     script = counting(tmp_path, STOPS)
-    command = [sys.executable, "-c", START, f"ElasticLimits(3){AGENT}", script]
+    command = [*JOB, f"ElasticLimits(3){AGENT % (1, 2)}", sys.executable, script]
     with started(command, tmp_path / "output") as process:
         wait_for(lambda: len(list(tmp_path.glob("*.log"))) == 3)
         pids = [int((tmp_path / f"pid.{number}").read_text()) for number in range(3)]

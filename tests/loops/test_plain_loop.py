@@ -2,8 +2,6 @@
 ends too early.
 """
 
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -11,15 +9,15 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_ring.algorithms import ALGORITHMS, algorithm_class
 from tests import forked
-from tests.processes import ROOT, run
+from tests.processes import RINGRUN, ROOT, run
 
 pytestmark = pytest.mark.ranks
 
 EXAMPLE = ROOT / "docs" / "examples" / "plain_loop.py"
 SCRIPT = str(ROOT / "tests" / "loops" / "loop_script.py")
-RINGRUN = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "2"]
+TWO_RANKS = [*RINGRUN, "-n", "2"]
 LAUNCHERS = {
-    "ringrun": [*RINGRUN, SCRIPT, "2"],
+    "ringrun": [*TWO_RANKS, SCRIPT, "2"],
     "python": [*forked.python(), SCRIPT, "2"],
     "alone": [*forked.python(), SCRIPT, "0"],
 }
@@ -47,7 +45,7 @@ def trained_by_one_process():
 )
 def test_two_ranks_train_as_one_process_on_all_samples(name, tmp_path):
     path = str(tmp_path / "model.pt")
-    done = run([*RINGRUN, *forked.python(), str(EXAMPLE), name, path])
+    done = run([*TWO_RANKS, *forked.python(), str(EXAMPLE), name, path])
     assert done.returncode == 0, done.stdout
     found = torch.load(path)
     for key, expected in trained_by_one_process().state_dict().items():
@@ -64,7 +62,7 @@ def test_every_launcher_starts_a_loop(launcher):
 
 
 def test_a_rank_that_ends_too_early_ends_the_job_and_is_named():
-    done = run([*RINGRUN, "--no-mpi", *forked.python(), SCRIPT, "2", "leave"])
+    done = run([*TWO_RANKS, "--no-mpi", *forked.python(), SCRIPT, "2", "leave"])
     assert done.returncode not in (0, 124), done.stdout
     assert "rank 1" in done.stdout
     assert "equal=" not in done.stdout

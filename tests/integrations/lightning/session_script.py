@@ -48,12 +48,8 @@ def main():
         else:
             sums.append(fit(phase))
         if phase.startswith("ring"):
-            left.append(
-                {
-                    key: [str(value) for value in pair]
-                    for key, pair in changed(before, process_state()).items()
-                }
-            )
+            found = changed(before, process_state())
+            left.append({key: [*map(str, pair)] for key, pair in found.items()})
     if group is not None:
         assert torch.distributed.group.WORLD is group, "the script's own process group was replaced"
     total = torch.ones(1)

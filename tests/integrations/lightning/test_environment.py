@@ -110,7 +110,7 @@ def test_a_trainer_with_the_strategy_by_name_does_not_ask_lightning_s_slurm(laun
 
 
 # what Lightning's own environment asks for
-SRUN = SRUN_STEP | {"SLURM_NTASKS": "3", "SLURM_JOB_NAME": "train"}
+SRUN = SRUN_STEP | {"SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,8 @@ from lightning_ring.integrations.lightning.stop_requests import ignore_in_worker
 
 def test_a_job_of_an_array_is_named_within_it():
     assert job_name({"SLURM_JOB_ID": "7"}) == "7"
-    assert (
-        job_name({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"})
-        == "5_2"
-    )
+    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
+    assert job_name({"SLURM_JOB_ID": "7"} | array) == "5_2"
 
 
 @pytest.mark.parametrize(

@@ -55,11 +55,8 @@ def test_the_next_rank_0_goes_on_with_its_metrics_file(dies, tmp_path):
     successor.log_metrics({"loss": 2.0, "other": 1.0}, step=1)
     successor.save()
     with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["step"], row["loss"], row["other"]) for row in rows] == [
-        ("0", "3.0", ""),
-        ("1", "2.0", "1.0"),
-    ]
+        rows = [(row["step"], row["loss"], row["other"]) for row in csv.DictReader(file)]
+    assert rows == [("0", "3.0", ""), ("1", "2.0", "1.0")]
     assert len(list((tmp_path / "csv").iterdir())) == 1
 
 
@@ -73,9 +70,8 @@ def test_a_next_rank_0_that_finds_no_file_begins_one(tmp_path):
     go_on_with_csv(successor)
     successor.log_metrics({"loss": 2.0}, step=1)
     successor.save()
-    assert (tmp_path / "csv" / "version_4" / "metrics.csv").read_text().splitlines()[
-        0
-    ] == "loss,step"
+    metrics = tmp_path / "csv" / "version_4" / "metrics.csv"
+    assert metrics.read_text().startswith("loss,step")
 
 
 def test_metrics_are_put_back_as_often_as_a_part_is_run_again():
@@ -93,21 +89,15 @@ def test_metrics_are_put_back_as_often_as_a_part_is_run_again():
 
 
 def test_callbacks_that_save_or_stop_are_put_back():
-    checkpoint, stopping = (
-        ModelCheckpoint(monitor="val_loss", save_top_k=2),
-        EarlyStopping("val_loss"),
-    )
+    checkpoint, stopping = ModelCheckpoint(monitor="val_loss"), EarlyStopping("val_loss")
     restore = remember_callbacks(SimpleNamespace(callbacks=[checkpoint, stopping]))
     for _ in range(2):
         checkpoint.best_k_models["a.ckpt"] = torch.tensor(1.0)
         checkpoint._last_global_step_saved = 12
         stopping.wait_count = 3
         restore()
-        assert (
-            checkpoint.best_k_models,
-            checkpoint._last_global_step_saved,
-            stopping.wait_count,
-        ) == ({}, 0, 0)
+        assert (checkpoint.best_k_models, checkpoint._last_global_step_saved) == ({}, 0)
+        assert stopping.wait_count == 0
 
 
 def test_a_forward_that_is_taken_back_leaves_buffers_and_generators_as_they_were():
@@ -125,18 +115,14 @@ def test_a_forward_that_is_taken_back_leaves_buffers_and_generators_as_they_were
 
 def test_a_process_that_joins_takes_attributes_that_training_has_changed_alike_on_all_ranks():
     def fit(is_main):
-        saving, counting = ModelCheckpoint(), Callback()
-        counting.count, counting.is_main, counting.lines, counting.seen = (
-            0,
-            is_main,
-            [],
-            torch.zeros(1),
-        )
+        counting = Callback()
+        counting.count, counting.is_main = 0, is_main
+        counting.lines, counting.seen = [], torch.zeros(1)
         module = pl.LightningModule()
         module.best = 0.0
-        callbacks = [saving, counting, TQDMProgressBar()]
+        settings = {"accumulate_grad_batches": 1, "_private": 0, "lightning_module": module}
         return SimpleNamespace(
-            callbacks=callbacks, lightning_module=module, accumulate_grad_batches=1, _private=0
+            callbacks=[ModelCheckpoint(), counting, TQDMProgressBar()], **settings
         )
 
     first, other, new = fit(True), fit(False), fit(False)
@@ -151,12 +137,8 @@ def test_a_process_that_joins_takes_attributes_that_training_has_changed_alike_o
     take_attributes(new, changed[0])
     saving, counting, bar = new.callbacks
     assert (saving._last_checkpoint_saved, saving._last_time_checked) == ("last.ckpt", None)
-    assert (counting.count, counting.is_main, counting.lines, float(counting.seen)) == (
-        3,
-        False,
-        [],
-        0.0,
-    )
+    assert (counting.count, counting.is_main) == (3, False)
+    assert (counting.lines, float(counting.seen)) == ([], 0.0)
     assert (new.lightning_module.best, new.accumulate_grad_batches, new._private) == (0.5, 2, 0)
     assert not hasattr(bar, "shown")
 
