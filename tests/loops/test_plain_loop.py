@@ -4,8 +4,6 @@ ends too early.
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_ring.algorithms import ALGORITHMS, algorithm_class
 from tests import forked
@@ -23,32 +21,26 @@ LAUNCHERS = {
 }
 
 
-def trained_by_one_process():
-    torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    samples = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    data = TensorDataset(samples, samples.sum(1, keepdim=True))
-    sampler = DistributedSampler(data, num_replicas=1, rank=0)
-    for epoch in range(10):
-        sampler.set_epoch(epoch)
-        for inputs, targets in DataLoader(data, batch_size=32, sampler=sampler):
-            nn.functional.mse_loss(model(inputs), targets).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm=10.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    return model
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory):
+    """What a single process makes of all samples."""
+    folder = tmp_path_factory.mktemp("alone")
+    script, path = folder / "loop.py", folder / "model.pt"
+    script.write_text(EXAMPLE.read_text().replace("batch_size=16", "batch_size=32"))
+    done = run([*forked.python(), str(script), "ring", str(path)])
+    assert done.returncode == 0, done.stdout
+    return torch.load(path)
 
 
 @pytest.mark.parametrize(
     "name", [name for name in ALGORITHMS if not algorithm_class(name).steps_alone]
 )
-def test_two_ranks_train_as_one_process_on_all_samples(name, tmp_path):
+def test_two_ranks_train_as_one_process_on_all_samples(name, of_one_process, tmp_path):
     path = str(tmp_path / "model.pt")
     done = run([*TWO_RANKS, *forked.python(), str(EXAMPLE), name, path])
     assert done.returncode == 0, done.stdout
     found = torch.load(path)
-    for key, expected in trained_by_one_process().state_dict().items():
+    for key, expected in of_one_process.items():
         torch.testing.assert_close(found[key], expected, rtol=1e-4, atol=1e-5)
 
 

@@ -196,7 +196,7 @@ class Module(pl.LightningModule):
             for follower, param in zip(
                 self.follower.parameters(), self.net[0].parameters(), strict=True
             ):
-                follower.data.lerp_(param.data, 0.1)
+                follower.data = follower.data.lerp_(param.data, 0.1) * 0.9
         self.begin(batch)
         return self.loss(batch)
 

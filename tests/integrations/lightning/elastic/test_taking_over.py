@@ -25,7 +25,6 @@ from lightning_ring.integrations.lightning.elastic.checkpoints import (
 )
 from lightning_ring.integrations.lightning.elastic.loops import _validate
 from lightning_ring.integrations.lightning.elastic.undo import (
-    ChangedInSteps,
     remember_callbacks,
     remember_exchanged_weights,
     remember_metrics,
@@ -203,34 +202,3 @@ def test_weights_are_copied_only_where_a_hook_may_exchange_them():
         changed = module.net.weight.item()
         restore()
         assert (module.net.weight.item() == changed) is not restores
-
-
-@pytest.mark.parametrize("assigns", [False, True])
-def test_parameters_that_follow_others_in_a_step_are_put_back(assigns):
-    """From the second step on: the first one tells which they are. Not what the optimizer has
-    changed.
-    """
-    module = nn.ModuleDict(
-        {"leader": nn.Linear(1, 1), "follower": nn.Linear(1, 1).requires_grad_(False)}
-    )
-    follower, changed = module["follower"].weight, ChangedInSteps()
-
-    def follow():
-        if assigns:
-            follower.data = follower.data * 0.5
-        else:
-            follower.data.mul_(0.5)
-
-    before = follower.item()
-    changed.begin_step(module)
-    follow()
-    changed.end_step()
-    module["leader"].weight.data.add_(1)
-    for _ in range(2):
-        restore = changed.begin_step(module)
-        follow()
-        restore()
-    assert follower.item() == before / 2
-    changed.begin_step(module)
-    changed.end_step()
-    assert [id(follower)] == list(changed._found)
