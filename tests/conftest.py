@@ -4,6 +4,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from unittest.mock import patch
 
 import pytest
 
@@ -125,11 +126,8 @@ def _environment_stays():
     """What a test calls may set variables, as `open_store` sets GLOO_SOCKET_IFNAME; later tests'
     ranks inherit them.
     """
-    before = dict(os.environ)
-    yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # its `sitecustomize` has each line of output written at once
 WHOLE_LINES = str(ROOT / "tests" / "whole_lines")
 RINGRUN = [sys.executable, "-m", "lightning_ring.cli.ringrun"]
-ON_THIS_HOST = 'shift; exec sh -c "$*"'  # for `in_place_of_ssh`
+ON_THIS_HOST = 'shift; exec sh -c "$*"'  # in the place of ssh
 may_start = True  # False inside a test without the marker `ranks` (`conftest.py`)
 # seconds, within which every process ends on the slowest machine; pytest gives up at 300
 HANGS = 240.0
@@ -106,12 +106,11 @@ def started(command, path=None, **env):
         process.communicate(timeout=60)
 
 
-def in_place_of_ssh(folder, script):
-    """The path of a program that runs ``script`` of the shell, to which ssh's arguments go."""
-    ssh = folder / "ssh"
-    ssh.write_text(f"#!/bin/sh\n{script}\n")
-    ssh.chmod(0o755)
-    return str(ssh)
+def executable(path, script):
+    """Make ``path`` a program that runs ``script`` of the shell. Returns its name."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
 
 
 def run(command, *, timeout=HANGS, **env):

@@ -27,10 +27,11 @@ class Recorder:
     enters_again = False
     communicator = SimpleNamespace(barrier=lambda: None)
 
-    def __init__(self, *views, over=True, opens=()):
+    def __init__(self, *views, over=True, opens=(), step=None):
         self.calls = []
         self.views, self.over, self.opens = list(views), over, list(opens)
-        self.recovery = Recovery(self, self, self)  # type: ignore[arg-type]
+        self.recovery = Recovery(self, self, self)
+        self.recovery.step = step
 
     def is_over(self, seconds=0.0):
         return self.over
@@ -73,8 +74,7 @@ class Recorder:
 
 
 def test_a_step_that_is_done_again_is_taken_back_before_state_is_sent():
-    ranks = Recorder(View(1, (0, 2), 5))
-    ranks.recovery.step = 5
+    ranks = Recorder(View(1, (0, 2), 5), step=5)
     ranks.recovery.after(OVER)
     assert ranks.calls == ["close", Report(5, False), "take back", "open 1", "enter 1"]
     assert ranks.recovery.step == 5
@@ -94,8 +94,7 @@ def test_a_step_that_others_have_finished_is_finished_first_and_once():
 
 def test_what_a_broken_step_held_is_free_when_ranks_connect():
     """Else every bucket of shared memory is made anew: 0.7 s for 256 MiB of three ranks."""
-    ranks = Recorder(View(1, (0, 2), 5))
-    ranks.recovery.step = 5
+    ranks = Recorder(View(1, (0, 2), 5), step=5)
     held = []
     free = []
 
@@ -119,8 +118,7 @@ def test_what_a_broken_step_held_is_free_when_ranks_connect():
 
 
 def test_errors_that_are_each_others_context_do_not_hold_up_the_recovery():
-    ranks = Recorder(View(1, (0, 2), 5))
-    ranks.recovery.step = 5
+    ranks = Recorder(View(1, (0, 2), 5), step=5)
     first, second = CollectiveError("first"), CollectiveError("second")
     first.__cause__, second.__cause__ = second, first
     done = threading.Event()
@@ -141,8 +139,7 @@ def test_a_generator_that_handled_the_error_goes_on():
             yield "handled"
         yield "batch 1"
 
-    ranks = Recorder(View(1, (0, 2), 5))
-    ranks.recovery.step = 5
+    ranks = Recorder(View(1, (0, 2), 5), step=5)
     error, source = CollectiveError("a transport is broken"), batches()
     next(source)
     assert source.throw(error) == "handled"

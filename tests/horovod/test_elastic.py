@@ -11,7 +11,7 @@ import torch
 import lightning_ring.horovod as hvd
 from lightning_ring.horovod.elastic import sampler as sampler_module
 from tests import forked
-from tests.processes import ON_THIS_HOST, RINGRUN, ROOT, in_place_of_ssh, run
+from tests.processes import ON_THIS_HOST, RINGRUN, ROOT, executable, run
 
 # the package names the function
 run_module = importlib.import_module("lightning_ring.horovod.elastic.run")
@@ -54,7 +54,7 @@ def test_rank_0_dies_the_others_go_back_to_the_last_commit_and_a_new_process_joi
 def test_the_last_rank_of_two_hosts_goes_on_alone(tmp_path):
     """Between hosts the collectives are Gloo's; alone an optimizer reduces nothing."""
     options = ["-H", "localhost:1,elsewhere:1", "--min-np", "1"]
-    ssh = in_place_of_ssh(tmp_path, ON_THIS_HOST)
+    ssh = executable(tmp_path / "ssh", ON_THIS_HOST)
     found = elastic_job(tmp_path, *options, size=2, deaths="0:1:3", RING_SSH=ssh)
     assert set(found) == {"1"}
     assert found["1"]["resets"] == [[0, 1]]

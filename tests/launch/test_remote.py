@@ -19,7 +19,7 @@ from tests.processes import (
     ON_THIS_HOST,
     RINGRUN,
     ROOT,
-    in_place_of_ssh,
+    executable,
     run,
     started,
     wait_for,
@@ -94,7 +94,9 @@ def test_collectives_across_hosts_go_on_when_a_rank_dies(hosts, tmp_path):
 
 
 def test_a_host_that_cannot_be_reached_ends_the_start(tmp_path):
-    ssh = in_place_of_ssh(tmp_path, "echo 'ssh: connect to host elsewhere: refused' >&2; exit 255")
+    ssh = executable(
+        tmp_path / "ssh", "echo 'ssh: connect to host elsewhere: refused' >&2; exit 255"
+    )
     command = [*RINGRUN, "-H", "localhost:1,elsewhere:1", "--min-ranks", "1", sys.executable]
     done = run([*command, *count(tmp_path, 50)], RING_SSH=ssh)
     assert done.returncode == 255, done.stdout
@@ -134,7 +136,7 @@ def discovered(folder, ssh, steps, *options):
     (folder / "listed").write_text("localhost:1\n")
     ringrun = [*RINGRUN, "-np", "1", "--host-discovery-script", f"cat {folder / 'listed'}"]
     command = [*ringrun, *options, sys.executable, *count(folder, steps)]
-    return started(command, folder / "output", RING_SSH=in_place_of_ssh(folder, ssh))
+    return started(command, folder / "output", RING_SSH=executable(folder / "ssh", ssh))
 
 
 @needs_address

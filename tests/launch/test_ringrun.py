@@ -23,7 +23,7 @@ from lightning_ring.launch.mpirun import (
     ranks_per_host,
     recognise,
 )
-from tests.processes import mpirun_path
+from tests.processes import executable, mpirun_path
 
 OPEN_MPI = Mpirun("/opt/mpi/bin/mpirun", "openmpi", 5, "mpirun (Open MPI) 5.0.11")
 HYDRA = Mpirun("/opt/mpich/bin/mpirun", "mpich", 5, "mpirun (MPICH) 5.0.2")
@@ -97,8 +97,7 @@ def test_intels_mpirun_is_a_script_around_the_program_to_start(tmp_path, monkeyp
         ("mpirun", 'mpiexec.hydra "$@"'),
         ("mpiexec.hydra", "echo 'Intel(R) MPI Library for Linux* OS, Version 2021.19.0 Build 1'"),
     ):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        executable(tmp_path / name, text)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")  # the environment of the wheel is not activated
     found = identify(str(tmp_path / "mpirun"))
     assert found.family == "intelmpi"
@@ -211,15 +210,10 @@ def test_dry_run_shows_the_line_and_runs_nothing(tmp_path, capsys, monkeypatch):
 
 
 def test_mpirun_beside_python_comes_first(tmp_path, monkeypatch):
-    def install(folder, says):
-        folder.mkdir()
-        program = folder / "mpirun"
-        program.write_text(f"#!/bin/sh\necho '{says}'\n")
-        program.chmod(0o755)
-        return program
-
-    beside = install(tmp_path / "venv", "mpirun (Open MPI) 4.1.6")
-    on_path = install(tmp_path / "path", "HYDRA build details:")
+    beside, on_path = (tmp_path / folder / "mpirun" for folder in ("venv", "path"))
+    for program, says in ((beside, "mpirun (Open MPI) 4.1.6"), (on_path, "HYDRA build details:")):
+        program.parent.mkdir()
+        executable(program, f"echo '{says}'")
     monkeypatch.setenv("PATH", str(on_path.parent))  # /usr/bin may hold another
     monkeypatch.setattr(sys, "executable", str(beside.with_name("python")))
     found = find_mpirun()

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from lightning_ring.job.rendezvous.greeting import reserve_port
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "squeue")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel")
+PROGRAMS += ("sinfo", "squeue")
 _START_SECONDS = 60.0
 _END_SECONDS = 15.0
 _SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
@@ -117,11 +118,8 @@ def _munged(folder):
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
-    options = [
-        f"--{name}-file={folder / f'munge.{name}'}" for name in ("key", "pid", "log", "seed")
-    ]
-    socket = f"--socket={folder / 'munge.socket'}"
-    return ["munged", "--foreground", "--force", socket, *options]
+    files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+    return ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files]
 
 
 def _start(stack, folder, name, command):

@@ -35,7 +35,7 @@ class Job:
         command = ["sbatch", "--parsable", "--open-mode=append", f"--output={self._file}"]
         submitted = run([*command, f"--chdir={folder}", *options, str(body)], **environ)
         assert submitted.returncode == 0, submitted.stdout
-        self.number = submitted.stdout.strip()
+        self.number = submitted.stdout.split()[-1]
 
     @property
     def output(self):

@@ -4,12 +4,12 @@ too.
 
 import os
 import signal
-import stat
 
 import pytest
 from torch.utils.data import DataLoader
 
 from lightning_ring.integrations.lightning.stop_requests import ignore_in_workers, job_name, requeue
+from tests.processes import executable
 
 
 def test_a_job_of_an_array_is_named_within_it():
@@ -26,9 +26,7 @@ def test_a_job_of_an_array_is_named_within_it():
     ],
 )
 def test_what_scontrol_says_is_kept(script, answer, tmp_path, monkeypatch):
-    program = tmp_path / "scontrol"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    executable(tmp_path / "scontrol", script)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert requeue("7") == answer
 

@@ -53,6 +53,7 @@ from lightning_ring.data import ShuffledSampler, item_loader
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
+from tests.chaos.callbacks import CollectiveInEveryHook  # noqa: F401  for ``callbacks``
 
 FOLDER, BACKEND, DEATHS = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
 NUMBER = int(os.environ["RING_MEMBER"])
@@ -292,24 +293,6 @@ class Failing(of_lightning.Callback):
 
     def fail(self, *_, **__):
         raise ValueError("only this process fails")
-
-
-class InEveryHook(of_lightning.Callback):
-    """Counts in every hook, and compares its count with the other ranks' in each ``every``th."""
-
-    def __init__(self, every):
-        self.count, self.every = 0, every
-
-    def compare(self, trainer, *_, **__):
-        self.count += 1
-        if self.count % self.every == 0:
-            own = torch.tensor(float(self.count))
-            assert torch.equal(own, trainer.strategy.reduce(own.clone(), reduce_op="mean"))
-
-
-for name in vars(of_lightning.Callback):
-    if name in ("setup", "teardown") or (name[:3] == "on_" and name != "on_exception"):
-        setattr(InEveryHook, name, InEveryHook.compare)
 
 
 class ManualModule(Module):

@@ -332,7 +332,7 @@ def grow(ranks, folder, *asked, **options):
 
 
 def test_callbacks_communicate_in_every_hook_while_a_process_joins(tmp_path):
-    done = grow(2, tmp_path, callbacks=["InEveryHook(1)", "InEveryHook(7)"])
+    done = grow(2, tmp_path, callbacks=["CollectiveInEveryHook()"])
     assert done.returncode == 0, done.stdout[-6000:]
     check(tmp_path, ends_in(tmp_path), 3)
 
