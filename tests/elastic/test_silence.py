@@ -89,16 +89,16 @@ def test_a_process_that_hangs_before_it_connects_is_found_once_another_one_is_re
     assert clock.pass_seconds(500) == {}
 
 
-def test_a_second_process_with_a_number_that_is_taken_is_refused():
+def test_a_second_process_with_a_number_that_is_taken_and_a_stranger_are_refused():
     with serving() as server:
         (one,) = first_view(server, 1)
-        with pytest.raises(
-            RankDiscoveryError,
-            match=r"process 0 of the job is process \d+ already.*start it without",
-        ):
+        told = r"process 0 of the job is process \d+ already.*start it without"
+        with pytest.raises(RankDiscoveryError, match=told):
             Member(server.steward.variables(0)).open()
         with pytest.raises(RankDiscoveryError, match="process 7 of the job takes part no more"):
             Member(server.steward.variables(7)).open()
+        with pytest.raises(RankDiscoveryError, match="another job"):
+            Member(server.steward.variables(0) | {"RING_SECRET": "guess"}).open()
         assert one.request({"op": "count"}, WAIT) == 0
         assert server.steward.membership.members == [0]
 

@@ -14,7 +14,6 @@ import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_ring import RingStrategy
-from lightning_ring.host.malloc import keep_freed_memory
 from lightning_ring.integrations.lightning import strategy
 from tests.processes import clean_env
 
@@ -70,6 +69,7 @@ def test_freed_memory_is_used_again_without_page_faults_and_returned_at_the_end(
     "variables",
     [
         {"MALLOC_TRIM_THRESHOLD_": "131072"},
+        {"MALLOC_TOP_PAD_": "0"},
         {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000000"},
     ],
 )
@@ -77,13 +77,6 @@ def test_what_the_user_told_glibc_holds(variables):
     found = _run(**variables)
     assert not found["kept"]
     assert found["keeping"] > 0.9 * found["glibc"] > 0
-
-
-def test_variables_of_glibc_count_as_a_choice():
-    assert not keep_freed_memory({"MALLOC_TOP_PAD_": "0"})
-    assert not keep_freed_memory(
-        {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1:glibc.malloc.trim_threshold=1"}
-    )
 
 
 @pytest.mark.parametrize(("keeps", "fails"), [(True, False), (True, True), (False, False)])

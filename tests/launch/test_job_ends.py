@@ -76,17 +76,15 @@ def test_a_rank_that_failed_ends_the_job_and_is_named_before_its_memory_is_free(
     assert "generation 1: " not in done.stdout  # the others do not connect anew
 
 
-@pytest.mark.parametrize(
-    ("limits", "waited"),
-    [("", ""), (", wait_for_ranks=1.0, respawn=RespawnLimits(delay=60.0)", " for 1 s")],
-)
-def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(limits, waited, tmp_path):
+def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(tmp_path):
     script = counting(tmp_path, f"if number == '0': when_counting({KILL})\ncount()\n")
-    done = start(f"ElasticLimits(2, min_ranks=2{limits})", script)
+    done = start(
+        "ElasticLimits(2, 2, wait_for_ranks=1.0, respawn=RespawnLimits(delay=60.0))", script
+    )
     assert done.returncode == 1, done.stdout
     last = done.stdout.strip().splitlines()[-1]
     told = (
-        rf"1 of its ranks are left{waited}, and it goes on with 2 or more \(--min-ranks\)\. Dead: "
+        r"1 of its ranks are left for 1 s, and it goes on with 2 or more \(--min-ranks\)\. Dead: "
     )
     assert re.search(rf"{told}..:..:.. process 0 \(pid \d+\) was killed by signal 9", last), last
 

@@ -12,9 +12,11 @@ import json
 import os
 import re
 import socket
+import struct
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 SILENT = 2000
@@ -60,14 +62,27 @@ def hello(secret, name, nonce, guest):
     return json.dumps(message).encode() + b"\n"
 
 
-def guess_secrets(place):
-    """As each rank, member and host."""
+def true_secrets():
+    """Those of this user's jobs, which no stranger can read."""
+    found = set()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            found |= set(re.findall(r"RING_SECRET=(\w+)", environ.read_bytes().decode("latin-1")))
+    return found
+
+
+def say_hello(place, replayed=False):
+    """As each rank, member and host, by secrets that are guessed; or with the true one, but to the
+    challenge of another connection.
+    """
     guests = [{"rank": rank, "member": rank, "host": "b", "start": 1} for rank in range(2)]
     doors = ("rendezvous", "watch", "steward", "agents")
-    for secret, name, guest in itertools.product(GUESSES, doors, guests):
+    secrets = true_secrets() if replayed else GUESSES
+    for secret, name, guest in itertools.product(secrets, doors, guests):
         with contextlib.suppress(OSError, ValueError):
             one = connect(place)
-            nonce = json.loads(one.makefile("rb").readline() or b"{}").get("nonce")
+            challenged = connect(place) if replayed else one
+            nonce = json.loads(challenged.makefile("rb").readline() or b"{}").get("nonce")
             one.sendall(hello(secret, name, nonce, guest) + b'{"kind": "left"}\n')
 
 
@@ -75,8 +90,10 @@ ATTACKS = (
     many(SILENT, b""),
     many(SEVERAL, 1_000_000 * b"\n"),
     many(SEVERAL, b'{"kind": "hello", "non'),
+    many(SEVERAL, struct.pack("!Q", 2**60) + 100 * b"x"),
     many(SEVERAL, b"", drip=400 * b"x"),
-    guess_secrets,
+    say_hello,
+    partial(say_hello, replayed=True),
 )
 
 

@@ -115,11 +115,3 @@ def test_a_signal_stops_all_ranks_with_a_checkpoint(way, signum, tmp_path):
         assert_gone(pids)
     assert (tmp_path / "stopped.ckpt").exists(), output
     assert not list(tmp_path.glob("done.*"))
-
-
-def test_mpirun_inside_a_slurm_batch_job_is_taken_for_mpirun(tmp_path):
-    slurm = dict.fromkeys(("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_NAME"), "0")
-    slurm["SLURM_NTASKS"] = "1"
-    result = run([*WAYS["mpirun"], "plain", str(tmp_path)], **slurm)
-    assert result.returncode == 0, result.stdout
-    assert [(tmp_path / f"done.{rank}").read_text()[:2] for rank in range(2)] == ["2 ", "2 "]

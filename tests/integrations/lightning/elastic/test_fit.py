@@ -135,28 +135,25 @@ def test_a_fit_outlives_ranks_before_its_first_step(deaths, tmp_path):
     check(tmp_path, fit(tmp_path, "gloo", *deaths), 2)
 
 
-def test_a_rank_that_others_wait_for_in_the_next_step_does_that_again_with_them(tmp_path):
-    # a step of several batches. The others are in the first one, in the average of the loss that
-    # they log
-    check_late(tmp_path, 3, accumulate=2)
-
-
-def test_a_rank_that_others_wait_for_in_an_epochs_last_step_plans_it_as_they_do(tmp_path):
-    # of one batch. With three ranks there are two batches left
-    check_late(tmp_path, 4, accumulate=2, samples=SAMPLES + 3 * BATCH)
-
-
-def test_a_rank_that_others_wait_for_at_an_epochs_end_ends_it_with_them(tmp_path):
-    # in validation. With three ranks there is one more batch left
-    check_late(tmp_path, 9, accumulate=1, samples=SAMPLES + 3 * BATCH)
-
-
-def check_late(folder, step, accumulate, samples=SAMPLES):
+@pytest.mark.parametrize(
+    ("step", "accumulate", "samples"),
+    [
+        # a step of several batches. The others are in the first one, in the average of the loss
+        # that they log
+        (3, 2, SAMPLES),
+        # an epoch's last step, of one batch. With three ranks there are two batches left
+        (4, 2, SAMPLES + 3 * BATCH),
+        # an epoch's end, in validation. With three ranks there is one more batch left
+        (9, 1, SAMPLES + 3 * BATCH),
+    ],
+)
+def test_a_rank_that_others_wait_for_does_what_they_do(step, accumulate, samples, tmp_path):
     """Process 3 dies behind ``step``; process 0 has yet to learn that all agreed to it. The others
     go on until they wait for these two."""
     options = {"trainer": {"accumulate_grad_batches": accumulate}, "strategy": {"monitor": False}}
     options |= {"late": [0, step], "samples": samples}
-    check_behind(folder, fit(folder, "gloo", f"3:{step}:batch_end:late", **options), samples)
+    ends = fit(tmp_path, "gloo", f"3:{step}:batch_end:late", **options)
+    check_behind(tmp_path, ends, samples)
 
 
 def check_behind(folder, ends, samples, left=3):
