@@ -1,7 +1,7 @@
 """Planted faults in elastic fits: hangs, lost steps, ranks that differ, samples read twice, and
 what is left behind.
 
-    python -m tests.chaos --faults 100 --seed 0 --json
+    python -m tests.chaos --faults 100 --seed 0
 
 Each job is a Trainer's fit of 2 to 6 ranks, with a batch norm, an optimizer with state, a schedule,
 validation, checkpoints, and sometimes accumulated batches, loader processes, sharded optimizers or
@@ -46,10 +46,6 @@ def main():
     parser.add_argument(
         "--seed", type=int, default=0, help="of the first job; the next ones have the next numbers"
     )
-
-    parser.add_argument(
-        "--json", action="store_true", help="the summary on one line, and no line for each job"
-    )
     options = parser.parse_args()
     mounts, no_hosts = chaos_host.own_mounts(), why_not()
     if no_hosts is not None:
@@ -65,11 +61,10 @@ def main():
             continue
         result = run_job(plan, mounts=mounts)
         results.append(result)
-        if not options.json or result.wrong:
-            faults = ", ".join(" ".join(fault) for fault in result.faults)
-            came = f"{result.joined} joined, {result.returns} returns"
-            line = f"{plan}: {faults or 'no fault'}, {came}, stood still {result.standstill:.1f} s"
-            print(line, *result.wrong, sep="\n  WRONG: ", file=sys.stderr)
+        faults = ", ".join(" ".join(fault) for fault in result.faults)
+        came = f"{result.joined} joined, {result.returns} returns"
+        line = f"{plan}: {faults or 'no fault'}, {came}, stood still {result.standstill:.1f} s"
+        print(line, *result.wrong, sep="\n  WRONG: ", file=sys.stderr)
     kinds = Counter(" ".join(fault[2:]) for result in results for fault in result.faults)
     summary = {
         "seeds": [options.seed, seed - 1],
@@ -83,7 +78,7 @@ def main():
         "wrong": {result.plan.seed: result.wrong for result in results if result.wrong},
         "by_place_and_kind": dict(sorted(kinds.items())),
     }
-    print(json.dumps(summary, indent=None if options.json else 2))
+    print(json.dumps(summary))
     return 1 if summary["wrong"] else 0
 
 

@@ -19,11 +19,6 @@ from tests.launch.counting import KILL, counting, start
 from tests.processes import RINGRUN, run, started, wait_for
 
 
-def test_limits_that_contradict_each_other():
-    with pytest.raises(ConfigurationError, match="2 ranks, at least 3 and at most 2"):
-        ElasticLimits(2, min_ranks=3)
-
-
 def test_a_process_is_not_dead_because_no_file_can_be_opened(
     monkeypatch,
 ):

@@ -86,11 +86,6 @@ def test_mpi_without_mpi4py_says_so(monkeypatch):
         RingStrategy(backend="mpi")
 
 
-def test_positional_arguments_are_refused():
-    with pytest.raises(TypeError):
-        RingStrategy("gloo")
-
-
 def test_buckets_fit_device_and_ranks_unless_they_were_given_a_size():
     caps = [default_cap_mb(*place) for place in (("cpu", 16), ("cpu", 17), ("cuda", 2))]
     assert caps == [4, 25, 25]

@@ -54,6 +54,7 @@ from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from tests.chaos.callbacks import CollectiveInEveryHook  # noqa: F401  for ``callbacks``
+from tests.processes import wait_for
 
 FOLDER, BACKEND, DEATHS = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
 NUMBER = int(os.environ["RING_MEMBER"])
@@ -146,9 +147,8 @@ def begin():
     (FOLDER / f"started{NUMBER}").touch()
     die(0, "start")
     replaced = sum(death.endswith(":start") for death in DEATHS)
-    last, until = int(os.environ["RING_WORLD_SIZE"]) + replaced - 1, time.monotonic() + 100
-    while not (FOLDER / f"started{last}").exists() and time.monotonic() < until:
-        time.sleep(0.02)
+    last = int(os.environ["RING_WORLD_SIZE"]) + replaced - 1
+    wait_for((FOLDER / f"started{last}").exists, 100)
 
 
 class Module(pl.LightningModule):
@@ -187,9 +187,7 @@ class Module(pl.LightningModule):
     def wait_for_newcomer(self):
         if self.global_step != OPTIONS.get("wait"):
             return
-        until = time.monotonic() + 100
-        while not READY.exists() and time.monotonic() < until:
-            time.sleep(0.05)
+        wait_for(READY.exists, 100)
         time.sleep(4.0)  # it reports now, also on a loaded machine
 
     def training_step(self, batch, batch_idx):
