@@ -135,26 +135,13 @@ def test_a_state_goes_back_to_its_last_commit():
 
 
 @pytest.mark.usefixtures("alone")
-def test_run_calls_again_after_an_interrupt_and_raises_other_errors():
-    calls = []
-    state = hvd.elastic.TorchState(batch=0)
-    state.register_reset_callbacks([lambda: calls.append("reset")])
-
+def test_an_error_is_raised_in_a_job_that_does_not_go_on_when_ranks_die():
     @hvd.elastic.run
-    def train(state, name, error=None):
-        calls.append("train")
-        if error is not None:
-            raise error("wrong")
-        if state.batch == 0:
-            state.batch = 1
-            state.on_hosts_updated(0.0, 1)
-            state.commit()
-        return name
+    def train(state):
+        raise hvd.HorovodInternalError("wrong")
 
-    assert train(state, name="done") == "done"
-    assert calls == ["train", "reset", "train"]
-    with pytest.raises(hvd.HorovodInternalError):  # no job that goes on when ranks die
-        train(state, "", error=hvd.HorovodInternalError)
+    with pytest.raises(hvd.HorovodInternalError, match="wrong"):
+        train(hvd.elastic.TorchState(batch=0))
 
 
 def test_an_error_that_no_death_explains_is_raised_after_some_attempts(monkeypatch):
