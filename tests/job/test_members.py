@@ -5,12 +5,14 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.job import members as members_module
 from lightning_ring.job.job import Job
 from lightning_ring.job.members import (
     SHARING,
@@ -137,32 +139,12 @@ def test_nccl_runs_its_communicators_kernels_in_the_order_of_the_calls(monkeypat
     assert seen == [order, "0"]
 
 
-class CountedStore(dist.Store):
-    """A store in memory that counts what it is asked."""
-
-    def __init__(self):
-        super().__init__()
-        self.values = dist.HashStore()
-        self.num_requests = 0
-
-    def set(self, key, value):
-        self.num_requests += 1
-        self.values.set(key, value if isinstance(value, str) else bytes(value).decode())
-
-    def get(self, key):
-        self.num_requests += 1
-        return self.values.get(key)
-
-    def multi_get(self, keys):
-        self.num_requests += 1
-        return [self.values.get(key) for key in keys]
-
-
-def test_members_are_exchanged_with_two_requests_a_rank():
-    store = CountedStore()
+def test_members_are_exchanged_with_two_requests_a_rank(monkeypatch):
+    monkeypatch.setattr(members_module, "PrefixStore", lambda prefix, store: store)
+    store = Mock(wraps=dist.HashStore())
     own = [JobMember(rank, rank // 4, f"host{rank // 4}", (rank,), 2.0) for rank in range(16)]
     infos = [replace(SINGLE, rank=rank, world_size=16) for rank in range(16)]
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(lambda info: exchange_members(own[info.rank], info, store), infos))
     assert all(members == own for members in found)
-    assert store.num_requests == 2 * 16 + 2  # rank 0 reads all, and writes them into one value
+    assert len(store.method_calls) == 2 * 16 + 2  # rank 0 reads all, and writes them into one value
