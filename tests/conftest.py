@@ -54,6 +54,8 @@ def pytest_configure(config):
     so does every process that starts MPI without mpirun, as Lightning's own strategies do to look
     for ranks.
     """
+    # A shell starts background jobs, CI's among them, with Ctrl-C ignored, which is inherited.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if SEGMENTS not in os.environ:
         where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         config.stash[OWN_SEGMENTS] = os.environ[SEGMENTS] = tempfile.mkdtemp(

@@ -73,13 +73,6 @@ def clean_env(**extra):
     return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | extra
 
 
-def default_signals():
-    """For ``preexec_fn``: a shell starts background jobs, CI's among them, with Ctrl-C ignored,
-    which is inherited.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def start(command, output=subprocess.PIPE, **env):
     """A process of ``command`` in a session of its own, whose errors go to ``output`` too."""
     assert may_start, "a test that starts a process needs the marker `ranks`"
@@ -90,7 +83,6 @@ def start(command, output=subprocess.PIPE, **env):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=default_signals,
     )
 
 
