@@ -13,6 +13,8 @@ from lightning_ring.elastic.membership import GenerationOver, JobEnded, Report, 
 from lightning_ring.elastic.recovery import EnterAgain, Recovery
 from lightning_ring.errors import (
     CollectiveError,
+    ConfigurationError,
+    ModelMismatchError,
     PeerFailedError,
 )
 
@@ -183,6 +185,22 @@ def test_connections_that_do_not_come_up_are_tried_again_a_few_times():
     with pytest.raises(TimeoutError):
         ranks.recovery.start()
     assert ranks.calls.count("close") == 5
+
+
+@pytest.mark.parametrize(
+    "error", [ModelMismatchError("other models"), ConfigurationError("other batches")]
+)
+def test_newcomers_that_do_not_fit_are_turned_away_and_the_others_go_on(error):
+    views = View(1, (0, 4), 5, (4,)), View(2, (0,), 5)
+    ranks = Recorder(*views, over=False, opens=(error, None), step=5)
+    ranks.recovery.pause()
+    assert ranks.calls.count(("turn away", 4)) == 1
+    assert ranks.calls[-1] == "enter 2"
+    newcomer = Recorder(views[0], over=False, opens=(error,))
+    newcomer.number = 4
+    with pytest.raises(JobEnded):
+        newcomer.recovery.start()
+    assert newcomer.calls[-1] == ("turn away", 4)
 
 
 def test_newcomers_are_to_blame_for_an_error_in_their_first_step_and_no_later():

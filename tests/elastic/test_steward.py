@@ -117,6 +117,22 @@ def test_a_failure_ends_the_job_on_every_rank(server):
     assert not isinstance(ended.value, TooFewRanks)
 
 
+def test_a_failure_that_follows_from_a_late_death_leaves_the_last_word_to_the_launcher(server):
+    one, two, three = first_view(server, 3)
+    for member in (one, two, three):
+        member.take_part()
+    three.leave_fit()
+    wait_for(lambda: server.steward.membership.takes_no_more, WAIT)
+    two.close()
+    wait_for(lambda: server.steward.membership.late, WAIT)
+    one.fail("rank 0 failed: GenerationOver: process 1 has died")
+    wait_for(lambda: 0 in server.steward.last_words, WAIT)
+    assert server.steward.ended is None
+    server.calls.append(lambda: server.steward.end("process 1 was killed", exit_code=137))
+    wait_for(lambda: server.steward.ended, WAIT)
+    assert (server.steward.ended, server.steward.exit_code) == ("process 1 was killed", 137)
+
+
 @pytest.mark.parametrize("parted", [False, True])
 def test_ranks_that_are_too_few_for_too_long_learn_why_the_job_ends(parted):
     """By the type of the error. Ranks with parts of the state meet once more before."""

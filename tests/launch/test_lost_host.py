@@ -3,15 +3,20 @@ machine is too slow.
 """
 
 import select
+import socket
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
+from lightning_ring.job.watch.messages import MessageConnection
 from lightning_ring.launch import agent as agent_module
-from lightning_ring.launch.agent import AGENT_SECONDS, ALIVE_SECONDS
+from lightning_ring.launch.agent import AGENT_SECONDS, ALIVE_SECONDS, Agent
+from lightning_ring.launch.child import Child
 from lightning_ring.launch.elastic import LOOK_SECONDS
 from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.remote import LOST_SECONDS, RemoteChild, RemoteHosts
-from tests.launch.test_agents import enter
+from tests.launch.test_agents import enter, order
 
 PROMISED = 1.5  # seconds from the cut of a link until the steward counts a host's ranks as dead
 SLEEP = ["sleep", "600"]
@@ -84,3 +89,47 @@ def test_time_in_which_the_steward_was_stopped_does_not_count(cluster):
     cluster.now += 100
     assert cluster.looks_until_lost(0.5) is None
     assert cluster.looks_until_lost() is not None
+
+
+@contextmanager
+def agent_of(steward, monkeypatch):
+    """An agent that is connected to ``steward`` and has one process; and its clock, which moves
+    in waits alone.
+    """
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    ours = socket.create_connection(steward.getsockname(), timeout=60)
+    connection = MessageConnection(ours)
+
+    def wait(seconds):
+        clock.now += seconds
+
+    connection.wait = wait  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(agent_module, "time", clock)
+    monkeypatch.setattr(
+        agent_module, "OrphanGuard", lambda line: SimpleNamespace(close=lambda: None)
+    )
+    monkeypatch.setattr(Agent, "_connect", lambda self: connection)
+    agent = Agent(order([], 0))
+    agent._children[0] = child = Child("process 0", SLEEP, {})
+    child.start("/")
+    try:
+        yield agent, clock
+    finally:
+        child.kill_session()
+        assert child.process is not None
+        child.process.wait(60)
+        connection.close()
+
+
+def test_an_agent_that_hears_nothing_for_a_second_kills_its_ranks(
+    monkeypatch,
+):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as steward,
+        agent_of(steward, monkeypatch) as (agent, clock),
+    ):
+        assert agent.run() == 1
+        assert clock.now == pytest.approx(AGENT_SECONDS, abs=2.5 * agent_module._LOOK_SECONDS)
+        process = agent._children[0].process
+        assert process is not None
+        assert process.wait(60) == -9
