@@ -83,9 +83,7 @@ def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(tmp_path):
     )
     assert done.returncode == 1, done.stdout
     last = done.stdout.strip().splitlines()[-1]
-    told = (
-        r"1 of its ranks are left for 1 s, and it goes on with 2 or more \(--min-ranks\)\. Dead: "
-    )
+    told = r"it has 1 rank left, after 1 s, and goes on with 2 or more \(--min-ranks\)\. Dead: "
     assert re.search(rf"{told}..:..:.. process 0 \(pid \d+\) was killed by signal 9", last), last
 
 

@@ -100,7 +100,7 @@ def test_a_host_that_cannot_be_reached_ends_the_start(tmp_path):
     command = [*RINGRUN, "-H", "localhost:1,elsewhere:1", "--min-ranks", "1", sys.executable]
     done = run([*command, *count(tmp_path, 50)], RING_SSH=ssh)
     assert done.returncode == 255, done.stdout
-    assert "host elsewhere is lost with 1 ranks: `" in done.stdout
+    assert "host elsewhere is lost with 1 rank: `" in done.stdout
     assert "ended with exit code 255" in done.stdout
 
 
@@ -128,7 +128,7 @@ def test_told_to_stop_the_ranks_of_an_agent_end_too(tmp_path):
         assert process.wait(timeout=60) == 143, said(tmp_path)
     assert {path.suffix for path in tmp_path.glob("stopped.*")} == {".0", ".1"}
     assert all(is_dead(pid) for pid in pids)
-    assert f"{pids[2]}) was killed by signal 9 (SIGKILL); 2 ranks are left" in said(tmp_path)
+    assert f"{pids[2]}) was killed by signal 9 (SIGKILL); 2 ranks left" in said(tmp_path)
 
 
 def discovered(folder, ssh, steps, *options):
@@ -143,7 +143,7 @@ def discovered(folder, ssh, steps, *options):
 def test_a_finished_job_does_not_wait_for_a_host_that_does_not_answer(tmp_path):
     listed = tmp_path / "listed"
     with discovered(tmp_path, f"touch {tmp_path}/called; exec sleep 100", 300) as process:
-        wait_for(lambda: "generation 0: 1 ranks" in said(tmp_path))
+        wait_for(lambda: "generation 0: 1 rank," in said(tmp_path))
         listed.write_text("localhost:1\nelsewhere:1\n")
         wait_for((tmp_path / "called").exists)
         assert not (tmp_path / "0.json").exists()
@@ -156,15 +156,15 @@ def test_a_finished_job_does_not_wait_for_a_host_that_does_not_answer(tmp_path):
 def test_ranks_start_on_a_host_that_is_listed_later_and_not_on_one_that_is_listed_no_more(tmp_path):
     listed = tmp_path / "listed"
     with discovered(tmp_path, ON_THIS_HOST, 100000, "--max-np", "3", "--respawn") as process:
-        wait_for(lambda: "generation 0: 1 ranks" in said(tmp_path))
+        wait_for(lambda: "generation 0: 1 rank," in said(tmp_path))
         listed.write_text("localhost:1\nelsewhere:5\n")
         wait_for(lambda: "3 ranks" in said(tmp_path) and len(list(tmp_path.glob("*.log"))) == 3)
         listed.write_text("localhost:1\n")
         time.sleep(2.5)  # it is asked every second
         kill_agent(process)
-        wait_for(lambda: "1 ranks are left" in said(tmp_path))
+        wait_for(lambda: "1 rank left" in said(tmp_path))
         # in generation 0, and again
-        wait_for(lambda: said(tmp_path).count(": 1 ranks, after") == 2)
+        wait_for(lambda: said(tmp_path).count(": 1 rank, after") == 2)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=240) == 143, said(tmp_path)
     assert "host elsewhere is lost with 2 ranks" in said(tmp_path)
