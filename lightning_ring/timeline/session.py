@@ -84,14 +84,12 @@ class Session:
 
         Collective; may be called again, where a rank died in it.
         """
-        comm, mine = self.comm, self.other["rank"]
-        if comm is not None:
-            mine["clock_at_end"] = asdict(read_clocks(comm)[comm.rank])
+        comm = self.comm
         self.close()
         if comm is None:
             return []
         comm.barrier(name="timeline: closed")
-        problems = gather_files(self.path, self.other["run"], comm, mine["rank"])
+        problems = gather_files(self.path, self.other["run"], comm, self.other["rank"]["rank"])
         # the source of the last broadcast did not wait for the others
         comm.barrier(name="timeline: merged")
         return problems

@@ -13,7 +13,6 @@ from lightning_ring.errors import ConfigurationError
 
 GENERATOR = "lightning_ring"
 PATH_VARIABLE = "RING_TIMELINE"
-SWITCH_VARIABLE = "RING_TIMELINE_SWITCH"
 SIZE_VARIABLE = "RING_TIMELINE_MAX_MB"
 
 
@@ -53,8 +52,6 @@ def is_timeline(path: Path) -> bool:
 class TimelineSettings:
     # where the merged trace goes; `None`: nothing is recorded, unless a script starts it
     path: Path | None
-    # record only while this file exists on rank 0's host
-    switch: Path | None
     # largest size of a rank's file, in MiB
     max_mb: float
 
@@ -69,12 +66,6 @@ def timeline_settings(argument: str | Path | None, environ: Mapping[str, str]) -
         path = checked_path(argument, f"RingStrategy got timeline={argument!r}")
     elif named := environ.get(PATH_VARIABLE):
         path = checked_path(named, f"{PATH_VARIABLE} is {named!r}")
-    switch = environ.get(SWITCH_VARIABLE)
-    if switch and path is None:
-        raise ConfigurationError(
-            f"{SWITCH_VARIABLE} is {switch!r}, but no timeline is asked for. Set "
-            f"{PATH_VARIABLE}=trace.json too, or give RingStrategy(timeline='trace.json')."
-        )
     text = environ.get(SIZE_VARIABLE) or "64"
     try:
         size = float(text)
@@ -85,4 +76,4 @@ def timeline_settings(argument: str | Path | None, environ: Mapping[str, str]) -
             f"{SIZE_VARIABLE} is {text!r}, expected the largest size of a rank's timeline in MiB, "
             "1 or more, as in 64."
         )
-    return TimelineSettings(path, Path(switch).expanduser() if switch else None, size)
+    return TimelineSettings(path, size)

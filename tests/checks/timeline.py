@@ -232,22 +232,18 @@ def said():
         logging.getLogger("lightning_ring").removeHandler(handler)
 
 
-def check_a_path_that_another_job_writes_is_one_error_and_with_a_switch_a_warning(tmp_path):
-    path, switch = tmp_path / "trace.json", tmp_path / "on"
+def check_a_path_that_another_job_writes_is_one_error(tmp_path):
+    path = tmp_path / "trace.json"
     other = {"generator": "lightning_ring", "run": "another"}
     file = (
         TraceFile(tmp_path / "trace.rank0.jsonl", other, max_bytes=1 << 22) if RANK == 0 else None
     )
-    switch.touch()
     WORLD.Barrier()
     with pytest.raises(
         ConfigurationError, match=r"is in use: trace\.rank0\.jsonl, another job"
     ) as caught:
         train(RingStrategy(timeline=path))
     assert len(set(WORLD.allgather(str(caught.value)))) == 1
-    with environment(RING_TIMELINE=str(path), RING_TIMELINE_SWITCH=str(switch)), said() as messages:
-        train(RingStrategy(), batches=24)
-    assert len([message for message in messages if "not recorded" in message]) == (RANK == 0)
     assert not path.exists()
     WORLD.Barrier()
     if file is not None:
@@ -284,27 +280,6 @@ def check_started_and_stopped_by_hand(tmp_path):
     events = read_trace(path)
     assert steps_of(events, SIZE - 1) == [2, 3, 4]
     assert [e["args"]["step"] for e in slices(events, "gradients of bucket 0", 0)] == [2, 3, 4]
-
-
-class Operator(L.Callback):
-    """Makes and removes a file, as somebody outside the job would."""
-
-    def __init__(self, switch):
-        self.switch = switch
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if RANK == 0 and batch_idx == 5:
-            self.switch.touch()
-        if RANK == 0 and batch_idx == 45:
-            self.switch.unlink()
-
-
-def check_switched_on_and_off_from_outside(tmp_path):
-    switch = tmp_path / "on"
-    with environment(RING_TIMELINE=str(tmp_path / "trace.json"), RING_TIMELINE_SWITCH=str(switch)):
-        train(RingStrategy(), batches=64, callbacks=[Operator(switch)])
-    for rank in range(SIZE):
-        assert steps_of(read_trace(tmp_path / "trace.json"), rank) == list(range(20, 60))
 
 
 def check_a_largest_size(tmp_path):

@@ -33,7 +33,7 @@ def test_a_rank_that_gets_the_table_of_another_reads_all_rows():
 
 def test_a_rank_that_could_not_record_lets_the_others_end_their_files(tmp_path):
     path = tmp_path / "trace.json"
-    settings = TimelineSettings(path, None, 1.0)
+    settings = TimelineSettings(path, 1.0)
 
     def record_and_stop(comm):
         trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)

@@ -110,10 +110,7 @@ def test_the_argument_counts_more_than_the_environment(tmp_path):
 def test_a_home_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert timeline_settings("~/t.json", {}).path == tmp_path / "t.json"
-    settings = timeline_settings(
-        None, {"RING_TIMELINE": "~/t.json", "RING_TIMELINE_SWITCH": "~/on"}
-    )
-    assert (settings.path, settings.switch) == (tmp_path / "t.json", tmp_path / "on")
+    assert timeline_settings(None, {"RING_TIMELINE": "~/t.json"}).path == tmp_path / "t.json"
 
 
 @pytest.mark.parametrize(
@@ -143,10 +140,3 @@ def test_a_path_that_cannot_work_is_an_error_when_the_strategy_is_built(tmp_path
 def test_a_size_that_cannot_work(size):
     with pytest.raises(ConfigurationError, match=f"RING_TIMELINE_MAX_MB is '{size}'"):
         timeline_settings(None, {"RING_TIMELINE_MAX_MB": size})
-
-
-def test_a_switch_without_a_timeline():
-    with pytest.raises(
-        ConfigurationError, match="RING_TIMELINE_SWITCH is '/tmp/on', but no timeline is asked for"
-    ):
-        timeline_settings(None, {"RING_TIMELINE_SWITCH": "/tmp/on"})
