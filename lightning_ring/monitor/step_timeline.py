@@ -27,7 +27,6 @@ from lightning_ring.timeline.recorder import (
     STEPS,
 )
 from lightning_ring.timeline.session import Session, join_session, start_session
-from lightning_ring.timeline.settings import TimelineSettings
 
 _SLICES = {
     "data": (DATA, "data wait"),
@@ -55,8 +54,8 @@ class StepTimeline:
         call_together: Calls collectives that all ranks call, again where a rank dies in them.
     """
 
-    def __init__(self, settings: TimelineSettings, listeners: list[Listener]) -> None:
-        self.settings = settings
+    def __init__(self, path: Path | None, listeners: list[Listener]) -> None:
+        self.path = path
         self._listeners = listeners
         self._trainer: Trainer | None = None
         self._comm: Communicator | None = None
@@ -85,7 +84,7 @@ class StepTimeline:
         """
         if self.recording:
             return
-        chosen = path if path is not None else self.settings.path
+        chosen = path if path is not None else self.path
         if chosen is None:
             raise ConfigurationError(
                 "The timeline was started without a path. Give it one, "
@@ -106,7 +105,6 @@ class StepTimeline:
         session = start_session(
             Path(chosen),
             self._comm,
-            max_bytes=int(self.settings.max_mb * 2**20),
             about=about,
             seconds_of=_device_clock(trainer),
             number=self.number,
@@ -125,7 +123,7 @@ class StepTimeline:
         is recorded: nothing.
         """
         trainer, session = self._trainer, self._detach()
-        ranks_change = self.number is not None and self.settings.path is not None
+        ranks_change = self.number is not None and self.path is not None
         if trainer is None or not (session or ranks_change):
             return
         if is_gpu(device := trainer.strategy.root_device):
@@ -157,7 +155,7 @@ class StepTimeline:
         self._trainer, self._comm = trainer, comm
         # plain mpirun hands no RING_TIMELINE to other hosts, and starting is collective
         if comm is not None:
-            self.settings = comm.broadcast_object(self.settings, name="timeline: settings")
+            self.path = comm.broadcast_object(self.path, name="timeline: path")
         self._others_record = False
         if self.lets_in and comm is not None:
             self._others_record = self._let_in(trainer, comm)
@@ -166,7 +164,7 @@ class StepTimeline:
 
     def _start_if_asked(self) -> None:
         waits = self.waits or self._others_record
-        if self.settings.path is not None and not waits and self._trainer is not None:
+        if self.path is not None and not waits and self._trainer is not None:
             self.start()
 
     def begin_training(self) -> None:

@@ -34,6 +34,7 @@ _OTHER = b'{"otherData":'
 # bytes of a line of otherData
 _LONGEST_OTHER = 1 << 16
 _MOST_RANKS = 1 << 20
+MAX_BYTES = 64 << 20  # of a rank's file
 
 
 class TraceFile:
@@ -43,7 +44,7 @@ class TraceFile:
     cannot be written, or if another job is writing it.
     """
 
-    def __init__(self, path: Path, other: dict[str, Any], *, max_bytes: int) -> None:
+    def __init__(self, path: Path, other: dict[str, Any], *, max_bytes: int = MAX_BYTES) -> None:
         self.path = path
         # events were dropped because the file had its largest size
         self.full = False

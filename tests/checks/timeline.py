@@ -4,6 +4,8 @@ import json
 import logging
 import os
 from contextlib import contextmanager
+from functools import partial
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -13,6 +15,7 @@ from mpi4py import MPI
 from lightning_ring import RingStrategy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import StepTimer
+from lightning_ring.timeline import session
 from lightning_ring.timeline.trace_files import TraceFile, read_other
 from tests.checks.models import (
     RANK,
@@ -285,11 +288,12 @@ def check_started_and_stopped_by_hand(tmp_path):
 def check_a_largest_size(tmp_path):
     class Chatty(Between):
         def on_train_batch_end(self, trainer, *_):
-            session = trainer.strategy.timeline._session
-            for _ in range(7000 if session else 0):
-                session.recorder.slice(1, "step", 0.0, 0.0)
+            recording = trainer.strategy.timeline._session
+            for _ in range(7000 if recording else 0):
+                recording.recorder.slice(1, "step", 0.0, 0.0)
 
-    with environment(RING_TIMELINE_MAX_MB="1"), said() as messages:
+    short = partial(TraceFile, max_bytes=2**20)
+    with mock.patch.object(session, "TraceFile", short), said() as messages:
         train(RingStrategy(monitor=False), batches=8, callbacks=[Chatty(tmp_path / "trace.json")])
     assert len([message for message in messages if "largest size" in message]) == 1
     assert 0 < (tmp_path / f"trace.rank{RANK}.jsonl").stat().st_size <= 2**20
