@@ -13,7 +13,7 @@ import socket
 from typing import Any
 
 from lightning_ring.errors import RankDiscoveryError
-from lightning_ring.job.rendezvous.door import ANSWER_SECONDS, BACKLOG, Door, NotOurDoor, knock
+from lightning_ring.job.rendezvous.door import BACKLOG, Door, NotOurDoor, knock
 from lightning_ring.job.watch.messages import Message
 
 LOOPBACK = "127.0.0.1"
@@ -109,17 +109,14 @@ def greet(
     timeout: float,
     *,
     once: bool = False,
-    answer_seconds: float = ANSWER_SECONDS,
 ) -> tuple[str, str]:
     """Ask the `Greeter` at ``address``; its word, and this host's address on the way there.
 
-    ``once`` and ``answer_seconds`` are those of `knock`.
+    ``once`` is that of `knock`.
     """
     try:
         connection, welcome = knock(
-            *([address], port, secret, _DOOR, {"rank": rank}, timeout),
-            once=once,
-            answer_seconds=answer_seconds,
+            [address], port, secret, _DOOR, {"rank": rank}, timeout, once=once
         )
     except NotOurDoor as error:
         raise RankDiscoveryError(
