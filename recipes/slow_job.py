@@ -7,8 +7,6 @@ lightning-ring pack photos packed
 python recipes/slow_job.py train packed --packed        # repaired
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -18,6 +18,7 @@ from lightning_ring.job.watch.messages import Message
 
 LOOPBACK = "127.0.0.1"
 _DOOR = "rendezvous"
+_ANSWER_SECONDS = 30.0  # rank 0 may be in C code, or load libraries
 
 
 def reserve_port(address: str = LOOPBACK) -> socket.socket:
@@ -116,7 +117,9 @@ def greet(
     """
     try:
         connection, welcome = knock(
-            [address], port, secret, _DOOR, {"rank": rank}, timeout, once=once
+            *([address], port, secret, _DOOR, {"rank": rank}, timeout),
+            once=once,
+            answer_seconds=min(timeout, _ANSWER_SECONDS),
         )
     except NotOurDoor as error:
         raise RankDiscoveryError(

@@ -137,9 +137,8 @@ def _open_at(address: str, port: int, secret: str, info: RankInfo, timeout: time
     """
     if info.rank == 0:
         where = listening_address(info.num_nodes, address)
-        listener = listen(where, port)
         store = _serve(where, timeout)
-        Greeter(listener, secret, info.world_size - 1, str(store.port))
+        Greeter(listen(where, port), secret, info.world_size - 1, str(store.port))
         _prefer_interface_towards(address, info)
         return store
     store_port, own_address = greet(address, port, secret, info.rank, timeout.total_seconds())
