@@ -211,7 +211,6 @@ def _write_traces(folder):
             json.dumps(event | {"name": f"step {step}", "args": {"step": step}})
             for step in range(4)
         )
-        about["clock_at_end"] = clocks | {"at": 20.0, "offset": 0.6}
         file.close(other | {"ended": "finished"})
 
 

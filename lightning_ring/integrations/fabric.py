@@ -39,7 +39,7 @@ from lightning_ring.integrations.ranks.strategy import OnRingRanks, agree_on_gat
 from lightning_ring.loops.replicas import Replicas
 from lightning_ring.loops.timeline import LoopTimeline, open_timeline
 from lightning_ring.options import Backend, BucketCap, RingOptions, StartMethod, Topology
-from lightning_ring.timeline.settings import timeline_settings
+from lightning_ring.timeline.settings import timeline_path
 
 T = TypeVar("T")
 
@@ -146,9 +146,9 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         self._set_world_ranks()
         reset_seed()
         comm = self._connect()
-        settings = timeline_settings(self.options.timeline, os.environ)
+        path = timeline_path(self.options.timeline, os.environ)
         about = {"strategy": type(self).__name__}
-        self.timeline = open_timeline(settings, comm, self.root_device, self.listeners, about)
+        self.timeline = open_timeline(path, comm, self.root_device, self.listeners, about)
 
     def teardown(self) -> None:
         for replicas in self._all_replicas():

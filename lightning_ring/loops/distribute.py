@@ -26,7 +26,7 @@ from lightning_ring.loops.ranks import connect_ranks, device_of, find_ranks
 from lightning_ring.loops.timeline import LoopTimeline, open_timeline
 from lightning_ring.loops.training import Training, open_trainings
 from lightning_ring.options import Backend, BucketCap, RingOptions, Topology
-from lightning_ring.timeline.settings import timeline_settings
+from lightning_ring.timeline.settings import timeline_path
 
 log = logging.getLogger("lightning_ring")
 
@@ -174,9 +174,9 @@ def _timeline(
             )
         return open_trainings[0].listeners, open_trainings[0].timeline
     listeners: list[Listener] = []
-    settings = timeline_settings(options.timeline, os.environ)
+    path = timeline_path(options.timeline, os.environ)
     about = {"strategy": f"distribute({type(options.algorithm).__name__})"}
-    return listeners, open_timeline(settings, comm, device, listeners, about)
+    return listeners, open_timeline(path, comm, device, listeners, about)
 
 
 def _move(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:

@@ -111,7 +111,7 @@ def test_another_program_on_the_port_is_named_by_the_others(monkeypatch, rank_0_
     """torch's own store client waits for ever for a server that says nothing (``None``). Another
     one hangs up (``b""``).
     """
-    monkeypatch.setattr("lightning_ring.job.rendezvous.store.ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr("lightning_ring.job.rendezvous.greeting._ANSWER_SECONDS", 0.5)
     other, port = taken
     connections = []
 

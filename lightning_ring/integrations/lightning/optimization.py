@@ -127,26 +127,16 @@ def _warn_of_none(rank: int) -> None:
     )
 
 
-def check_algorithm(
-    algorithm: Algorithm, trainer: pl.Trainer, timeline_switch: object | None
-) -> None:
-    """``timeline_switch``: the signal or the file that switches the timeline, if any.
-
+def check_algorithm(algorithm: Algorithm, trainer: pl.Trainer) -> None:
+    """
     Raises:
-        ConfigurationError: ``algorithm`` cannot train with this loss scaler, this clipping or this
-            timeline.
+        ConfigurationError: ``algorithm`` cannot train with this loss scaler or this clipping.
     """
     if algorithm.steps_alone:
         refuse_scaler(trainer.precision_plugin, type(algorithm).__name__)
     if trainer.gradient_clip_val and (why := algorithm.refuses_clipping):
         raise ConfigurationError(
             f"Trainer got gradient_clip_val={trainer.gradient_clip_val}, but {why}"
-        )
-    if not algorithm.steps_together and timeline_switch is not None:
-        raise ConfigurationError(
-            f"the timeline is to be switched by {timeline_switch}, at a step that all ranks take "
-            f"together, and under {type(algorithm).__name__} each rank has steps of its own. Give "
-            "timeline a path."
         )
 
 

@@ -49,7 +49,7 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     def __init__(self, options: RingOptions, **of_every_strategy: Any) -> None:
         # here, and below: who only imports a strategy loads neither the monitor nor a launcher
         from lightning_ring.monitor.step_timeline import StepTimeline
-        from lightning_ring.timeline.settings import timeline_settings
+        from lightning_ring.timeline.settings import timeline_path
 
         super().__init__(
             cluster_environment=RingEnvironment(),
@@ -60,7 +60,7 @@ class RankedStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         self.options = options
         self.listeners: list[Listener] = []
         self.timeline: StepTimeline = StepTimeline(
-            timeline_settings(options.timeline, os.environ), self.listeners
+            timeline_path(options.timeline, os.environ), self.listeners
         )
         self._active_ranks = ActiveRanks()
 

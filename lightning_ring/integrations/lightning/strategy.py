@@ -292,7 +292,7 @@ class RingStrategy(RankedStrategy):
         assert self.model is not None
         self._calls_manual_backward = calls_manual_backward(trainer.lightning_module)
         self._recorded = RecordedCommunicator(comm, self.listeners)
-        check_algorithm(self.algorithm, trainer, self.timeline.settings.switch)
+        check_algorithm(self.algorithm, trainer)
         refuse_clipping(self.precision_plugin, self.algorithm)
         if self.algorithm.steps_alone:
             self._averages.follow(trainer)
