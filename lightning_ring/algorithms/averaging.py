@@ -6,14 +6,14 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.algorithm import Algorithm, Backwards, log
+from lightning_ring.algorithms.algorithm import Algorithm, Backwards, LocalBackwards, Tell, log
 from lightning_ring.algorithms.compiled_graphs import split_at_buckets
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
@@ -50,9 +50,7 @@ class Averaging(Algorithm):
         on_new_parameters: Callable[[], None] | None = None,
     ) -> None:
         check_wire("Sharded" if shards else "Averaging", bucket_cap_mb, compression, shards=shards)
-        self.backwards: Backwards = self
         self.reducer: Reducer | None = None
-        # of parameters in the buckets, if it is known before the first backward
         self._names: list[list[str]] = []  # of the parameters in each bucket, once they are gone
         self._asked_to_stop = False  # a signal may come before `attach`
         self._bucket_cap_mb = bucket_cap_mb
@@ -72,8 +70,8 @@ class Averaging(Algorithm):
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         comm: Communicator,
-        warn: Callable[[str], None] = log.warning,
-        inform: Callable[[str], None] = log.info,
+        warn: Tell = log.warning,
+        inform: Tell = log.info,
     ) -> None:
         self._module, self._comm = module, comm
         # a new one, without the residual of an earlier training
@@ -156,36 +154,18 @@ class Averaging(Algorithm):
         with self._training.backward():
             yield
 
-    def finish_backward(self) -> None:
-        if self.reducer is not None:
-            self.reducer.finish()
-
-    def plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
-        return self._training.plain_backwards(reduced=reduced)
-
     @property
-    def reduces_plain_backwards(self) -> bool:
-        return self._training.reduces_plain_backwards
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.reducer.no_sync() if self.reducer is not None else nullcontext()
-
-    def discarding(self) -> AbstractContextManager[None]:
-        return self._training.discarding()
+    def backwards(self) -> Backwards:  # type: ignore[override]
+        return self.reducer if self.reducer is not None else LocalBackwards()
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         if self.steps_tracked_parameters(optimizer):
             check_outside_backward(optimizer)
             self._training.finish()
-            if not has_closure:
-                self.check_gradients(optimizer)
-        elif not has_closure:  # of another module, or of parameters that this one got later
-            self._check_tracked(_params_of(optimizer))
-
-    def check_gradients(self, optimizer: Optimizer) -> None:
-        params = _params_of(optimizer)
-        self._training.check_reduced(params)
-        self._check_tracked(params)
+        if not has_closure:
+            params = _params_of(optimizer)
+            self._training.check_reduced(params)
+            self._check_tracked(params)
 
     def _check_tracked(self, params: Sequence[Parameter]) -> None:
         """Raise `RingError` if one of ``params`` got its gradient before it was in a bucket.

@@ -1,5 +1,6 @@
 """What algorithms share whose ranks step at their own pace (servers, gossip): parts of the
-parameters as messages of bytes, and meetings before an evaluation or to stop together.
+parameters as messages of bytes, which stay the same, and meetings before an evaluation or to stop
+together.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import unrecorded
+from lightning_ring.errors import ConfigurationError
 
 _STOP, _PAUSE, _PAUSE_AFTER_STEPS = range(3)
 _ALIGNMENT = 16  # bytes: a view of any dtype may begin there
@@ -50,6 +53,18 @@ def parts_of(params: Sequence[Tensor], num_parts: int) -> list[ParameterPart]:
         offsets[part].append(ends[part])
         ends[part] += -(-params[index].nbytes // _ALIGNMENT) * _ALIGNMENT
     return [ParameterPart(*part) for part in zip(indices, offsets, ends, strict=True)]
+
+
+def check_same_parameters(
+    params: Sequence[Parameter], first: Sequence[Parameter], algorithm: str
+) -> None:
+    """Raise `ConfigurationError` if other ``params`` are trained than at the ``first`` batch."""
+    if [*map(id, params)] != [*map(id, first)]:
+        raise ConfigurationError(
+            "parameters were frozen, unfrozen or added after the first batch, and "
+            f"{algorithm} goes on with those of it. Begin another training from a checkpoint, or "
+            "use strategy 'ring'."
+        )
 
 
 def meet_for_pause(comm: Communicator, *, after_steps: bool) -> bool:

@@ -52,7 +52,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], comm: Communicator, src: int = 
     """
     if comm.world_size == 1:
         return
-    for message in _messages(tensors):
+    for message in messages_of(tensors):
         if len(message) == 1 and message[0].is_contiguous():
             comm.broadcast_(message[0], src=src, name="replicate").wait()
             continue
@@ -64,8 +64,10 @@ def broadcast_tensors(tensors: Iterable[Tensor], comm: Communicator, src: int = 
                 tensor.copy_(part.view(tensor.shape))
 
 
-def _messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype and device together, up to `MESSAGE_BYTES`; what is longer travels
+def messages_of(
+    tensors: Iterable[Tensor], max_bytes: int = MESSAGE_BYTES
+) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype and device together, up to ``max_bytes``; what is longer travels
     alone.
     """
     open_messages: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -73,7 +75,7 @@ def _messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         if tensor.numel() == 0:
             continue
         message = open_messages.setdefault((tensor.dtype, tensor.device), [])
-        if message and sum(other.nbytes for other in message) + tensor.nbytes > MESSAGE_BYTES:
+        if message and sum(other.nbytes for other in message) + tensor.nbytes > max_bytes:
             yield list(message)
             message.clear()
         message.append(tensor)

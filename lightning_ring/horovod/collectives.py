@@ -33,8 +33,7 @@ def poll(handle: int) -> bool:
     """Whether `synchronize` would return at once."""
     if handle not in _calls:
         raise ValueError(f"handle {handle!r} was not created here, or was synchronized before.")
-    call = _calls[handle]
-    return call.negotiation.poll(call.request)
+    return _calls[handle].request.done
 
 
 def synchronize(handle: int) -> Any:

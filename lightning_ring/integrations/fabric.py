@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,14 +21,12 @@ from lightning.fabric.strategies.launchers import _MultiProcessingLauncher
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.optional import load_optimizer_state_dict, optimizer_state_dict
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
@@ -40,8 +38,6 @@ from lightning_ring.loops.replicas import Replicas
 from lightning_ring.loops.timeline import LoopTimeline, open_timeline
 from lightning_ring.options import Backend, BucketCap, RingOptions, StartMethod, Topology
 from lightning_ring.timeline.settings import timeline_settings
-
-T = TypeVar("T")
 
 
 class _FabricOptions(RingOptions):
@@ -130,17 +126,10 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
 
     # -- ranks and devices
 
-    @property
-    def communicator(self) -> Communicator | None:
-        """What all ranks exchange tensors through, in one order of calls; `None` in a single
-        process.
-        """
-        return self._job.communicator if self._job is not None else None
-
     def _set_world_ranks(self) -> None:
         if not self.ring_environment.creates_processes_externally:
             super()._set_world_ranks()  # ranks that Fabric spawns or forks
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _setup_distributed(self) -> None:
         self._set_world_ranks()
@@ -221,7 +210,7 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         for replicas in self._stepped_by(optimizer):
             # before a loss scaler looks at gradients
-            replicas.algorithm.backwards.finish_backward()
+            replicas.algorithm.backwards.finish()
         return super().optimizer_step(optimizer, **kwargs)
 
     def _stepped_by(self, optimizer: Optimizer) -> list[Replicas]:
@@ -248,7 +237,7 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     ) -> Tensor:
         stepped = self._stepped_by(optimizer)
         for replicas in stepped:
-            replicas.algorithm.backwards.finish_backward()
+            replicas.algorithm.backwards.finish()
         if not any(replicas.algorithm.sharded for replicas in stepped):
             return super().clip_gradients_norm(
                 module, optimizer, max_norm, norm_type, error_if_nonfinite
@@ -270,20 +259,12 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         self, module: nn.Module, optimizer: Optimizer, clip_val: float | int
     ) -> None:
         for replicas in self._stepped_by(optimizer):
-            replicas.algorithm.backwards.finish_backward()
+            replicas.algorithm.backwards.finish()
             if why := replicas.algorithm.refuses_clipping:
                 raise ConfigurationError(f"gradients were about to be clipped by value, but {why}")
         super().clip_gradients_value(module, optimizer, clip_val)
 
     # -- collectives that Fabric and the user call
-
-    def barrier(self, name: str | None = None, *_: Any, **__: Any) -> None:
-        if (comm := self.communicator) is not None:
-            comm.barrier(name=name or "")
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        comm = self.communicator
-        return obj if comm is None else comm.broadcast_object(obj, src=src, name="fabric.broadcast")
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if (comm := self.communicator) is not None:

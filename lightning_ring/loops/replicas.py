@@ -143,7 +143,7 @@ class Replicas:
         As `torch.nn.utils.clip_grad_norm_`, for sharded gradients too. All ranks call it, with the
         same parameters.
         """
-        self.algorithm.backwards.finish_backward()
+        self.algorithm.backwards.finish()
         return self.algorithm.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def add_optimizers(self, optimizers: Iterable[Optimizer]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work
+from lightning_ring.comm.replicate import messages_of
 from lightning_ring.gradients.compression import Compressor
 
 _MESSAGE_BYTES = 25 * 2**20
@@ -32,7 +33,7 @@ def start_averages(
         compressor: Of the dtypes that it accepts. It keeps no state from call to call.
     """
     works: list[Work] = []
-    for index, message in enumerate(_messages(tensors)):
+    for index, message in enumerate(messages_of(tensors, _MESSAGE_BYTES)):
         flat = torch.cat([tensor.reshape(-1) for tensor in message])
         called = f"{name}, message {index}"
         if compressor is not None and compressor.accepts(flat.dtype):
@@ -48,16 +49,3 @@ def _take_apart(flat: Tensor, message: list[Tensor]) -> None:
     torch._foreach_copy_(
         message, [part.view(each.shape) for part, each in zip(parts, message, strict=True)]
     )
-
-
-def _messages(tensors: Iterable[Tensor]) -> Sequence[list[Tensor]]:
-    """Tensors of one dtype and device together."""
-    closed: list[list[Tensor]] = []
-    open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        message = open_.setdefault((tensor.dtype, tensor.device), [])
-        if message and sum(other.nbytes for other in message) + tensor.nbytes > _MESSAGE_BYTES:
-            closed.append(message)
-            message = open_[tensor.dtype, tensor.device] = []
-        message.append(tensor.detach())
-    return [*closed, *open_.values()]

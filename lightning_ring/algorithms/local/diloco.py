@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from lightning_ring.algorithms.local.averages import start_averages
 from lightning_ring.algorithms.local.local_sgd import LocalSGD
+from lightning_ring.algorithms.own_pace import check_same_parameters
 from lightning_ring.comm.communicator import Communicator, Work, advance
 from lightning_ring.errors import ConfigurationError, check_arguments
 from lightning_ring.gradients.compression import Compressor, Int8
@@ -114,7 +115,7 @@ class DiLoCo(LocalSGD):
         self._compressor = compressor() if compressor is not None else None
         self._anchors: dict[Parameter, Tensor] = {}  # θ
         self._velocity: dict[Parameter, Tensor] = {}  # v
-        # of each parameter; consecutive ones are together
+        # consecutive parameters are together
         self._fragment_of: dict[Parameter, int] = {}
         self._under_way: dict[int, _OuterGradient] = {}  # by fragment
 
@@ -140,7 +141,10 @@ class DiLoCo(LocalSGD):
 
     def begin_batch(self, active_ranks: int | None = None) -> None:
         super().begin_batch(active_ranks)
-        self._follow_module()
+        if self.num_steps > self.warmup_steps:
+            check_same_parameters(self._trained(), [*self._anchors], "DiLoCo")
+        elif set(self._trained()) != self._anchors.keys():
+            self._begin_first_round()
 
     @property
     def steps_of_round(self) -> int:
@@ -177,12 +181,7 @@ class DiLoCo(LocalSGD):
 
     @torch.no_grad()
     def _send(self, index: int) -> None:
-        # not one that was frozen for the whole round: its momentum would move it
-        trained = set(self._parameters())
-        members = (param for param, own in self._fragment_of.items() if own == index)
-        params = [param for param in members if param in trained]
-        if not params:
-            return
+        params = self._members(index)
         change = torch._foreach_sub([self._anchors[param] for param in params], list(params))
         name = f"step {self.num_steps}: outer gradients of fragment {index}"
         works = start_averages(change, self._communicator, name, self._compressor)
@@ -205,30 +204,18 @@ class DiLoCo(LocalSGD):
             torch._foreach_lerp_(params, anchors, 1 - self.own_share)
         else:
             torch._foreach_copy_(params, anchors)
-        for param, anchor in zip(gradient.params, anchors, strict=True):
-            if not param.requires_grad:  # frozen by now: the ranks agree on it
-                param.copy_(anchor)
-                self._apart.pop(param, None)
 
     def _begin_first_round(self) -> None:
-        self._anchors, self._velocity, self._fragment_of = {}, {}, {}
-        self._follow_module()
+        params = self._trained()
+        self._anchors = {param: param.detach().clone() for param in params}
+        self._velocity = {param: torch.zeros_like(param) for param in params}
+        self._fragment_of = _in_fragments(params, self.fragments)
 
-    def _follow_module(self) -> None:
-        """Parameters that began to be trained have been the same on all ranks until now."""
-        for param in self._parameters():
-            if param not in self._anchors:
-                self._anchors[param] = param.detach().clone()
-                self._velocity[param] = torch.zeros_like(param)
-        new = [param for param in self._parameters() if param not in self._fragment_of]
-        if self._fragment_of:  # nothing that is in a fragment moves
-            for param in new:
-                sizes = [0] * self.fragments
-                for other, own in self._fragment_of.items():
-                    sizes[own] += other.numel()
-                self._fragment_of[param] = sizes.index(min(sizes))
-        else:
-            self._fragment_of = _in_fragments(new, self.fragments)
+    def _members(self, index: int) -> list[Parameter]:
+        return [param for param, own in self._fragment_of.items() if own == index]
+
+    def _trained(self) -> list[Parameter]:
+        return [param for param in self._module.parameters() if param.requires_grad]
 
     # -- checkpoints
 
@@ -238,8 +225,6 @@ class DiLoCo(LocalSGD):
             key: {names[param]: tensor.clone() for param, tensor in tensors.items()}
             for key, tensors in (("anchors", self._anchors), ("velocity", self._velocity))
         }
-        outer["fragments"] = {names[param]: own for param, own in self._fragment_of.items()}
-        outer["schedule"] = self._schedule
         outer["under_way"] = {}
         for index, gradient in self._under_way.items():
             gradient.wait()
@@ -252,30 +237,23 @@ class DiLoCo(LocalSGD):
         params = dict(self._module.named_parameters())
         for key, tensors in (("anchors", self._anchors), ("velocity", self._velocity)):
             for name, saved in state.get(key, {}).items():
-                tensors[params[name]] = torch.empty_like(params[name]).copy_(saved)
+                if (param := params[name]) in tensors:
+                    tensors[param].copy_(saved)
         problem = super().load_state_dict(state)
         self._under_way = {}
-        # what θ and w differ by travels with the next Δ
-        if state.get("schedule", self._schedule) != self._schedule:
-            return problem or (
-                "the checkpoint is of a DiLoCo with other every, fragments, overlap or "
-                "warmup_steps: its outer gradients that were on the way are dropped, and rounds "
-                "go on as they are set now."
-            )
-        # else another round begins
-        if "under_way" in state and self.num_steps == state["num_steps"]:
-            self._fragment_of = {params[name]: own for name, own in state["fragments"].items()}
+        # else another round begins, and what θ and w differ by travels with the next Δ
+        if "under_way" in state and not problem:
             for index, changes in state["under_way"].items():
-                those = [params[name] for name in changes]
-                change = [
-                    torch.empty_like(params[name]).copy_(saved) for name, saved in changes.items()
-                ]
-                self._under_way[index] = _OuterGradient(those, change, [])
+                members = self._members(index)
+                if [*map(id, members)] == [id(params[name]) for name in changes]:
+                    pairs = zip(members, changes.values(), strict=True)
+                    change = [torch.empty_like(param).copy_(saved) for param, saved in pairs]
+                    self._under_way[index] = _OuterGradient(members, change, [])
         return problem
 
     @property
-    def _schedule(self) -> list[int]:
-        return [self.every, self.fragments, self.overlap, self.warmup_steps]
+    def _schedule(self) -> dict[str, int]:
+        return super()._schedule | {"fragments": self.fragments, "overlap": self.overlap}
 
     def _exchange(self) -> str:
         parts = f" of each of {self.fragments} fragments" if self.fragments > 1 else ""

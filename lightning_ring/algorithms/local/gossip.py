@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_ring.algorithms.local.local_sgd import LocalSGD
 from lightning_ring.algorithms.own_pace import (
     ParameterPart,
+    check_same_parameters,
     meet_for_pause,
     meet_to_stop,
     parts_of,
@@ -113,19 +114,11 @@ class AsynchronousGossip(LocalSGD):
     def _answer_others(self) -> None:
         """Collective: at the first batch, or before an evaluation or the end on ranks that have no
         batch by then.
-
-        So when other parameters are trained.
         """
         params = self._parameters()
-        if self._requests is None or [*map(id, params)] != [*map(id, self._listed)]:
-            self._begin_requests(params)
-
-    def _begin_requests(self, params: Sequence[Parameter]) -> None:
         if self._requests is not None:
-            self._end_requests()
-            if not self._own:
-                # of length 0: parameters become x, with the averages that have come meanwhile
-                self._add_step()
+            check_same_parameters(params, self._listed, "AsynchronousGossip")
+            return
         self._listed = list(params)
         self._parts = parts_of(params, num_gossip_parts(sum(param.nbytes for param in params)))
         self._params = [params[index] for part in self._parts for index in part.indices]

@@ -9,7 +9,7 @@ SGD: averages of gradients first).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -19,18 +19,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lightning_ring.algorithms.algorithm import Algorithm, Backwards, log
+from lightning_ring.algorithms.algorithm import Algorithm, Backwards, Tell, log
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.local.averages import average_
 from lightning_ring.comm.communicator import Communicator, as_integers
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.errors import ConfigurationError, check_arguments
 from lightning_ring.gradients.compression import Compressor
-
-_OTHER_ROUNDS = (
-    "the checkpoint was written in the middle of a round, and with the present every or "
-    "warmup_steps a round begins there: every rank goes on from the average of their parameters."
-)
 
 
 class LocalSGD(Algorithm):
@@ -100,8 +95,8 @@ class LocalSGD(Algorithm):
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         comm: Communicator,
-        warn: Callable[[str], None] = log.warning,
-        inform: Callable[[str], None] = log.info,
+        warn: Tell = log.warning,
+        inform: Tell = log.info,
     ) -> None:
         self._module, self._comm, self._inform = module, comm, inform
         self.set_optimizers(optimizers)
@@ -261,6 +256,7 @@ class LocalSGD(Algorithm):
             ranks = self._collect({"parameters": own, "optimizers": optimizers})
         return {
             "num_steps": self.num_steps,
+            "schedule": self._schedule,
             "ranks": ranks,
             "gradients": self._gradients.state_dict(),
         }
@@ -283,6 +279,11 @@ class LocalSGD(Algorithm):
         return states
 
     @property
+    def _schedule(self) -> dict[str, int]:
+        """The settings that say where rounds end."""
+        return {"every": self.every, "warmup_steps": self.warmup_steps}
+
+    @property
     def _may_differ(self) -> bool:
         """Whether each rank may have a state of its own; the same answer on every rank."""
         return self.num_steps > self.warmup_steps
@@ -300,27 +301,22 @@ class LocalSGD(Algorithm):
         of_gradients = state["gradients"]
         problem = self._gradients.load_state_dict(of_gradients) if of_gradients else ""
         self._own, self._shown = {}, []
-        ranks = state["ranks"]
-        if not ranks:
-            return problem
-        if len(ranks) != comm.world_size:
+        ranks, found, expected = state["ranks"], "", ""
+        if ranks and state["schedule"] != self._schedule:
+            found, expected = f"with {state['schedule']}", f"{self._schedule}"
+        elif ranks and len(ranks) != comm.world_size:
+            found, expected = f"of {len(ranks)} ranks", f"{comm.world_size}"
+        if found:
             begun = self.num_steps
             self.num_steps -= self.steps_of_round
             return (
-                f"the checkpoint was written after {begun} steps of {len(ranks)} ranks, and this "
-                f"job has {comm.world_size}: every rank goes on from the average of their "
-                "parameters, with rank 0's optimizer state, in a new round."
+                f"the checkpoint was written after {begun} steps {found}, and this job has "
+                f"{expected}: every rank goes on from the average of their parameters, with "
+                "rank 0's optimizer state, in a new round."
             )
-        if not self._may_differ:
-            return (
-                f"the checkpoint was written after {self.num_steps} steps, the last ones of ranks "
-                f"that step alone, and warmup_steps={self.warmup_steps} has the ranks average "
-                "gradients there: every rank goes on from the average of their parameters, with "
-                "rank 0's optimizer state."
-            )
+        if not ranks:
+            return problem
         saved = ranks[comm.rank]["parameters"]
-        if saved and not self.steps_of_round:  # the ranks agree, and have loaded the average
-            saved, problem = {}, problem or _OTHER_ROUNDS
         params = dict(self._module.named_parameters())
         self._apart = {param: None for name, param in params.items() if name in saved}
         with torch.no_grad():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from lightning_ring.algorithms.algorithm import Algorithm, log
+from lightning_ring.algorithms.algorithm import Algorithm, Tell, log
 from lightning_ring.algorithms.own_pace import (
     ParameterPart,
+    check_same_parameters,
     meet_for_pause,
     meet_to_stop,
     parts_of,
@@ -127,8 +128,8 @@ class ParameterServer(Algorithm):
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         comm: Communicator,
-        warn: Callable[[str], None] = log.warning,
-        inform: Callable[[str], None] = log.info,
+        warn: Tell = log.warning,
+        inform: Tell = log.info,
     ) -> None:
         if self.servers is not None and self.servers > comm.world_size:
             raise ConfigurationError(
@@ -164,12 +165,8 @@ class ParameterServer(Algorithm):
         params = [param for group in groups for param in group["params"] if param.requires_grad]
         if self._requests is None:
             self._begin(self._optimizer, params)
-        elif [*map(id, params)] != [*map(id, self._params)]:
-            raise ConfigurationError(
-                "parameters were frozen, unfrozen or added after the first batch, and the servers "
-                "hold those of it. Begin another training from a checkpoint, or use strategy "
-                "'ring'."
-            )
+        else:
+            check_same_parameters(params, self._params, "ParameterServer")
 
     def _begin(self, optimizer: Optimizer, params: list[Parameter]) -> None:
         comm = self._comm

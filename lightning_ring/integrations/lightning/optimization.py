@@ -167,7 +167,9 @@ def refuse_clipping(plugin: Precision, algorithm: Algorithm) -> None:
 
 
 def allow_clipping(plugin: Precision) -> None:
-    vars(plugin).pop("clip_gradients", None)
+    """Take back the plugin's clipping, which was refused, or goes over the shards of all ranks."""
+    for name in ("clip_gradients", "clip_grad_by_norm"):
+        vars(plugin).pop(name, None)
 
 
 def refuse_scaler(precision: Any, algorithm: str) -> None:

@@ -73,10 +73,13 @@ from lightning_ring.integrations.lightning.stop_requests import (
     stop_signals,
 )
 from lightning_ring.integrations.lightning.whole_weights import (
-    ShardedHooks,
     ShowAverages,
     average_weight_averages,
+    clip_all_shards,
+    complete_parameters_in_hooks,
+    leave_trainer,
     show_averages,
+    steps_may_overlap,
     wait_parameters,
 )
 from lightning_ring.options import (
@@ -185,7 +188,6 @@ class RingStrategy(RankedStrategy):
         )
         self.algorithm = Algorithm()  # of the current fit, or the last one
         self._step_hooks: StepHooks | None = None  # in a fit of several ranks
-        self._sharded_hooks: ShardedHooks | None = None
         self._recorded: RecordedCommunicator | None = None
         self._zero_loss = ZeroLoss()
         self._calls_manual_backward = False
@@ -194,8 +196,6 @@ class RingStrategy(RankedStrategy):
         self.keeps_freed_memory = False
         self._saved_states = SavedStates()
         self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
-        self._after_swap = BroadcastAfterSwap(self._broadcast_buffers)
-        self._averages = ShowAverages(self._show_averages)
 
     # -- what users call
 
@@ -256,7 +256,8 @@ class RingStrategy(RankedStrategy):
             check_same_model(self.model, self._comm)
             if not self._holds_equal_state:
                 broadcast_module(self.model, self._comm)
-            self._after_swap.follow(trainer)
+            leave_trainer(trainer)
+            BroadcastAfterSwap(self._broadcast_buffers).follow(trainer)
         if not fitting:
             self.setup_precision_plugin()
             return
@@ -295,13 +296,12 @@ class RingStrategy(RankedStrategy):
         check_algorithm(self.algorithm, trainer, self.timeline.settings.switch)
         refuse_clipping(self.precision_plugin, self.algorithm)
         if self.algorithm.steps_alone:
-            self._averages.follow(trainer)
+            trainer.callbacks.insert(0, ShowAverages(self._show_averages))  # type: ignore[attr-defined]
         self._step_hooks = StepHooks(self.algorithm)
         self.algorithm.attach(self.model, self.optimizers, self._recorded, _warn, _inform)
         if isinstance(self.algorithm, ShardsState):
-            self._sharded_hooks = ShardedHooks(
-                trainer, self.precision_plugin, self.algorithm, self._wait_parameters
-            )
+            clip_all_shards(self.precision_plugin, self.algorithm)
+            complete_parameters_in_hooks(trainer, self._wait_parameters)
         _inform(
             f"{self.world_size} ranks on {self.ring_environment.num_nodes()} node(s), gradients by "
             f"{type(comm).__name__}{self.algorithm.description()}"
@@ -342,12 +342,8 @@ class RingStrategy(RankedStrategy):
         if self.model is not None:
             remove_no_sync(self.model)
         if self._trainer is not None:
-            self._after_swap.leave(self._trainer)
-            self._averages.leave(self._trainer)
+            leave_trainer(self._trainer)
             self._training_loaders.release(self._trainer)
-        if self._sharded_hooks is not None:
-            self._sharded_hooks.remove()
-            self._sharded_hooks = None
         self.algorithm.detach(wait=not self._alone)
         self._active_ranks = ActiveRanks()
         self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
@@ -365,8 +361,8 @@ class RingStrategy(RankedStrategy):
 
     def on_train_start(self) -> None:
         self._catch_stop_signals()
-        if self._sharded_hooks is not None:
-            self._sharded_hooks.begin_training()
+        if isinstance(self.algorithm, ShardsState) and self._trainer is not None:
+            self.algorithm.overlaps = steps_may_overlap(self._trainer)
         super().on_train_start()
         self.timeline.begin_training()
         if self.options.keep_freed_memory and self.root_device.type == "cpu":
@@ -460,7 +456,7 @@ class RingStrategy(RankedStrategy):
         def closure_or_none() -> Any:
             with algorithm.backwards.plain_backwards(reduced=reduced):
                 loss = closure()
-            algorithm.backwards.check_gradients(optimizer)
+            algorithm.before_step(optimizer, has_closure=False)
             params = [param for group in optimizer.param_groups for param in group["params"]]
             if self._zero_loss.in_use and all(param.grad is None for param in params):
                 return None  # no rank has a gradient: a loss scaler must not look for one
@@ -474,12 +470,13 @@ class RingStrategy(RankedStrategy):
         wait_parameters(self.algorithm, alone=self._alone)
 
     def _show_averages(self) -> None:
-        if self._step_hooks is not None:
-            with self._reporting_failures():
-                show_averages(self.algorithm, alone=self._alone)
-                if self.algorithm.steps_alone and not self._alone and self._trainer is not None:
-                    assert self._comm is not None
-                    average_weight_averages(self._trainer, self._comm, self.root_device)
+        if self._step_hooks is None or not self.algorithm.steps_alone:
+            return
+        with self._reporting_failures():
+            show_averages(self.algorithm, alone=self._alone)
+            if not self._alone and self._trainer is not None:
+                assert self._comm is not None
+                average_weight_averages(self._trainer, self._comm, self.root_device)
 
     def _progress(self) -> str:
         text, more = super()._progress(), self.algorithm.progress()

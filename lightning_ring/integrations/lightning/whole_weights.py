@@ -12,13 +12,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms import optional
 from lightning_ring.algorithms.algorithm import Algorithm
-from lightning_ring.algorithms.optional import ShardsState
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import RingError
 
@@ -32,69 +30,54 @@ _BETWEEN_STEPS = (  # of a module, after a step and before the next forward
     "on_after_batch_transfer",
 )
 _ALONE = ("on_exception", "on_load_checkpoint")  # on one rank alone, or with nothing to wait for
-_BEFORE_VALIDATION = ("val_dataloader", "on_validation_model_zero_grad", "on_validation_model_eval")
 
 
-class ShardedHooks:
-    """Changes a Trainer and its precision plugin for one fit with ``algorithm``; `remove` changes
-    them back.
+class OwnCallback(pl.Callback):
+    """The strategy's own, among a Trainer's callbacks from `setup` until the loop ends."""
 
-    Args:
-        wait_parameters: Waits for all parameters. Called before hooks of callbacks, and before a
-            validation.
+
+def leave_trainer(trainer: pl.Trainer) -> None:
+    """Take back what this module has changed in ``trainer``."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks[:] = [one for one in callbacks if not isinstance(one, OwnCallback)]
+    vars(trainer.fit_loop.epoch_loop).pop("_should_check_val_fx", None)
+
+
+def complete_parameters_in_hooks(trainer: pl.Trainer, wait_parameters: Callable[[], None]) -> None:
+    """Until `leave_trainer`, wait for all parameters before hooks of callbacks, and before a
+    validation.
     """
+    trainer.callbacks.insert(0, _WaitForParameters(wait_parameters))  # type: ignore[attr-defined]
+    # the module's hooks before a validation run first
+    loop = trainer.fit_loop.epoch_loop
+    is_due = loop._should_check_val_fx
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        plugin: Precision,
-        algorithm: Algorithm,
-        wait_parameters: Callable[[], None],
-    ) -> None:
-        self._trainer = trainer
-        self._plugin = plugin
-        self._algorithm = algorithm
-        self._wait_parameters = wait_parameters
-        self._first_callback = _WaitForParameters(wait_parameters)
-        self._waiting: list[_Waiting] = []
-        trainer.callbacks.insert(0, self._first_callback)  # type: ignore[attr-defined]
-        self._clip_all_shards()
+    def wait_if_due(*args: Any) -> bool:
+        due = is_due(*args)
+        if due:
+            wait_parameters()
+        return due
 
-    def begin_training(self) -> None:
-        """From now on a step returns before its parameters are complete: between two steps nothing
-        reads them, unless the module steps optimizers itself, or a user's hook runs there.
-        """
-        assert isinstance(self._algorithm, ShardsState)
-        self._algorithm.overlaps = self._trainer.lightning_module.automatic_optimization
-        for owner, hook in _between_steps(self._trainer):
-            self._algorithm.overlaps = False
-            rank_zero_info(
-                f"lightning_ring: {type(owner).__name__}.{hook} may read parameters. Each step "
-                "waits for all of them, instead of having them arrive while the next forward runs."
-            )
-            break
-        self._stop_waiting()
-        self._waiting = [
-            _Waiting(owner, name, self._wait_parameters)
-            for owner, name in _before_validation(self._trainer)
-        ]
+    loop._should_check_val_fx = wait_if_due  # type: ignore[method-assign]
 
-    def remove(self) -> None:
-        self._stop_waiting()
-        self._plugin.__dict__.pop("clip_grad_by_norm", None)
-        if self._first_callback in self._trainer.callbacks:  # type: ignore[attr-defined]
-            self._trainer.callbacks.remove(self._first_callback)  # type: ignore[attr-defined]
 
-    def _stop_waiting(self) -> None:
-        for waiting in self._waiting:
-            waiting.undo()
-        self._waiting = []
+def steps_may_overlap(trainer: pl.Trainer) -> bool:
+    """Whether a step may return before its parameters are complete: between two steps nothing
+    reads them, unless the module steps optimizers itself, or a user's hook runs there.
+    """
+    for owner, hook in _between_steps(trainer):
+        rank_zero_info(
+            f"lightning_ring: {type(owner).__name__}.{hook} may read parameters. Each step "
+            "waits for all of them, instead of having them arrive while the next forward runs."
+        )
+        return False
+    return trainer.lightning_module.automatic_optimization
 
-    def _clip_all_shards(self) -> None:
-        """A norm that the plugin clips by covers the shards of all ranks."""
-        plugin, algorithm = self._plugin, self._algorithm
-        if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
-            plugin.clip_grad_by_norm = functools.partial(_clip_by_norm, plugin, algorithm)  # type: ignore[method-assign]
+
+def clip_all_shards(plugin: Precision, algorithm: Algorithm) -> None:
+    """A norm that ``plugin`` clips by covers the shards of all ranks."""
+    if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
+        plugin.clip_grad_by_norm = functools.partial(_clip_by_norm, plugin, algorithm)  # type: ignore[method-assign]
 
 
 def _clip_by_norm(
@@ -103,7 +86,7 @@ def _clip_by_norm(
     algorithm.clip_grad_norm_(plugin.main_params(optimizer), clip_val)
 
 
-class _WaitForParameters(pl.Callback):
+class _WaitForParameters(OwnCallback):
     """The first of all callbacks: its hooks wait for all parameters, before the hooks of other
     callbacks.
 
@@ -139,50 +122,6 @@ def _between_steps(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
             yield owner, name
 
 
-def _before_validation(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
-    """Overridden hooks that begin a validation."""
-    for name in _BEFORE_VALIDATION:
-        if is_overridden(name, trainer.lightning_module):
-            yield trainer.lightning_module, name
-    datamodule = getattr(trainer, "datamodule", None)
-    if datamodule is not None and is_overridden("val_dataloader", datamodule):
-        yield datamodule, "val_dataloader"
-
-
-class _Waiting:
-    """The hook ``name`` of ``owner``, run after ``wait_parameters()``. A copied or pickled owner
-    has the plain hook.
-    """
-
-    def __init__(self, owner: Any, name: str, wait_parameters: Callable[[], None]) -> None:
-        functools.update_wrapper(self, getattr(owner, name))
-        self._owner, self._name, self._wait_parameters = owner, name, wait_parameters
-        self._of_the_instance = vars(owner).get(name)
-        self._hook = getattr(owner, name)
-        setattr(owner, name, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._wait_parameters()
-        return self._hook(*args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return _plain_hook, (self._owner, self._name, self._of_the_instance)
-
-    def undo(self) -> None:
-        if self._of_the_instance is not None:
-            setattr(self._owner, self._name, self._of_the_instance)
-        else:
-            delattr(self._owner, self._name)
-
-
-def _plain_hook(owner: Any, name: str, of_the_instance: Any) -> Any:
-    return (
-        of_the_instance
-        if of_the_instance is not None
-        else getattr(type(owner), name).__get__(owner)
-    )
-
-
 def wait_parameters(algorithm: Algorithm, *, alone: bool) -> None:
     """Return when all parameters have arrived; ``alone``: after an exception, when they may not."""
     try:
@@ -203,8 +142,6 @@ def show_averages(algorithm: Algorithm, *, alone: bool) -> None:
     """Put the ranks' average into the place of the parameters, where ranks step alone.
     Collective, unless ``alone``.
     """
-    if not algorithm.steps_alone:
-        return
     if alone:
         rank_zero_warn(
             "lightning_ring: after the exception the weights, and a checkpoint of them, are this "
@@ -214,7 +151,7 @@ def show_averages(algorithm: Algorithm, *, alone: bool) -> None:
     optional.show_averages(algorithm)
 
 
-class ShowAverages(pl.Callback):
+class ShowAverages(OwnCallback):
     """The first of all callbacks: has averages in place before validations, and at the end of
     epochs and of the fit.
 
@@ -225,22 +162,10 @@ class ShowAverages(pl.Callback):
     def __init__(self, show: Callable[[], None]) -> None:
         self.show = show
 
-    def follow(self, trainer: pl.Trainer) -> None:
-        self.leave(trainer)
-        trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]
-
-    def leave(self, trainer: pl.Trainer) -> None:
-        if self in (callbacks := trainer.callbacks):  # type: ignore[attr-defined]
-            callbacks.remove(self)
-
     def on_validation_start(self, *_: Any) -> None:
         self.show()
 
-    def on_train_epoch_end(self, *_: Any) -> None:
-        self.show()
-
-    def on_train_end(self, *_: Any) -> None:
-        self.show()
+    on_train_epoch_end = on_train_end = on_validation_start
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ the collectives that users call.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -27,6 +27,8 @@ from lightning_ring.options import RingOptions
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.data import BatchStatus
 
+T = TypeVar("T")
+
 
 class OnRingRanks:
     """A strategy on the ranks that the launcher started. Comes before Lightning's `DDPStrategy`
@@ -46,6 +48,25 @@ class OnRingRanks:
     @property
     def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """What all ranks exchange tensors through, in one order of calls; `None` in a single
+        process.
+        """
+        return self._comm
+
+    @property
+    def _comm(self: Any) -> Communicator | None:
+        """`None` in a single process, and before the ranks are connected."""
+        if self._job is None or (self.world_size == 1 and not self.options.force_communication):
+            return None
+        return self._job.communicator
+
+    @property
+    def _alone(self) -> bool:
+        """Whether what this rank does must not wait for others, as after an exception."""
+        return False
 
     @property
     def hosts(self) -> list[str]:
@@ -89,6 +110,15 @@ class OnRingRanks:
             self._job.stalls.tell_progress(self._progress)
         self._process_group_backend = torch.distributed.get_backend()
         return comm
+
+    def barrier(self, name: str | None = None, *_: Any, **__: Any) -> None:
+        if self._comm is not None and not self._alone:
+            self._comm.barrier(name=name or "")
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._comm is None or self._alone:
+            return obj
+        return self._comm.broadcast_object(obj, src=src, name="strategy.broadcast")
 
     def _reduce(
         self: Any, tensor: Any, comm: Communicator, group: Any, op: Any, status: BatchStatus | None
