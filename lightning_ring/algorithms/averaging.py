@@ -18,7 +18,7 @@ from lightning_ring.algorithms.compiled_graphs import split_at_buckets
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
 from lightning_ring.comm.recording import unrecorded
-from lightning_ring.comm.replicate import broadcast_tensors
+from lightning_ring.comm.replicate import broadcast_tensors, params_of
 from lightning_ring.errors import ConfigurationError, RingError
 from lightning_ring.gradients.backward import check_outside_backward
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor, ErrorFeedback
@@ -137,7 +137,7 @@ class Averaging(Algorithm):
         ranks.
         """
         reducer = self._training
-        params = [param for optimizer in self._optimizers for param in _params_of(optimizer)]
+        params = [param for optimizer in self._optimizers for param in params_of(optimizer)]
         if all(reducer.is_tracked(param) or not param.requires_grad for param in params):
             return []
         new = reducer.track(self._module.named_parameters())
@@ -163,7 +163,7 @@ class Averaging(Algorithm):
             check_outside_backward(optimizer)
             self._training.finish()
         if not has_closure:
-            params = _params_of(optimizer)
+            params = params_of(optimizer)
             self._training.check_reduced(params)
             self._check_tracked(params)
 
@@ -189,7 +189,7 @@ class Averaging(Algorithm):
             self._training.num_steps += 1
 
     def steps_tracked_parameters(self, optimizer: Optimizer) -> bool:
-        return any(map(self._training.is_tracked, _params_of(optimizer)))
+        return any(map(self._training.is_tracked, params_of(optimizer)))
 
     @property
     def _training(self) -> Reducer:
@@ -236,10 +236,6 @@ class Averaging(Algorithm):
         return (
             f"{compressed} in {len(self._training.buckets)} bucket(s) of up to {self._cap_mb:g} MiB"
         )
-
-
-def _params_of(optimizer: Optimizer) -> list[Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def check_wire(

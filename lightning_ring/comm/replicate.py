@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 
 from lightning_ring.comm.calls import by_rank
@@ -110,6 +110,11 @@ def _require_values(named: dict[str, Tensor]) -> None:
 # --- optimizer state
 
 
+def params_of(optimizer: Optimizer) -> list[Parameter]:
+    """Of all groups, in their order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def broadcast_optimizer_state(
     optimizer: Optimizer,
     comm: Communicator,
@@ -127,7 +132,7 @@ def broadcast_optimizer_state(
     if comm.world_size == 1:
         return
     check_same_optimizer(optimizer, comm)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     state = {
         index: optimizer.state[param]
         for index, param in enumerate(params)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_ring.algorithms.hooks import steps_module
 from lightning_ring.algorithms.local.local_sgd import LocalSGD
 from lightning_ring.algorithms.own_pace import (
     ParameterPart,
@@ -167,7 +168,7 @@ class AsynchronousGossip(LocalSGD):
         self._hide_averages()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        if not self._steps_the_module(optimizer):
+        if not steps_module(optimizer, self._module):
             return
         self.num_steps += 1
         self._note_stepped()

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_ring.algorithms.algorithm import Algorithm, Backwards, Tell, log
 from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.algorithms.hooks import steps_module
 from lightning_ring.algorithms.local.averages import average_
 from lightning_ring.comm.communicator import Communicator, as_integers
 from lightning_ring.comm.recording import unrecorded
@@ -145,7 +146,7 @@ class LocalSGD(Algorithm):
         self._gradients.before_step(optimizer, has_closure=has_closure)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        if not self._steps_the_module(optimizer):
+        if not steps_module(optimizer, self._module):
             return
         self._gradients.after_step(optimizer)
         self.num_steps += 1
@@ -231,12 +232,6 @@ class LocalSGD(Algorithm):
         for param in self._module.parameters():
             if param.requires_grad or param.grad is not None:
                 self._apart[param] = None
-
-    def _steps_the_module(self, optimizer: Optimizer) -> bool:
-        own = {id(param) for param in self._module.parameters()}
-        return any(
-            id(param) in own for group in optimizer.param_groups for param in group["params"]
-        )
 
     @property
     def _communicator(self) -> Communicator:

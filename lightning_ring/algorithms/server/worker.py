@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_ring.algorithms.algorithm import Algorithm, Tell, log
+from lightning_ring.algorithms.hooks import steps_module
 from lightning_ring.algorithms.own_pace import (
     ParameterPart,
     check_same_parameters,
@@ -30,7 +31,7 @@ from lightning_ring.algorithms.sharded.state import ShardedState
 from lightning_ring.comm import sealed
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import unrecorded
-from lightning_ring.comm.replicate import check_same_description
+from lightning_ring.comm.replicate import check_same_description, params_of
 from lightning_ring.comm.requests import Requests
 from lightning_ring.errors import ConfigurationError, RingError, check_arguments
 from lightning_ring.gradients.backward import around_closure
@@ -161,8 +162,7 @@ class ParameterServer(Algorithm):
         """
         if self._optimizer is None:
             return
-        groups = self._optimizer.param_groups
-        params = [param for group in groups for param in group["params"] if param.requires_grad]
+        params = [param for param in params_of(self._optimizer) if param.requires_grad]
         if self._requests is None:
             self._begin(self._optimizer, params)
         else:
@@ -221,8 +221,7 @@ class ParameterServer(Algorithm):
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         if optimizer is self._optimizer:
             return
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        if not set(self._module.parameters()).isdisjoint(params):
+        if steps_module(optimizer, self._module):
             raise ConfigurationError(
                 f"a {type(optimizer).__name__} that ParameterServer does not know is about to step "
                 "parameters that its servers hold. Give the one optimizer of all parameters to "
@@ -300,10 +299,9 @@ class ParameterServer(Algorithm):
                 f"the script: {_HOW_TO_LOAD} Change parameters by the optimizer alone; or use "
                 "strategy 'ring'."
             )
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._hidden[param], param.grad = param.grad, None
+        for param in params_of(self._optimizer):
+            if param.grad is not None:
+                self._hidden[param], param.grad = param.grad, None
         self._optimizer.state = defaultdict(dict)
 
     def _show(self, *_: Any) -> None:

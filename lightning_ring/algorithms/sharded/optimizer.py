@@ -15,6 +15,7 @@ from lightning_ring.algorithms.sharded.elementwise import ELEMENTWISE
 from lightning_ring.algorithms.sharded.mirrors import Mirrors
 from lightning_ring.algorithms.sharded.parameters import ParameterShard, ShardedParameters
 from lightning_ring.algorithms.sharded.state import ShardedState, State, gather_state, shard_state
+from lightning_ring.comm.replicate import params_of
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.backward import around_closure
 
@@ -149,12 +150,7 @@ class SlicedOptimizer:
         if not is_rank_zero:
             return {}
         mine, full = self.optimizer.state, self._unsharded | state
-        in_order = [
-            param
-            for group in self.optimizer.param_groups
-            for param in group["params"]
-            if param in full
-        ]
+        in_order = [param for param in params_of(self.optimizer) if param in full]
         self.optimizer.state = defaultdict(
             dict, {key: full[key] for key in [*in_order, *(full.keys() - in_order)]}
         )
@@ -182,7 +178,7 @@ class SlicedOptimizer:
         finally:
             hook.remove()
         saved_ids = [i for group in accepted["param_groups"] for i in group["params"]]
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        params = params_of(self.optimizer)
         by_id = dict(zip(saved_ids, params, strict=True))
         self._unsharded = {by_id.get(key, key): value for key, value in accepted["state"].items()}
 
@@ -272,7 +268,7 @@ class SlicedOptimizer:
 
     def _load(self, loaded: State) -> None:
         # the optimizer's own method knows the dtype and the device of each value
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        params = params_of(self.optimizer)
         index = {param: i for i, param in enumerate(params)}
         state = {
             index.get(key, key): value
@@ -290,12 +286,8 @@ class SlicedOptimizer:
 
     def _add_unsharded(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
         if not self._gathering and self._unsharded:
-            params = [param for group in self.optimizer.param_groups for param in group["params"]]
+            params = params_of(self.optimizer)
             index = {param: i for i, param in enumerate(params)}
             state_dict["state"].update(
                 {index.get(key, key): value for key, value in self._unsharded.items()}
             )
-
-
-def _is_param(key: Any) -> bool:
-    return isinstance(key, torch.Tensor)

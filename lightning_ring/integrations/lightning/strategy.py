@@ -41,7 +41,7 @@ from lightning_ring.algorithms.hooks import StepHooks
 from lightning_ring.algorithms.optional import ShardsState
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
-from lightning_ring.comm.replicate import broadcast_module, check_same_model
+from lightning_ring.comm.replicate import broadcast_module, check_same_model, params_of
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.sharded_gradient import sum_of_squares
@@ -457,8 +457,8 @@ class RingStrategy(RankedStrategy):
             with algorithm.backwards.plain_backwards(reduced=reduced):
                 loss = closure()
             algorithm.before_step(optimizer, has_closure=False)
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            if self._zero_loss.in_use and all(param.grad is None for param in params):
+            no_gradient = all(param.grad is None for param in params_of(optimizer))
+            if self._zero_loss.in_use and no_gradient:
                 return None  # no rank has a gradient: a loss scaler must not look for one
             return loss
 
