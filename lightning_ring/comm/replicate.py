@@ -16,10 +16,11 @@ from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 
 from lightning_ring.comm.calls import by_rank
-from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.communicator import Communicator, ReduceOp
 from lightning_ring.errors import ConfigurationError, ModelMismatchError
 
 MESSAGE_BYTES = 250 * 1024 * 1024
+AVERAGED_BYTES = 25 * 1024 * 1024
 SHOWN = 4  # differences in an error
 FROZEN = ", frozen"
 
@@ -52,21 +53,38 @@ def broadcast_tensors(tensors: Iterable[Tensor], comm: Communicator, src: int = 
     """
     if comm.world_size == 1:
         return
-    for message in messages_of(tensors):
+    for message in _messages(tensors, MESSAGE_BYTES):
         if len(message) == 1 and message[0].is_contiguous():
             comm.broadcast_(message[0], src=src, name="replicate").wait()
             continue
         flat = torch.cat([tensor.reshape(-1) for tensor in message])
         comm.broadcast_(flat, src=src, name="replicate").wait()
         if comm.rank != src:
-            parts = flat.split([tensor.numel() for tensor in message])
-            for tensor, part in zip(message, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
+            _take_apart(flat, message)
 
 
-def messages_of(
-    tensors: Iterable[Tensor], max_bytes: int = MESSAGE_BYTES
-) -> Iterator[list[Tensor]]:
+@torch.no_grad()
+def average_tensors(tensors: Iterable[Tensor], comm: Communicator, name: str) -> None:
+    """Replace ``tensors`` (same shapes and dtypes on all ranks) by their averages over the ranks,
+    in place.
+    """
+    started = []
+    for index, message in enumerate(_messages(tensors, AVERAGED_BYTES)):
+        flat = torch.cat([tensor.reshape(-1) for tensor in message])
+        work = comm.all_reduce_(flat, op=ReduceOp.AVG, name=f"{name}, message {index}")
+        started.append((work, flat, message))
+    for work, flat, message in started:
+        work.wait()
+        _take_apart(flat, message)
+
+
+def _take_apart(flat: Tensor, message: list[Tensor]) -> None:
+    parts = flat.split([tensor.numel() for tensor in message])
+    shaped = [part.view(each.shape) for part, each in zip(parts, message, strict=True)]
+    torch._foreach_copy_(message, shaped)
+
+
+def _messages(tensors: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
     """Tensors of one dtype and device together, up to ``max_bytes``; what is longer travels
     alone.
     """

@@ -118,12 +118,10 @@ def test_weights_that_code_changes_beside_an_evaluation_are_kept(make):
 
 
 def test_a_checkpoint_within_a_round_is_resumed_with_other_settings():
-    """From the average, where ranks then agree at once; with other fragments all of them still
-    travel.
-    """
+    """From the average, where ranks then agree at once."""
 
     def rank(comm):
-        algorithm = DiLoCo(4, fragments=4, overlap=2)
+        algorithm = DiLoCo(4)
         net, steps = begin(algorithm, comm)
         for _ in range(6):
             one_step(net, steps, algorithm, comm.rank)
@@ -134,7 +132,7 @@ def test_a_checkpoint_within_a_round_is_resumed_with_other_settings():
         for make in (
             lambda: LocalSGD(3),
             lambda: LocalSGD(8, warmup_steps=7),
-            lambda: DiLoCo(2, fragments=2),
+            lambda: DiLoCo(5),
         ):
             other, resumed = copy.deepcopy(net), make()
             again = OPTIMIZERS["sgd"](other)
@@ -150,10 +148,10 @@ def test_a_checkpoint_within_a_round_is_resumed_with_other_settings():
         return found
 
     first, second = run_ranks(2, rank)
-    (said, start, *_), (said_in_warmup, begun, one, *_), (said_of_fragments, *_) = first
+    (said, start, *_), (said_in_warmup, begun, one, *_), (said_of_rounds, *_) = first
     assert "this job has {'every': 3" in said
     assert torch.equal(start, second[0][1])
     assert "'warmup_steps': 7" in said_in_warmup
     assert torch.equal(begun, second[1][1])
     assert torch.equal(one, second[1][2])  # gradients and momentum are the same
-    assert "'fragments': 2" in said_of_fragments
+    assert "'every': 5" in said_of_rounds

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_map
 from lightning_ring.algorithms.algorithm import Algorithm, Backwards, Tell, log
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.hooks import steps_module
-from lightning_ring.algorithms.local.averages import average_
 from lightning_ring.comm.communicator import Communicator, as_integers
 from lightning_ring.comm.recording import unrecorded
+from lightning_ring.comm.replicate import average_tensors
 from lightning_ring.errors import ConfigurationError, check_arguments
 from lightning_ring.gradients.compression import Compressor
 
@@ -174,7 +174,7 @@ class LocalSGD(Algorithm):
 
     def _show(self, params: Sequence[Parameter], name: str) -> None:
         self._own = {param: param.detach().clone() for param in params}
-        average_(params, unrecorded(self._communicator), name)
+        average_tensors(params, unrecorded(self._communicator), name)
         self._shown = [param.detach().clone() for param in params]
 
     @torch.no_grad()
@@ -208,7 +208,7 @@ class LocalSGD(Algorithm):
     def _end_round(self) -> None:
         stop = torch.tensor([float(self._asked_to_stop)])
         name = f"step {self.num_steps}: requests to stop"
-        average_([stop], unrecorded(self._communicator), name)
+        average_tensors([stop], unrecorded(self._communicator), name)
         self._agreed_to_stop |= bool(stop > 0)
         self._average_parameters()
 
@@ -217,7 +217,9 @@ class LocalSGD(Algorithm):
 
     def _average_parameters(self) -> None:
         """Replace the parameters at the end of a round by those of the next round's begin."""
-        average_(self._parameters(), self._communicator, f"step {self.num_steps}: parameters")
+        average_tensors(
+            self._parameters(), self._communicator, f"step {self.num_steps}: parameters"
+        )
         self._apart.clear()
 
     def _parameters(self) -> list[Parameter]:

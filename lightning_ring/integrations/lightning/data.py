@@ -228,7 +228,7 @@ class ActiveRanks:
     """
 
     def __init__(self) -> None:
-        self.loader: AgreedLoader | None = None  # that continues until no rank has data
+        self._loader: AgreedLoader | None = None  # that continues until no rank has data
         self.during_step: BatchStatus | None = None  # the current status while a training step runs
         self._current: BatchStatus | None = None
         self._window_ranks = 0
@@ -237,27 +237,24 @@ class ActiveRanks:
     def has_data(self) -> bool:
         return self._current is None or self._current.has_data
 
-    def find_loader(self, trainer: Trainer) -> None:
-        """Find the fit's training loader that joins, if any. Reloading loaders may change it."""
-        combined = trainer.fit_loop._combined_loader
-        loaders = combined.flattened if combined is not None else []
-        agreed = [loader for loader in loaders if isinstance(loader, AgreedLoader)]
-        joining = next((loader for loader in agreed if loader.joins), None)
-        if joining is not None and joining is not self.loader:
-            _check_join_allowed(trainer.lightning_module)
-        self.loader = joining
-
-    def take(self, batch_idx: int, accumulate_grad_batches: int) -> int | None:
+    def take(self, trainer: Trainer, batch_idx: int) -> int | None:
         """Take the next batch. Returns the number of ranks that its gradient averages over, `None`
         for all.
 
         With gradient accumulation a rank counts if it had data for the first micro-batch.
         """
-        if self.loader is None:
+        combined = trainer.fit_loop._combined_loader
+        loaders = combined.flattened if combined is not None else []
+        agreed = (loader for loader in loaders if isinstance(loader, AgreedLoader))
+        joining = next((loader for loader in agreed if loader.joins), None)
+        if joining is None:
             self._current = None  # an earlier loader may have ended without data on this rank
             return None
-        self._current = self.loader.next_status()
-        if batch_idx % accumulate_grad_batches == 0:
+        if joining is not self._loader:  # the first, or one that was reloaded
+            _check_join_allowed(trainer.lightning_module)
+            self._loader = joining
+        self._current = joining.next_status()
+        if batch_idx % trainer.accumulate_grad_batches == 0:
             self._window_ranks = self._current.active_ranks
         return self._window_ranks
 
@@ -396,15 +393,13 @@ def warn_of_padding(dataloader: object, world_size: int) -> None:
     if written_sampler(sampler) is not sampler:
         name += ", cut for the ranks,"
     num_padded = sampler.total_size - num_samples
-    if sampler.drop_last and num_padded < 0:
+    what = f"repeats {num_padded} of them each epoch, so that all ranks have equally many"
+    if num_padded < 0 and sampler.drop_last:
+        what = f"drops {-num_padded} of them each epoch"
+    if num_padded > 0 or (num_padded and sampler.drop_last):
         rank_zero_warn(
             f"lightning_ring: {num_samples} samples do not divide by {world_size} ranks: "
-            f"{name} drops {-num_padded} of them each epoch."
-        )
-    elif num_padded > 0:
-        rank_zero_warn(
-            f"lightning_ring: {num_samples} samples do not divide by {world_size} ranks: "
-            f"{name} repeats {num_padded} of them each epoch, so that all ranks have equally many."
+            f"{name} {what}."
         )
 
 

@@ -389,8 +389,7 @@ class RingStrategy(RankedStrategy):
         if self._step_hooks is not None:
             if self.algorithm.agreed_to_stop():
                 self._follow_requests(trainer)
-            self._active_ranks.find_loader(trainer)
-            self.algorithm.begin_batch(self._active_ranks.take(batch_idx, accumulate))
+            self.algorithm.begin_batch(self._active_ranks.take(trainer, batch_idx))
         if comm is not None:
             if self.algorithm.steps_together:
                 self._buffers.before_batch(self.model, comm, batch_idx, accumulate)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_ring.algorithms import optional
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.replicate import average_tensors
 from lightning_ring.errors import RingError
 
 _EACH_BATCH = ("on_train_batch_start", "on_train_batch_end")
@@ -175,12 +176,10 @@ def average_weight_averages(trainer: pl.Trainer, comm: Communicator, device: tor
 
     The averages over steps are linear, so that it is that of the ranks' average, and so it remains.
     """
-    from lightning_ring.algorithms.local.averages import average_  # only some algorithms need it
-
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
             params = [param.detach() for param in callback._average_model.module.parameters()]
             # a GPU's communicator moves nothing on the host
             moved = [param.to(device) for param in params]
-            average_(moved, comm, "averages over steps")
+            average_tensors(moved, comm, "averages over steps")
             torch._foreach_copy_(params, moved)
