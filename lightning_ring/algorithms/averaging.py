@@ -7,16 +7,17 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 from torch import nn
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import Algorithm, Backwards, LocalBackwards, Tell, log
-from lightning_ring.algorithms.compiled_graphs import split_at_buckets
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.cost import default_cap_mb
+from lightning_ring.comm.cost import FIRST_BUCKET_MB, default_cap_mb
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.replicate import broadcast_tensors, params_of
 from lightning_ring.errors import ConfigurationError, RingError
@@ -236,6 +237,33 @@ class Averaging(Algorithm):
         return (
             f"{compressed} in {len(self._training.buckets)} bucket(s) of up to {self._cap_mb:g} MiB"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Buckets:
+    """All that the compiler reads of a DistributedDataParallel."""
+
+    bucket_bytes_cap: int
+
+
+@contextmanager
+def split_at_buckets(cap_mb: float) -> Iterator[None]:
+    """Graphs compiled inside are split at buckets of ``cap_mb`` MiB, which then leave while
+    backward runs: that of a compiled graph is one node of autograd, whose gradients all come at its
+    end.
+
+    torch's compiler does so for DistributedDataParallel
+    (`torch._dynamo.backends.distributed.DDPOptimizer`), where it finds an active module with
+    ``bucket_bytes_cap``. ``torch._dynamo.config.optimize_ddp = False`` turns that off. It takes no
+    cap below its first bucket's, which is 1 MiB, as here.
+    """
+    buckets = _Buckets(int(max(cap_mb, FIRST_BUCKET_MB) * 2**20))
+    DistributedDataParallel._active_ddp_module = cast(Any, buckets)
+    try:
+        yield
+    finally:
+        # not what was there before: that may be another thread's
+        DistributedDataParallel._active_ddp_module = None
 
 
 def check_wire(

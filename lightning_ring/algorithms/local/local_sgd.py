@@ -152,7 +152,8 @@ class LocalSGD(Algorithm):
         self.num_steps += 1
         if self.num_steps > self.warmup_steps:
             self._note_stepped()
-            self._after_local_step()
+            if self.steps_of_round == 0:
+                self._end_round()
         elif self.num_steps == self.warmup_steps:
             self._agreed_to_stop |= self._gradients.agreed_to_stop()
             self._end_warm_up()
@@ -184,10 +185,9 @@ class LocalSGD(Algorithm):
         """
         if not self._own:
             return
-        pairs = zip(self._own, self._shown, strict=True)
-        kept: list[Tensor] = [
+        kept = [
             param
-            for param, shown in pairs
+            for param, shown in zip(self._own, self._shown, strict=True)
             if torch.equal(as_integers(param.detach()), as_integers(shown))
         ]
         if len(kept) < len(self._own) and not self._told_of_changes:
@@ -196,14 +196,9 @@ class LocalSGD(Algorithm):
                 f"{len(self._own) - len(kept)} parameters were changed while the average of the "
                 "ranks' was in their place: training goes on from the changed values"
             )
-        if kept:
-            own = {id(param): value for param, value in self._own.items()}
-            torch._foreach_copy_(kept, [own[id(param)] for param in kept])
+        for param in kept:
+            param.copy_(self._own[param])
         self._own, self._shown = {}, []
-
-    def _after_local_step(self) -> None:
-        if self.steps_of_round == 0:
-            self._end_round()
 
     def _end_round(self) -> None:
         stop = torch.tensor([float(self._asked_to_stop)])

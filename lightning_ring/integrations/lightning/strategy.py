@@ -57,10 +57,10 @@ from lightning_ring.integrations.lightning.data import ActiveRanks, Policy, Trai
 from lightning_ring.integrations.lightning.optimization import (
     ZeroLoss,
     add_no_sync,
-    allow_clipping,
     calls_manual_backward,
     check_algorithm,
-    refuse_clipping,
+    follow_clipping,
+    leave_clipping,
     remove_no_sync,
 )
 from lightning_ring.integrations.lightning.rank_strategy import RankedStrategy
@@ -75,7 +75,6 @@ from lightning_ring.integrations.lightning.stop_requests import (
 from lightning_ring.integrations.lightning.whole_weights import (
     ShowAverages,
     average_weight_averages,
-    clip_all_shards,
     complete_parameters_in_hooks,
     leave_trainer,
     show_averages,
@@ -294,13 +293,12 @@ class RingStrategy(RankedStrategy):
         self._calls_manual_backward = calls_manual_backward(trainer.lightning_module)
         self._recorded = RecordedCommunicator(comm, self.listeners)
         check_algorithm(self.algorithm, trainer, self.timeline.settings.switch)
-        refuse_clipping(self.precision_plugin, self.algorithm)
+        follow_clipping(self.precision_plugin, self.algorithm)
         if self.algorithm.steps_alone:
             trainer.callbacks.insert(0, ShowAverages(self._show_averages))  # type: ignore[attr-defined]
         self._step_hooks = StepHooks(self.algorithm)
         self.algorithm.attach(self.model, self.optimizers, self._recorded, _warn, _inform)
         if isinstance(self.algorithm, ShardsState):
-            clip_all_shards(self.precision_plugin, self.algorithm)
             complete_parameters_in_hooks(trainer, self._wait_parameters)
         _inform(
             f"{self.world_size} ranks on {self.ring_environment.num_nodes()} node(s), gradients by "
@@ -338,7 +336,7 @@ class RingStrategy(RankedStrategy):
     def _leave_training(self) -> None:
         """Take back what `setup` has changed in module, plugins and Trainer."""
         self._remove_step_hooks()
-        allow_clipping(self.precision_plugin)
+        leave_clipping(self.precision_plugin)
         if self.model is not None:
             remove_no_sync(self.model)
         if self._trainer is not None:

@@ -4,16 +4,13 @@ own ones.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.optim import Optimizer
 
 from lightning_ring.algorithms import optional
 from lightning_ring.algorithms.algorithm import Algorithm
@@ -73,18 +70,6 @@ def steps_may_overlap(trainer: pl.Trainer) -> bool:
         )
         return False
     return trainer.lightning_module.automatic_optimization
-
-
-def clip_all_shards(plugin: Precision, algorithm: Algorithm) -> None:
-    """A norm that ``plugin`` clips by covers the shards of all ranks."""
-    if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
-        plugin.clip_grad_by_norm = functools.partial(_clip_by_norm, plugin, algorithm)  # type: ignore[method-assign]
-
-
-def _clip_by_norm(
-    plugin: Precision, algorithm: Algorithm, optimizer: Optimizer, clip_val: float
-) -> None:
-    algorithm.clip_grad_norm_(plugin.main_params(optimizer), clip_val)
 
 
 class _WaitForParameters(OwnCallback):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp
@@ -16,9 +17,9 @@ from lightning_ring.integrations.ranks.checkpoint_io import WholeCheckpointIO
 from lightning_ring.integrations.ranks.environment import (
     RingEnvironment,
     check_request,
-    choose_launcher,
     devices_for,
     ignore_deprecations_between_libraries,
+    leave_start_up_messages_to_rank_0,
     requested_devices,
 )
 from lightning_ring.job.job import Job
@@ -95,9 +96,21 @@ class OnRingRanks:
         self._launcher = self._choose_launcher(request.num_nodes)
 
     def _choose_launcher(self: Any, num_nodes: int) -> Any:
-        return choose_launcher(
-            self, self.ring_environment, self.options, num_nodes, self.multiprocessing_launcher
-        )
+        """The launcher that starts the ranks; `None` in a rank, and for a single process."""
+        if self.ring_environment.creates_processes_externally:
+            return None
+        forks = _IS_INTERACTIVE and self.num_processes * num_nodes > 1
+        method = self.options.start_method
+        if method != "popen" or forks:  # a notebook is no script that could be run once a rank
+            method = "fork" if method == "popen" else method
+            return self.multiprocessing_launcher(self, start_method=method)
+        if self.num_processes * num_nodes == 1:
+            return None
+        from lightning_ring.integrations.ranks.launcher import RingLauncher  # no rank needs it
+
+        leave_start_up_messages_to_rank_0()
+        use_mpi = self.options.backend in ("auto", "mpi")
+        return RingLauncher(self.ring_environment, self.num_processes, num_nodes, use_mpi=use_mpi)
 
     def _connect(self: Any) -> Communicator | None:
         """Collective."""
