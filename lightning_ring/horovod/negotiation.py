@@ -134,13 +134,9 @@ class Negotiation:
         if self._announced is not None and not self._announced.done:
             self.wait(self._announced)  # ranks that have joined take part in one order
         request = Submission(name + _AGAIN * again, Meta(GRADIENTS))
-        request.on_error = self._end_gradients
+        request.on_error = lambda error: [policy.fail(error) for policy in self.policies]
         self.submit(request)
         self._announced = request
-
-    def _end_gradients(self, error: HorovodInternalError) -> None:
-        for policy in self.policies:
-            policy.fail(error)
 
     def join(self) -> int:
         """Take part in the others' all-reduces and gradients with zeros until all ranks are

@@ -120,8 +120,8 @@ class TrainingLoaders:
         if len(lengths) < comm.world_size:
             return AgreedLoader(loader, comm, policy, None)
         uneven = policy != "alone" and min(numbers) < min(max(numbers), needed)
-        if policy == "alone":
-            _check_none_is_without(numbers)
+        if policy == "alone" and min(numbers) == 0 < max(numbers):
+            raise UnevenBatchesError(_none_at_all(numbers))
         if uneven and policy == "error":
             raise UnevenBatchesError(f"{_different_numbers(numbers)} {_WHAT_TO_DO}")
         if uneven and several:
@@ -162,7 +162,7 @@ class AgreedLoader:
         self._length = length
         # Lightning fetches batches ahead, so a status waits here until its batch is trained on.
         # With "error" none is needed: all ranks have data whenever one has.
-        self._statuses: deque[BatchStatus] = deque()
+        self.statuses: deque[BatchStatus] = deque()
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loader":  # during unpickling: nothing to delegate to yet
@@ -175,7 +175,7 @@ class AgreedLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        self._statuses.clear()
+        self.statuses.clear()
         batches = iter(self._loader)
         last: Any = None
         step = 0
@@ -192,16 +192,13 @@ class AgreedLoader:
             if not all(having):
                 self._allow(having, step)
             if self.joins:
-                self._statuses.append(BatchStatus(sum(having), has_data))
+                self.statuses.append(BatchStatus(sum(having), has_data))
             yield batch
             last, step = batch, step + 1
 
     @property
     def joins(self) -> bool:
         return self._policy == "join"
-
-    def next_status(self) -> BatchStatus:
-        return self._statuses.popleft()
 
     def _allow(self, having: list[bool], step: int) -> None:
         """Raise the error once every rank knows of it: if a rank ended earlier, the others would
@@ -253,7 +250,7 @@ class ActiveRanks:
         if joining is not self._loader:  # the first, or one that was reloaded
             _check_join_allowed(trainer.lightning_module)
             self._loader = joining
-        self._current = joining.next_status()
+        self._current = joining.statuses.popleft()
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._window_ranks = self._current.active_ranks
         return self._window_ranks
@@ -329,14 +326,6 @@ def _listed(having: Sequence[object], wanted: bool) -> str:
     ranks = [rank for rank, has in enumerate(having) if bool(has) == wanted]
     shown = ", ".join(map(str, ranks[:8]))
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
-
-
-def _check_none_is_without(numbers: Sequence[float]) -> None:
-    """Raise `UnevenBatchesError` if some ranks have no batch and others have: ``numbers``, by
-    rank.
-    """
-    if min(numbers) == 0 < max(numbers):
-        raise UnevenBatchesError(_none_at_all(numbers))
 
 
 def _is_stream(loader: Any) -> bool:
