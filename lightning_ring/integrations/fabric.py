@@ -18,7 +18,10 @@ from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, Precision
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.launchers import _MultiProcessingLauncher
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.strategies.strategy import (
+    _BackwardSyncControl,
+    _validate_keys_for_strict_loading,
+)
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
@@ -208,14 +211,17 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         return optimizer
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        for replicas in self._stepped_by(optimizer):
-            # before a loss scaler looks at gradients
-            replicas.algorithm.backwards.finish()
+        self._stepped_by(optimizer)  # before a loss scaler looks at gradients
         return super().optimizer_step(optimizer, **kwargs)
 
     def _stepped_by(self, optimizer: Optimizer) -> list[Replicas]:
-        """The replicas with parameters of ``optimizer``; under a sharded algorithm at most one."""
-        return [replicas for replicas in self._all_replicas() if replicas.steps(optimizer)]
+        """The replicas with parameters of ``optimizer``, whose backwards are complete now; under a
+        sharded algorithm at most one.
+        """
+        stepped = [replicas for replicas in self._all_replicas() if replicas.steps(optimizer)]
+        for replicas in stepped:
+            replicas.algorithm.backwards.finish()
+        return stepped
 
     def _algorithm_of(self, optimizer: Any) -> Algorithm:
         found = self._stepped_by(optimizer)
@@ -236,8 +242,6 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         stepped = self._stepped_by(optimizer)
-        for replicas in stepped:
-            replicas.algorithm.backwards.finish()
         if not any(replicas.algorithm.sharded for replicas in stepped):
             return super().clip_gradients_norm(
                 module, optimizer, max_norm, norm_type, error_if_nonfinite
@@ -259,7 +263,6 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         self, module: nn.Module, optimizer: Optimizer, clip_val: float | int
     ) -> None:
         for replicas in self._stepped_by(optimizer):
-            replicas.algorithm.backwards.finish()
             if why := replicas.algorithm.refuses_clipping:
                 raise ConfigurationError(f"gradients were about to be clipped by value, but {why}")
         super().clip_gradients_value(module, optimizer, clip_val)
@@ -281,19 +284,13 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
     # -- checkpoints
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        if isinstance(module, RingModule):
-            _replicas(module).wait_parameters()
-            module = module.module
-        return super().get_module_state_dict(module)
+        return super().get_module_state_dict(_complete(module))
 
     def load_module_state_dict(
         self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
-        if isinstance(module, RingModule):
-            # values that arrive later would overwrite the loaded ones
-            _replicas(module).wait_parameters()
-            module = module.module
-        super().load_module_state_dict(module, state_dict, strict)
+        # values that arrive later would overwrite the loaded ones
+        super().load_module_state_dict(_complete(module), state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The ordinary, full state dict; under a sharded algorithm on rank 0, and empty
@@ -322,18 +319,20 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         if isinstance(state, Optimizer):
-            LoadedState(state, self._algorithm_of(state)).load_state_dict(
-                self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-            )
+            saved = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            load_optimizer_state_dict(self._algorithm_of(state), state, saved)
             return {}
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, weights_only)
         optimizers = {name: one for name, one in state.items() if isinstance(one, Optimizer)}
-        loaded = state | {
-            name: LoadedState(one, self._algorithm_of(one)) for name, one in optimizers.items()
-        }
-        remainder = super().load_checkpoint(path, loaded, strict, weights_only)
-        state.update(loaded | optimizers)
+        others = {name: one for name, one in state.items() if name not in optimizers}
+        remainder = super().load_checkpoint(path, others, strict, weights_only)
+        _validate_keys_for_strict_loading(optimizers.keys(), remainder.keys(), strict=strict)
+        state.update(others)
+        for name, optimizer in optimizers.items():
+            if name in remainder:
+                algorithm = self._algorithm_of(optimizer)
+                load_optimizer_state_dict(algorithm, optimizer, remainder.pop(name))
         kept = remainder.pop(ALGORITHM_KEY, {})
         for name, module in _ring_modules(state) if self.communicator is not None else ():
             if problem := _replicas(module).algorithm.load_state_dict(kept.get(name, {})):
@@ -343,6 +342,14 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
 
 def _ring_modules(state: dict[str, Any]) -> Iterator[tuple[str, RingModule]]:
     return ((name, one) for name, one in state.items() if isinstance(one, RingModule))
+
+
+def _complete(module: nn.Module) -> nn.Module:
+    """The user's module, when all of its parameters have arrived."""
+    if not isinstance(module, RingModule):
+        return module
+    _replicas(module).wait_parameters()
+    return module.module
 
 
 def _replicas(module: RingModule) -> Replicas:
@@ -390,19 +397,3 @@ class BackwardSyncControl(_BackwardSyncControl):
 
 # states of the algorithms (residuals), by the name of the module
 ALGORITHM_KEY = "lightning_ring_algorithm"
-
-
-class LoadedState:
-    """Stands for ``optimizer`` while Fabric loads a checkpoint: ``algorithm`` cuts the state
-    into shards.
-    """
-
-    def __init__(self, optimizer: Optimizer, algorithm: Algorithm) -> None:
-        self._optimizer = optimizer
-        self._algorithm = algorithm
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_optimizer_state_dict(self._algorithm, self._optimizer, state)
