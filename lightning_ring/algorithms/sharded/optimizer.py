@@ -149,8 +149,11 @@ class SlicedOptimizer:
         state = gather_state(parts, self._parameters, keep=is_rank_zero)
         if not is_rank_zero:
             return {}
-        mine = self.optimizer.state
-        self.optimizer.state = defaultdict(dict, self._unsharded | state)
+        mine, full = self.optimizer.state, self._unsharded | state
+        in_order = [param for param in params_of(self.optimizer) if param in full]
+        self.optimizer.state = defaultdict(
+            dict, {key: full[key] for key in [*in_order, *(full.keys() - in_order)]}
+        )
         self._gathering = True
         try:
             return self.optimizer.state_dict()
