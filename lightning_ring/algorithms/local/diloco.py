@@ -14,7 +14,6 @@ from torch.nn import Parameter
 
 from lightning_ring.algorithms.hooks import check_same_parameters
 from lightning_ring.algorithms.local.local_sgd import LocalSGD
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.replicate import average_tensors
 from lightning_ring.errors import check_arguments
 
@@ -54,12 +53,6 @@ class DiLoCo(LocalSGD):
         self.outer_momentum = outer_momentum
         self._anchors: dict[Parameter, Tensor] = {}  # θ
         self._velocity: dict[Parameter, Tensor] = {}  # v
-
-    def attach(
-        self, module: Any, optimizers: Any, comm: Communicator, *others: Any, **named: Any
-    ) -> None:
-        super().attach(module, optimizers, comm, *others, **named)
-        self._begin_first_round()
 
     # -- rounds
 

@@ -105,6 +105,7 @@ class LocalSGD(Algorithm):
             self._gradients = Averaging(**self._settings)  # type: ignore[arg-type]
             self._gradients.ask_to_stop(self._asked_to_stop)
             self._gradients.attach(module, optimizers, comm, warn, inform)
+        self._begin_first_round()
 
     def _end_warm_up(self) -> None:
         self._gradients.detach()
@@ -183,19 +184,18 @@ class LocalSGD(Algorithm):
         """
         if not self._own:
             return
-        kept = [
-            param
-            for param, shown in zip(self._own, self._shown, strict=True)
-            if torch.equal(as_integers(param.detach()), as_integers(shown))
-        ]
-        if len(kept) < len(self._own) and not self._told_of_changes:
+        num_changed = 0
+        for (param, own), shown in zip(self._own.items(), self._shown, strict=True):
+            if torch.equal(as_integers(param.detach()), as_integers(shown)):
+                param.copy_(own)
+            else:
+                num_changed += 1
+        if num_changed and not self._told_of_changes:
             self._told_of_changes = True
             self._inform(
-                f"{len(self._own) - len(kept)} parameters were changed while the average of the "
-                "ranks' was in their place: training goes on from the changed values"
+                f"{num_changed} parameters were changed while the average of the ranks' was in "
+                "their place: training goes on from the changed values"
             )
-        for param in kept:
-            param.copy_(self._own[param])
         self._own, self._shown = {}, []
 
     def _end_round(self) -> None:

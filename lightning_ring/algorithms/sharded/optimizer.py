@@ -249,17 +249,18 @@ class SlicedOptimizer:
         self._unsharded = {p: s for p, s in self._unsharded.items() if p not in loaded}
         for param in made:
             del self.optimizer.state[param]
-        for param, state in (shard_state(made, shards) | self._cut_mirrors(made)).items():
+        for param, state in self._cut(made).items():
             self.optimizer.state[param] = state | self.optimizer.state.get(param, {})
         if loaded:
-            self._load(shard_state(loaded, shards) | self._cut_mirrors(loaded))
+            self._load(self._cut(loaded))
 
     @property
     def _mirrored(self) -> dict[Parameter, ParameterShard]:
         return self._mirrors.by_param if self._mirrors is not None else {}
 
-    def _cut_mirrors(self, full: State) -> State:
-        return self._mirrors.cut(full) if self._mirrors is not None else {}
+    def _cut(self, full: State) -> State:
+        mirrored = self._mirrors.cut(full) if self._mirrors is not None else {}
+        return shard_state(full, self._parameters.by_param) | mirrored
 
     def _forget_empty(self) -> None:
         """Drop the empty dicts that reading ``optimizer.state[param]`` creates."""

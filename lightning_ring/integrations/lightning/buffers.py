@@ -106,9 +106,6 @@ class BroadcastAfterSwap(OwnCallback):
     statistics.
     """
 
-    def __init__(self, broadcast: Callable[[], None]) -> None:
-        self.broadcast = broadcast
-
     def follow(self, trainer: pl.Trainer) -> None:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if any(
@@ -118,7 +115,7 @@ class BroadcastAfterSwap(OwnCallback):
             callbacks.append(self)
 
     def on_validation_epoch_start(self, *_: Any) -> None:
-        self.broadcast()
+        self.act()
 
 
 def _read_in_training(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

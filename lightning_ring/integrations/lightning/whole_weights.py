@@ -31,7 +31,12 @@ _ALONE = ("on_exception", "on_load_checkpoint")  # on one rank alone, or with no
 
 
 class OwnCallback(pl.Callback):
-    """The strategy's own, among a Trainer's callbacks from `setup` until the loop ends."""
+    """The strategy's own, among a Trainer's callbacks from `setup` until the loop ends. Its hooks
+    call ``act``.
+    """
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.act = act
 
 
 def leave_trainer(trainer: pl.Trainer) -> None:
@@ -50,8 +55,8 @@ def complete_parameters_in_hooks(trainer: pl.Trainer, wait_parameters: Callable[
     loop = trainer.fit_loop.epoch_loop
     is_due = loop._should_check_val_fx
 
-    def wait_if_due(*args: Any) -> bool:
-        due = is_due(*args)
+    def wait_if_due(data_fetcher: Any) -> bool:
+        due = is_due(data_fetcher)
         if due:
             wait_parameters()
         return due
@@ -79,21 +84,13 @@ class _WaitForParameters(OwnCallback):
     The two hooks of every training batch do not wait. If one may read parameters, each step waits.
     """
 
-    def __init__(self, wait_parameters: Callable[[], None]) -> None:
-        self.wait_parameters = wait_parameters
-
-
-def _waiting_hook(name: str) -> Callable[..., None]:
-    def hook(self: _WaitForParameters, *_: Any, **__: Any) -> None:
-        self.wait_parameters()
-
-    hook.__name__ = name
-    return hook
+    def wait(self, *_: Any, **__: Any) -> None:
+        self.act()
 
 
 for _name in dir(pl.Callback):
     if _name.startswith("on_") and _name not in (*_EACH_BATCH, *_ALONE):
-        setattr(_WaitForParameters, _name, _waiting_hook(_name))
+        setattr(_WaitForParameters, _name, _WaitForParameters.wait)
 
 
 def _between_steps(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
@@ -145,11 +142,8 @@ class ShowAverages(OwnCallback):
     parameters.
     """
 
-    def __init__(self, show: Callable[[], None]) -> None:
-        self.show = show
-
-    def on_validation_start(self, *_: Any) -> None:
-        self.show()
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.act()
 
     on_train_epoch_end = on_train_end = on_validation_start
 
