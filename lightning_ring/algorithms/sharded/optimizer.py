@@ -269,8 +269,7 @@ class SlicedOptimizer:
 
     def _load(self, loaded: State) -> None:
         # the optimizer's own method knows the dtype and the device of each value
-        params = params_of(self.optimizer)
-        index = {param: i for i, param in enumerate(params)}
+        index: dict[Any, int] = {p: i for i, p in enumerate(params_of(self.optimizer))}
         state = {
             index.get(key, key): value
             for key, value in (dict(self.optimizer.state) | loaded).items()
