@@ -48,9 +48,9 @@ def test_a_single_process_registers_nothing_and_trains_as_before():
         ),
         ({"backend": "smoke"}, "distribute got backend='smoke'"),
         ({"ranks": 0}, "ranks=0, expected a number of ranks, 1 or more"),
-        ({"broadcast_buffers": "step"}, "broadcast_buffers='step', expected True or False"),
-        ({"optimizers": ["Adam"]}, "got a str among its optimizers"),
-        ({"module": "resnet"}, "got a str as module, expected a torch.nn.Module"),
+        ({"broadcast_buffers": "step"}, "broadcast_buffers='step', expected one of True, False"),
+        ({"optimizers": ["Adam"]}, "distribute got a str among its optimizers"),
+        ({"module": "resnet"}, "distribute got a str as module, expected a torch.nn.Module"),
     ],
 )
 def test_bad_arguments_get_one_clear_error(arguments, expected):
