@@ -31,7 +31,7 @@ from lightning_ring.comm.requests import Requests
 from lightning_ring.errors import ConfigurationError, RingError, check_arguments
 from lightning_ring.gradients.backward import around_closure
 
-_STOP, _PAUSE, _PAUSE_AFTER_STEPS = range(3)  # what a rank wants; steps since the last pause
+_STOP, _PAUSE, _PAUSE_AFTER_STEPS = range(3)  # what a rank wants of the others
 _STATE = (
     "the state of this optimizer is with the parameter servers, which step in its place. For the "
     "full state save a checkpoint (trainer.save_checkpoint, fabric.save), or call "
@@ -246,10 +246,8 @@ class ParameterServer(Algorithm):
             self._requests.ask(
                 dict.fromkeys(self._parts, REST), "pause", dict.fromkeys(self._parts, REST.numel())
             )
-        pause = _PAUSE if self._shown_at == self.num_steps else _PAUSE_AFTER_STEPS
-        while _STOP in (wanted := self._all_want(pause)):
-            pass  # ranks that want to stop first are sent on
-        if _PAUSE_AFTER_STEPS in wanted and not self.steps_together:
+        stepped = meet_for_pause(self._comm, after_steps=self._shown_at != self.num_steps)
+        if stepped and not self.steps_together:
             self._ask(dict.fromkeys(self._parts, PULL), "pull")
             self._comm.barrier(name="servers")  # until then nobody pushes
         self._shown_at = self.num_steps
@@ -351,17 +349,11 @@ class ParameterServer(Algorithm):
         if not self._told_to_stop or self._requests is None:
             return False
         if not self.steps_together:
-            if set(self._all_want(_STOP)) != {_STOP}:
-                # some rank is at the end of its epoch: this one trains on, and asks again later
+            if not meet_to_stop(self._comm):
                 return False
             self._server.told_to_stop = False  # nobody asks it meanwhile
         self._told_to_stop = False
         return True
-
-    def _all_want(self, what: int) -> list[int]:
-        """What each rank wants, once all have come here."""
-        mine = torch.tensor([what])
-        return [int(other) for other in self._comm.all_gather(mine, name="meeting")]
 
     def progress(self) -> str:
         return f"step {self.num_steps}"
@@ -392,3 +384,29 @@ def _push(memory: Tensor, part: ParameterPart, params: Sequence[Parameter], *tol
             view.copy_(gradient.to_dense())
     memory[part.nbytes :] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return memory
+
+
+def meet_for_pause(comm: Communicator, *, after_steps: bool) -> bool:
+    """Return when every rank is here: whether any of them comes ``after_steps`` since they last
+    met. Collective.
+
+    Ranks that want to stop first (`meet_to_stop`) are sent on.
+    """
+    while _STOP in (wanted := _all_want(_PAUSE_AFTER_STEPS if after_steps else _PAUSE, comm)):
+        pass
+    return _PAUSE_AFTER_STEPS in wanted
+
+
+def meet_to_stop(comm: Communicator) -> bool:
+    """Whether every rank is here: then all stop at once.
+
+    Else some rank is in `meet_for_pause` already, at the end of its epoch: this one trains on, and
+    asks again later.
+    """
+    return set(_all_want(_STOP, comm)) == {_STOP}
+
+
+def _all_want(what: int, comm: Communicator) -> list[int]:
+    return [
+        int(other) for other in unrecorded(comm).all_gather(torch.tensor([what]), name="meeting")
+    ]
