@@ -243,9 +243,7 @@ class ParameterServer(Algorithm):
         if self._requests is None:
             return
         if self.steps_together:  # the servers learn that this rank has ended its epoch
-            self._requests.ask(
-                dict.fromkeys(self._parts, REST), "pause", dict.fromkeys(self._parts, REST.numel())
-            )
+            self._requests.ask(dict.fromkeys(self._parts, (REST,)), "pause").wait()
         stepped = meet_for_pause(self._comm, after_steps=self._shown_at != self.num_steps)
         if stepped and not self.steps_together:
             self._ask(dict.fromkeys(self._parts, PULL), "pull")
@@ -256,8 +254,11 @@ class ParameterServer(Algorithm):
     def _ask(self, questions: dict[int, Tensor], name: str) -> list[int]:
         """Replace parameters by the answers. Returns whether to stop, and the delay."""
         assert self._requests is not None
-        lengths = {rank: part.nbytes + TOLD_BYTES for rank, part in self._parts.items()}
-        answers = self._requests.ask(questions, name, lengths)
+        answers = self._requests.ask(
+            {rank: (question,) for rank, question in questions.items()},
+            name,
+            lengths={rank: (part.nbytes + TOLD_BYTES,) for rank, part in self._parts.items()},
+        ).wait()
         for rank, part in self._parts.items():
             own: list[Tensor] = [self._params[index] for index in part.indices]
             torch._foreach_copy_(own, part.views(answers[rank], self._params))
