@@ -12,14 +12,19 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_ring.algorithms.algorithm import Algorithm, Tell, log
-from lightning_ring.algorithms.hooks import check_same_parameters, steps_module
+from lightning_ring.algorithms.hooks import steps_module
+from lightning_ring.algorithms.own_pace import (
+    ParameterPart,
+    check_same_parameters,
+    meet_for_pause,
+    meet_to_stop,
+    parts_of,
+)
 from lightning_ring.algorithms.server.server import (
     PULL,
     REST,
     TOLD_BYTES,
-    ParameterPart,
     WeightServer,
-    parts_of,
     settings_of,
 )
 from lightning_ring.algorithms.sharded.state import ShardedState
@@ -31,7 +36,6 @@ from lightning_ring.comm.requests import Requests
 from lightning_ring.errors import ConfigurationError, RingError, check_arguments
 from lightning_ring.gradients.backward import around_closure
 
-_STOP, _PAUSE, _PAUSE_AFTER_STEPS = range(3)  # what a rank wants of the others
 _STATE = (
     "the state of this optimizer is with the parameter servers, which step in its place. For the "
     "full state save a checkpoint (trainer.save_checkpoint, fabric.save), or call "
@@ -385,29 +389,3 @@ def _push(memory: Tensor, part: ParameterPart, params: Sequence[Parameter], *tol
             view.copy_(gradient.to_dense())
     memory[part.nbytes :] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return memory
-
-
-def meet_for_pause(comm: Communicator, *, after_steps: bool) -> bool:
-    """Return when every rank is here: whether any of them comes ``after_steps`` since they last
-    met. Collective.
-
-    Ranks that want to stop first (`meet_to_stop`) are sent on.
-    """
-    while _STOP in (wanted := _all_want(_PAUSE_AFTER_STEPS if after_steps else _PAUSE, comm)):
-        pass
-    return _PAUSE_AFTER_STEPS in wanted
-
-
-def meet_to_stop(comm: Communicator) -> bool:
-    """Whether every rank is here: then all stop at once.
-
-    Else some rank is in `meet_for_pause` already, at the end of its epoch: this one trains on, and
-    asks again later.
-    """
-    return set(_all_want(_STOP, comm)) == {_STOP}
-
-
-def _all_want(what: int, comm: Communicator) -> list[int]:
-    return [
-        int(other) for other in unrecorded(comm).all_gather(torch.tensor([what]), name="meeting")
-    ]
