@@ -39,14 +39,7 @@ from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.integrations.ranks.strategy import OnRingRanks, agree_on_gather
 from lightning_ring.loops.replicas import Replicas
 from lightning_ring.loops.timeline import LoopTimeline, open_timeline
-from lightning_ring.options import (
-    Backend,
-    BucketCap,
-    RingOptions,
-    StartMethod,
-    Topology,
-    check_choice,
-)
+from lightning_ring.options import Backend, BucketCap, RingOptions, StartMethod, Topology
 from lightning_ring.timeline.settings import timeline_path
 
 
@@ -107,7 +100,11 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         precision: Precision | None = None,
     ) -> None:
         given = locals()
-        check_choice("RingFabricStrategy", "broadcast_buffers", broadcast_buffers, (True, False))
+        if not isinstance(broadcast_buffers, bool):
+            raise ConfigurationError(
+                f"RingFabricStrategy got broadcast_buffers={broadcast_buffers!r}, expected True or "
+                "False."
+            )
         taken = {field.name for field in fields(RingOptions)} & given.keys() - {"broadcast_buffers"}
         self.options = _FabricOptions(**{name: given[name] for name in taken})
         super().__init__(
@@ -154,8 +151,9 @@ class RingFabricStrategy(OnRingRanks, DDPStrategy):  # type: ignore[misc]
         super().teardown()
 
     def _progress(self) -> str:
-        found = [replicas.algorithm.progress() for replicas in self._all_replicas()]
-        return ", ".join(filter(None, found))
+        return ", ".join(
+            filter(None, (replicas.algorithm.progress() for replicas in self._all_replicas()))
+        )
 
     def _all_replicas(self) -> list[Replicas]:
         return [_replicas(module) for module in self._modules.values()]

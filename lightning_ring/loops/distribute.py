@@ -25,7 +25,7 @@ from lightning_ring.job.ranks import RankInfo
 from lightning_ring.loops.ranks import connect_ranks, device_of, find_ranks
 from lightning_ring.loops.timeline import LoopTimeline, open_timeline
 from lightning_ring.loops.training import Training, open_trainings
-from lightning_ring.options import Backend, BucketCap, RingOptions, Topology, check_choice
+from lightning_ring.options import Backend, BucketCap, RingOptions, Topology
 from lightning_ring.timeline.settings import timeline_path
 
 log = logging.getLogger("lightning_ring")
@@ -124,7 +124,7 @@ def distribute(
         timeline=recorded,
     )
     if job.stalls is not None and not open_trainings:
-        job.stalls.tell_progress(training.algorithm.progress)
+        job.stalls.tell_progress(training._progress)
     open_trainings.append(training)
     if info.rank == 0 and comm is not None:
         log.info(
@@ -148,7 +148,10 @@ def _check(module: nn.Module, optimizers: Iterable[Any], broadcast_buffers: Any)
                 f"distribute got a {type(optimizer).__name__} among its optimizers, expected "
                 "torch.optim.Optimizer."
             )
-    check_choice("distribute", "broadcast_buffers", broadcast_buffers, (True, False))
+    if not isinstance(broadcast_buffers, bool):
+        raise ConfigurationError(
+            f"distribute got broadcast_buffers={broadcast_buffers!r}, expected True or False."
+        )
     taken = {id(param) for other in open_trainings for param in other.module.parameters()}
     for name, param in module.named_parameters():
         if id(param) in taken:

@@ -146,6 +146,9 @@ class Training(Replicas):
         elif self.timeline is not None and not open_trainings:
             self.timeline.finish()
 
+    def _progress(self) -> str:
+        return self.algorithm.progress()
+
     def __enter__(self) -> Training:
         return self
 

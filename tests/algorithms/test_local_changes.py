@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 
-from lightning_ring.algorithms.local import DiLoCo, LocalSGD
+from lightning_ring.algorithms.local import AsynchronousGossip, DiLoCo, LocalSGD
 from lightning_ring.errors import ConfigurationError
 from tests.algorithms.local_training import OPTIMIZERS, network, one_step
 from tests.thread_ranks import run_ranks
@@ -25,11 +25,16 @@ def begin(algorithm, comm, optimizer="sgd", **said):
     return net, steps
 
 
-def test_a_parameter_that_is_frozen_within_a_round_is_averaged():
+@pytest.mark.parametrize(
+    "make",
+    [lambda: LocalSGD(4), AsynchronousGossip],
+    ids=["local", "asynchronous"],
+)
+def test_a_parameter_that_is_frozen_within_a_round_is_averaged(make):
     """At evaluations in that round, and at its end."""
 
     def rank(comm):
-        algorithm = LocalSGD(4)
+        algorithm = make()
         net, steps = begin(algorithm, comm)
         found = []
         for step in range(20):
@@ -51,10 +56,12 @@ def test_a_parameter_that_is_frozen_within_a_round_is_averaged():
     own, shown, later, last, end = (torch.stack(each) for each in zip(*ranks, strict=True))
     assert not torch.equal(own[0], own[1])
     assert torch.equal(shown[0], shown[1])
-    torch.testing.assert_close(shown[0], own.mean(0))
+    if make is not AsynchronousGossip:  # of which an average may be on its way
+        torch.testing.assert_close(shown[0], own.mean(0))
     assert torch.equal(end[0], end[1])
-    assert torch.equal(later[0], later[1])
-    assert torch.equal(later, last)
+    if make is not AsynchronousGossip:
+        assert torch.equal(later[0], later[1])
+        assert torch.equal(later, last)
 
 
 def test_diloco_refuses_to_freeze_or_unfreeze_within_its_rounds():
@@ -75,8 +82,8 @@ def test_diloco_refuses_to_freeze_or_unfreeze_within_its_rounds():
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: LocalSGD(4), lambda: DiLoCo(4)],
-    ids=["local", "diloco"],
+    [lambda: LocalSGD(4), lambda: DiLoCo(4), AsynchronousGossip],
+    ids=["local", "diloco", "asynchronous"],
 )
 def test_weights_that_code_changes_beside_an_evaluation_are_kept(make):
     """As by `StochasticWeightAveraging`, which puts in its average at an epoch's end. A swap and
@@ -96,6 +103,8 @@ def test_weights_that_code_changes_beside_an_evaluation_are_kept(make):
             net[0].bias.add_(1)
             net[0].bias.copy_(shown)
         algorithm.begin_batch()
+        if isinstance(algorithm, AsynchronousGossip):
+            algorithm._hide_averages()
         found = net[0].weight.detach().clone(), net[0].bias.detach().clone()
         algorithm.show_averages()
         algorithm.detach()
@@ -103,7 +112,8 @@ def test_weights_that_code_changes_beside_an_evaluation_are_kept(make):
 
     for weight, bias, own, said in run_ranks(2, rank):
         assert torch.equal(weight, torch.full_like(weight, 0.5))
-        assert torch.equal(bias, own)
+        if make is not AsynchronousGossip:  # of which an average may have been on its way
+            assert torch.equal(bias, own)
         assert [text for text in said if "1 parameters were changed" in text]
 
 

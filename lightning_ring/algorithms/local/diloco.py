@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_ring.algorithms.hooks import check_same_parameters
 from lightning_ring.algorithms.local.local_sgd import LocalSGD
+from lightning_ring.algorithms.own_pace import check_same_parameters
 from lightning_ring.comm.replicate import average_tensors
 from lightning_ring.errors import check_arguments
 

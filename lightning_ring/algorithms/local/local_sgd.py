@@ -172,9 +172,11 @@ class LocalSGD(Algorithm):
         comm = self._communicator
         if self._own or self.steps_of_round == 0 or comm.world_size == 1:
             return
-        params, name = self._parameters(), f"parameters after {self.num_steps} steps"
+        self._show(self._parameters(), f"parameters after {self.num_steps} steps")
+
+    def _show(self, params: Sequence[Parameter], name: str) -> None:
         self._own = {param: param.detach().clone() for param in params}
-        average_tensors(params, unrecorded(comm), name)
+        average_tensors(params, unrecorded(self._communicator), name)
         self._shown = [param.detach().clone() for param in params]
 
     @torch.no_grad()
@@ -238,7 +240,7 @@ class LocalSGD(Algorithm):
     def state_dict(self) -> dict[str, Any]:
         """The position in the round, and every rank's own parameters and optimizer state."""
         ranks = []
-        if self.num_steps > self.warmup_steps:
+        if self._may_differ:
             names = {param: name for name, param in self._module.named_parameters()}
             params = self._parameters() if self.steps_of_round else ()
             own = {names[param]: self._own.get(param, param) for param in params}
@@ -272,6 +274,11 @@ class LocalSGD(Algorithm):
     def _schedule(self) -> dict[str, int]:
         """The settings that say where rounds end."""
         return {"every": self.every, "warmup_steps": self.warmup_steps}
+
+    @property
+    def _may_differ(self) -> bool:
+        """Whether each rank may have a state of its own; the same answer on every rank."""
+        return self.num_steps > self.warmup_steps
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         comm = self._communicator

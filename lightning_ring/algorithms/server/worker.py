@@ -12,14 +12,19 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_ring.algorithms.algorithm import Algorithm, Tell, log
-from lightning_ring.algorithms.hooks import check_same_parameters, steps_module
+from lightning_ring.algorithms.hooks import steps_module
+from lightning_ring.algorithms.own_pace import (
+    ParameterPart,
+    check_same_parameters,
+    meet_for_pause,
+    meet_to_stop,
+    parts_of,
+)
 from lightning_ring.algorithms.server.server import (
     PULL,
     REST,
     TOLD_BYTES,
-    ParameterPart,
     WeightServer,
-    parts_of,
     settings_of,
 )
 from lightning_ring.algorithms.sharded.state import ShardedState
@@ -31,7 +36,6 @@ from lightning_ring.comm.requests import Requests
 from lightning_ring.errors import ConfigurationError, RingError, check_arguments
 from lightning_ring.gradients.backward import around_closure
 
-_STOP, _PAUSE, _PAUSE_AFTER_STEPS = range(3)  # what a rank wants; steps since the last pause
 _STATE = (
     "the state of this optimizer is with the parameter servers, which step in its place. For the "
     "full state save a checkpoint (trainer.save_checkpoint, fabric.save), or call "
@@ -243,13 +247,9 @@ class ParameterServer(Algorithm):
         if self._requests is None:
             return
         if self.steps_together:  # the servers learn that this rank has ended its epoch
-            self._requests.ask(
-                dict.fromkeys(self._parts, REST), "pause", dict.fromkeys(self._parts, REST.numel())
-            )
-        pause = _PAUSE if self._shown_at == self.num_steps else _PAUSE_AFTER_STEPS
-        while _STOP in (wanted := self._all_want(pause)):
-            pass  # ranks that want to stop first are sent on
-        if _PAUSE_AFTER_STEPS in wanted and not self.steps_together:
+            self._requests.ask(dict.fromkeys(self._parts, (REST,)), "pause").wait()
+        stepped = meet_for_pause(self._comm, after_steps=self._shown_at != self.num_steps)
+        if stepped and not self.steps_together:
             self._ask(dict.fromkeys(self._parts, PULL), "pull")
             self._comm.barrier(name="servers")  # until then nobody pushes
         self._shown_at = self.num_steps
@@ -258,8 +258,11 @@ class ParameterServer(Algorithm):
     def _ask(self, questions: dict[int, Tensor], name: str) -> list[int]:
         """Replace parameters by the answers. Returns whether to stop, and the delay."""
         assert self._requests is not None
-        lengths = {rank: part.nbytes + TOLD_BYTES for rank, part in self._parts.items()}
-        answers = self._requests.ask(questions, name, lengths)
+        answers = self._requests.ask(
+            {rank: (question,) for rank, question in questions.items()},
+            name,
+            lengths={rank: (part.nbytes + TOLD_BYTES,) for rank, part in self._parts.items()},
+        ).wait()
         for rank, part in self._parts.items():
             own: list[Tensor] = [self._params[index] for index in part.indices]
             torch._foreach_copy_(own, part.views(answers[rank], self._params))
@@ -351,17 +354,11 @@ class ParameterServer(Algorithm):
         if not self._told_to_stop or self._requests is None:
             return False
         if not self.steps_together:
-            if set(self._all_want(_STOP)) != {_STOP}:
-                # some rank is at the end of its epoch: this one trains on, and asks again later
+            if not meet_to_stop(self._comm):
                 return False
             self._server.told_to_stop = False  # nobody asks it meanwhile
         self._told_to_stop = False
         return True
-
-    def _all_want(self, what: int) -> list[int]:
-        """What each rank wants, once all have come here."""
-        mine = torch.tensor([what])
-        return [int(other) for other in self._comm.all_gather(mine, name="meeting")]
 
     def progress(self) -> str:
         return f"step {self.num_steps}"

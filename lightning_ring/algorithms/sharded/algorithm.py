@@ -164,10 +164,11 @@ class Sharded(Averaging):
 
     @contextmanager
     def forward(self, *, wait: bool = True) -> Iterator[None]:
+        assert self._parameters is not None, "attach() comes first"
         self._reads.begin_forward()
         # the compiler takes the size of a parameter's memory, which is that of a whole bucket once
         # it lies in one
-        splits = nullcontext() if self._attached.buckets else super().forward()
+        splits = nullcontext() if self._parameters.buckets else super().forward()
         with splits:
             yield
         if wait:

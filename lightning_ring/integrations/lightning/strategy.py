@@ -15,6 +15,7 @@ act at the same step. With one process there is no communicator, and hooks are t
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -348,7 +349,7 @@ class RingStrategy(RankedStrategy):
     # -- training
 
     def process_dataloader(self, dataloader: object) -> object:
-        if in_slurm_job():
+        if in_slurm_job(os.environ):
             signals = [*stop_signals(), self.options.requeue_signal]
             ignore_in_workers(dataloader, list(filter(None, signals)), self.global_rank)
         if self._comm is None or self._trainer is None:

@@ -348,9 +348,11 @@ def leave_start_up_messages_to_rank_0() -> None:
     """In the process that starts the ranks: they build the same Trainer again, and rank 0 prints
     these.
     """
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: not record.getMessage().startswith(_RANK_0_SAYS)
-    )
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_not_said_by_rank_0)
+
+
+def _is_not_said_by_rank_0(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_RANK_0_SAYS)
 
 
 def ignore_deprecations_between_libraries() -> None:
