@@ -1,11 +1,7 @@
 """Images that cannot be read: replaced, or an error."""
 
-from __future__ import annotations
-
 import zlib
 from io import BytesIO
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +9,6 @@ from PIL import Image
 
 from lightning_ring.data import (
     ImageFolder,
-    Loader,
     RandomResizedCrop,
     ShardDataset,
     ShuffledSampler,
@@ -26,14 +21,12 @@ from lightning_ring.errors import ConfigurationError, SampleError, ShardError, S
 from tests.images import write_folder
 
 
-def make(source: Any, sampler: Any, on_error: Any) -> Loader:
+def make(source, sampler, on_error):
     crop, images = RandomResizedCrop(16), {"transform": None, "with_indices": True}
     return image_loader(source, sampler, 3, crop=crop, on_error=on_error, **images)
 
 
-def test_images_that_cannot_be_read_are_replaced_without_disturbing_the_others(
-    tmp_path: Path, caplog: Any
-) -> None:
+def test_images_that_cannot_be_read_are_replaced_without_disturbing_the_others(tmp_path, caplog):
     root = write_folder(tmp_path / "src", classes=3, images=8)
     pack(root, tmp_path / "dst", PackSettings(size=0), 1, lambda *numbers: None)
     bad = 5
@@ -43,7 +36,7 @@ def test_images_that_cannot_be_read_are_replaced_without_disturbing_the_others(
         file.write(b"damaged")
     shards = ShardDataset(tmp_path / "dst")
 
-    def taken(rank: int, world_size: int, skip: bool = True) -> Any:
+    def taken(rank, world_size, skip=True):
         sampler = ShuffledSampler(len(shards), rank=rank, world_size=world_size)
         loader = make(shards, sampler, "skip" if skip else "raise")
         got = [
@@ -74,7 +67,7 @@ def test_images_that_cannot_be_read_are_replaced_without_disturbing_the_others(
         make(shards, ShuffledSampler(24), "drop")
 
 
-def lose_shard(path: Path, how: str) -> None:
+def lose_shard(path, how):
     """After it was opened: its length was right then."""
     if how == "is cut short":
         path.write_bytes(path.read_bytes()[:1000])
@@ -85,7 +78,7 @@ def lose_shard(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["is gone", "is cut short", "cannot be opened"])
-def test_a_lost_shard_is_an_error(tmp_path: Path, how: str) -> None:
+def test_a_lost_shard_is_an_error(tmp_path, how):
     root = write_folder(tmp_path / "src", classes=2, images=12)
     pack(root, tmp_path / "dst", PackSettings(size=0, shard_mb=16 / 1024), 1, lambda *numbers: None)
     shards = ShardDataset(tmp_path / "dst", decode=False)
@@ -97,7 +90,7 @@ def test_a_lost_shard_is_an_error(tmp_path: Path, how: str) -> None:
             list(loader)
 
 
-def test_a_source_of_which_nothing_can_be_read_is_an_error(tmp_path: Path) -> None:
+def test_a_source_of_which_nothing_can_be_read_is_an_error(tmp_path):
     folder = ImageFolder(write_folder(tmp_path, classes=2, images=3))
     for path in tmp_path.glob("*/*.jpg"):
         path.write_bytes(b"no")
@@ -106,7 +99,7 @@ def test_a_source_of_which_nothing_can_be_read_is_an_error(tmp_path: Path) -> No
         next(iter(loader))
 
 
-def says(width: int, height: int, kind: str) -> bytes:
+def says(width, height, kind):
     """A small image whose header says that it is ``width`` x ``height``."""
     data = BytesIO()
     Image.new("RGB", (16, 16)).save(data, kind)
@@ -122,7 +115,7 @@ def says(width: int, height: int, kind: str) -> bytes:
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 @pytest.mark.parametrize("side", [65_500, 14_000])  # Pillow refuses the first by itself
-def test_a_header_that_says_too_many_pixels_is_damage(tmp_path: Path, kind: str, side: int) -> None:
+def test_a_header_that_says_too_many_pixels_is_damage(tmp_path, kind, side):
     write_folder(tmp_path, classes=2, images=3)
     bad = tmp_path / "c0" / "1.jpg"
     bad.write_bytes(says(side, side, kind))
@@ -136,7 +129,7 @@ def test_a_header_that_says_too_many_pixels_is_damage(tmp_path: Path, kind: str,
     assert list(loader.maker.skipped) == [1]
 
 
-def test_the_limit_of_pixels_is_an_argument(tmp_path: Path) -> None:
+def test_the_limit_of_pixels_is_an_argument(tmp_path):
     write_folder(tmp_path, classes=1, images=2, size=(48, 64))
     sampler, crop = ShuffledSampler(2, rank=0, world_size=1), RandomResizedCrop(16)
     assert (
@@ -149,7 +142,7 @@ def test_the_limit_of_pixels_is_an_argument(tmp_path: Path) -> None:
         ImageFolder(tmp_path, max_pixels=3071)[0]
 
 
-def test_memory_that_a_large_image_was_decoded_into_is_not_kept() -> None:
+def test_memory_that_a_large_image_was_decoded_into_is_not_kept():
     scratch = _Scratch()
     kept = scratch.room(3000)
     assert len(scratch.room(_MOST_KEPT + 1)) > _MOST_KEPT

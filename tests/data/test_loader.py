@@ -205,7 +205,7 @@ def test_threads_end_with_the_iteration(folder, how):
     assert len(next(iterator)) == 3
     assert any(thread.name.startswith("ring-loader") for thread in threading.enumerate())
     if how == "close":
-        iterator.close()  # type: ignore[attr-defined]
+        iterator.close()
     elif how == "error":
         with pytest.raises(KeyError):
             raise_within(iterator)

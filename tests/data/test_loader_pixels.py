@@ -203,7 +203,7 @@ def test_colours_change_as_in_torchvision(name):
         memory_format=torch.channels_last
     )
     numbers = torch.rand(4, 3)
-    done = DeviceTransform([0, 0, 0], [1, 1, 1], **{name: 0.6})(images, numbers)  # type: ignore[arg-type]
+    done = DeviceTransform([0, 0, 0], [1, 1, 1], **{name: 0.6})(images, numbers)
     column = ["brightness", "contrast", "saturation"].index(name)
     for i in range(4):
         factor = 0.4 + 1.2 * float(numbers[i, column])

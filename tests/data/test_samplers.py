@@ -57,7 +57,7 @@ def steps(make, world_size, batch_size, state=None, num=None):
 )
 def test_philox_gives_the_published_numbers(counter, key, expected):
     words = [np.array([word], dtype=np.uint64) for word in (*counter, *key)]
-    assert tuple(int(word[0]) for word in philox(tuple(words[:4]), tuple(words[4:]))) == expected  # type: ignore[arg-type]
+    assert tuple(int(word[0]) for word in philox(tuple(words[:4]), tuple(words[4:]))) == expected
 
 
 def test_uniforms_depend_on_seed_stream_epoch_and_position_only():
@@ -142,7 +142,7 @@ def test_epochs_and_seeds_have_orders_of_their_own_and_workers_do_not():
     first = list(sampler)
     assert sorted(first) == list(range(101))
     assert list(sampler) == first
-    loader = DataLoader(range(101), batch_size=8, sampler=sampler, num_workers=2)  # type: ignore[arg-type]
+    loader = DataLoader(range(101), batch_size=8, sampler=sampler, num_workers=2)
     assert list(itertools.chain(*(batch.tolist() for batch in loader))) == first
     sampler.set_epoch(1)
     assert list(sampler) != first
@@ -266,7 +266,7 @@ def test_a_state_of_something_else_is_refused(caplog):
         (lambda: ShuffledSampler(0, rank=0, world_size=1), "empty"),
         (lambda: ShuffledSampler(5, rank=2, world_size=2), "rank=2"),
         (lambda: ShuffledSampler(5, rank=1), "expected neither, or a rank"),
-        (lambda: ShuffledSampler(5, remainder="some"), "remainder='some'"),  # type: ignore[arg-type]
+        (lambda: ShuffledSampler(5, remainder="some"), "remainder='some'"),
         (lambda: BalancedSampler([0, 1], beta=2), "beta=2"),
         (lambda: BalancedSampler([0.5, 1]), "float64"),
         (lambda: BalancedSampler([0, -1]), "label -1 of sample 1"),

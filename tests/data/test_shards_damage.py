@@ -2,8 +2,6 @@
 packed.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import zlib

@@ -3,30 +3,27 @@
 ``python -m tests.monitor.browser LOGDIR FILE.png`` keeps a picture of TensorBoard's custom scalars.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import sync_playwright
 
 from tests.processes import clean_env, end_session
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
-def executable() -> str | None:
+def executable():
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @contextmanager
-def open_page(width: int, height: int) -> Iterator[Page]:
+def open_page(width, height):
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable(), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": width, "height": height})
@@ -35,14 +32,14 @@ def open_page(width: int, height: int) -> Iterator[Page]:
         browser.close()
 
 
-def wait_for(page: Page, *words: str) -> None:
+def wait_for(page, *words):
     """Until the page shows all of ``words``, also in custom elements."""
     for word in words:
         page.get_by_text(word).first.wait_for(state="attached")
 
 
 @contextmanager
-def open_tensorboard(logs: Path) -> Iterator[str]:
+def open_tensorboard(logs):
     """Its address, on a free port of this machine."""
     process = subprocess.Popen(
         [
@@ -76,7 +73,7 @@ def open_tensorboard(logs: Path) -> Iterator[str]:
         process.wait(timeout=60)
 
 
-def main(logs: str, picture: str) -> None:
+def main(logs, picture):
     with open_tensorboard(Path(logs)) as address, open_page(1500, 1950) as page:
         page.goto(f"{address}#custom_scalars")
         wait_for(page, "Training", "Communication")

@@ -1,7 +1,5 @@
 """How the tests of packing pack."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from lightning_ring.data.packing import run

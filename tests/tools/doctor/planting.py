@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,27 +26,27 @@ class Report:
     read: dict[str, Any]
     errors: str
 
-    def find(self, name: str, host: int = 0) -> dict[str, str] | None:
+    def find(self, name, host=0):
         """The finding of that name on a host, by its place in the report."""
         return next(
             (entry for entry in self.read["hosts"][host]["findings"] if entry["name"] == name), None
         )
 
-    def between(self, name: str) -> dict[str, str]:
+    def between(self, name):
         found = [entry for entry in self.read["between_hosts"] if entry["name"] == name]
         assert len(found) == 1, self.read["between_hosts"]
         return found[0]
 
 
 def doctor(
-    *arguments: str,
-    only: Sequence[str] = FAST,
-    python: str | Path = sys.executable,
-    within: Sequence[str] = (),
-    cwd: Path | None = None,
-    seconds: float = HANGS,
-    **env: str,
-) -> Report:
+    *arguments,
+    only=FAST,
+    python=sys.executable,
+    within=(),
+    cwd=None,
+    seconds=HANGS,
+    **env,
+):
     """``lightning-ring doctor --json``, run by ``python`` through the command ``within``."""
     words = ["-m", "lightning_ring.cli.main", "doctor", "--json"]
     command = [*within, str(python), *words, *arguments, "--only", *only]
@@ -74,7 +73,7 @@ def doctor(
     return report
 
 
-def program(folder: Path, name: str, script: str) -> Path:
+def program(folder, name, script):
     """A shell script that can be run by its name."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / name
@@ -83,11 +82,11 @@ def program(folder: Path, name: str, script: str) -> Path:
     return file
 
 
-def first_on_path(folder: Path) -> str:
+def first_on_path(folder):
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
-def own_environment(folder: Path) -> Path:
+def own_environment(folder):
     """A virtual environment that has all that this one has, through links: what is in it can be
     changed by itself.
     """
@@ -107,11 +106,11 @@ def own_environment(folder: Path) -> Path:
     return folder
 
 
-def packages_of(environment: Path) -> Path:
+def packages_of(environment):
     return next((environment / "lib").glob("python*/site-packages"))
 
 
-def change_metadata(environment: Path, package: str, pattern: str, new: str) -> Path:
+def change_metadata(environment, package, pattern, new):
     """Replace what ``pattern`` finds by ``new`` in what pip wrote about ``package``; returns the
     changed folder.
     """
@@ -127,7 +126,7 @@ def change_metadata(environment: Path, package: str, pattern: str, new: str) -> 
     return link
 
 
-def with_mounts(*commands: str) -> list[str] | None:
+def with_mounts(*commands):
     """What runs a command after ``commands`` of mount, in a view of the file system that nobody
     else has; `None` where that is not allowed."""
     for unshare in (

@@ -1,13 +1,10 @@
 """`lightning-ring plan`: what it prints and writes, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,25 +25,23 @@ from tests.tools.plan.profiles import gradient, profile, several
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> str:
+def path(tmp_path):
     write_profile(profile(*several()), tmp_path / "profile.json")
     return str(tmp_path / "profile.json")
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_what_was_written_is_read(tmp_path):
     written = profile(*several())
     write_profile(written, tmp_path / "p.json")
     assert read_profile(tmp_path / "p.json") == written
     assert [file.name for file in tmp_path.iterdir()] == ["p.json"]
 
 
-def test_a_profile_that_cannot_be_written_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     write_profile(profile(*several()), tmp_path / "p.json")
     before = (tmp_path / "p.json").read_bytes()
 
-    def full(file: int) -> None:
+    def full(file):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
@@ -56,7 +51,7 @@ def test_a_profile_that_cannot_be_written_leaves_the_old_one(
     assert [file.name for file in tmp_path.iterdir()] == ["p.json"]
 
 
-def test_the_table(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table(path, capsys):
     asked = ["--network", "10gbit", "--node", "30,200", "--ranks-per-node", "8"]
     assert dispatcher.main(["plan", path, *asked]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -72,9 +67,7 @@ def test_the_table(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("on 64 ranks ") for line in lines)
 
 
-def test_a_link_that_misleads_is_a_warning(
-    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_link_that_misleads_is_a_warning(path, tmp_path, capsys):
     for device, residual, warned in (
         ("cpu", 0.5, ()),
         ("NVIDIA H200", 0.1, ("was measured on NVIDIA H200, and the profile was recorded on cpu",)),
@@ -104,15 +97,13 @@ def test_a_link_that_misleads_is_a_warning(
         ("--network ib-hdr", "--network ib-hdr: is no network. Measure yours"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(
-    path: str, options: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_planned_is_one_line(path, options, said, capsys):
     assert dispatcher.main(["plan", path, *options.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
 
 
-def without(key: str) -> Any:
+def without(key):
     return lambda content: content.pop(key)
 
 
@@ -125,9 +116,7 @@ def without(key: str) -> Any:
         (lambda content: content["phases"].pop("other"), "TypeError"),
     ],
 )
-def test_a_damaged_profile_is_one_line(
-    path: str, damage: Any, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_profile_is_one_line(path, damage, said, capsys):
     content = json.loads(Path(path).read_text())
     damage(content)
     Path(path).write_text(json.dumps(content))
@@ -138,13 +127,13 @@ def test_a_damaged_profile_is_one_line(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1, 2]", "7"])
-def test_what_is_no_profile_is_one_line(path: str, content: str) -> None:
+def test_what_is_no_profile_is_one_line(path, content):
     Path(path).write_text(content)
     with pytest.raises(ConfigurationError, match=r"is not JSON|is JSON, but no profile"):
         plan.main([path, "--network", "1gbit"])
 
 
-def test_links_by_name_number_and_measurement(tmp_path: Path) -> None:
+def test_links_by_name_number_and_measurement(tmp_path):
     assert parse_link("10gbit", "--network").costs["all_gather"] == NETWORKS["10gbit"]
     assert parse_link("30,10", "--network").costs["all_gather"] == CostModel(30 * 1e-6, 1.25e9)
     models = [
@@ -165,7 +154,7 @@ def test_links_by_name_number_and_measurement(tmp_path: Path) -> None:
         parse_link(str(tmp_path / "bench.json"), "--network")
 
 
-def test_planning_imports_no_torch(path: str) -> None:
+def test_planning_imports_no_torch(path):
     code = (
         "import sys; from lightning_ring.cli.main import main\n"
         f"code = main(['plan', {path!r}, '--network', '1gbit', '--ranks', '1,2'])\n"
