@@ -20,6 +20,7 @@ from lightning_ring.data import (
     item_loader,
 )
 from lightning_ring.errors import ConfigurationError, SampleError
+from tests.gpu import on_gpu
 from tests.images import write_folder
 
 
@@ -292,8 +293,7 @@ def test_collate_functions_and_batched_data_sets():
         list(item_loader(Items(6), sampler, 4, collate=sum))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@on_gpu
 def test_batches_on_the_gpu_equal_those_on_the_cpu(folder):
     for transform in (None, DeviceTransform(brightness=0.4, contrast=0.4, saturation=0.4)):
         expected = batches(make(folder, transform=transform))

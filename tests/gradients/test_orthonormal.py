@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ring.gradients.compression.powersgd import LowRank, orthonormal
 from tests.checks.compression.formulas import OneTensor
+from tests.gpu import on_gpu
 from tests.thread_ranks import run_ranks
 
 
@@ -70,8 +71,7 @@ def test_products_are_not_rounded_to_tensorfloat_32():
     assert calls.products == {torch.float64}
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
+@on_gpu
 @pytest.mark.parametrize("precision", ["highest", "high"])
 def test_the_host_does_not_wait_for_a_gpu(precision):
     factors = some_factors(4, 4608)

@@ -39,11 +39,23 @@ def set_random_grads(params, step):
         param.grad = grad.to(param.device)
 
 
+def take_steps(optimizer, params, first, last):
+    for step in range(first, last):
+        set_random_grads(params, step)
+        optimizer.step()
+
+
+def assert_near(params, expected, tolerance):
+    for param, other in zip(params, expected, strict=True):
+        assert relative_difference(param, other) < tolerance, param.shape
+
+
+def assert_equal(params, expected):
+    for param, other in zip(params, expected, strict=True):
+        assert torch.equal(param, other), param.shape
+
+
 def relative_difference(actual, expected):
     """Norm of the difference over the norm of ``expected``; 0 for empty tensors."""
-    actual, expected = actual.detach().double(), expected.detach().double()
-    return (
-        float((actual - expected).norm() / expected.norm().clamp(min=1e-300))
-        if expected.numel()
-        else 0.0
-    )
+    actual, expected = (tensor.detach().double().cpu() for tensor in (actual, expected))
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-300))

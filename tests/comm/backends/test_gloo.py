@@ -12,6 +12,7 @@ from lightning_ring.comm.backends.gloo import open_torch_communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.rendezvous.greeting import reserve_port
 from tests import forked
+from tests.gpu import on_gpu
 from tests.processes import clean_env, end_session
 
 RANK = """
@@ -135,8 +136,7 @@ comm.close()
 """
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@on_gpu
 @pytest.mark.parametrize("alone", [True, False])
 def test_every_collective_over_nccl(alone):
     gpus = torch.cuda.device_count()
