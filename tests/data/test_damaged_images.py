@@ -16,8 +16,8 @@ from lightning_ring.data import (
 )
 from lightning_ring.data.loading.transforms import _MOST_KEPT, _Scratch
 from lightning_ring.data.packing.image import PackSettings
-from lightning_ring.data.packing.run import pack
 from lightning_ring.errors import ConfigurationError, SampleError, ShardError, ShardLostError
+from tests.data.packing.packed import pack
 from tests.images import write_folder
 
 
@@ -28,7 +28,7 @@ def make(source, sampler, on_error):
 
 def test_images_that_cannot_be_read_are_replaced_without_disturbing_the_others(tmp_path, caplog):
     root = write_folder(tmp_path / "src", classes=3, images=8)
-    pack(root, tmp_path / "dst", PackSettings(size=0), 1, lambda *numbers: None)
+    pack(root, tmp_path / "dst", PackSettings(size=0))
     bad = 5
     places = ShardDataset(tmp_path / "dst")._index
     with open(tmp_path / "dst" / "shard-000000.tar", "r+b") as file:
@@ -80,12 +80,12 @@ def lose_shard(path, how):
 @pytest.mark.parametrize("how", ["is gone", "is cut short", "cannot be opened"])
 def test_a_lost_shard_is_an_error(tmp_path, how):
     root = write_folder(tmp_path / "src", classes=2, images=12)
-    pack(root, tmp_path / "dst", PackSettings(size=0, shard_mb=16 / 1024), 1, lambda *numbers: None)
+    pack(root, tmp_path / "dst", PackSettings(size=0, shard_mb=16 / 1024))
     shards = ShardDataset(tmp_path / "dst", decode=False)
     lose_shard(path := tmp_path / "dst" / "shard-000001.tar", how)
     said = "cannot be opened" if how == "is gone" else how
     for on_error in ("raise", "skip"):
-        loader = make(shards, ShuffledSampler(len(shards), rank=0, world_size=1), on_error)
+        loader = make(shards, ShuffledSampler(len(shards)), on_error)
         with pytest.raises(ShardLostError, match=f"{path} {said}"):
             list(loader)
 
@@ -94,7 +94,7 @@ def test_a_source_of_which_nothing_can_be_read_is_an_error(tmp_path):
     folder = ImageFolder(write_folder(tmp_path, classes=2, images=3))
     for path in tmp_path.glob("*/*.jpg"):
         path.write_bytes(b"no")
-    loader = make(folder, ShuffledSampler(6, rank=0, world_size=1), "skip")
+    loader = make(folder, ShuffledSampler(6), "skip")
     with pytest.raises(SampleError, match=r"nor can any image in its place"):
         next(iter(loader))
 
@@ -119,7 +119,7 @@ def test_a_header_that_says_too_many_pixels_is_damage(tmp_path, kind, side):
     write_folder(tmp_path, classes=2, images=3)
     bad = tmp_path / "c0" / "1.jpg"
     bad.write_bytes(says(side, side, kind))
-    folder, sampler = ImageFolder(tmp_path), ShuffledSampler(6, rank=0, world_size=1)
+    folder, sampler = ImageFolder(tmp_path), ShuffledSampler(6)
     with pytest.raises(SampleError, match=r"1\.jpg: cannot be decoded.*(pixels|bomb)"):
         list(make(folder, sampler, "raise"))
     with pytest.raises(SampleError, match=r"1\.jpg: cannot be decoded.*(pixels|bomb)"):
@@ -131,7 +131,7 @@ def test_a_header_that_says_too_many_pixels_is_damage(tmp_path, kind, side):
 
 def test_the_limit_of_pixels_is_an_argument(tmp_path):
     write_folder(tmp_path, classes=1, images=2, size=(48, 64))
-    sampler, crop = ShuffledSampler(2, rank=0, world_size=1), RandomResizedCrop(16)
+    sampler, crop = ShuffledSampler(2), RandomResizedCrop(16)
     assert (
         len(list(image_loader(ImageFolder(tmp_path), sampler, 2, crop=crop, transform=None))) == 1
     )

@@ -11,9 +11,9 @@ from PIL import Image
 from lightning_ring.cli.pack import main
 from lightning_ring.data import ShardDataset
 from lightning_ring.data.packing.image import PackSettings
-from lightning_ring.data.packing.run import pack
 from lightning_ring.errors import ConfigurationError
 from recipes.data.shards import Shards
+from tests.data.packing.packed import pack
 
 
 def photos(root, classes):
@@ -26,7 +26,7 @@ def photos(root, classes):
 def shards(folder, classes, num_classes, stage="fit", batch_size=1, **options):
     for split in ("train", "val"):
         source = photos(folder / f"images {split}", classes)
-        pack(source, folder / split, PackSettings(), 1, lambda *numbers: None)
+        pack(source, folder / split, PackSettings())
     data = Shards(str(folder), batch_size, num_classes=num_classes, **options)
     data.setup(stage)
     return data
@@ -64,7 +64,7 @@ def test_a_training_goes_on_without_the_images_that_were_appended_since(tmp_path
         (tmp_path / "set/images train/c/0.png").read_bytes()
     )
     source, train = tmp_path / "set" / "images train", tmp_path / "set" / "train"
-    assert pack(source, train, PackSettings(), 1, lambda *numbers: None, append=True).samples == 4
+    assert pack(source, train, PackSettings(), append=True).samples == 4
     for stage, images in (("fit", 3), ("test", 4)):
         later = Shards(str(tmp_path / "set"), 1, num_classes=3)
         later.trainer = SimpleNamespace(state=SimpleNamespace(fn=stage))

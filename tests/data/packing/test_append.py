@@ -9,11 +9,11 @@ import pytest
 from lightning_ring.cli.main import main
 from lightning_ring.data import CenterCrop, Mixture, ShardDataset, ShuffledSampler, image_loader
 from lightning_ring.data.packing.run import only_one
-from lightning_ring.data.shards import generations, read_manifest, verify
+from lightning_ring.data.shards import generations, read_manifest
 from lightning_ring.errors import ConfigurationError, ShardError
 from lightning_ring.host import file_lock
 from lightning_ring.integrations.lightning.data import check_same_images
-from tests.data.packing.packed import SETTINGS, Stop, contents, pack
+from tests.data.packing.packed import SETTINGS, contents, pack, pack_until, verify
 from tests.data.photos import encode, photo
 from tests.thread_ranks import run_ranks
 
@@ -45,14 +45,6 @@ def images_of(root, **options):
     }
 
 
-def stop_at(number):
-    def progress(done, total, left_out):
-        if done == number:
-            raise Stop
-
-    return progress
-
-
 @pytest.fixture
 def source(tmp_path):
     return draw(tmp_path / "src", FIRST)
@@ -80,7 +72,7 @@ def test_an_append_adds_what_is_new_and_changes_no_file_that_was_there(source, t
     now = contents(target)
     del files["manifest.json"]
     assert {name: now[name] for name in files} == files
-    assert verify(target, 1, lambda *numbers: None) == []
+    assert verify(target) == []
     dataset = ShardDataset(target)
     np.testing.assert_array_equal(dataset.labels[:12], old.labels)
     assert not (target / ".packing").exists()
@@ -125,8 +117,7 @@ def test_a_name_of_the_set_with_another_class_or_file_is_an_error(source, target
 def test_a_half_finished_append_goes_on_or_is_given_up(source, target):
     before = images_of(target)
     draw(source, SECOND)
-    with pytest.raises(Stop):
-        append(source, target, progress=stop_at(8))
+    pack_until(8, source, target, append=True)
     assert images_of(target) == before
     draw(source, {"ant/new.jpg": 5})
     with pytest.raises(ConfigurationError, match=r"has changed since.*remove .*dst/\.packing"):
@@ -137,8 +128,7 @@ def test_a_half_finished_append_goes_on_or_is_given_up(source, target):
     assert done[0] > 1  # it went on
     assert images_of(target).keys() == {*FIRST, *SECOND}
     draw(source, {f"ant/more {i}.jpg": i for i in range(8)})
-    with pytest.raises(Stop):
-        append(source, target, progress=stop_at(8))
+    pack_until(8, source, target, append=True)
     other = draw(source.parent / "other", {"cat/7.jpg": 7})
     with pytest.raises(
         ConfigurationError,
@@ -178,7 +168,7 @@ def test_old_generations_are_verified_too(source, target):
     data = bytearray(stamps.read_bytes())
     data[-1] ^= 1
     stamps.write_bytes(data)
-    (problem,) = verify(target, 1, lambda *numbers: None)
+    (problem,) = verify(target)
     assert str(stamps) in problem
 
 
@@ -217,7 +207,7 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, caplog):
 
 
 def loader(photos, **options):
-    sampler = ShuffledSampler(len(photos), rank=0, world_size=1)
+    sampler = ShuffledSampler(len(photos))
     return image_loader(
         photos,
         sampler,
