@@ -3,12 +3,19 @@
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils import parameters_to_vector
 
 from lightning_ring.algorithms.local import DiLoCo
 from lightning_ring.gradients.compression.between_nodes import BetweenNodes
 from lightning_ring.gradients.compression.blocks import SHARD_VALUES
-from tests.algorithms.local_training import NUM_STEPS, OPTIMIZERS, loss, network, one_step, trained
+from tests.algorithms.local_training import (
+    NUM_STEPS,
+    begin,
+    loss,
+    network,
+    one_step,
+    trained,
+    vector,
+)
 from tests.thread_ranks import run_ranks
 
 
@@ -64,14 +71,9 @@ def streaming_reference(world_size, *, every, warmup, fragments, overlap, share,
 
 
 def test_a_checkpoint_of_other_ranks_begins_a_new_round_without_what_was_on_its_way():
-    def start(comm):
-        net, algorithm = network(), DiLoCo(4, fragments=2, overlap=3)
-        optimizer = OPTIMIZERS["adamw"](net)
-        algorithm.attach(net, [optimizer], comm)
-        return algorithm, net, optimizer
-
     def save(comm):
-        algorithm, net, optimizer = start(comm)
+        algorithm = DiLoCo(4, fragments=2, overlap=3)
+        net, optimizer = begin(algorithm, comm, "adamw")
         for _ in range(6):
             one_step(net, optimizer, algorithm, comm.rank)
         return algorithm.state_dict()
@@ -80,13 +82,14 @@ def test_a_checkpoint_of_other_ranks_begins_a_new_round_without_what_was_on_its_
     assert state["under_way"].keys() == {0, 1}
 
     def load(comm):
-        algorithm, net, optimizer = start(comm)
+        algorithm = DiLoCo(4, fragments=2, overlap=3)
+        net, optimizer = begin(algorithm, comm, "adamw")
         assert "in a new round" in algorithm.load_state_dict(comm.broadcast_object(state))
         assert algorithm.num_steps == 4
         for _ in range(9):
             one_step(net, optimizer, algorithm, comm.rank)
         algorithm.show_averages()
-        return parameters_to_vector(net.parameters()).detach()
+        return vector(net)
 
     first, other = run_ranks(2, load)
     assert torch.equal(first, other)

@@ -30,6 +30,7 @@ from tests.checks.reductions import (
     values,
 )
 from tests.checks.world import open_gloo
+from tests.refusals import refused
 
 WORLD = MPI.COMM_WORLD
 CPU = torch.device("cpu")
@@ -59,7 +60,6 @@ def opened(backend, timeout=60.0):
         comm = MPICommunicator(policy=policy)
     elif backend == "shared memory":
         shared = open_shared_memory(MPIBootstrap(), policy)
-        assert shared is not None
         comm = shared
     elif backend == "hierarchical":
         open_gloo()
@@ -345,9 +345,9 @@ def check_refusals():
         ):
             with pytest.raises(ConfigurationError):
                 comm.all_reduce_(tensor)
-        with pytest.raises(ConfigurationError, match="ranks go from 0"):
+        with refused("ranks go from 0"):
             comm.broadcast_(torch.zeros(3), src=comm.world_size)
-        with pytest.raises(ConfigurationError, match="0 inputs and 0 outputs"):
+        with refused("0 inputs and 0 outputs"):
             comm.all_to_all([], [])
         comm.barrier()  # nothing was broken
 

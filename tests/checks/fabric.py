@@ -3,7 +3,6 @@
 import json
 import warnings
 
-import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
@@ -12,10 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring import RingFabricStrategy
-from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.monitor import RingMonitor
 from tests.checks.loops import adamw, assert_same, batches, loss_of, network, pair, sgd
+from tests.refusals import refused
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 warnings.filterwarnings("ignore", module="lightning")
@@ -86,7 +85,7 @@ def check_modules_and_optimizers_that_are_set_up_one_by_one():
     del net
     kept = [fabric.setup_module(net) for net in pair()]
     both = torch.optim.Adam([*kept[0].parameters(), *kept[1].parameters()])
-    with pytest.raises(ConfigurationError, match="several modules that were set up one by one"):
+    with refused("several modules that were set up one by one"):
         fabric.setup_optimizers(both)
 
 
@@ -105,7 +104,6 @@ def check_collectives():
     fabric.barrier()
     weight = torch.full((2,), RANK + 1.0, requires_grad=True)
     fabric.all_gather(weight, sync_grads=True).sum().backward()
-    assert weight.grad is not None
     assert weight.grad.tolist() == [SIZE, SIZE]
 
 
@@ -127,9 +125,8 @@ def check_checkpoints_go_on_as_if_nothing_had_happened(tmp_path):
         go_on(fabric, model, optimizer, range(6, 9))
         assert_same(fresh, whole)
         reference = ddp()  # opens it too
-        model, optimizer = reference.setup(network(), adamw(plain := network()))
+        model, optimizer = reference.setup(network(), adamw(network()))
         reference.load(path, {"model": model, "optimizer": optimizer}, strict=False)
-        assert plain is not None
 
 
 def check_loaders_and_init_module_and_forward_methods():
@@ -170,11 +167,10 @@ def check_the_timeline_tells_of_steps(tmp_path):
         loss_of(model(inputs)).backward()
         optimizer.step()
     assert isinstance(fabric.strategy, RingFabricStrategy)
-    assert fabric.strategy.timeline is not None
     fabric.strategy.timeline.finish()
     MPI.COMM_WORLD.Barrier()
     names = [event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]]
     for name in ("forward", "optimizer step", "step 7", "all-reduce"):
         assert sum(found == name for found in names) >= SIZE, (name, sorted(set(names)))
-    with pytest.raises(ConfigurationError, match="Record a timeline instead"):
+    with refused("Record a timeline instead"):
         ring(callbacks=[RingMonitor()]).setup(net := network(), sgd(net))

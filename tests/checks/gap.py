@@ -86,7 +86,6 @@ def measured(model, loader, **arguments):
     meter = GapMeter(steps=6, rounds=1, only=True)
     run = trainer(max_epochs=1, callbacks=[meter], **arguments)
     run.fit(model, loader)
-    assert meter.report is not None
     assert run.global_step == 0
     return meter
 

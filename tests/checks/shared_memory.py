@@ -38,7 +38,6 @@ SIZES = (SHORT_BYTES // 4 + 3, SLOT_BYTES // 4 + 1, 700_001)
 
 def opened(**kwargs):
     comm = open_shared_memory(MPIBootstrap(), WaitPolicy(timedelta(seconds=60)), **kwargs)
-    assert comm is not None
     return comm
 
 

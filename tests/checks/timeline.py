@@ -6,12 +6,10 @@ import os
 from contextlib import contextmanager
 
 import lightning as L
-import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from mpi4py import MPI
 
 from lightning_ring import RingStrategy
-from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import StepTimer
 from lightning_ring.timeline.trace_files import TraceFile, read_other
 from tests.checks.models import (
@@ -24,6 +22,7 @@ from tests.checks.models import (
     parameters,
 )
 from tests.checks.trace_format import read_trace, slices, tracks
+from tests.refusals import refused
 from tests.strategies import ring
 
 WORLD = MPI.COMM_WORLD
@@ -209,9 +208,7 @@ def check_an_unwritable_path_is_one_error_before_the_first_step(tmp_path):
         (tmp_path / f"trace.rank{SIZE - 1}.jsonl").mkdir()  # what only the last rank cannot replace
     WORLD.Barrier()
     module, strategy = Classifier(), RingStrategy(timeline=tmp_path / "trace.json")
-    with pytest.raises(
-        ConfigurationError, match=rf"cannot be written \(rank {SIZE - 1}: .*Is a directory"
-    ) as caught:
+    with refused(rf"cannot be written \(rank {SIZE - 1}: .*Is a directory") as caught:
         train(strategy, module=module)
     assert len(set(WORLD.allgather(str(caught.value)))) == 1
     assert module.seen["loss"] == []
@@ -240,9 +237,7 @@ def check_a_path_that_another_job_writes_is_one_error_and_with_a_switch_a_warnin
     )
     switch.touch()
     WORLD.Barrier()
-    with pytest.raises(
-        ConfigurationError, match=r"is in use: trace\.rank0\.jsonl, another job"
-    ) as caught:
+    with refused(r"is in use: trace\.rank0\.jsonl, another job") as caught:
         train(RingStrategy(timeline=path))
     assert len(set(WORLD.allgather(str(caught.value)))) == 1
     with environment(RING_TIMELINE=str(path), RING_TIMELINE_SWITCH=str(switch)), said() as messages:
@@ -276,9 +271,9 @@ class Between(L.Callback):
 def check_started_and_stopped_by_hand(tmp_path):
     path = tmp_path / "trace.json"
     strategy = RingStrategy(force_communication=True, monitor=False)
-    with pytest.raises(ConfigurationError, match="without a path"):
+    with refused("without a path"):
         strategy.timeline.start()
-    with pytest.raises(ConfigurationError, match="outside a fit"):
+    with refused("outside a fit"):
         strategy.timeline.start(path)
     train(strategy, batches=8, callbacks=[Between(path)])
     events = read_trace(path)

@@ -6,9 +6,9 @@ from PIL import Image
 
 from lightning_ring.data import ImageFolder, ShardDataset
 from lightning_ring.data.packing.image import PackSettings
-from lightning_ring.errors import ConfigurationError
 from tests.data.packing.packed import pack
 from tests.images import picture, write_folder
+from tests.refusals import refused
 
 
 def test_image_folder_has_torchvisions_order(folder, tmp_path, caplog):
@@ -32,9 +32,9 @@ def test_image_folder_has_torchvisions_order(folder, tmp_path, caplog):
     )
     Image.new("RGB", (4, 4)).save(root / "c1" / "more.png")
     assert ImageFolder(root).fingerprint != odd.fingerprint
-    with pytest.raises(ConfigurationError, match="holds no images"):
+    with refused("holds no images"):
         ImageFolder(root / "empty")
-    with pytest.raises(ConfigurationError, match="is not a folder"):
+    with refused("is not a folder"):
         ImageFolder(root / "gone")
 
 

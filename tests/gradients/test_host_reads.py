@@ -2,13 +2,12 @@
 device is a fake.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded, norms
 from tests.compressors import COMPRESSORS
@@ -120,31 +119,23 @@ def test_a_step_takes_as_many_further_operations_for_many_parameters_as_for_few(
     def further(num_layers):
         def rank(comm):
             counts = []
-            for algorithm in (make(way, 1), None):
+            for algorithm in (make(way, 1), Algorithm()):
                 net = net_of(num_layers)
                 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=True)
-                if algorithm is not None:
-                    algorithm.attach(net, [optimizer], comm)
+                algorithm.attach(net, [optimizer], comm)
                 for _ in range(4):
                     optimizer.zero_grad()
                     with Launches() as launches:
-                        with nullcontext() if algorithm is None else algorithm.forward():
+                        with algorithm.forward():
                             loss = net(torch.ones(2, 8)).sum()
-                        with nullcontext() if algorithm is None else algorithm.backward():
+                        with algorithm.backward():
                             loss.backward()
                         if clips:
-                            clip = (
-                                nn.utils.clip_grad_norm_
-                                if algorithm is None
-                                else algorithm.clip_grad_norm_
-                            )
-                            clip(net.parameters(), 0.1)
+                            algorithm.clip_grad_norm_(net.parameters(), 0.1)
                         optimizer.step()
-                        if algorithm is not None:
-                            algorithm.wait_parameters()
+                        algorithm.wait_parameters()
                 counts.append(launches.num_launches)
-                if algorithm is not None:
-                    algorithm.detach()
+                algorithm.detach()
             return counts[0] - counts[1]
 
         return run_ranks(1, rank)[0]

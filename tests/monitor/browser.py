@@ -60,7 +60,6 @@ def open_tensorboard(logs):
         start_new_session=True,
     )
     try:
-        assert process.stderr is not None
         said = []
         for line in process.stderr:  # ends with the process
             said.append(line)

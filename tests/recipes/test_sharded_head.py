@@ -8,9 +8,9 @@ import pytest
 import torch
 from pytorch_metric_learning.losses import ArcFaceLoss, CosFaceLoss
 
-from lightning_ring.errors import ConfigurationError
 from lightning_ring.optim import LARS
 from recipes.recognition.sharded_head import ShardedHead
+from tests.refusals import refused
 from tests.thread_ranks import run_ranks
 
 # a number of classes that no number of ranks divides; images of all ranks
@@ -51,7 +51,6 @@ def trained(model, comm, steps=3, first=0):
         embeddings = embeddings.clone().requires_grad_()
         loss = model(embeddings, labels)
         loss.backward()
-        assert embeddings.grad is not None
         seen += [loss.detach(), embeddings.grad / size]
         model.step(lr=0.1)
     return seen
@@ -151,13 +150,11 @@ def test_a_sample_of_the_classes_always_holds_those_of_the_batch():
 def test_what_would_go_wrong_is_refused():
     model = head()
     model.join(None)
-    with pytest.raises(
-        ConfigurationError, match=r"labels of a batch are from 0 to 11, but the head has 11 classes"
-    ):
+    with refused(r"labels of a batch are from 0 to 11, but the head has 11 classes"):
         model(torch.randn(2, SIZE), torch.tensor([0, 11]))
-    with pytest.raises(ConfigurationError, match="LARS scales steps by the norm of a whole tensor"):
+    with refused("LARS scales steps by the norm of a whole tensor"):
         model.set_optimizer(partial(LARS, lr=0.1))
-    with pytest.raises(ConfigurationError, match=r"has \(5, 6\) classes and numbers a class"):
+    with refused(r"has \(5, 6\) classes and numbers a class"):
         model.load({"weight": torch.zeros(5, SIZE), "optimizer": {}})
-    with pytest.raises(ConfigurationError, match="expected none, cosface or arcface"):
+    with refused("expected none, cosface or arcface"):
         head(margin="sphere")

@@ -80,7 +80,6 @@ def _own(reducer, param):
     """This rank's part of a gradient, which may have been added to since it was averaged."""
     grad, part = param.grad, reducer.shards.part(param)
     if not isinstance(grad, ShardedGradient):
-        assert grad is not None
         return part.of(grad)
     local = grad.contents.local
     return grad.contents.average + (part.of(part.laid_out(local)) if local is not None else 0)

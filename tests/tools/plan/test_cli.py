@@ -11,7 +11,6 @@ import pytest
 from lightning_ring.cli import main as dispatcher
 from lightning_ring.cli import plan
 from lightning_ring.comm.cost import CostModel
-from lightning_ring.errors import ConfigurationError
 from lightning_ring.tools.bench import COLLECTIVES, session
 from lightning_ring.tools.plan.inputs import (
     NETWORKS,
@@ -21,6 +20,7 @@ from lightning_ring.tools.plan.inputs import (
     write_profile,
 )
 from tests.processes import clean_env
+from tests.refusals import refused
 from tests.tools.plan.profiles import gradient, profile, several
 
 
@@ -129,7 +129,7 @@ def test_a_damaged_profile_is_one_line(path, damage, said, capsys):
 @pytest.mark.parametrize("content", ["", "{", "[1, 2]", "7"])
 def test_what_is_no_profile_is_one_line(path, content):
     Path(path).write_text(content)
-    with pytest.raises(ConfigurationError, match=r"is not JSON|is JSON, but no profile"):
+    with refused(r"is not JSON|is JSON, but no profile"):
         plan.main([path, "--network", "1gbit"])
 
 
@@ -150,7 +150,7 @@ def test_links_by_name_number_and_measurement(tmp_path):
     (tmp_path / "bench.json").write_text(json.dumps(written, allow_nan=False))
     assert read_bench(str(tmp_path / "bench.json")).costs["all_reduce"] == CostModel(1e-5, math.inf)
     (tmp_path / "bench.json").write_text(json.dumps({"models": models[:2]}))
-    with pytest.raises(ConfigurationError, match="holds no α and B for all"):
+    with refused("holds no α and B for all"):
         parse_link(str(tmp_path / "bench.json"), "--network")
 
 
