@@ -2,8 +2,6 @@
 test.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 

@@ -2,8 +2,6 @@
 if it had not run.
 """
 
-from __future__ import annotations
-
 import time
 
 import lightning as L

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ring  # noqa: F401  registers "ring"
 from lightning_ring.gradients.sharded_gradient import ShardedGradient
+from tests.trainers import QUIET
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 torch.set_num_threads(1)
@@ -90,13 +91,7 @@ def ddp(**kwargs):
 def trainer(strategy="ring", **kwargs):
     if isinstance(strategy, DDPStrategy) and type(strategy) is DDPStrategy:
         kwargs.setdefault("devices", SIZE)
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    defaults = {"accelerator": "cpu", "max_epochs": 2, "num_sanity_val_steps": 0, **quiet}
+    defaults = {"accelerator": "cpu", "max_epochs": 2, "num_sanity_val_steps": 0, **QUIET}
     return L.Trainer(strategy=strategy, **(defaults | kwargs))
 
 

@@ -113,19 +113,10 @@ def monitor_of(run):
 
 
 def parts(report, rank):
-    times = report.rows[rank].times
-    return (
-        times.data
-        + times.copy
-        + times.forward
-        + times.backward
-        + times.exposed
-        + times.optimizer
-        + times.other
-    )
+    names = "data", "copy", "forward", "backward", "exposed", "optimizer", "other"
+    return sum(getattr(report.rows[rank].times, name) for name in names)
 
 
-@by_world_size
 class Scheduled(Quiet):
     """Step k is taken with learning rate k + 1."""
 

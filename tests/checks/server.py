@@ -17,7 +17,7 @@ from lightning_ring import RingStrategy, distribute
 from lightning_ring.algorithms.local import AsynchronousGossip
 from lightning_ring.algorithms.server import ParameterServer
 from lightning_ring.errors import UnevenBatchesError
-from tests.checks.loops import batches, loss_of, network
+from tests.checks.loops import batches, loss_of, network, train
 from tests.checks.models import (
     Classifier,
     assert_all_ranks_equal,
@@ -157,7 +157,6 @@ def check_loops_over_every_backend():
 
 def check_a_rank_without_a_batch_takes_part_in_evaluations_and_checkpoints():
     """Once before any other batch of its own."""
-    inputs = batches(8)
     for idle in (0, 1):
         for algorithm in (AsynchronousGossip(), ParameterServer(mode="async")):
             net = network()
@@ -165,10 +164,7 @@ def check_a_rank_without_a_batch_takes_part_in_evaluations_and_checkpoints():
             shown = [parameters(net)]
             with distribute(net, optimizer, algorithm=algorithm) as training:
                 for number in (0 if idle == RANK else 3, 2, 0 if idle == RANK else 1, 0):
-                    for batch in inputs[:number]:
-                        loss_of(net(batch)).backward()
-                        optimizer.step()
-                        optimizer.zero_grad()
+                    train(net, optimizer, number=number)
                     training.show_averages()
                     shown.append(parameters(net))
                     assert_all_ranks_equal(shown[-1])

@@ -172,15 +172,8 @@ def test_a_bucket_is_reduced_in_the_node_while_another_one_is_on_the_wire():
 def test_a_piece_that_ends_after_later_ones_is_waited_for():
     """Over several channels pieces may end in any order."""
 
-    class Late:
-        def __init__(self):
-            self.over = threading.Event()
-
-        def wait(self):
-            assert self.over.wait(20)
-
-        def done(self):
-            return self.over.is_set()
+    class Late(threading.Event):
+        done = threading.Event.is_set
 
     def rank(comm):
         gather, late = comm._intra_last.all_gather_, Late()
@@ -193,11 +186,11 @@ def test_a_piece_that_ends_after_later_ones_is_waited_for():
         comm._intra_last.all_gather_ = out_of_order
         tensor = torch.full((5000,), float(comm.rank))  # five pieces of 4 KiB
         work = comm.all_reduce_(tensor)
-        threading.Timer(0.5, late.over.set).start()
+        threading.Timer(0.5, late.set).start()
         time.sleep(0.2)
         assert not work.done()
         work.wait()
-        assert late.over.is_set()
+        assert late.done()
         assert next(calls) == 5
 
     run_nested(NODES[1], rank)
@@ -234,12 +227,8 @@ def test_past_the_timeout_the_missing_rank_is_named_by_its_number_in_the_job():
 def test_one_that_is_replaced_does_not_wait_for_what_a_peer_never_sent():
     never = threading.Event()
 
-    class NeverOver:
-        def wait(self):
-            never.wait(55)
-
     def rank(comm):
-        comm._across.all_reduce_ = lambda *args, **kwargs: NeverOver()
+        comm._across.all_reduce_ = lambda *args, **kwargs: never
         work = comm.all_reduce_(torch.ones(9000), name="bucket 7")
         time.sleep(0.2)  # all ranks have agreed, and wait for the wire
         began = time.monotonic()

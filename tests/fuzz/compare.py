@@ -2,8 +2,6 @@
 wrong.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 

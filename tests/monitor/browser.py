@@ -1,15 +1,10 @@
-"""Pages in the system's Chromium, through playwright, and TensorBoard to serve them.
-
-``python -m tests.monitor.browser LOGDIR FILE.png`` keeps a picture of TensorBoard's custom scalars.
-"""
+"""Pages in the system's Chromium, through playwright, and TensorBoard to serve them."""
 
 import re
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
-from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
@@ -41,18 +36,9 @@ def wait_for(page, *words):
 @contextmanager
 def open_tensorboard(logs):
     """Its address, on a free port of this machine."""
+    serve = ["-m", "tensorboard.main", "--port", "0", "--host", "127.0.0.1", "--logdir"]
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tensorboard.main",
-            "--logdir",
-            str(logs),
-            "--port",
-            "0",
-            "--host",
-            "127.0.0.1",
-        ],
+        [sys.executable, *serve, str(logs)],
         env=clean_env(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -70,15 +56,3 @@ def open_tensorboard(logs):
     finally:
         end_session(process)
         process.wait(timeout=60)
-
-
-def main(logs, picture):
-    with open_tensorboard(Path(logs)) as address, open_page(1500, 1950) as page:
-        page.goto(f"{address}#custom_scalars")
-        wait_for(page, "Training", "Communication")
-        time.sleep(6)
-        page.screenshot(path=picture)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -9,15 +9,14 @@ import sys
 import termios
 import threading
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_ring import RingStrategy
 from lightning_ring.monitor import RingMonitor
 from lightning_ring.monitor.terminal import (
-    EpochLines,
     NarrowRich,
     NarrowTQDM,
     narrow,
@@ -25,6 +24,7 @@ from lightning_ring.monitor.terminal import (
     shown_on_terminal,
     widen_terminal,
 )
+from tests.trainers import quiet_trainer
 
 
 @pytest.fixture
@@ -72,36 +72,24 @@ def test_mpiruns_terminal_is_none_where_it_leads_into_a_file(terminal, monkeypat
     assert shown_on_terminal()
 
 
-class Progress(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
+class Progress(BoringModel):
     def training_step(self, batch, batch_idx):
-        loss = self.layer(batch).sum()
+        loss = self(batch).sum()
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def on_train_epoch_end(self):
         self.print("said by the module")
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.0)
+
+def trainer_with(*bars, **arguments):
+    return quiet_trainer(callbacks=list(bars), max_epochs=2, enable_progress_bar=True, **arguments)
 
 
 @pytest.mark.parametrize("bar", [None, TQDMProgressBar, RichProgressBar])
 def test_without_a_terminal_each_epoch_is_a_line(bar, capsys):
-    trainer = L.Trainer(
-        strategy=RingStrategy(),
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        callbacks=[bar()] if bar is not None else [],
-    )
-    trainer.fit(Progress(), torch.ones(6, 2))
+    bars = [bar()] if bar is not None else []
+    trainer_with(*bars, strategy=RingStrategy()).fit(Progress(), torch.ones(6, 32))
     output = capsys.readouterr().out
     assert re.findall(
         r"^epoch (\d): 6 batches in \d+\.\d s, loss -?[\d.]+$", output, re.MULTILINE
@@ -111,20 +99,6 @@ def test_without_a_terminal_each_epoch_is_a_line(bar, capsys):
     assert "\r" not in output
 
 
-def test_a_bar_of_the_users_class_is_left_alone():
-    class Own(TQDMProgressBar):
-        pass
-
-    trainer = L.Trainer(
-        callbacks=[Own()], logger=False, enable_checkpointing=False, accelerator="cpu"
-    )
-    replace_bars(trainer)
-    assert type(trainer.progress_bar_callback) is Own
-    trainer = L.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
-    replace_bars(trainer)
-    assert type(trainer.progress_bar_callback) is EpochLines
-
-
 MONITORED = {"img/s": "1500", "data": "70%", "comm": "36%", "slowest": "rank 1 +701 ms"}
 
 
@@ -132,7 +106,7 @@ class Slow(Progress):
     """As a monitor on two ranks would, it shows numbers on the bar; and a metric of validation."""
 
     def training_step(self, batch, batch_idx):
-        loss = self.layer(batch).sum()
+        loss = self(batch).sum()
         self.log("train/loss", loss, prog_bar=True)
         self.trainer._logger_connector._progress_bar_metrics.update(MONITORED)
         return loss
@@ -148,16 +122,8 @@ def test_bars_of_80_columns_show_loss_metric_one_rate_and_the_slowest_rank(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     terminal(80)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        callbacks=[RingMonitor(), bar()],
-    )
-    loaders = [torch.utils.data.DataLoader(torch.ones(6, 2)) for _ in range(2)]
+    trainer = trainer_with(RingMonitor(), bar())
+    loaders = [torch.utils.data.DataLoader(torch.ones(6, 32)) for _ in range(2)]
     seen = bytearray()
 
     def read():  # meanwhile, because a terminal holds few bytes
@@ -179,18 +145,17 @@ def test_bars_of_80_columns_show_loss_metric_one_rate_and_the_slowest_rank(
     assert all(len(line) <= 80 for line in lines[last : last + 2])
 
 
-def test_only_lightnings_own_bars_become_narrow():
+def test_only_lightnings_own_bars_are_replaced():
     class Own(TQDMProgressBar):
         pass
 
-    for given, expected in (
-        (TQDMProgressBar, NarrowTQDM),
-        (RichProgressBar, NarrowRich),
-        (Own, Own),
+    for change, given, expected in (
+        (narrow, TQDMProgressBar, NarrowTQDM),
+        (narrow, RichProgressBar, NarrowRich),
+        (narrow, Own, Own),
+        (replace_bars, Own, Own),
     ):
-        trainer = L.Trainer(
-            callbacks=[given(refresh_rate=7)], logger=False, enable_checkpointing=False, devices=1
-        )
-        narrow(trainer)
+        trainer = trainer_with(given(refresh_rate=7))
+        change(trainer)
         assert type(trainer.progress_bar_callback) is expected
         assert trainer.progress_bar_callback.refresh_rate == 7

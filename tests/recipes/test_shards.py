@@ -14,6 +14,7 @@ from lightning_ring.data.packing.image import PackSettings
 from recipes.data.shards import Shards
 from tests.data.packing.packed import pack
 from tests.refusals import refused
+from tests.trainers import quiet_trainer
 
 
 def photos(root, classes):
@@ -122,21 +123,10 @@ def test_too_few_images_for_a_step_or_for_the_ranks(tmp_path, monkeypatch):
 
 
 def test_a_trainer_tests_by_the_names_of_the_checkpoint(tmp_path):
-    options = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "max_epochs": 1,
-    }
-    trainer = L.Trainer(
-        **options, enable_model_summary=False, enable_checkpointing=False, limit_val_batches=0
-    )
+    trainer = quiet_trainer(max_epochs=1, limit_val_batches=0)
     trainer.fit(MeanRed(), shards(tmp_path / "trained", "bcd", 3))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     # d is number 1 in the second folder, and 2 in the checkpoint
     data = shards(tmp_path / "other", "bd", 3, "test")
-    (metrics,) = L.Trainer(**options).test(
-        MeanRed(), data, ckpt_path=tmp_path / "a.ckpt", verbose=False
-    )
+    (metrics,) = quiet_trainer().test(MeanRed(), data, ckpt_path=tmp_path / "a.ckpt", verbose=False)
     assert metrics["right"] == 1.0

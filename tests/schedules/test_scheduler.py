@@ -2,7 +2,7 @@ import io
 
 import pytest
 import torch
-from lightning import LightningModule, Trainer
+from lightning import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -15,6 +15,7 @@ from tests.optim.ways import (
     relative_difference,
     set_random_grads,
 )
+from tests.trainers import quiet_trainer
 
 SCHEDULE = warmup_poly(total=20, warmup=5, start_factor=0.1)
 
@@ -139,36 +140,20 @@ class Regression(LightningModule):
         }
 
 
-def test_lightning_steps_it_once_for_each_optimizer_step(tmp_path):
+def test_lightning_steps_it_once_for_each_optimizer_step():
     module = Regression()
-    trainer = Trainer(
-        max_epochs=2,
-        accumulate_grad_batches=4,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = quiet_trainer(max_epochs=2, accumulate_grad_batches=4)
     trainer.fit(module, DataLoader(torch.randn(12, 4), batch_size=1))
     assert module.rates == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.05, 0.05])
 
 
 def test_a_checkpoint_in_the_middle_of_warmup_is_resumed_by_lightning(tmp_path):
-    options = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    options |= {"enable_checkpointing": False, "default_root_dir": tmp_path}
     data = DataLoader(torch.randn(8, 4), batch_size=1)
     whole, begun, resumed = Regression(), Regression(), Regression()
-    Trainer(max_steps=6, **options).fit(whole, data)
-    trainer = Trainer(max_steps=2, **options)
+    quiet_trainer(max_steps=6).fit(whole, data)
+    trainer = quiet_trainer(max_steps=2)
     trainer.fit(begun, data)
     trainer.save_checkpoint(tmp_path / "middle.ckpt")
-    Trainer(max_steps=6, **options).fit(resumed, data, ckpt_path=tmp_path / "middle.ckpt")
+    quiet_trainer(max_steps=6).fit(resumed, data, ckpt_path=tmp_path / "middle.ckpt")
     assert len(whole.rates) == 6
     assert begun.rates + resumed.rates == whole.rates

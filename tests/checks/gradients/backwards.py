@@ -65,18 +65,6 @@ def check_accumulation_travels_once():
         assert_same(net, reference)
 
 
-def check_request_to_stop_reaches_all_ranks():
-    net, _, reducer, _, _ = make()
-    last = communicator().world_size - 1
-    for step in range(3):
-        if step == 1 and communicator().rank == last:
-            reducer.stop_requested = True
-        with reducer.backward():
-            net(mine(batches())).backward()
-        assert reducer.agreed_to_stop() == (step >= 1)
-        assert not reducer.agreed_to_stop()  # asked and answered
-
-
 def check_divides_by_the_ranks_that_hold_data():
     net, reference, reducer, _, _ = make()
     xs = batches()

@@ -2,8 +2,6 @@
 for the others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

@@ -2,8 +2,6 @@
 old values.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -2,8 +2,6 @@
 written or freed before the stream was ordered after their collective are found.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 read.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -38,22 +36,16 @@ class Report:
         return found[0]
 
 
-def doctor(
-    *arguments,
-    only=FAST,
-    python=sys.executable,
-    within=(),
-    cwd=None,
-    seconds=HANGS,
-    **env,
-):
-    """``lightning-ring doctor --json``, run by ``python`` through the command ``within``."""
+def doctor(*arguments, only=FAST, environment=None, within=(), **env):
+    """``lightning-ring doctor --json``, run in ``environment`` (of `own_environment`) through the
+    command ``within``.
+    """
+    python = sys.executable if environment is None else str(environment / "bin" / "python")
     words = ["-m", "lightning_ring.cli.main", "doctor", "--json"]
-    command = [*within, str(python), *words, *arguments, "--only", *only]
+    command = [*within, python, *words, *arguments, "--only", *only]
     process = subprocess.Popen(
         command,
         env=clean_env(**env),
-        cwd=cwd,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -61,11 +53,11 @@ def doctor(
         start_new_session=True,
     )
     try:
-        output, errors = process.communicate(timeout=seconds)
+        output, errors = process.communicate(timeout=HANGS)
     except subprocess.TimeoutExpired:
         end_session(process)
         raise AssertionError(
-            f"{command} did not end within {seconds} s: {process.communicate(timeout=60)}"
+            f"{command} did not end within {HANGS} s: {process.communicate(timeout=60)}"
         ) from None
     assert process.returncode in (0, 1), errors
     report = Report(process.returncode, json.loads(output), errors)

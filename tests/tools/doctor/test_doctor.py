@@ -150,7 +150,7 @@ def test_ranks_that_hang_are_ended_and_said_to_be_late(tmp_path):
         "sleep 1000"
     )
     program(environment / "bin", "mpirun", script)
-    report = doctor("--timeout", "1", only=["all-reduce"], python=environment / "bin" / "python")
+    report = doctor("--timeout", "1", only=["all-reduce"], environment=environment)
     late = [finding["found"] for finding in report.read["hosts"][0]["findings"]]
     assert late == [
         "2 ranks through mpirun: it did not end within 1 s, before the ranks had met",

@@ -59,7 +59,7 @@ def test_another_mpirun_comes_first_on_path(tmp_path, healthy):
 def test_mpirun_that_hangs(tmp_path, healthy):
     environment = own_environment(tmp_path / "venv")
     program(environment / "bin", "mpirun", "exec sleep 1000")
-    report = doctor("--timeout", "1", only=["mpi"], python=environment / "bin" / "python")
+    report = doctor("--timeout", "1", only=["mpi"], environment=environment)
     assert_found(report, healthy, "mpirun", "broken", "did not end within 1 s", "--no-mpi")
 
 
@@ -70,9 +70,7 @@ def test_no_mpi_at_all_is_no_more_than_a_warning(tmp_path):
         for folder in os.environ["PATH"].split(os.pathsep)
         if not Path(folder, "mpirun").exists()
     )
-    report = doctor(
-        only=["mpi"], python=environment / "bin" / "python", PATH=path, MPI4PY_MPIABI="mpich"
-    )
+    report = doctor(only=["mpi"], environment=environment, PATH=path, MPI4PY_MPIABI="mpich")
     assert [finding["state"] for finding in report.read["hosts"][0]["findings"]] == [
         "warning",
         "warning",
@@ -174,7 +172,7 @@ def test_release_that_must_not_be_used(tmp_path, healthy, package, version, name
     environment = own_environment(tmp_path / "venv")
     changed = change_metadata(environment, package, "^Version: .*", f"Version: {version}")
     changed.rename(changed.with_name(f"{package}-{version}.dist-info"))
-    report = doctor(only=["versions"], python=environment / "bin" / "python")
+    report = doctor(only=["versions"], environment=environment)
     assert_found(report, healthy, name, "broken", *words)
 
 
@@ -185,7 +183,7 @@ def test_torchvision_for_another_torch(tmp_path, healthy):
     change_metadata(
         environment, "torchvision", r"^Requires-Dist: torch\b.*", "Requires-Dist: torch==2.6.0"
     )
-    report = doctor(only=["versions"], python=environment / "bin" / "python")
+    report = doctor(only=["versions"], environment=environment)
     torch = healthy.find("torch")["found"]
     assert_found(
         report,
@@ -220,9 +218,7 @@ def test_torch_that_cannot_be_imported_and_a_driver_that_does_not_run(tmp_path, 
         "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
     )
     path = first_on_path(tmp_path)
-    report = doctor(
-        only=["imports", "gpus", "launcher"], python=environment / "bin" / "python", PATH=path
-    )
+    report = doctor(only=["imports", "gpus", "launcher"], environment=environment, PATH=path)
     words = "libtorch_global_deps.so: ", "--force-reinstall torch"
     assert_found(report, healthy, "import torch", "broken", *words)
     assert_found(report, healthy, "driver", "broken", "version mismatch", "restart")

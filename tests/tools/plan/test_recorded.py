@@ -6,7 +6,6 @@ import re
 import shlex
 import sys
 
-import lightning as L
 import pytest
 import torch
 
@@ -20,17 +19,13 @@ from tests.checks.slow_model import Slow, batches, weights
 from tests.hosts import why_not
 from tests.processes import run
 from tests.tools.plan.profiles import profile, several
+from tests.trainers import quiet_trainer
 
 MODULE = "tests.checks.profile"
 
 
 def fit(module, count, *callbacks, **arguments):
-    quiet = dict.fromkeys(
-        ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False
-    )
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, callbacks=list(callbacks), **quiet, **arguments
-    )
+    trainer = quiet_trainer(max_epochs=1, callbacks=list(callbacks), **arguments)
     trainer.fit(module, batches(count))
     return weights(module)
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import TensorBoardLogger
 from playwright.sync_api import expect
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_ring.cli import main as dispatcher
 from lightning_ring.monitor import RingMonitor
@@ -27,44 +27,32 @@ from lightning_ring.tools.report import (
 from lightning_ring.tools.report.runs import Fit, read_runs
 from tests.monitor.browser import NAMES, executable, open_page
 from tests.tools.report.made_up import write_run
+from tests.trainers import quiet_trainer
 
 VOID = {"meta", "img", "input", "br"}
 
 
-class Model(L.LightningModule):
+class Model(BoringModel):
     def __init__(self, width=1):
         super().__init__()
         self.save_hyperparameters()
-        self.net = torch.nn.Linear(2, width)
 
     def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).square().mean()
+        loss = self(batch).square().mean()
         self.log("train_loss", loss)
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.net(batch[0]).square().mean())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        self.log("val_loss", self(batch).square().mean())
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     logger = TensorBoardLogger(tmp_path_factory.mktemp("trained"))
-    quiet = dict.fromkeys(
-        ("enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False
+    trainer = quiet_trainer(
+        max_epochs=2, log_every_n_steps=1, logger=logger, callbacks=[RingMonitor()]
     )
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        log_every_n_steps=1,
-        logger=logger,
-        callbacks=[RingMonitor()],
-        **quiet,
-    )
-    batches = DataLoader(TensorDataset(torch.randn(12, 2)), batch_size=4)
+    batches = DataLoader(torch.randn(12, 32), batch_size=4)
     trainer.fit(Model(), batches, batches)
     return Path(logger.log_dir)
 
