@@ -5,7 +5,6 @@ import warnings
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
-from mpi4py import MPI
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -13,6 +12,8 @@ from lightning_ring import RingFabricStrategy
 from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.monitor import RingMonitor
 from tests.checks.loops import (
+    RANK,
+    SIZE,
     adamw,
     assert_same,
     batches,
@@ -24,7 +25,6 @@ from tests.checks.loops import (
 )
 from tests.refusals import refused
 
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 warnings.filterwarnings("ignore", module="lightning")
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from mpi4py import MPI
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -25,11 +24,10 @@ from lightning_ring.data import (
     image_loader,
 )
 from lightning_ring.errors import ConfigurationError
-from tests.checks.models import RANK, SIZE, ddp, trainer
+from tests.checks.models import RANK, SIZE, WORLD, ddp, trainer
 from tests.checks.world import raised_by_all
 from tests.images import write_folder
 
-WORLD = MPI.COMM_WORLD
 LABELS = np.repeat(np.arange(9), [3, 50, 7, 12, 20, 4, 16, 9, 30])
 
 

@@ -9,7 +9,6 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
-from mpi4py import MPI
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
@@ -23,12 +22,18 @@ from lightning_ring import RingStrategy, distribute
 from lightning_ring.algorithms.local import DiLoCo, LocalSGD
 from lightning_ring.monitor import RingProfile
 from tests.checks.loops import batches, loss_of, network
-from tests.checks.models import Classifier, assert_all_ranks_equal, loader, parameters, trainer
+from tests.checks.models import (
+    SIZE,
+    WORLD,
+    Classifier,
+    assert_all_ranks_equal,
+    loader,
+    parameters,
+    trainer,
+)
 from tests.checks.stepping_alone import FabricLoop, Noted, fit_and_save, saved_parameters
 from tests.checks.strategy.references import scaler_plugin
 from tests.refusals import refused
-
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 
 def check_a_plain_loop_is_that_of_torchs_post_local_sgd_optimizer():
@@ -66,10 +71,7 @@ def check_a_plain_loop_is_that_of_torchs_post_local_sgd_optimizer():
         post_local.zero_grad()
         torch.testing.assert_close(parameters(theirs), expected, rtol=1e-5, atol=1e-7)
     # local steps
-    assert (
-        len({MPI.COMM_WORLD.bcast(values[4].sum().item(), root=rank) for rank in range(SIZE)})
-        == SIZE
-    )
+    assert len({WORLD.bcast(values[4].sum().item(), root=rank) for rank in range(SIZE)}) == SIZE
 
 
 class NotedToTheEnd(Noted):
@@ -89,7 +91,7 @@ class NoteOwn(L.Callback):
 
 
 def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(tmp_path):
-    folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
+    folder = Path(WORLD.bcast(str(tmp_path)))
 
     def run(make, name, ckpt_path=None):
         L.seed_everything(5, verbose=False)
@@ -113,7 +115,7 @@ def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(tmp
         for shown in whole.validated:
             assert_all_ranks_equal(shown)
         assert_all_ranks_equal(parameters(whole))
-        own = MPI.COMM_WORLD.allgather(whole.trained[3])  # after step 4, the first epoch's last
+        own = WORLD.allgather(whole.trained[3])  # after step 4, the first epoch's last
         assert not torch.equal(own[0], own[-1])
         path = folder / f"whole {number}" / "epoch=0.ckpt"
         torch.testing.assert_close(
@@ -126,15 +128,14 @@ def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(tmp
 
 
 def check_averages_over_steps_and_over_epochs_are_those_of_the_ranks_average(tmp_path):
-    folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
+    folder = Path(WORLD.bcast(str(tmp_path)))
     module = NotedToTheEnd()
     callbacks = [NoteOwn(), EMAWeightAveraging(decay=0.5, use_buffers=False)]
     fit_and_save(
         RingStrategy(algorithm=LocalSGD(every=3)), module, folder / "steps", callbacks=callbacks
     )
     means = [
-        torch.stack(every).mean(0)
-        for every in zip(*MPI.COMM_WORLD.allgather(module.trained), strict=True)
+        torch.stack(every).mean(0) for every in zip(*WORLD.allgather(module.trained), strict=True)
     ]
     expected = means[0]
     for mean in means[1:]:
@@ -160,9 +161,9 @@ def check_averages_over_steps_and_over_epochs_are_those_of_the_ranks_average(tmp
 
 
 def check_fabric_saves_averages_and_resumes_within_a_round(tmp_path):
-    path = MPI.COMM_WORLD.bcast(str(tmp_path / "saved.ckpt"))
+    path = WORLD.bcast(str(tmp_path / "saved.ckpt"))
     loop = FabricLoop(LocalSGD(every=3), seed=3)
-    own = MPI.COMM_WORLD.allgather(loop.train(range(4)))
+    own = WORLD.allgather(loop.train(range(4)))
     assert not torch.equal(own[0], own[-1])
     loop.fabric.save(path, loop.state)
     torch.testing.assert_close(

@@ -14,7 +14,8 @@ from lightning_ring import distribute
 from lightning_ring.errors import ConfigurationError, ModelMismatchError, RingError
 from tests.refusals import refused
 
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
 torch.set_num_threads(1)
 
 
@@ -71,7 +72,7 @@ def assert_same(found, expected, tolerance=0.0):
         .numpy()
         .tobytes()
     )
-    assert len(set(MPI.COMM_WORLD.allgather(mine))) == 1
+    assert len(set(WORLD.allgather(mine))) == 1
     pairs = zip(found.named_parameters(), expected.parameters(), strict=True)
     named = [(name, one, other) for (name, one), other in pairs]
     if RANK == 0:
@@ -327,7 +328,7 @@ def check_a_timeline_is_written(tmp_path):
 
 
 def names_in_timeline(path, last_step):
-    MPI.COMM_WORLD.Barrier()
+    WORLD.Barrier()
     names = [event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]]
     for name in ("forward", "optimizer step", last_step, "all-reduce"):
         assert names.count(name) >= SIZE, (name, sorted(set(names)))

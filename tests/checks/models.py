@@ -19,7 +19,8 @@ import lightning_ring  # noqa: F401  registers "ring"
 from lightning_ring.gradients.sharded_gradient import ShardedGradient
 from tests.trainers import QUIET
 
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
 torch.set_num_threads(1)
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning")
@@ -110,7 +111,7 @@ def parameters(module):
 
 def assert_all_ranks_equal(values):
     digest = hashlib.blake2b(values.double().contiguous().numpy()).digest()
-    assert len(set(MPI.COMM_WORLD.allgather(digest))) == 1, "ranks hold different bits"
+    assert len(set(WORLD.allgather(digest))) == 1, "ranks hold different bits"
 
 
 def relative_difference(a, b):

@@ -12,7 +12,6 @@ import yaml
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
-from mpi4py import MPI
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,6 +23,7 @@ from tests.checks.marks import by_world_size
 from tests.checks.models import (
     RANK,
     SIZE,
+    WORLD,
     Classifier,
     assert_all_ranks_equal,
     data,
@@ -329,7 +329,7 @@ def check_tensorboard_pages_are_written(tmp_path):
 
     logger = TensorBoardLogger(tmp_path, name="logs", version=0)
     monitored(Named(), logger=logger, log_every_n_steps=2)
-    MPI.COMM_WORLD.Barrier()
+    WORLD.Barrier()
     if RANK:
         return
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

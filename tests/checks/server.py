@@ -10,7 +10,6 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from mpi4py import MPI
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ring import RingStrategy, distribute
@@ -19,6 +18,9 @@ from lightning_ring.algorithms.server import ParameterServer
 from lightning_ring.errors import UnevenBatchesError
 from tests.checks.loops import batches, loss_of, network, train
 from tests.checks.models import (
+    RANK,
+    SIZE,
+    WORLD,
     Classifier,
     assert_all_ranks_equal,
     data,
@@ -29,8 +31,6 @@ from tests.checks.models import (
 from tests.checks.stepping_alone import FabricLoop, Noted, fit_and_save, saved_parameters
 from tests.checks.strategy.references import scaler_plugin
 from tests.refusals import refused
-
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 
 class Timed(Noted):
@@ -65,7 +65,7 @@ class Tells(L.Callback):
 
 
 def check_bulk_mode_has_the_bits_of_ring_in_checkpoints_too(tmp_path):
-    folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
+    folder = Path(WORLD.bcast(str(tmp_path)))
 
     def run(strategy, name, ckpt_path=None):
         L.seed_everything(5, verbose=False)
@@ -103,7 +103,7 @@ def check_a_slow_rank_with_fewer_batches_holds_nobody_up(tmp_path):
     """The others take their steps meanwhile, and wait at the end of the epoch, whose weights are
     those of all.
     """
-    folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
+    folder = Path(WORLD.bcast(str(tmp_path)))
     slow = RANK == SIZE - 1
     compensated = {"delay_compensation": 0.04}
     for name, num_epochs, algorithm in (
@@ -209,11 +209,11 @@ def check_a_trainers_rank_without_a_training_batch_is_an_error_of_every_rank():
             error.startswith(f"rank {SIZE - 1} has no training batch at all in this epoch")
             for error in empty
         )
-        assert MPI.COMM_WORLD.allgather(empty) == [empty] * SIZE
+        assert WORLD.allgather(empty) == [empty] * SIZE
 
 
 def check_fabric_saves_the_servers_weights_and_goes_on_from_them(tmp_path):
-    path = MPI.COMM_WORLD.bcast(str(tmp_path / "saved.ckpt"))
+    path = WORLD.bcast(str(tmp_path / "saved.ckpt"))
     modes = ("bulk", "async")
     for mode in modes:
         loop = FabricLoop(ParameterServer(mode=mode), seed=3)

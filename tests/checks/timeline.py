@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
-from mpi4py import MPI
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import ConfigurationError
@@ -15,6 +14,7 @@ from lightning_ring.timeline.trace_files import TraceFile, read_other
 from tests.checks.models import (
     RANK,
     SIZE,
+    WORLD,
     Classifier,
     assert_all_ranks_equal,
     fit,
@@ -25,8 +25,6 @@ from tests.checks.trace_format import read_trace, slices, tracks
 from tests.checks.world import raised_by_all, said
 from tests.refusals import refused
 from tests.strategies import ring
-
-WORLD = MPI.COMM_WORLD
 
 
 def train(strategy, *, batches=6, module=None, **arguments):

@@ -3,11 +3,6 @@
 `settle` takes out what has no meaning beside the rest.
 """
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
 _BY_GRAD = ("adversarial example by autograd.grad", "gradient penalty", "torch.func.grad")
 _FUNCTIONAL = ("Linear()", "Norm()", "Twice()", "Method()", "Large()")
 _LOCAL = ("on rank 0", "some ranks")

@@ -5,12 +5,8 @@ import re
 import textwrap
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.fuzz import templates
-
-if TYPE_CHECKING:
-    pass
 
 PLAIN = {  # places that hold one expression or statement, without an option for them
     "dtype": "torch.float64",

@@ -2,6 +2,7 @@
 threads.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -52,7 +53,7 @@ def sent_bytes(compressor, comm, numel):
         (Int8, 0.27),
         (TernGrad, 0.09),
         (OneBit, 0.05),
-        (lambda: DGC(warmup_steps=0), 0.02),
+        (partial(DGC, warmup_steps=0), 0.02),
         (TopK, 0.05),
     ],
     ids=["int8", "terngrad", "onebit", "dgc", "topk"],
@@ -67,19 +68,22 @@ def test_bytes_that_leave(make, share, world_size):
         assert compressed <= share * whole
 
 
-@pytest.mark.parametrize(
+every_formula = pytest.mark.parametrize(
     ("make", "formula"),
     [
         (Int8, references.int8),
         (OneBit, references.onebit),
-        (lambda min_numel: TopK(0.05, min_numel), lambda: references.topk(0.05)),
-        (
-            lambda min_numel: DGC(0.05, momentum=0, warmup_steps=0, min_numel=min_numel),
-            lambda: references.topk(0.05),
-        ),
+        (partial(TopK, 0.05), partial(references.topk, 0.05)),
+        (partial(DGC, 0.05, momentum=0, warmup_steps=0), partial(references.topk, 0.05)),
     ],
     ids=["int8", "onebit", "topk", "dgc"],
 )
+flat_and_nested = pytest.mark.parametrize(
+    "run", [partial(run_ranks, 4), partial(run_nested, NODES)]
+)
+
+
+@every_formula
 def test_nodes_exchange_compressed_averages(make, formula):
     """As many jobs as a node has ranks, each with a part of the nodes' exact averages."""
     num_steps = 5
@@ -102,7 +106,7 @@ def test_nodes_exchange_compressed_averages(make, formula):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: TernGrad(min_numel=0), lambda: DGC(0.05, warmup_steps=2, min_numel=0)]
+    "make", [partial(TernGrad, min_numel=0), partial(DGC, 0.05, warmup_steps=2, min_numel=0)]
 )
 def test_nested_ranks_hold_the_same_bits(make):
     def rank(comm):
@@ -116,15 +120,7 @@ def test_nested_ranks_hold_the_same_bits(make):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize(
-    ("make", "formula"),
-    [
-        (Int8, references.int8),
-        (OneBit, references.onebit),
-        (lambda min_numel: TopK(0.05, min_numel), lambda: references.topk(0.05)),
-    ],
-    ids=["int8", "onebit", "topk"],
-)
+@every_formula
 def test_codes_are_those_of_the_papers(make, formula, world_size):
     run_ranks(world_size, lambda comm: assert_equals(make(min_numel=0), formula(), comm, 3))
 
@@ -149,9 +145,7 @@ def test_ternary_gradients_may_be_tiny(scale):
 
 
 @pytest.mark.parametrize("numel", [20_000, 4097, 100])  # the last one travels whole
-@pytest.mark.parametrize(
-    "run", [lambda rank: run_ranks(4, rank), lambda rank: run_nested(NODES, rank)]
-)
+@flat_and_nested
 def test_a_shard_in_8_bits_has_the_bits_of_the_whole(run, numel):
     def rank(comm):
         flat = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
@@ -166,9 +160,7 @@ def test_a_shard_in_8_bits_has_the_bits_of_the_whole(run, numel):
     run(rank)
 
 
-@pytest.mark.parametrize(
-    "run", [lambda rank: run_ranks(4, rank), lambda rank: run_nested(NODES, rank)]
-)
+@flat_and_nested
 def test_what_is_owed_survives_new_buckets(run):
     """What has arrived and all errors make up the gradients, though the errors' owners change on
     the way.

@@ -28,8 +28,9 @@ def about(rank, world_size, run="b", offset=0.0):
     }
 
 
-def record(name, kind, at, ended, waited):
-    return CollectiveRecord(name, kind, 4000, at, at + 1e-4, waited, max(waited, ended), ended)
+def record(name, at, ended, waited):
+    times = at, at + 1e-4, waited, max(waited, ended), ended
+    return CollectiveRecord(name, "all_reduce", 4000, *times)
 
 
 def record_rank(path, rank, world_size, *, drift=0.0, close=True, **kw):
@@ -46,24 +47,11 @@ def record_rank(path, rank, world_size, *, drift=0.0, close=True, **kw):
     for step in range(10):
         now = 1 + step / 10
         recorder.begin_step(step, clock(now))
-        recorder.collective(
-            record(
-                "bucket 0 (a)",
-                "all_reduce",
-                clock(now + 0.05),
-                clock(now + 0.07),
-                clock(now + 0.06),
-            )
-        )
-        recorder.collective(
-            record(
-                "bucket 1 (b)",
-                "all_reduce",
-                clock(now + 0.06),
-                clock(now + 0.09),
-                clock(now + 0.08),
-            )
-        )
+        for name, *times in (
+            ("bucket 0 (a)", 0.05, 0.07, 0.06),
+            ("bucket 1 (b)", 0.06, 0.09, 0.08),
+        ):
+            recorder.collective(record(name, *(clock(now + time) for time in times)))
         recorder.slice(STEPS, f"step {step}", clock(now), clock(now + 0.1), {"step": step})
         recorder.slice(FORWARD, "forward", clock(now), clock(now + 0.03), {"step": step})
         recorder.slice(BACKWARD, "backward", clock(now + 0.03), clock(now + 0.09), {"step": step})
@@ -149,16 +137,8 @@ def test_the_command_writes_where_it_is_told_and_draws(tmp_path, capfd):
     for rank in range(2):
         record_rank(tmp_path / "t.json", rank, 2)
     merged, picture = tmp_path / "out.json", tmp_path / "out.png"
-    arguments = [
-        "timeline",
-        str(tmp_path / "t.json"),
-        "-o",
-        str(merged),
-        "--plot",
-        str(picture),
-        "--steps",
-        "2-3",
-    ]
+    words = f"timeline {tmp_path}/t.json -o {merged} --plot {picture} --steps 2-3"
+    arguments = words.split()
     assert main(arguments) == 0
     assert len(slices(read_trace(merged), "waiting for communication", 1)) == 20
     assert not (tmp_path / "t.json").exists()

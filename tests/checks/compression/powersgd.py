@@ -63,9 +63,6 @@ def check_powersgd_original_is_sent_and_error():
                 continue
             torch.testing.assert_close(sent + error, original, rtol=1e-5, atol=1e-6)
             assert torch.linalg.matrix_rank(sent.double(), rtol=1e-5) <= 2
-            errors = torch.stack(comm.all_gather(error)).mean(0)
-            originals = torch.stack(comm.all_gather(original)).mean(0)
-            torch.testing.assert_close(sent + errors, originals, rtol=1e-5, atol=1e-5)
         assert not any(compressor.residual(name).any() for name in ("vector", "scalar"))
 
 

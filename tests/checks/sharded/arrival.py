@@ -177,11 +177,10 @@ def check_reads_that_no_module_waits_for_are_waited_for_before_the_forward():
 
 def check_hooks_and_callbacks_see_whole_parameters():
     class Reading(Classifier):
-        def read(self):
+        def read(self, *_):
             assert self.trainer.strategy.algorithm._parameters.complete
 
-        def on_train_epoch_end(self):
-            self.read()
+        on_train_epoch_end = on_validation_start = on_save_checkpoint = read
 
         def on_validation_model_eval(self):
             self.read()
@@ -197,15 +196,9 @@ def check_hooks_and_callbacks_see_whole_parameters():
                 reloaded.append(self.trainer.global_step)
             return loader(8)
 
-        def on_validation_start(self):
-            self.read()
-
         def validation_step(self, batch, batch_idx):
             self.read()
             super().validation_step(batch, batch_idx)
-
-        def on_save_checkpoint(self, checkpoint):
-            self.read()
 
     class Ends(Callback):
         def on_train_epoch_end(self, trainer, module):

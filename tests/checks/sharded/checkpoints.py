@@ -12,14 +12,13 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from mpi4py import MPI
 from torch.optim import AdamW
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import CollectiveError, ConfigurationError
 from lightning_ring.integrations.lightning.stop_requests import StopRequest
 from tests.checks.marks import by_world_size
-from tests.checks.models import RANK, SIZE, Classifier, fit, loader, trainer
+from tests.checks.models import RANK, SIZE, WORLD, Classifier, fit, loader, trainer
 from tests.checks.sharded.late import Late, LateRing, LateWork
 from tests.checks.sharded.references import CAP, With, assert_same, sharded
 from tests.strategies import ring
@@ -76,7 +75,7 @@ def check_a_stop_of_all_ranks_saves_the_whole_state(tmp_path):
             callbacks=[OnExceptionCheckpoint(tmp_path, "stopped")],
             enable_checkpointing=True,
         )
-    MPI.COMM_WORLD.Barrier()
+    WORLD.Barrier()
     state = torch.load(tmp_path / "stopped.ckpt", weights_only=True)["optimizer_states"][0]["state"]
     assert [tuple(s["exp_avg"].shape) for s in state.values()] == [
         tuple(p.shape) for p in make().parameters()
@@ -97,7 +96,7 @@ def check_a_checkpoint_after_an_exception_holds_whole_weights_and_resumes(tmp_pa
     strategy = ring(True, LateRing, bucket_cap_mb=CAP)
     with pytest.raises(OSError, match="corrupt photo"):
         fit(strategy, make(Corrupt), callbacks=[saves], enable_checkpointing=True, max_epochs=1)
-    MPI.COMM_WORLD.Barrier()
+    WORLD.Barrier()
     expected = make()
     fit(RingStrategy(bucket_cap_mb=CAP), expected, max_epochs=1, limit_train_batches=3)
     saved = make()

@@ -3,7 +3,6 @@
 import lightning as L
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from mpi4py import MPI
 
 from lightning_ring import RingStrategy
 from tests.checks.models import (
@@ -14,8 +13,6 @@ from tests.checks.models import (
     parameters,
     relative_difference,
 )
-
-WORLD = MPI.COMM_WORLD
 
 
 def both(make, train=None, val=None, **kwargs):

@@ -29,7 +29,7 @@ from lightning_ring.tools.doctor.launching import check_engine, check_launcher
 from lightning_ring.tools.doctor.reduction import what_was_said
 from tests.job.test_launchers import FLUX, JSRUN, SRUN_STEP
 from tests.processes import clean_env, mpirun_path, run
-from tests.tools.doctor.planting import doctor, own_environment, program
+from tests.tools.doctor.planting import doctor, program
 
 WHOLE = """
 import sys
@@ -123,8 +123,7 @@ def test_a_program_that_fails_is_an_answer(words, problem):
 
 
 @pytest.mark.ranks
-def test_told_to_stop_it_ends_what_it_started(tmp_path):
-    environment = own_environment(tmp_path / "venv")
+def test_told_to_stop_it_ends_what_it_started(environment, tmp_path):
     program(environment / "bin", "mpirun", f"echo $$ > {tmp_path}/pid; exec sleep 1000")
     words = ["-m", "lightning_ring.cli.main", "doctor", "--only", "mpi", "threads"]
     line = [str(environment / "bin" / "python"), *words]
@@ -142,9 +141,8 @@ def test_told_to_stop_it_ends_what_it_started(tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
-def test_ranks_that_hang_are_ended_and_said_to_be_late(tmp_path):
+def test_ranks_that_hang_are_ended_and_said_to_be_late(environment, tmp_path):
     """An mpirun that never comes back, and a limit that is too short for ranks without it, too."""
-    environment = own_environment(tmp_path / "venv")
     script = (
         f"[ $1 = --version ] && exec {mpirun_path()} --version; echo $$ > {tmp_path}/pid; exec "
         "sleep 1000"

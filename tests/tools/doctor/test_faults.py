@@ -13,7 +13,6 @@ from tests.tools.doctor.planting import (
     change_metadata,
     doctor,
     first_on_path,
-    own_environment,
     packages_of,
     program,
     with_mounts,
@@ -56,15 +55,13 @@ def test_another_mpirun_comes_first_on_path(tmp_path, healthy):
     )
 
 
-def test_mpirun_that_hangs(tmp_path, healthy):
-    environment = own_environment(tmp_path / "venv")
+def test_mpirun_that_hangs(environment, healthy):
     program(environment / "bin", "mpirun", "exec sleep 1000")
     report = doctor("--timeout", "1", only=["mpi"], environment=environment)
     assert_found(report, healthy, "mpirun", "broken", "did not end within 1 s", "--no-mpi")
 
 
-def test_no_mpi_at_all_is_no_more_than_a_warning(tmp_path):
-    environment = own_environment(tmp_path / "venv")
+def test_no_mpi_at_all_is_no_more_than_a_warning(environment):
     path = os.pathsep.join(
         folder
         for folder in os.environ["PATH"].split(os.pathsep)
@@ -168,16 +165,14 @@ def test_both_ranks_bound_to_one_core(healthy):
         ("torch", "2.4.1", "lightning_ring", ["needs torch>=2.6, found 2.4.1"]),
     ],
 )
-def test_release_that_must_not_be_used(tmp_path, healthy, package, version, name, words):
-    environment = own_environment(tmp_path / "venv")
+def test_release_that_must_not_be_used(environment, healthy, package, version, name, words):
     changed = change_metadata(environment, package, "^Version: .*", f"Version: {version}")
     changed.rename(changed.with_name(f"{package}-{version}.dist-info"))
     report = doctor(only=["versions"], environment=environment)
     assert_found(report, healthy, name, "broken", *words)
 
 
-def test_torchvision_for_another_torch(tmp_path, healthy):
-    environment = own_environment(tmp_path / "venv")
+def test_torchvision_for_another_torch(environment, healthy):
     if not list(packages_of(environment).glob("torchvision-*.dist-info")):
         pytest.skip("torchvision is not installed")
     change_metadata(
@@ -195,11 +190,12 @@ def test_torchvision_for_another_torch(tmp_path, healthy):
     )
 
 
-def test_torch_that_cannot_be_imported_and_a_driver_that_does_not_run(tmp_path, healthy):
+def test_torch_that_cannot_be_imported_and_a_driver_that_does_not_run(
+    environment, tmp_path, healthy
+):
     """A disk that was full while pip unpacked: a library is cut short. The doctor itself goes
     on.
     """
-    environment = own_environment(tmp_path / "venv")
     torch = packages_of(environment) / "torch"
     real = torch.resolve()
     torch.unlink()
