@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from lightning_ring import ElasticStrategy, RingStrategy
 from lightning_ring.algorithms.local import AsynchronousGossip, gossip
@@ -72,7 +73,7 @@ def test_steps_in_an_order_of_their_own_are_those_of_the_formula(
         optimizers[turn].step()
         x[turn] = x[turn] + vector(nets[turn]) - before
         torch.nn.utils.vector_to_parameters(x[turn].clone(), nets[turn].parameters())
-        torch.testing.assert_close(found[turn][taken[turn]], x[turn], rtol=1e-4, atol=1e-6)
+        assert_close(found[turn][taken[turn]], x[turn], rtol=1e-4, atol=1e-6)
         taken[turn] += 1
         if turn in active:
             one, other = remaining.pop(0)
@@ -81,7 +82,7 @@ def test_steps_in_an_order_of_their_own_are_those_of_the_formula(
             x[one] = x[other] = (x[one] + x[other]) / 2
     assert not remaining
     for shown in found:
-        torch.testing.assert_close(shown[-1], torch.stack(x).mean(0), rtol=1e-4, atol=1e-6)
+        assert_close(shown[-1], torch.stack(x).mean(0), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("overlap", [0, None])
@@ -151,9 +152,9 @@ def test_steps_go_on_while_an_average_is_on_its_way(overlap, num_steps):
         return [*found, vector(net)]
 
     (sent, alone, first, shown), (theirs, second, _) = run_ranks(2, rank)
-    torch.testing.assert_close(second, (theirs + sent) / 2)
-    torch.testing.assert_close(first, alone + (theirs - sent) / 2)
-    torch.testing.assert_close(shown, (first + second) / 2)
+    assert_close(second, (theirs + sent) / 2)
+    assert_close(first, alone + (theirs - sent) / 2)
+    assert_close(shown, (first + second) / 2)
     assert torch.allclose(alone, sent) == (num_steps == 0)
 
 

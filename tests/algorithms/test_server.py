@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW
+from torch.testing import assert_close
 
 from lightning_ring import ElasticStrategy, RingStrategy
 from lightning_ring.algorithms.algorithm import Algorithm
@@ -72,11 +73,11 @@ def test_bulk_is_the_step_with_the_mean_in_one_process(world_size, optimizer, se
     expected, state = sequential(optimizer, world_size, lambda step: 0.01 * (step + 1))
     for weights, _, after in found:
         assert torch.equal(weights, found[0][0])
-        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(after["state"], state["state"], rtol=1e-4, atol=1e-6)
+        assert_close(weights, expected, rtol=1e-4, atol=1e-6)
+        assert_close(after["state"], state["state"], rtol=1e-4, atol=1e-6)
     assert found[1][1] == {}
     assert found[0][1]["param_groups"] == state["param_groups"]
-    torch.testing.assert_close(found[0][1]["state"], state["state"], rtol=1e-4, atol=1e-6)
+    assert_close(found[0][1]["state"], state["state"], rtol=1e-4, atol=1e-6)
 
 
 def test_a_closure_an_unused_and_a_frozen_parameter():
@@ -110,7 +111,7 @@ def test_a_closure_an_unused_and_a_frozen_parameter():
 
     expected = trained(Algorithm(), None, range(2))
     for found in run_ranks(2, lambda comm: trained(ParameterServer(), comm, [comm.rank])):
-        torch.testing.assert_close(found, expected)
+        assert_close(found, expected)
         assert torch.equal(found[:2], torch.ones(2))  # the extra one comes first
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+from torch.testing import assert_close
 
 from lightning_ring.comm.backends.gloo import GlooCommunicator, open_torch_communicator
 from lightning_ring.comm.backends.shared_memory.communicator import open_shared_memory
@@ -90,7 +91,7 @@ def check_every_dtype_and_op_equals_a_plain_reduction():
                 inputs = values(numel, dtype, comm.world_size)
                 output = inputs[comm.rank].clone()
                 comm.all_reduce_(output, op=op, name=f"{dtype} {op.name}").wait()
-                torch.testing.assert_close(output, plain(inputs, op), **tolerance(dtype))
+                assert_close(output, plain(inputs, op), **tolerance(dtype))
                 outputs.append(output.view(torch.uint8))
         assert_same_everywhere(torch.cat(outputs))
 
@@ -122,7 +123,7 @@ def check_average_of_two_ranks_has_the_bits_of_distributed_data_parallel():
         comm.all_reduce_(mine, op=ReduceOp.AVG).wait()
         if comm.world_size <= 2 or isinstance(comm, GlooCommunicator):
             assert torch.equal(mine, theirs)
-        torch.testing.assert_close(mine, theirs)
+        assert_close(mine, theirs)
         assert_same_everywhere(mine)
 
 
@@ -136,11 +137,11 @@ def check_the_halves():
                 flat = inputs[comm.rank].clone()
                 comm.reduce_scatter_(flat).wait()
                 own = shard(flat, comm.world_size, comm.shard_index)
-                torch.testing.assert_close(
+                assert_close(
                     own, shard(expected, comm.world_size, comm.shard_index), **tolerance(dtype)
                 )
                 comm.all_gather_(flat).wait()
-                torch.testing.assert_close(flat, expected, **tolerance(dtype))
+                assert_close(flat, expected, **tolerance(dtype))
                 outputs.append(flat.view(torch.uint8))
         assert_same_everywhere(torch.cat(outputs))
 

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
 
 from lightning_ring import RingStrategy, distribute
 from lightning_ring.algorithms.local import DiLoCo, LocalSGD
@@ -48,7 +49,7 @@ def check_a_plain_loop_is_that_of_torchs_post_local_sgd_optimizer():
             optimizer.step()
             optimizer.zero_grad()
             values.append(parameters(ours))
-        torch.testing.assert_close(
+        assert_close(
             training.all_reduce(parameters(ours)), (training.show_averages(), parameters(ours))[1]
         )
     assert_all_ranks_equal(parameters(ours))
@@ -69,7 +70,7 @@ def check_a_plain_loop_is_that_of_torchs_post_local_sgd_optimizer():
         loss_of(wrapped(batch)).backward()
         post_local.step()
         post_local.zero_grad()
-        torch.testing.assert_close(parameters(theirs), expected, rtol=1e-5, atol=1e-7)
+        assert_close(parameters(theirs), expected, rtol=1e-5, atol=1e-7)
     # local steps
     assert len({WORLD.bcast(values[4].sum().item(), root=rank) for rank in range(SIZE)}) == SIZE
 
@@ -118,9 +119,7 @@ def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(tmp
         own = WORLD.allgather(whole.trained[3])  # after step 4, the first epoch's last
         assert not torch.equal(own[0], own[-1])
         path = folder / f"whole {number}" / "epoch=0.ckpt"
-        torch.testing.assert_close(
-            saved_parameters(path, whole), torch.stack(own).mean(0), rtol=1e-5, atol=1e-7
-        )
+        assert_close(saved_parameters(path, whole), torch.stack(own).mean(0), rtol=1e-5, atol=1e-7)
         resumed = run(make, f"resumed {number}", str(path))
         assert len(resumed.trained) == 4
         assert torch.equal(torch.stack(resumed.trained), torch.stack(whole.trained[4:])), number
@@ -140,7 +139,7 @@ def check_averages_over_steps_and_over_epochs_are_those_of_the_ranks_average(tmp
     expected = means[0]
     for mean in means[1:]:
         expected = (expected + mean) / 2
-    torch.testing.assert_close(parameters(module), expected, rtol=1e-5, atol=1e-6)
+    assert_close(parameters(module), expected, rtol=1e-5, atol=1e-6)
     assert_all_ranks_equal(parameters(module))
 
     module = NotedToTheEnd()
@@ -154,9 +153,7 @@ def check_averages_over_steps_and_over_epochs_are_those_of_the_ranks_average(tmp
         max_epochs=3,
     )
     # three ranks' mean of equal values may be another value's neighbour
-    torch.testing.assert_close(
-        parameters(module), parameters(over_epochs._average_model), rtol=1e-6, atol=0
-    )
+    assert_close(parameters(module), parameters(over_epochs._average_model), rtol=1e-6, atol=0)
     assert_all_ranks_equal(parameters(module))
 
 
@@ -166,9 +163,7 @@ def check_fabric_saves_averages_and_resumes_within_a_round(tmp_path):
     own = WORLD.allgather(loop.train(range(4)))
     assert not torch.equal(own[0], own[-1])
     loop.fabric.save(path, loop.state)
-    torch.testing.assert_close(
-        parameters(loop.model), torch.stack(own).mean(0), rtol=1e-5, atol=1e-7
-    )
+    assert_close(parameters(loop.model), torch.stack(own).mean(0), rtol=1e-5, atol=1e-7)
     straight = loop.train(range(4, 8))
     again = FabricLoop(LocalSGD(every=3), seed=9)
     again.fabric.load(path, again.state)

@@ -10,6 +10,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring import RingStrategy
@@ -115,7 +116,7 @@ def check_gathered_losses_equal_one_process_on_the_whole_batch():
         found = parameters(model)
         assert_all_ranks_equal(found)
         assert (expected - before).norm() > 1e-3, file.stem  # there was something to learn
-        torch.testing.assert_close(
+        assert_close(
             found, expected, rtol=1e-4, atol=1e-5, msg=lambda text, of=file.stem: f"{of}: {text}"
         )
 
@@ -131,10 +132,10 @@ def check_memory_holds_the_images_of_all_ranks_and_survives_a_checkpoint(tmp_pat
     after(model, steps=2).save_checkpoint(tmp_path / "memory.ckpt")
     model = fresh()
     after(model, steps=4, ckpt_path=tmp_path / "memory.ckpt")
-    torch.testing.assert_close(parameters(model), parameters(expected), rtol=1e-4, atol=1e-5)
+    assert_close(parameters(model), parameters(expected), rtol=1e-4, atol=1e-5)
     mine, others = model.metric_loss.loss, expected.metric_loss.loss
     assert (mine.queue_idx, mine.has_been_filled) == (others.queue_idx, True)
-    torch.testing.assert_close(mine.embedding_memory, others.embedding_memory, rtol=1e-4, atol=1e-5)
+    assert_close(mine.embedding_memory, others.embedding_memory, rtol=1e-4, atol=1e-5)
 
 
 def check_sharded_head_trains_resumes_and_is_tested_as_in_one_process(tmp_path):
@@ -148,11 +149,11 @@ def check_sharded_head_trains_resumes_and_is_tested_as_in_one_process(tmp_path):
         run = after(model, 4, strategy, ckpt_path=tmp_path / "sharded.ckpt")
         found = parameters(model)
         assert_all_ranks_equal(found)
-        torch.testing.assert_close(found, parameters(one), rtol=1e-4, atol=1e-5)
+        assert_close(found, parameters(one), rtol=1e-4, atol=1e-5)
         head = model.sharded_head
         assert len(head.weight) < CLASSES
         expected = one.sharded_head.weight[head.first : head.last]
-        torch.testing.assert_close(head.weight, expected, rtol=1e-4, atol=1e-5)
+        assert_close(head.weight, expected, rtol=1e-4, atol=1e-5)
     run.save_checkpoint(tmp_path / "end.ckpt")
     (metrics, *_) = trainer(RingStrategy()).test(model, datamodule=Given(), verbose=False)
     given, targets, _ = images(ITEMS, 1)
@@ -160,7 +161,7 @@ def check_sharded_head_trains_resumes_and_is_tested_as_in_one_process(tmp_path):
         right = (one.sharded_head.predict(one.embedder(given)) == targets).double().mean()
     assert abs(metrics["test/accuracy"] - float(right)) < 1e-6
     whole = torch.load(tmp_path / "end.ckpt", weights_only=False)["sharded_head"]["weight"]
-    torch.testing.assert_close(whole, one.sharded_head.weight.detach(), rtol=1e-4, atol=1e-5)
+    assert_close(whole, one.sharded_head.weight.detach(), rtol=1e-4, atol=1e-5)
 
 
 def check_strategies_under_which_the_loss_of_all_ranks_would_be_wrong_are_refused():

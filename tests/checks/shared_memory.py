@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from lightning_ring.comm.backends.gloo import GlooCommunicator
 from lightning_ring.comm.backends.mpi import MPICommunicator
@@ -54,7 +55,7 @@ def check_in_place_and_copied_give_the_same_bits():
         copied, shared = inputs[comm.rank].clone(), in_shared_memory(comm, inputs[comm.rank])
         comm.all_reduce_(copied, op=op).wait()
         comm.all_reduce_(shared, op=op).wait()
-        torch.testing.assert_close(shared, plain(inputs, op), **tolerance(dtype))
+        assert_close(shared, plain(inputs, op), **tolerance(dtype))
         # there vector kernels and their tails round differently
         if not (dtype.is_complex and op is ReduceOp.PRODUCT):
             assert torch.equal(shared.view(torch.uint8), copied.view(torch.uint8)), (dtype, op)
@@ -71,14 +72,14 @@ def check_the_halves_and_broadcast_in_place():
             flat = make(inputs[comm.rank])
             comm.reduce_scatter_(flat, op=ReduceOp.AVG).wait()
             own = shard(flat, comm.world_size, comm.rank).clone()
-            torch.testing.assert_close(own, shard(expected, comm.world_size, comm.rank))
+            assert_close(own, shard(expected, comm.world_size, comm.rank))
             flat.fill_(-1)
             shard(flat, comm.world_size, comm.rank).copy_(own)
             comm.all_gather_(flat).wait()
-            torch.testing.assert_close(flat, expected)
+            assert_close(flat, expected)
             assert_same_everywhere(flat)
             comm.broadcast_(flat.add_(comm.rank), src=comm.world_size - 1).wait()
-            torch.testing.assert_close(flat, expected + comm.world_size - 1)
+            assert_close(flat, expected + comm.world_size - 1)
             assert_same_everywhere(flat)
     comm.close()
 

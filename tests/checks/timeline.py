@@ -54,16 +54,16 @@ def steps_of(events, rank):
     return [event["args"]["step"] for event in slices(events, "steps", rank)]
 
 
-def assert_within_steps(events, track, rank, slack=1e3):
+def assert_within_steps(events, track, rank):
     """Each slice lies in the step that its ``args`` name, or (new parameters) reaches into the
-    next one; µs.
+    next one, give or take a millisecond.
     """
     steps = {s["args"]["step"]: s for s in slices(events, "steps", rank)}
     for event in slices(events, track, rank):
         first = steps[event["args"]["step"]]
         last = steps.get(event["args"]["step"] + 1, first)
-        assert first["ts"] - slack <= event["ts"], (track, event)
-        assert event["ts"] + event["dur"] <= last["ts"] + last["dur"] + slack, (track, event)
+        assert first["ts"] - 1e3 <= event["ts"], (track, event)
+        assert event["ts"] + event["dur"] <= last["ts"] + last["dur"] + 1e3, (track, event)
 
 
 def check_every_phase_and_bucket_of_every_step(tmp_path):

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
@@ -35,7 +36,7 @@ LENGTHS = [0, 1, 7, 5003, 6000]  # 6,000: equal shards
 SOME = [torch.float32, torch.int32]
 
 
-def run_nested(nodes, fn, *, piece_bytes=4096, timeout=60):
+def run_nested(nodes, fn):
     """`run_ranks` on a `HierarchicalCommunicator` whose every level is a ring of threads."""
     peers = [sorted(ranks) for ranks in zip(*nodes, strict=True)]
     inward, outward = ([ThreadWorld(len(ranks)) for ranks in nodes] for _ in range(2))
@@ -44,7 +45,7 @@ def run_nested(nodes, fn, *, piece_bytes=4096, timeout=60):
     def rank(comm):
         node = next(index for index, ranks in enumerate(nodes) if comm.rank in ranks)
         local_rank = nodes[node].index(comm.rank)
-        policy = WaitPolicy(timedelta(seconds=timeout), comm._policy.check)
+        policy = WaitPolicy(timedelta(seconds=60), comm._policy.check)
 
         def level(world, ranks):
             return RingCommunicator(ThreadTransport(world, ranks.index(comm.rank)), policy, ranks)
@@ -56,7 +57,7 @@ def run_nested(nodes, fn, *, piece_bytes=4096, timeout=60):
             level(across[local_rank], peers[local_rank]),
             peers,
             policy,
-            piece_bytes=piece_bytes,
+            piece_bytes=4096,
         )
         try:
             return fn(nested)
@@ -85,7 +86,7 @@ def test_every_op_equals_a_plain_reduction(nodes):
     results = run_nested(nodes, rank)
     for index, (dtype, op, numel) in enumerate(cases):
         expected = plain(values(numel, dtype, world_size), op)
-        torch.testing.assert_close(results[0][index], expected, **tolerance(dtype))
+        assert_close(results[0][index], expected, **tolerance(dtype))
         assert all(torch.equal(result[index], results[0][index]) for result in results)
 
 
@@ -102,11 +103,11 @@ def test_the_halves_leave_the_shards_that_the_communicator_names(nodes):
             comm.reduce_scatter_(flat, op=op).wait()
             own = shard(flat, world_size, comm.shard_index).clone()
             mine = shard(expected, world_size, comm.shard_index)
-            torch.testing.assert_close(own, mine, **tolerance(dtype))
+            assert_close(own, mine, **tolerance(dtype))
             flat.fill_(0)  # nothing else of it may be needed
             shard(flat, world_size, comm.shard_index).copy_(own)
             comm.all_gather_(flat).wait()
-            torch.testing.assert_close(flat, expected, **tolerance(dtype))
+            assert_close(flat, expected, **tolerance(dtype))
         return comm.shard_index
 
     assert sorted(run_nested(nodes, rank)) == list(range(world_size))

@@ -33,30 +33,22 @@ def test_all_reduce_equals_sum(world_size, reduce):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_many_small_pieces_change_nothing(world_size):
-    every = [values(numel, torch.float32, world_size) for numel in LENGTHS]
-
-    def rank(comm):
-        scratch = torch.empty(scratch_bytes(SMALL_PIECES), dtype=torch.uint8)
-        for inputs in every:
-            cut = inputs[comm.rank].clone()
-            all_reduce_(cut, comm.transport, piece_bytes=SMALL_PIECES, scratch=scratch)
-            assert torch.equal(cut, all_reduce_(inputs[comm.rank].clone(), comm.transport))
-
-    run_ranks(world_size, rank)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_reduce_scatter_leaves_rank_r_with_shard_r(world_size):
     every = [values(numel, torch.float64, world_size) for numel in LENGTHS]
 
     def rank(comm):
         for inputs in every:
-            output = inputs[comm.rank].clone()
-            reduce_scatter_(output, comm.transport, ReduceOp.AVG, piece_bytes=SMALL_PIECES)
-            expected = plain(inputs, ReduceOp.AVG)
-            own, right = (shard(flat, world_size, comm.rank) for flat in (output, expected))
-            torch.testing.assert_close(own, right)
+            outputs = [inputs[comm.rank].clone() for _ in range(2)]
+            scratch = torch.empty(scratch_bytes(SMALL_PIECES), dtype=torch.uint8)
+            pieces = {"piece_bytes": SMALL_PIECES, "scratch": scratch}
+            reduce_scatter_(outputs[0], comm.transport, ReduceOp.AVG)
+            reduce_scatter_(outputs[1], comm.transport, ReduceOp.AVG, **pieces)
+            whole, cut, right = (
+                shard(flat, world_size, comm.rank)
+                for flat in (*outputs, plain(inputs, ReduceOp.AVG))
+            )
+            torch.testing.assert_close(cut, right)
+            assert torch.equal(cut, whole)
 
     run_ranks(world_size, rank)
 

@@ -41,8 +41,8 @@ SAMPLERS = {
 }
 
 
-def table_of(folder, names=True):
-    labels = [folder.classes[label] if names else int(label) for label in folder.labels]
+def table_of(folder):
+    labels = [folder.classes[label] for label in folder.labels]
     images = [folder.read(i) for i in range(len(folder))]
     return pa.table({"image": images, "label": labels, "number": range(len(folder))})
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 from torch.optim import SGD, Adam
+from torch.testing import assert_close
 
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.comm.communicator import ChainedWork, shard
@@ -155,7 +156,7 @@ def test_a_shard_in_8_bits_has_the_bits_of_the_whole(run, numel):
         own, expected = (shard(each, comm.world_size, comm.shard_index) for each in (flat, whole))
         if numel > 4096:
             assert torch.equal(own, expected)
-        torch.testing.assert_close(own, expected)  # sums of a ring have another order
+        assert_close(own, expected)  # sums of a ring have another order
 
     run(rank)
 
@@ -189,9 +190,7 @@ def test_what_is_owed_survives_new_buckets(run):
 
     totals, errors, owners = (torch.stack(each) for each in zip(*run(rank), strict=True))
     wanted = 12 * torch.stack([gradient(rank, 0) for rank in range(4)]).mean(0)
-    torch.testing.assert_close(
-        totals[0] + errors.mean(0) + owners.sum(0), wanted, rtol=1e-4, atol=1e-3
-    )
+    assert_close(totals[0] + errors.mean(0) + owners.sum(0), wanted, rtol=1e-4, atol=1e-3)
 
 
 def test_second_legs_of_all_buckets_leave_before_the_first_is_decoded():
@@ -210,7 +209,7 @@ def test_second_legs_of_all_buckets_leave_before_the_first_is_decoded():
         comm.all_gather_ = noted
         with reducer.backward():
             sum((param * 2).sum() for _, param in params).backward()
-        torch.testing.assert_close(params[0][1].grad, torch.full((5000,), 2.0))
+        assert_close(params[0][1].grad, torch.full((5000,), 2.0))
         return told
 
     assert run_ranks(3, rank)[0] == ["starts"] * 3 + ["ends"] * 3
@@ -250,7 +249,7 @@ def test_guessed_thresholds_find_exactly_the_largest(kind):
         values[123_457] = float(kind)
     found = largest(values, count)
     assert found.unique().numel() == count
-    torch.testing.assert_close(
+    assert_close(
         values[found].abs().sort().values,
         values.abs().topk(count).values.sort().values,
         rtol=0,

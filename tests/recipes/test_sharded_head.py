@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from pytorch_metric_learning.losses import ArcFaceLoss, CosFaceLoss
+from torch.testing import assert_close
 
 from lightning_ring.optim import LARS
 from recipes.recognition.sharded_head import ShardedHead
@@ -73,13 +74,11 @@ def test_ranks_learn_what_one_process_learns(num_ranks, margin):
     results = run_ranks(num_ranks, one)
     for step in range(3):
         for rank, (seen, _, _) in enumerate(results):
-            torch.testing.assert_close(seen[2 * step], expected[2 * step])
-            torch.testing.assert_close(
-                seen[2 * step + 1], expected[2 * step + 1].chunk(num_ranks)[rank]
-            )
+            assert_close(seen[2 * step], expected[2 * step])
+            assert_close(seen[2 * step + 1], expected[2 * step + 1].chunk(num_ranks)[rank])
     assert [state for _, state, _ in results[1:]] == [{}] * (num_ranks - 1)
     whole = alone.state()
-    torch.testing.assert_close(results[0][1], whole)
+    assert_close(results[0][1], whole)
     assert (whole["weight"] - head_weights()).norm() > 0.1  # there was something to learn
     for rank, (_, _, predicted) in enumerate(results):
         assert torch.equal(predicted, alone.predict(images(9)[0][rank::num_ranks][: 4 - rank]))
@@ -110,7 +109,7 @@ def test_a_checkpoint_goes_on_on_any_number_of_ranks(num_ranks):
     found = run_ranks(num_ranks, go_on) if num_ranks > 1 else [go_on(None)]
     for rank, seen in enumerate(found):
         for mine, whole in zip(seen, expected, strict=True):
-            torch.testing.assert_close(mine, whole.chunk(num_ranks)[rank] if whole.ndim else whole)
+            assert_close(mine, whole.chunk(num_ranks)[rank] if whole.ndim else whole)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,7 @@ def test_losses_are_those_of_pytorch_metric_learning(margin, reference):
     library.W.data = model.weight.detach().T.clone()
     embeddings, labels = images()
     embeddings[0] = -model.weight.detach()[labels[0]]  # an angle of 180 degrees
-    torch.testing.assert_close(model(embeddings, labels), library(embeddings, labels))
+    assert_close(model(embeddings, labels), library(embeddings, labels))
 
 
 def test_a_sample_of_the_classes_always_holds_those_of_the_batch():

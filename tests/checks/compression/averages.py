@@ -2,6 +2,7 @@
 
 import torch
 from torch.nn import Parameter
+from torch.testing import assert_close
 
 from lightning_ring.comm.communicator import shard
 from lightning_ring.gradients.bucket import Bucket
@@ -119,9 +120,9 @@ def check_divides_by_the_ranks_that_hold_data():
             )
             assert_same_bits(*found[-1])
         for whole, divided, wanted in zip(*found, average(ranks=active), strict=True):
-            torch.testing.assert_close(divided, whole * (size / active), rtol=0.01, atol=1e-5)
+            assert_close(divided, whole * (size / active), rtol=0.01, atol=1e-5)
             if way in ("fp16", "bf16", "fp32"):
-                torch.testing.assert_close(divided.double(), wanted, rtol=0.01, atol=0.02)
+                assert_close(divided.double(), wanted, rtol=0.01, atol=0.02)
 
 
 def check_shards_hold_the_bits_of_the_whole():
@@ -159,7 +160,7 @@ def check_large_values():
         reducer, params, _ = make(way)
         got = send(reducer, params, [torch.full_like(p, 60_000.0) for p in params])
         assert all(torch.equal(g, torch.full_like(g, got[0][0, 0].item())) for g in got)
-        torch.testing.assert_close(got[0][0, 0].item(), 60_000.0, rtol=4e-3, atol=0)
+        assert_close(got[0][0, 0].item(), 60_000.0, rtol=4e-3, atol=0)
         last = communicator().rank == communicator().world_size - 1
         got = send(reducer, params, [torch.full_like(p, 7e4 if last else 0.0) for p in params])
         assert_same_bits(*got)
@@ -185,7 +186,7 @@ def check_other_dtypes_travel_as_they_are_and_this_is_said_once():
                 ).backward()
         for (_, param), value in zip(named, exact, strict=True):
             tolerance = 1e-12 if way == "powersgd" else 0
-            torch.testing.assert_close(
+            assert_close(
                 param.grad.real, torch.full_like(param.real, value), rtol=tolerance, atol=0
             )
         refused = [kind for kind in kinds if not compressor.accepts(kind)]

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import Parameter
+from torch.testing import assert_close
 
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import PowerSGD
@@ -61,7 +62,7 @@ def check_powersgd_original_is_sent_and_error():
             if step == 0:
                 assert not error.any()
                 continue
-            torch.testing.assert_close(sent + error, original, rtol=1e-5, atol=1e-6)
+            assert_close(sent + error, original, rtol=1e-5, atol=1e-6)
             assert torch.linalg.matrix_rank(sent.double(), rtol=1e-5) <= 2
         assert not any(compressor.residual(name).any() for name in ("vector", "scalar"))
 
@@ -124,10 +125,8 @@ def check_powersgd_equals_torchs_hook():
         compressor.begin_backward()
         average_compressed_(bucket, compressor, comm, None, "bucket").wait()
         for ours, theirs in zip(bucket.views, views, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+            assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
         errors = torch.cat(
             [compressor.residual(matrix.name).reshape(-1) for matrix in plan.matrices]
         )
-        torch.testing.assert_close(
-            errors, state.error_dict[0][: errors.numel()], rtol=1e-4, atol=1e-4
-        )
+        assert_close(errors, state.error_dict[0][: errors.numel()], rtol=1e-4, atol=1e-4)

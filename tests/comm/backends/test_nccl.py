@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from lightning_ring.comm.backends import gloo, nccl
 from lightning_ring.comm.communicator import ReduceOp, shard
@@ -34,12 +35,12 @@ def test_every_dtype_and_op_equals_a_plain_reduction(open_nccl, world_size):
             expected = plain(inputs, op)
             whole, halves = inputs[comm.rank].clone(), inputs[comm.rank].clone()
             ours.all_reduce_(whole, op=op).wait()
-            torch.testing.assert_close(whole, expected, **tolerance(dtype))
+            assert_close(whole, expected, **tolerance(dtype))
             ours.reduce_scatter_(halves, op=op).wait()
             own, right = (shard(flat, world_size, comm.rank) for flat in (halves, expected))
-            torch.testing.assert_close(own, right, **tolerance(dtype))
+            assert_close(own, right, **tolerance(dtype))
             ours.all_gather_(halves).wait()
-            torch.testing.assert_close(halves, expected, **tolerance(dtype))
+            assert_close(halves, expected, **tolerance(dtype))
         mine = torch.full((2, 3), float(comm.rank))
         assert [float(row[1, 2]) for row in ours.all_gather(mine)] == list(range(world_size))
         ours.broadcast_(mine, src=world_size - 1).wait()

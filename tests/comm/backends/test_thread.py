@@ -48,7 +48,7 @@ def test_the_error_of_a_rank_ends_the_others_at_once():
     assert all("rank 1 failed: KeyError: 'broken sample'" in text for text in seen)
 
 
-def both_raise(fn, world_size=3):
+def all_raise(fn):
     """The error of every rank of ``fn``, which must raise on all of them."""
 
     def rank(comm):
@@ -59,7 +59,7 @@ def both_raise(fn, world_size=3):
         assert again.value is caught.value  # broken communicators stay so
         return caught.value
 
-    return run_ranks(world_size, rank)
+    return run_ranks(3, rank)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_all_to_all_of_another_form_than_expected_is_an_error_on_every_rank(othe
         outputs = [torch.empty(2, dtype=inputs[0].dtype) for _ in range(3)]
         comm.all_to_all(inputs, outputs).wait()
 
-    errors = both_raise(diverge)
+    errors = all_raise(diverge)
     assert {str(error) for error in errors} == {str(errors[0])}
     assert words in str(errors[0])
 
