@@ -5,8 +5,10 @@ strategy by name.
 import hashlib
 import logging
 import warnings
+from contextlib import nullcontext
 
 import lightning as L
+import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins.environments import MPIEnvironment
@@ -107,6 +109,11 @@ def fit(strategy, module, train=None, val=None, **kwargs):
 def parameters(module):
     """All parameters as one float64 vector: float32 values keep their bits."""
     return torch.cat([p.detach().reshape(-1).double() for p in module.parameters()])
+
+
+def warned_on_rank_0(message):
+    """Around code that warns of ``message`` on rank 0."""
+    return pytest.warns(UserWarning, match=message) if RANK == 0 else nullcontext()
 
 
 def assert_all_ranks_equal(values):

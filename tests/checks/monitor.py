@@ -11,7 +11,6 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,6 +30,7 @@ from tests.checks.models import (
     parameters,
     trainer,
 )
+from tests.checks.strategy.references import scaler_plugin
 from tests.strategies import ring
 
 SLEEP = 0.1  # seconds, where a step takes some thousandths
@@ -313,9 +313,7 @@ def check_skipped_steps_are_counted():
         assert report.skipped == 1
         assert RANK or report.trust_ratios.numel() == 4
         assert RANK or {"ring/trust_ratio/p05", "ring/trust_ratio/p95"} <= report.scalars().keys()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler)
-    assert monitored(Overflowing("SGD"), plugins=[plugin]).skipped == 1
+    assert monitored(Overflowing("SGD"), plugins=[scaler_plugin(2.0)]).skipped == 1
 
 
 def check_tensorboard_pages_are_written(tmp_path):

@@ -3,7 +3,6 @@ shared folder.
 """
 
 import json
-import time
 
 import pytest
 
@@ -12,6 +11,7 @@ from lightning_ring.comm.recording import CollectiveRecord
 from lightning_ring.timeline.recorder import BACKWARD, FORWARD, STEPS, Recorder
 from lightning_ring.timeline.trace_files import TraceFile, gather_files, merge, read_other
 from tests.checks.trace_format import read_trace, slices, tracks
+from tests.processes import wait_for
 from tests.thread_ranks import run_ranks
 
 ZERO = 1000.0  # seconds of the rank's clock
@@ -65,9 +65,7 @@ def record_rank(path, rank, world_size, *, drift=0.0, close=True, **kw):
         other["rank"]["clock_at_end"] = end
         recorder.close(other | {"ended": "now"})
     else:
-        until = time.monotonic() + 60
-        while file.num_events < 60 and time.monotonic() < until:
-            time.sleep(0.01)  # its thread writes; then it is as if it had been killed
+        wait_for(lambda: file.num_events >= 60)  # then it is as if it had been killed
 
 
 def test_queues_and_waits_are_drawn(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ import torch
 import lightning_ring.horovod as hvd
 from tests.checks.horovod.world import RANK, SIZE, WORLD, total
 from tests.checks.world import raised_by_all
+from tests.processes import wait_for
 
 
 def check_names_may_come_in_another_order_on_each_rank():
@@ -111,9 +111,7 @@ def check_threads_wait_for_collectives_of_their_own():
         thread.join(60)
     assert sorted(done) == [0, 1, 2]
     handle = hvd.allreduce_async(torch.ones(1), name="nobody waits", op=hvd.Sum)
-    until = time.monotonic() + 60
-    while not hvd.poll(handle):
-        assert time.monotonic() < until
+    wait_for(lambda: hvd.poll(handle))
     assert hvd.synchronize(handle).item() == SIZE
 
 

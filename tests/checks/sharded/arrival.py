@@ -6,7 +6,6 @@ import contextlib
 import copy
 
 import lightning as L
-import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_ring import RingStrategy
-from tests.checks.models import RANK, Classifier, fit, loader, parameters, trainer
+from tests.checks.models import Classifier, fit, loader, parameters, trainer, warned_on_rank_0
 from tests.checks.sharded.late import LateRing, Noting, Patient, Tied, run_late
 from tests.checks.sharded.references import CAP, assert_same
 from tests.strategies import ring
@@ -162,12 +161,7 @@ def check_reads_that_no_module_waits_for_are_waited_for_before_the_forward():
     for make, told in cases:
         late, plain = make(), make()
         plain.load_state_dict(late.state_dict())
-        expected = (
-            pytest.warns(UserWarning, match=f"{told}.*gets gradients")
-            if RANK == 0 and told
-            else contextlib.nullcontext()
-        )
-        with expected:
+        with warned_on_rank_0(f"{told}.*gets gradients") if told else contextlib.nullcontext():
             strategy = run_late(late)
         assert strategy.algorithm.overlaps == (make is not Stepping)
         fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)

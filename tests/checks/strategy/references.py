@@ -43,5 +43,6 @@ def one_process(module, batches, *, lr, momentum):
         optimizer.step()
 
 
-def scaler_plugin():
-    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**24))
+def scaler_plugin(init_scale=2.0**24):
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    return MixedPrecision("16-mixed", "cpu", scaler=scaler)

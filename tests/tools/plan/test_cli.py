@@ -31,9 +31,9 @@ def path(tmp_path):
 
 
 def test_what_was_written_is_read(tmp_path):
-    written = profile(*several())
-    write_profile(written, tmp_path / "p.json")
-    assert read_profile(tmp_path / "p.json") == written
+    some = profile(*several())
+    write_profile(some, tmp_path / "p.json")
+    assert read_profile(tmp_path / "p.json") == some
     assert [file.name for file in tmp_path.iterdir()] == ["p.json"]
 
 
@@ -67,6 +67,12 @@ def test_the_table(path, capsys):
     assert any(line.startswith("on 64 ranks ") for line in lines)
 
 
+def written(folder, content):
+    """The path of a bench's file."""
+    (folder / "bench.json").write_text(json.dumps(content))
+    return str(folder / "bench.json")
+
+
 def test_a_link_that_misleads_is_a_warning(path, tmp_path, capsys):
     for device, residual, warned in (
         ("cpu", 0.5, ()),
@@ -75,9 +81,8 @@ def test_a_link_that_misleads_is_a_warning(path, tmp_path, capsys):
     ):
         model = {"backend": "auto", "alpha_seconds": 1e-4, "bandwidth": 1e9, "residual": residual}
         models = [model | {"collective": name} for name in COLLECTIVES]
-        content = {"world": {"device": device}, "models": models}
-        (tmp_path / "bench.json").write_text(json.dumps(content))
-        assert plan.main([path, "--network", str(tmp_path / "bench.json")]) == 0
+        bench = written(tmp_path, {"world": {"device": device}, "models": models})
+        assert plan.main([path, "--network", bench]) == 0
         said = capsys.readouterr().out
         assert said.count("warning: ") == len(warned)
         assert all(words in said for words in warned)
@@ -141,17 +146,15 @@ def test_links_by_name_number_and_measurement(tmp_path):
         for backend, bandwidth in (("gloo", 1e8), ("auto", 2e8))
         for alpha, name in ((1e-5, "all_reduce"), (2e-5, "reduce_scatter"), (3e-5, "all_gather"))
     ]
-    (tmp_path / "bench.json").write_text(json.dumps({"models": models}))
-    measured = parse_link(str(tmp_path / "bench.json"), "--network")
+    measured = parse_link(written(tmp_path, {"models": models}), "--network")
     assert measured.costs["reduce_scatter"] == CostModel(2e-5, 2e8)
-    written = session.bench_json(
-        [], [*models[:3], models[3] | {"bandwidth": math.inf}, *models[4:]], {"world_size": 2}, {}
-    )
-    (tmp_path / "bench.json").write_text(json.dumps(written, allow_nan=False))
-    assert read_bench(str(tmp_path / "bench.json")).costs["all_reduce"] == CostModel(1e-5, math.inf)
-    (tmp_path / "bench.json").write_text(json.dumps({"models": models[:2]}))
+    models[3]["bandwidth"] = math.inf
+    content = session.bench_json([], models, {"world_size": 2}, {})
+    json.dumps(content, allow_nan=False)
+    measured = read_bench(written(tmp_path, content))
+    assert measured.costs["all_reduce"] == CostModel(1e-5, math.inf)
     with refused("holds no α and B for all"):
-        parse_link(str(tmp_path / "bench.json"), "--network")
+        parse_link(written(tmp_path, {"models": models[:2]}), "--network")
 
 
 def test_planning_imports_no_torch(path):
