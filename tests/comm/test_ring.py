@@ -9,7 +9,7 @@ from lightning_ring.comm.ring import all_gather_, all_reduce_, reduce_scatter_, 
 from tests.checks.reductions import plain, tolerance, values
 from tests.thread_ranks import run_ranks
 
-WORLD_SIZES = [1, 2, 3, 4, 8]
+every_size = pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 LENGTHS = [0, 1, 7, 1024, 5003]  # 0, 1, 7: some ranks get an empty shard
 SMALL_PIECES = 256  # bytes, so that short tensors travel in many pieces too
 
@@ -20,7 +20,7 @@ def assert_reduced(outputs, inputs, op):
         assert torch.equal(output, outputs[0])  # all ranks hold the same bits
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@every_size
 @pytest.mark.parametrize("reduce", [all_reduce_, all_reduce_directly_])
 def test_all_reduce_equals_sum(world_size, reduce):
     every = [values(numel, torch.float64, world_size) for numel in LENGTHS]
@@ -32,7 +32,7 @@ def test_all_reduce_equals_sum(world_size, reduce):
         assert_reduced(outputs, inputs, ReduceOp.SUM)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@every_size
 def test_reduce_scatter_leaves_rank_r_with_shard_r(world_size):
     every = [values(numel, torch.float64, world_size) for numel in LENGTHS]
 
@@ -53,7 +53,7 @@ def test_reduce_scatter_leaves_rank_r_with_shard_r(world_size):
     run_ranks(world_size, rank)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@every_size
 def test_all_gather_fills_from_the_shards(world_size):
     def rank(comm):
         for numel in LENGTHS:
@@ -64,7 +64,7 @@ def test_all_gather_fills_from_the_shards(world_size):
     run_ranks(world_size, rank)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@every_size
 def test_broadcast(world_size):
     def rank(comm):
         for numel in LENGTHS:

@@ -16,6 +16,9 @@ from tests.data.photos import image_folder
 
 SHARD = "shard-000001.tar"
 INDEX = "index/000000"
+every_column = pytest.mark.parametrize(
+    "name", ["labels.npy", "places.npy", "name_ends.npy", "names.txt"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +142,7 @@ def test_a_changed_index_is_named_and_blames_no_shard(packed, name):
     assert problem.startswith(f"{path} is not as it was packed")
 
 
-@pytest.mark.parametrize("name", ["labels.npy", "places.npy", "name_ends.npy", "names.txt"])
+@every_column
 def test_no_changed_byte_of_the_index_is_read_silently(packed, name):
     path = packed / INDEX / name
     data = path.read_bytes()
@@ -160,7 +163,7 @@ def read_everything(packed):
     dataset.name(0)
 
 
-@pytest.mark.parametrize("name", ["labels.npy", "places.npy", "name_ends.npy", "names.txt"])
+@every_column
 def test_an_index_that_is_missing_or_short_is_named(packed, name):
     path = packed / INDEX / name
     if name.endswith(".npy"):

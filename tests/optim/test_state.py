@@ -18,6 +18,8 @@ from tests.optim.ways import (
     take_steps,
 )
 
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
 
 def continued(optimizer, params, others, other):
     """Load ``optimizer``'s state (through a file) and weights into ``other``; then both go on."""
@@ -34,7 +36,7 @@ def continued(optimizer, params, others, other):
 
 @every_optimizer
 @every_way
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("master_weights", [False, True])
 def test_round_trip_goes_on_bit_for_bit(optimizer_class, way, dtype, master_weights):
     options = way | {"master_weights": master_weights, "lr": 0.1}
@@ -70,8 +72,8 @@ def test_a_group_added_later_keeps_the_others_state(optimizer_class, way):
 
 
 @every_optimizer
-@pytest.mark.parametrize("source", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("target", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+@pytest.mark.parametrize("target", DTYPES, ids=str)
 def test_across_dtypes_state_keeps_its_precision(optimizer_class, source, target):
     params, others = random_params(dtype=source), random_params(dtype=target)
     optimizer, other = optimizer_class(params), optimizer_class(others)

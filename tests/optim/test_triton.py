@@ -135,8 +135,12 @@ def compiled_kernel(name, constants, num_warps, arch, divisible):
     return compiled(*source, arch, num_warps=num_warps)
 
 
-@pytest.mark.ranks
-@pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
+def compiles(test):
+    not_interpreted = pytest.mark.skipif(INTERPRETED, reason="interpreted is not compiled")
+    return pytest.mark.ranks(not_interpreted(test))
+
+
+@compiles
 @pytest.mark.parametrize(
     ("weight", "grad", "mirror", "arch"),
     [
@@ -168,8 +172,7 @@ def test_four_programs_fit_a_multiprocessor(
             assert not re.search(r"tt\.addptr .*!tt\.ptr<(f32|bf16)>, i32", code["ttir"]), name
 
 
-@pytest.mark.ranks
-@pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
+@compiles
 @pytest.mark.parametrize("num_rows", [1, 2])
 @every_optimizer
 def test_sums_and_rates_compile_for_one_parameter_too(
@@ -182,8 +185,7 @@ def test_sums_and_rates_compile_for_one_parameter_too(
     assert compiled_kernel(f"{optimizer_class.kernels}_rates", constants, 1, 90, True)["cubin"]
 
 
-@pytest.mark.ranks
-@pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
+@compiles
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("same_step", [False, True])
 @every_optimizer
