@@ -35,7 +35,7 @@ def check_mean_over_steps_is_the_true_average_on_all_ranks():
     give the same bits.
     """
     for way in WAYS:
-        reducer, params, _ = make(way)
+        reducer, params = make(way)
         mine = gradients(communicator().rank)
         many = communicator().world_size == 2
         steps = (60 if many else 3) if way in COARSE else 2
@@ -60,7 +60,7 @@ def check_flags_survive():
     """
     rank, size = communicator().rank, communicator().world_size
     for way in WAYS:
-        reducer, params, _ = make(way)
+        reducer, params = make(way)
         for step in range(4):
             mine = list(gradients(rank, step))
             if rank != size - 1:
@@ -83,7 +83,7 @@ def check_what_nobody_got_is_still_owed():
         OneBit(min_numel=0),
         DGC(0.1, warmup_steps=0, min_numel=0),
     ):
-        reducer, params, _ = make(compressor)
+        reducer, params = make(compressor)
         mine = list(gradients(communicator().rank))
         send(reducer, params, mine)
         kept = (
@@ -109,7 +109,7 @@ def check_divides_by_the_ranks_that_hold_data():
     for way in WAYS:
         found = []
         for active_ranks in (None, active):
-            reducer, params, _ = make(way)
+            reducer, params = make(way)
             reducer.active_ranks = active_ranks
             found.append(
                 send(
@@ -157,7 +157,7 @@ def check_large_values():
     ranks.
     """
     for way in ("fp16", "bf16"):
-        reducer, params, _ = make(way)
+        reducer, params = make(way)
         got = send(reducer, params, [torch.full_like(p, 60_000.0) for p in params])
         assert all(torch.equal(g, torch.full_like(g, got[0][0, 0].item())) for g in got)
         assert_close(got[0][0, 0].item(), 60_000.0, rtol=4e-3, atol=0)

@@ -22,7 +22,7 @@ from tests.checks.world import communicator, open_gloo
 
 def check_a_step_that_is_not_finite_leaves_no_trace_in_powersgd():
     compressor = PowerSGD(start_iter=0)
-    reducer, params, _ = make(compressor)
+    reducer, params = make(compressor)
     mine = gradients(communicator().rank)
     send(reducer, params, mine)
     before = {name: compressor.residual(name).clone() for name, _ in parameters()}
@@ -43,7 +43,7 @@ def check_a_step_that_is_not_finite_leaves_no_trace_in_powersgd():
 def check_powersgd_original_is_sent_and_error():
     comm = communicator()
     compressor = PowerSGD(rank=2, start_iter=1)
-    reducer, params, _ = make(compressor)
+    reducer, params = make(compressor)
     names = [name for name, _ in parameters()]
     for step in range(5):
         mine = gradients(comm.rank, step)

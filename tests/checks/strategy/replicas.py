@@ -11,6 +11,7 @@ from lightning_ring.integrations.lightning.buffers import BroadcastAfterSwap
 from tests.checks.models import (
     RANK,
     SIZE,
+    WORLD,
     Classifier,
     assert_all_ranks_equal,
     fit,
@@ -18,7 +19,7 @@ from tests.checks.models import (
     parameters,
     warned_on_rank_0,
 )
-from tests.checks.strategy.references import WORLD, assert_like_ddp, both
+from tests.checks.strategy.references import assert_like_ddp, both
 from tests.checks.world import raised_by_all
 
 

@@ -16,6 +16,7 @@ from tests.checks.marks import by_world_size, on_one_rank
 from tests.checks.models import (
     RANK,
     SIZE,
+    WORLD,
     Classifier,
     assert_all_ranks_equal,
     fit,
@@ -23,7 +24,7 @@ from tests.checks.models import (
     parameters,
     trainer,
 )
-from tests.checks.strategy.references import WORLD, assert_like_ddp, both
+from tests.checks.strategy.references import assert_like_ddp, both
 
 
 @by_world_size

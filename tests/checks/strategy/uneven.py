@@ -13,6 +13,7 @@ from tests.checks.marks import by_world_size
 from tests.checks.models import (
     RANK,
     SIZE,
+    WORLD,
     Classifier,
     assert_all_ranks_equal,
     data,
@@ -20,7 +21,7 @@ from tests.checks.models import (
     parameters,
     relative_difference,
 )
-from tests.checks.strategy.references import WORLD, one_process
+from tests.checks.strategy.references import one_process
 from tests.refusals import refused
 
 UNSAMPLED = {"use_distributed_sampler": False}
