@@ -31,6 +31,18 @@ def loss(net, rank, step):
     return (net(inputs) - 0.5).square().mean()
 
 
+def vector(net):
+    return parameters_to_vector(net.parameters()).detach().clone()
+
+
+def begin(algorithm, comm, optimizer="sgd", **said):
+    """A network and its optimizer, which ``algorithm`` is attached to."""
+    net = network()
+    steps = OPTIMIZERS[optimizer](net)
+    algorithm.attach(net, [steps], comm, **said)
+    return net, steps
+
+
 def one_step(net, optimizer, algorithm, rank):
     algorithm.begin_batch()
     with algorithm.forward():
@@ -43,18 +55,15 @@ def one_step(net, optimizer, algorithm, rank):
     optimizer.zero_grad()
 
 
-def trained(world_size, algorithm, optimizer, num_steps=NUM_STEPS):
+def trained(world_size, algorithm, optimizer):
     """Each rank's parameters after each step."""
-    start = network()
 
     def rank(comm):
-        net, own = copy.deepcopy(start), copy.deepcopy(algorithm)
-        steps = OPTIMIZERS[optimizer](net)
-        own.attach(net, [steps], comm)
-        found = []
-        for _ in range(num_steps):
+        own, found = copy.deepcopy(algorithm), []
+        net, steps = begin(own, comm, optimizer)
+        for _ in range(NUM_STEPS):
             one_step(net, steps, own, comm.rank)
-            found.append(parameters_to_vector(net.parameters()).detach().clone())
+            found.append(vector(net))
         own.detach()
         return found
 

@@ -2,28 +2,18 @@
 test.
 """
 
-from __future__ import annotations
-
-import copy
 import math
 import threading
 
 import pytest
 import torch
-from torch.nn.utils import parameters_to_vector
+from torch.testing import assert_close
 
 from lightning_ring import ElasticStrategy, RingStrategy
 from lightning_ring.algorithms.local import AsynchronousGossip, gossip
-from lightning_ring.errors import ConfigurationError
-from tests.algorithms.test_local import OPTIMIZERS, loss
-from tests.algorithms.test_local import network as new_network
+from tests.algorithms.local_training import OPTIMIZERS, begin, loss, network, one_step, vector
+from tests.refusals import refused
 from tests.thread_ranks import run_ranks
-
-START = new_network()
-
-
-def vector(net):
-    return parameters_to_vector(net.parameters()).detach().clone()
 
 
 def turns(world_size, number):
@@ -48,9 +38,8 @@ def test_steps_in_an_order_of_their_own_are_those_of_the_formula(
             return super()._answer(peer, question)
 
     def rank(comm):
-        net, algorithm = copy.deepcopy(START), Noting(seed=4)
-        steps = OPTIMIZERS[optimizer](net)
-        algorithm.attach(net, [steps], comm)
+        algorithm = Noting(seed=4)
+        net, steps = begin(algorithm, comm, optimizer)
         algorithm.begin_batch()
         comm.barrier()
         found = []
@@ -64,7 +53,6 @@ def test_steps_in_an_order_of_their_own_are_those_of_the_formula(
                 algorithm._finish_exchange()  # before the next turn
                 algorithm.begin_batch()
             comm.barrier()
-        assert algorithm._requests is not None
         algorithm.show_averages()
         found.append(vector(net))
         algorithm.detach()
@@ -72,7 +60,7 @@ def test_steps_in_an_order_of_their_own_are_those_of_the_formula(
 
     found = run_ranks(world_size, rank)
     # with the parameters for which gradients are computed
-    nets = [copy.deepcopy(START) for _ in range(world_size)]
+    nets = [network() for _ in range(world_size)]
     optimizers = [OPTIMIZERS[optimizer](net) for net in nets]
     x = [vector(net) for net in nets]
     taken = [0] * world_size
@@ -85,7 +73,7 @@ def test_steps_in_an_order_of_their_own_are_those_of_the_formula(
         optimizers[turn].step()
         x[turn] = x[turn] + vector(nets[turn]) - before
         torch.nn.utils.vector_to_parameters(x[turn].clone(), nets[turn].parameters())
-        torch.testing.assert_close(found[turn][taken[turn]], x[turn], rtol=1e-4, atol=1e-6)
+        assert_close(found[turn][taken[turn]], x[turn], rtol=1e-4, atol=1e-6)
         taken[turn] += 1
         if turn in active:
             one, other = remaining.pop(0)
@@ -94,23 +82,18 @@ def test_steps_in_an_order_of_their_own_are_those_of_the_formula(
             x[one] = x[other] = (x[one] + x[other]) / 2
     assert not remaining
     for shown in found:
-        torch.testing.assert_close(shown[-1], torch.stack(x).mean(0), rtol=1e-4, atol=1e-6)
+        assert_close(shown[-1], torch.stack(x).mean(0), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("overlap", [0, None])
 def test_a_slow_rank_holds_nobody_up_and_averages_leave_no_trace(overlap):
     def rank(comm, *, slow, through):
-        net, algorithm = copy.deepcopy(START), AsynchronousGossip(overlap=overlap)
-        steps = OPTIMIZERS["sgd"](net)
-        algorithm.attach(net, [steps], comm)
+        algorithm = AsynchronousGossip(overlap=overlap)
+        net, steps = begin(algorithm, comm)
         for step in range(6):
-            algorithm.begin_batch()
             if comm.rank == slow and step == 2:
                 assert through.wait(50), "the other one is held up"
-            loss(net, comm.rank, step).backward()
-            steps.step()
-            algorithm.after_step(steps)
-            steps.zero_grad()
+            one_step(net, steps, algorithm, comm.rank)
         if comm.rank != slow:
             through.set()
         own = vector(net)
@@ -149,24 +132,15 @@ def test_steps_go_on_while_an_average_is_on_its_way(overlap, num_steps):
     may_answer = threading.Event()
 
     def rank(comm):
-        net, algorithm = copy.deepcopy(START), Late(overlap=overlap)
+        algorithm = Late(overlap=overlap)
         algorithm.may_answer = may_answer
-        steps = OPTIMIZERS["sgd"](net)
-        algorithm.attach(net, [steps], comm)
-
-        def step():
-            algorithm.begin_batch()
-            loss(net, comm.rank, algorithm.num_steps).backward()
-            steps.step()
-            algorithm.after_step(steps)
-            steps.zero_grad()
-
-        step()  # behind which rank 0 asks
+        net, steps = begin(algorithm, comm)
+        one_step(net, steps, algorithm, comm.rank)  # after which rank 0 asks
         comm.barrier()
         found = [vector(net)]
         if comm.rank == 0:
             for _ in range(num_steps):
-                step()
+                one_step(net, steps, algorithm, 0)
             found.append(vector(net))
             may_answer.set()
             algorithm._finish_exchange()
@@ -178,9 +152,9 @@ def test_steps_go_on_while_an_average_is_on_its_way(overlap, num_steps):
         return [*found, vector(net)]
 
     (sent, alone, first, shown), (theirs, second, _) = run_ranks(2, rank)
-    torch.testing.assert_close(second, (theirs + sent) / 2)
-    torch.testing.assert_close(first, alone + (theirs - sent) / 2)
-    torch.testing.assert_close(shown, (first + second) / 2)
+    assert_close(second, (theirs + sent) / 2)
+    assert_close(first, alone + (theirs - sent) / 2)
+    assert_close(shown, (first + second) / 2)
     assert torch.allclose(alone, sent) == (num_steps == 0)
 
 
@@ -189,18 +163,15 @@ def test_a_step_beyond_the_overlap_waits_for_the_average(overlap):
     may_answer, begins, has_ended = threading.Event(), threading.Event(), threading.Event()
 
     def rank(comm):
-        net, algorithm = copy.deepcopy(START), Late(overlap=overlap)
+        algorithm = Late(overlap=overlap)
         algorithm.may_answer = may_answer
-        steps = OPTIMIZERS["sgd"](net)
-        algorithm.attach(net, [steps], comm)
+        net, steps = begin(algorithm, comm)
         algorithm.begin_batch()
         if comm.rank == 0:
             for number in range(overlap + 2):  # the first one asks
                 if number == overlap + 1:
                     begins.set()
-                loss(net, 0, number).backward()
-                steps.step()
-                algorithm.after_step(steps)
+                one_step(net, steps, algorithm, 0)
             has_ended.set()
         else:
             assert begins.wait(50)
@@ -215,10 +186,8 @@ def test_a_step_beyond_the_overlap_waits_for_the_average(overlap):
 
 def test_a_request_to_stop_is_met_by_all_ranks():
     def rank(comm):
-        net, algorithm = copy.deepcopy(START), AsynchronousGossip()
-        steps = OPTIMIZERS["sgd"](net)
-        algorithm.attach(net, [steps], comm)
-        stops = []
+        algorithm, stops = AsynchronousGossip(), []
+        net, steps = begin(algorithm, comm)
         for epoch, batches in enumerate(((6, 6, 6), (2, 6, 9), (6, 6, 6))):
             for step in range(batches[comm.rank]):
                 if (epoch, step, comm.rank) == (1, 4, 1):
@@ -226,11 +195,7 @@ def test_a_request_to_stop_is_met_by_all_ranks():
                 if algorithm.agreed_to_stop():
                     stops.append((epoch, comm.all_gather_object(step) != []))
                     algorithm.ask_to_stop(False)
-                algorithm.begin_batch()
-                loss(net, comm.rank, step).backward()
-                steps.step()
-                algorithm.after_step(steps)
-                steps.zero_grad()
+                one_step(net, steps, algorithm, comm.rank)
             algorithm.show_averages()
         algorithm.detach()
         return stops
@@ -243,10 +208,10 @@ def test_a_request_to_stop_is_met_by_all_ranks():
 
 def test_what_cannot_work_is_refused():
     for overlap in (-1, 0.5, True, "1"):
-        with pytest.raises(ConfigurationError, match="expected a number of steps, or None"):
+        with refused("expected a number of steps, or None"):
             AsynchronousGossip(overlap=overlap)
     for arguments in ({"uneven": "join"}, {"broadcast_buffers": "step"}, {"compression": "int8"}):
-        with pytest.raises(ConfigurationError, match="AsynchronousGossip"):
+        with refused("AsynchronousGossip"):
             RingStrategy(algorithm=AsynchronousGossip(), **arguments)
-    with pytest.raises(ConfigurationError, match="AsynchronousGossip"):
+    with refused("AsynchronousGossip"):
         ElasticStrategy(algorithm=AsynchronousGossip())

@@ -6,12 +6,20 @@ import copy
 
 import pytest
 import torch
-from torch.nn.utils import parameters_to_vector
 
 from lightning_ring import ElasticStrategy, RingFabricStrategy, RingStrategy
 from lightning_ring.algorithms.local import DiLoCo, LocalSGD
 from lightning_ring.errors import ConfigurationError
-from tests.algorithms.local_training import NUM_STEPS, OPTIMIZERS, loss, network, one_step, trained
+from tests.algorithms.local_training import (
+    NUM_STEPS,
+    OPTIMIZERS,
+    begin,
+    loss,
+    network,
+    one_step,
+    trained,
+    vector,
+)
 from tests.battery import check_names
 from tests.thread_ranks import run_ranks
 
@@ -40,7 +48,7 @@ def reference(world_size, optimizer, *, every, warmup):
             for p in column:
                 p.data.copy_(mean)
         for rank, net in enumerate(nets):
-            found[rank].append(parameters_to_vector(net.parameters()).detach().clone())
+            found[rank].append(vector(net))
     return found
 
 
@@ -66,18 +74,15 @@ def test_averages_are_shown_without_a_trace_and_a_round_is_resumed_exactly(make)
     """After each of the first 7 steps averages are shown. After some a checkpoint is written, from
     which another job goes on: in the middle of a round, before its last step, after it."""
     straight = trained(3, make(), "adamw")
-    start = network()
 
     def rank(comm):
-        net, algorithm = copy.deepcopy(start), make()
-        steps = OPTIMIZERS["adamw"](net)
-        algorithm.attach(net, [steps], comm)
-        found = []
+        algorithm, found = make(), []
+        net, steps = begin(algorithm, comm, "adamw")
         for step in range(7):
             one_step(net, steps, algorithm, comm.rank)
             algorithm.show_averages()
             algorithm.show_averages()  # once is enough
-            shown = parameters_to_vector(net.parameters()).detach().clone()
+            shown = vector(net)
             if step not in (1, 2, 3, 5):
                 found.append((shown, None))
                 continue
@@ -91,7 +96,7 @@ def test_averages_are_shown_without_a_trace_and_a_round_is_resumed_exactly(make)
             for _ in range(step + 1, NUM_STEPS):
                 one_step(other, again, resumed, comm.rank)
             resumed.detach()
-            found.append((shown, parameters_to_vector(other.parameters()).detach()))
+            found.append((shown, vector(other)))
         algorithm.detach()
         return found
 
@@ -107,9 +112,8 @@ def test_averages_are_shown_without_a_trace_and_a_round_is_resumed_exactly(make)
 
 def test_another_number_of_ranks_goes_on_from_the_average():
     def save(comm):
-        net, algorithm = network(), LocalSGD(4)
-        steps = OPTIMIZERS["sgd"](net)
-        algorithm.attach(net, [steps], comm)
+        algorithm = LocalSGD(4)
+        net, steps = begin(algorithm, comm)
         for _ in range(6):
             one_step(net, steps, algorithm, comm.rank)
         return algorithm.state_dict()
@@ -117,25 +121,22 @@ def test_another_number_of_ranks_goes_on_from_the_average():
     state = run_ranks(3, save)[0]
 
     def load(comm):
-        net, algorithm = network(), LocalSGD(4)
-        before = parameters_to_vector(net.parameters()).detach().clone()
-        algorithm.attach(net, [OPTIMIZERS["sgd"](net)], comm)
+        algorithm = LocalSGD(4)
+        net, _ = begin(algorithm, comm)
         message = algorithm.load_state_dict(state)
         # the checkpoint's averages
-        assert torch.equal(parameters_to_vector(net.parameters()), before)
-        return message, algorithm.num_steps, before
+        assert torch.equal(vector(net), vector(network()))
+        return message, algorithm.num_steps
 
-    message, num_steps, _ = run_ranks(2, load)[0]
+    message, num_steps = run_ranks(2, load)[0]
     assert "after 6 steps of 3 ranks, and this job has 2" in message
     assert num_steps == 4
 
 
 def test_a_request_to_stop_reaches_every_rank_with_the_next_exchange():
     def rank(comm):
-        net, algorithm = network(), LocalSGD(3, warmup_steps=1)
-        steps = OPTIMIZERS["sgd"](net)
-        algorithm.attach(net, [steps], comm)
-        answers = []
+        algorithm, answers = LocalSGD(3, warmup_steps=1), []
+        net, steps = begin(algorithm, comm)
         for step in range(8):
             algorithm.ask_to_stop(step >= 5 and comm.rank == 1 and True not in answers)
             one_step(net, steps, algorithm, comm.rank)

@@ -6,23 +6,11 @@ import copy
 
 import pytest
 import torch
-from torch.nn.utils import parameters_to_vector
 
 from lightning_ring.algorithms.local import AsynchronousGossip, DiLoCo, LocalSGD
 from lightning_ring.errors import ConfigurationError
-from tests.algorithms.local_training import OPTIMIZERS, network, one_step
+from tests.algorithms.local_training import OPTIMIZERS, begin, one_step, vector
 from tests.thread_ranks import run_ranks
-
-
-def flat(net):
-    return parameters_to_vector(net.parameters()).detach().clone()
-
-
-def begin(algorithm, comm, optimizer="sgd", **said):
-    net = network()
-    steps = OPTIMIZERS[optimizer](net)
-    algorithm.attach(net, [steps], comm, **said)
-    return net, steps
 
 
 @pytest.mark.parametrize(
@@ -139,12 +127,12 @@ def test_a_checkpoint_within_a_round_is_resumed_with_other_settings():
             resumed.attach(other, [again], comm)
             again.load_state_dict(copy.deepcopy(optimizer))
             said = resumed.load_state_dict(copy.deepcopy(state))
-            start = flat(other)
+            start = vector(other)
             one_step(other, again, resumed, comm.rank)
-            one = flat(other)
+            one = vector(other)
             for _ in range(5):
                 one_step(other, again, resumed, comm.rank)
-            found.append((said, start, one, flat(other)))
+            found.append((said, start, one, vector(other)))
         return found
 
     first, second = run_ranks(2, rank)

@@ -1,7 +1,7 @@
 """A loss scaler among thread-ranks: an infinite gradient on one rank skips the step on all."""
 
 import copy
-from itertools import pairwise
+import itertools
 
 import pytest
 import torch
@@ -14,13 +14,8 @@ from tests.thread_ranks import run_ranks
 
 INFINITE_AT = 2  # step, counted from 0
 WAYS = [
-    ("ring", None, False),
-    ("ring", "fp16", False),
-    ("ring", "bf16", False),
+    *itertools.product(("ring", "ring_sharded"), (None, "fp16", "bf16"), (False,)),
     ("ring", "powersgd", False),
-    ("ring_sharded", None, False),
-    ("ring_sharded", "fp16", False),
-    ("ring_sharded", "bf16", False),
     ("ring_sharded", None, True),
 ]
 
@@ -81,7 +76,7 @@ def check(ranks, *way):
     ranks = ranks(3, lambda comm: train(comm, net, *way))
     for steps in ranks:
         assert [scale for scale, _ in steps] == [16, 16, 8, 8, 8]
-        for number, ((_, before), (_, after)) in enumerate(pairwise(steps), 1):
+        for number, ((_, before), (_, after)) in enumerate(itertools.pairwise(steps), 1):
             assert torch.equal(before, after) == (number == INFINITE_AT)
             assert after.isfinite().all()
         assert all(

@@ -1,7 +1,5 @@
 """The gap meter on real ranks: three bottlenecks planted on purpose."""
 
-from __future__ import annotations
-
 import time
 
 import lightning as L

@@ -5,8 +5,10 @@ strategy by name.
 import hashlib
 import logging
 import warnings
+from contextlib import nullcontext
 
 import lightning as L
+import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins.environments import MPIEnvironment
@@ -17,8 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ring  # noqa: F401  registers "ring"
 from lightning_ring.gradients.sharded_gradient import ShardedGradient
+from tests.trainers import QUIET
 
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
 torch.set_num_threads(1)
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning")
@@ -69,8 +73,8 @@ class Classifier(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
 
 
-def data(num=48, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def data(num=48):
+    generator = torch.Generator().manual_seed(0)
     return TensorDataset(
         torch.randn(num, 8, generator=generator),
         torch.randint(0, 4, (num,), generator=generator),
@@ -90,13 +94,7 @@ def ddp(**kwargs):
 def trainer(strategy="ring", **kwargs):
     if isinstance(strategy, DDPStrategy) and type(strategy) is DDPStrategy:
         kwargs.setdefault("devices", SIZE)
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    defaults = {"accelerator": "cpu", "max_epochs": 2, "num_sanity_val_steps": 0, **quiet}
+    defaults = {"accelerator": "cpu", "max_epochs": 2, "num_sanity_val_steps": 0, **QUIET}
     return L.Trainer(strategy=strategy, **(defaults | kwargs))
 
 
@@ -113,9 +111,14 @@ def parameters(module):
     return torch.cat([p.detach().reshape(-1).double() for p in module.parameters()])
 
 
+def warned_on_rank_0(message):
+    """Around code that warns of ``message`` on rank 0."""
+    return pytest.warns(UserWarning, match=message) if RANK == 0 else nullcontext()
+
+
 def assert_all_ranks_equal(values):
     digest = hashlib.blake2b(values.double().contiguous().numpy()).digest()
-    assert len(set(MPI.COMM_WORLD.allgather(digest))) == 1, "ranks hold different bits"
+    assert len(set(WORLD.allgather(digest))) == 1, "ranks hold different bits"
 
 
 def relative_difference(a, b):

@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-from mpi4py import MPI
 
 from lightning_ring.cli import plan
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import RingProfile
 from lightning_ring.tools.plan.inputs import read_profile
-from tests.checks.models import assert_all_ranks_equal, ddp, trainer
+from tests.checks.models import RANK, SIZE, WORLD, assert_all_ranks_equal, ddp, trainer
 from tests.checks.slow_model import Slow, batches, weights
 
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 SLOWER = 0.012  # of the last rank's backward, a layer
 STEPS = 6
 
@@ -30,7 +28,7 @@ def check_a_run_of_the_ring_is_recorded(tmp_path):
     trained = train("ring", RingProfile(path, steps=STEPS - 2, warmup=2))
     assert torch.equal(trained, plain), "it trained something else while it was recorded"
     assert_all_ranks_equal(trained)
-    MPI.COMM_WORLD.Barrier()
+    WORLD.Barrier()
     assert [file.name for file in tmp_path.iterdir()] == ["ring.json"]
     found = read_profile(path)
     names = [gradient.name.split(".")[1] for gradient in found.gradients]

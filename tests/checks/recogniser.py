@@ -10,11 +10,11 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring import RingStrategy
 from lightning_ring.algorithms.local import LocalSGD
-from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.retrieval import retrieval_metrics
 from recipes.batch_size import even_batch_size
@@ -83,21 +83,26 @@ def alone(model):
     return one
 
 
-def after(model, steps=1, **options):
-    run = trainer(RingStrategy(), max_steps=steps, max_epochs=steps, limit_val_batches=0, **options)
-    run.fit(model, datamodule=Given())
+def after(model, steps, strategy="ring", ckpt_path=None, **options):
+    run = trainer(strategy, max_steps=steps, max_epochs=steps, limit_val_batches=0, **options)
+    run.fit(model, datamodule=Given(), ckpt_path=ckpt_path)
     return run
 
 
-def in_one_process(model, steps=1):
+def in_one_process(model, steps):
     """A copy of ``model``, trained on the batch of all ranks."""
     one = alone(model)
-    pictures, labels, indices = images(EACH * SIZE, seed=0)
+    head, batch = one.sharded_head, images(EACH * SIZE, seed=0)
+    if head is not None:
+        head.join(None)
+        head.set_optimizer(one.optimizer)
     optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
     for step in range(steps):
         optimizer.zero_grad()
-        one.training_step((pictures, labels, indices), step).backward()
+        one.training_step(batch, step).backward()
         optimizer.step()
+        if head is not None:
+            head.step(lr=0.5)
     return one
 
 
@@ -111,7 +116,7 @@ def check_gathered_losses_equal_one_process_on_the_whole_batch():
         found = parameters(model)
         assert_all_ranks_equal(found)
         assert (expected - before).norm() > 1e-3, file.stem  # there was something to learn
-        torch.testing.assert_close(
+        assert_close(
             found, expected, rtol=1e-4, atol=1e-5, msg=lambda text, of=file.stem: f"{of}: {text}"
         )
 
@@ -126,42 +131,29 @@ def check_memory_holds_the_images_of_all_ranks_and_survives_a_checkpoint(tmp_pat
     expected = in_one_process(model, steps=4)
     after(model, steps=2).save_checkpoint(tmp_path / "memory.ckpt")
     model = fresh()
-    run = trainer(RingStrategy(), max_steps=4, max_epochs=4, limit_val_batches=0)
-    run.fit(model, datamodule=Given(), ckpt_path=tmp_path / "memory.ckpt")
-    torch.testing.assert_close(parameters(model), parameters(expected), rtol=1e-4, atol=1e-5)
+    after(model, steps=4, ckpt_path=tmp_path / "memory.ckpt")
+    assert_close(parameters(model), parameters(expected), rtol=1e-4, atol=1e-5)
     mine, others = model.metric_loss.loss, expected.metric_loss.loss
     assert (mine.queue_idx, mine.has_been_filled) == (others.queue_idx, True)
-    torch.testing.assert_close(mine.embedding_memory, others.embedding_memory, rtol=1e-4, atol=1e-5)
+    assert_close(mine.embedding_memory, others.embedding_memory, rtol=1e-4, atol=1e-5)
 
 
 def check_sharded_head_trains_resumes_and_is_tested_as_in_one_process(tmp_path):
     def fresh():
         return recogniser(metric_loss=loss("sharded", margin="cosface", size=0.2, scale=8))
 
-    one = alone(fresh())
-    one.sharded_head.join(None)
-    one.sharded_head.set_optimizer(one.optimizer)
-    pictures, labels, indices = images(EACH * SIZE, seed=0)
-    optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
-    for step in range(4):
-        optimizer.zero_grad()
-        one.training_step((pictures, labels, indices), step).backward()
-        optimizer.step()
-        one.sharded_head.step(lr=0.5)
-    model = fresh()
-    after(model, steps=2).save_checkpoint(tmp_path / "sharded.ckpt")
-    model = fresh()
-    for strategy in (RingStrategy(), RingStrategy(algorithm=Sharded())):
+    one = in_one_process(fresh(), steps=4)
+    after(fresh(), steps=2).save_checkpoint(tmp_path / "sharded.ckpt")
+    for strategy in ("ring", "ring_sharded"):
         model = fresh()
-        run = trainer(strategy, max_steps=4, max_epochs=4, limit_val_batches=0)
-        run.fit(model, datamodule=Given(), ckpt_path=tmp_path / "sharded.ckpt")
+        run = after(model, 4, strategy, ckpt_path=tmp_path / "sharded.ckpt")
         found = parameters(model)
         assert_all_ranks_equal(found)
-        torch.testing.assert_close(found, parameters(one), rtol=1e-4, atol=1e-5)
+        assert_close(found, parameters(one), rtol=1e-4, atol=1e-5)
         head = model.sharded_head
         assert len(head.weight) < CLASSES
         expected = one.sharded_head.weight[head.first : head.last]
-        torch.testing.assert_close(head.weight, expected, rtol=1e-4, atol=1e-5)
+        assert_close(head.weight, expected, rtol=1e-4, atol=1e-5)
     run.save_checkpoint(tmp_path / "end.ckpt")
     (metrics, *_) = trainer(RingStrategy()).test(model, datamodule=Given(), verbose=False)
     given, targets, _ = images(ITEMS, 1)
@@ -169,7 +161,7 @@ def check_sharded_head_trains_resumes_and_is_tested_as_in_one_process(tmp_path):
         right = (one.sharded_head.predict(one.embedder(given)) == targets).double().mean()
     assert abs(metrics["test/accuracy"] - float(right)) < 1e-6
     whole = torch.load(tmp_path / "end.ckpt", weights_only=False)["sharded_head"]["weight"]
-    torch.testing.assert_close(whole, one.sharded_head.weight.detach(), rtol=1e-4, atol=1e-5)
+    assert_close(whole, one.sharded_head.weight.detach(), rtol=1e-4, atol=1e-5)
 
 
 def check_strategies_under_which_the_loss_of_all_ranks_would_be_wrong_are_refused():
@@ -184,9 +176,7 @@ def check_strategies_under_which_the_loss_of_all_ranks_would_be_wrong_are_refuse
         (remembering, ddp(), {}, "of which all ranks get rank 0's"),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            trainer(strategy, max_steps=1, max_epochs=1, limit_val_batches=0, **options).fit(
-                model, datamodule=Given()
-            )
+            after(model, 1, strategy, **options)
 
 
 def check_evaluation_counts_each_image_once():

@@ -3,7 +3,6 @@
 """
 
 import gc
-import logging
 import os
 import resource
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from lightning_ring.comm.backends.gloo import GlooCommunicator
 from lightning_ring.comm.backends.mpi import MPICommunicator
@@ -30,6 +30,7 @@ from lightning_ring.job.job import connect
 from lightning_ring.job.ranks import discover_ranks
 from tests.checks.comm import WORLD, MPIBootstrap, assert_same_everywhere
 from tests.checks.reductions import allowed, plain, tolerance, values
+from tests.checks.world import said
 
 CPU = torch.device("cpu")
 # one piece, a piece and one element, several
@@ -38,7 +39,6 @@ SIZES = (SHORT_BYTES // 4 + 3, SLOT_BYTES // 4 + 1, 700_001)
 
 def opened(**kwargs):
     comm = open_shared_memory(MPIBootstrap(), WaitPolicy(timedelta(seconds=60)), **kwargs)
-    assert comm is not None
     return comm
 
 
@@ -55,11 +55,11 @@ def check_in_place_and_copied_give_the_same_bits():
         copied, shared = inputs[comm.rank].clone(), in_shared_memory(comm, inputs[comm.rank])
         comm.all_reduce_(copied, op=op).wait()
         comm.all_reduce_(shared, op=op).wait()
-        torch.testing.assert_close(shared, plain(inputs, op), **tolerance(dtype))
+        assert_close(shared, plain(inputs, op), **tolerance(dtype))
         # there vector kernels and their tails round differently
         if not (dtype.is_complex and op is ReduceOp.PRODUCT):
             assert torch.equal(shared.view(torch.uint8), copied.view(torch.uint8)), (dtype, op)
-        assert_same_everywhere(comm, shared)
+        assert_same_everywhere(shared)
     comm.close()
 
 
@@ -72,15 +72,15 @@ def check_the_halves_and_broadcast_in_place():
             flat = make(inputs[comm.rank])
             comm.reduce_scatter_(flat, op=ReduceOp.AVG).wait()
             own = shard(flat, comm.world_size, comm.rank).clone()
-            torch.testing.assert_close(own, shard(expected, comm.world_size, comm.rank))
+            assert_close(own, shard(expected, comm.world_size, comm.rank))
             flat.fill_(-1)
             shard(flat, comm.world_size, comm.rank).copy_(own)
             comm.all_gather_(flat).wait()
-            torch.testing.assert_close(flat, expected)
-            assert_same_everywhere(comm, flat)
+            assert_close(flat, expected)
+            assert_same_everywhere(flat)
             comm.broadcast_(flat.add_(comm.rank), src=comm.world_size - 1).wait()
-            torch.testing.assert_close(flat, expected + comm.world_size - 1)
-            assert_same_everywhere(comm, flat)
+            assert_close(flat, expected + comm.world_size - 1)
+            assert_same_everywhere(flat)
     comm.close()
 
 
@@ -202,31 +202,19 @@ def opened_by_a_job(backend):
     return comm
 
 
-class Records(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def with_little_memory(run):
     """What is logged while the last rank may not make files of more than 1 MiB; memory files
     count.
     """
-    records = Records()
-    log = logging.getLogger("lightning_ring")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    log.addHandler(records)
     if WORLD.rank == WORLD.size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
     try:
-        run()
+        with said() as messages:
+            run()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        log.removeHandler(records)
-    return records.lines
+    return messages
 
 
 def check_too_little_memory_for_a_communicator():

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ring import RingFabricStrategy
-from tests.checks.fabric import ring
+from tests.checks.fabric import launched
 from tests.checks.loops import batches, loss_of, network
 from tests.checks.models import Classifier, loader, parameters, trainer
 
@@ -41,7 +41,7 @@ class FabricLoop:
     """A network with BatchNorm and AdamW, set up by Fabric."""
 
     def __init__(self, algorithm, seed):
-        self.fabric = ring(RingFabricStrategy(algorithm=algorithm))
+        self.fabric = launched(RingFabricStrategy(algorithm=algorithm))
         module = network(norm=True, seed=seed)
         self.model, self.optimizer = self.fabric.setup(
             module, torch.optim.AdamW(module.parameters(), 0.01)

@@ -2,13 +2,39 @@
 rank of a battery.
 """
 
+import logging
 import os
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 
+import pytest
 import torch.distributed as dist
 
 TIMEOUT = timedelta(seconds=60)
+
+
+@contextmanager
+def raised_by_all(kind, message):
+    """Around code that raises the same error on every rank."""
+    from mpi4py import MPI
+
+    with pytest.raises(kind, match=message) as caught:
+        yield caught
+    assert len(set(MPI.COMM_WORLD.allgather(str(caught.value)))) == 1
+
+
+@contextmanager
+def said():
+    """What this package logs."""
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("lightning_ring").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("lightning_ring").removeHandler(handler)
 
 
 @cache

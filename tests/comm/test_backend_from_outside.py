@@ -3,8 +3,7 @@ trains over it.
 """
 
 import copy
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,18 +13,18 @@ from torch import nn
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, shard
 from lightning_ring.errors import CollectiveError, ConfigurationError
 from lightning_ring.gradients.reducer import Reducer
+from tests.thread_ranks import run_ranks
 
 
-class ListCommunicator(Communicator):
-    """Ranks are threads that leave copies of their tensors in one list."""
+class FiveMethods(Communicator):
+    """Over ``everyones``, which gives all ranks' copies of a tensor."""
 
-    def __init__(self, rank, copies, meeting):
-        self.rank, self.world_size = rank, len(copies)
-        self._copies, self._meeting = copies, meeting
+    def __init__(self, host):
+        self.rank, self.world_size, self._everyones = host.rank, host.world_size, host.all_gather
         self.closed = False
 
     def all_reduce_(self, tensor, *, op=ReduceOp.SUM, name=""):
-        stacked = torch.stack(self._exchange(tensor))
+        stacked = torch.stack(self._everyones(tensor))
         tensor.copy_(stacked.sum(0) / (self.world_size if op is ReduceOp.AVG else 1))
         return CompletedWork()
 
@@ -33,26 +32,19 @@ class ListCommunicator(Communicator):
         return self.all_reduce_(flat, op=op, name=name)
 
     def all_gather_(self, flat, *, name=""):
-        for index, other in zip(self.shard_indices, self._exchange(flat), strict=True):
+        for index, other in zip(self.shard_indices, self._everyones(flat), strict=True):
             shard(flat, self.world_size, index).copy_(shard(other, self.world_size, index))
         return CompletedWork()
 
     def broadcast_(self, tensor, *, src=0, name=""):
-        tensor.copy_(self._exchange(tensor)[src])
+        tensor.copy_(self._everyones(tensor)[src])
         return CompletedWork()
 
     def close(self):
         self.closed = True
 
-    def _exchange(self, tensor):
-        self._copies[self.rank] = tensor.detach().clone()
-        self._meeting.wait(60)
-        everyones = list(self._copies)
-        self._meeting.wait(60)
-        return everyones
 
-
-class BackwardsCommunicator(ListCommunicator):
+class BackwardsCommunicator(FiveMethods):
     """Its reduce-scatter leaves the last shard on rank 0."""
 
     @property
@@ -60,17 +52,11 @@ class BackwardsCommunicator(ListCommunicator):
         return range(self.world_size)[::-1]
 
 
-def run_ranks(world_size, fn, kind=ListCommunicator):
-    copies, meeting = [None] * world_size, threading.Barrier(world_size)
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(lambda rank: fn(kind(rank, copies, meeting)), range(world_size)))
-
-
-@pytest.mark.parametrize("kind", [ListCommunicator, BackwardsCommunicator])
+@pytest.mark.parametrize("kind", [FiveMethods, BackwardsCommunicator])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_other_methods_are_written_over_the_five(world_size, kind):
-    def rank(comm):
-        ranks = range(world_size)
+    def rank(host):
+        comm, ranks = kind(host), range(world_size)
         for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64):
             gathered = comm.all_gather(torch.full((2, 3), comm.rank % 2).to(dtype))
             assert [row[1, 2].item() for row in gathered] == [
@@ -105,7 +91,7 @@ def test_the_other_methods_are_written_over_the_five(world_size, kind):
         comm.abandon()
         assert comm.closed
 
-    run_ranks(world_size, rank, kind)
+    run_ranks(world_size, rank)
 
 
 def test_a_backend_that_lacks_a_collective_cannot_be_made():
@@ -121,28 +107,23 @@ def test_a_plain_loop_trains_over_it_as_one_process_does():
     start = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     xs, ys = torch.randn(20, 6, dtype=torch.float64), torch.randint(0, 3, (20,))
 
-    def train(net, x, y, reducer):
+    def train(net, x, y, backward):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         for _ in range(5):
             optimizer.zero_grad()
-            loss = F.cross_entropy(net(x), y)
-            if reducer is None:
-                loss.backward()
-            else:
-                with reducer.backward():
-                    loss.backward()
+            with backward():
+                F.cross_entropy(net(x), y).backward()
             optimizer.step()
-        return torch.cat([param.detach().reshape(-1) for param in net.parameters()])
+        return nn.utils.parameters_to_vector(net.parameters()).detach()
 
-    def rank(comm):
+    def rank(host):
         net = copy.deepcopy(start)
-        rows = slice(10 * comm.rank, 10 * comm.rank + 10)
-        return train(
-            net, xs[rows], ys[rows], Reducer(comm, net.named_parameters(), bucket_cap_mb=0.0005)
-        )
+        reducer = Reducer(FiveMethods(host), net.named_parameters(), bucket_cap_mb=0.0005)
+        rows = slice(10 * host.rank, 10 * host.rank + 10)
+        return train(net, xs[rows], ys[rows], reducer.backward)
 
     first, second = run_ranks(2, rank)
     assert torch.equal(first, second)
     torch.testing.assert_close(
-        first, train(copy.deepcopy(start), xs, ys, None), rtol=1e-12, atol=1e-12
+        first, train(copy.deepcopy(start), xs, ys, nullcontext), rtol=1e-12, atol=1e-12
     )

@@ -27,20 +27,18 @@ def test_large_and_small_ones_in_turn_do_not_put_all_large_ones_on_one_channel()
     assert {large.count(channel) for channel in each} == {2}
 
 
-def start(comm, kind, tensor):
-    ways = {
-        "all_reduce": lambda: comm.all_reduce_(tensor, op=ReduceOp.AVG),
-        "reduce_scatter": lambda: comm.reduce_scatter_(tensor),
-        "all_gather": lambda: comm.all_gather_(tensor),
-        "broadcast": lambda: comm.broadcast_(tensor, src=1),
-    }
-    return ways[kind]()
+KINDS = [
+    lambda comm, tensor: comm.all_reduce_(tensor, op=ReduceOp.AVG),
+    lambda comm, tensor: comm.reduce_scatter_(tensor),
+    lambda comm, tensor: comm.all_gather_(tensor),
+    lambda comm, tensor: comm.broadcast_(tensor, src=1),
+]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_many_collectives_give_the_bits_of_one_channel(world_size):
     draw = random.Random(world_size)
-    kinds = draw.choices(["all_reduce", "reduce_scatter", "all_gather", "broadcast"], k=40)
+    kinds = draw.choices(KINDS, k=40)
     sizes = [draw.choice([30, 6_000, 90_000, 600_000]) for _ in kinds]
     dtypes = draw.choices([torch.float32, torch.bfloat16], k=40)
 
@@ -50,7 +48,7 @@ def test_many_collectives_give_the_bits_of_one_channel(world_size):
             torch.randn(size, generator=noise).to(dtype)
             for size, dtype in zip(sizes, dtypes, strict=True)
         ]
-        works = [start(comm, kind, tensor) for kind, tensor in zip(kinds, tensors, strict=True)]
+        works = [kind(comm, tensor) for kind, tensor in zip(kinds, tensors, strict=True)]
         for work in reversed(works):
             work.wait()
         return tensors

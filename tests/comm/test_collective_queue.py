@@ -12,7 +12,7 @@ import torch
 from lightning_ring.comm import collective_queue
 from lightning_ring.comm.collective_queue import CollectiveQueue
 from lightning_ring.comm.waiting import WaitPolicy
-from tests.processes import run
+from tests.processes import run, wait_for
 
 
 class Steps:
@@ -30,19 +30,12 @@ class Steps:
         self.threads.append(threading.get_ident())
 
 
-def wait_until(condition, seconds=60.0):
-    until = time.monotonic() + seconds
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.001)
-    return condition()
-
-
 def test_what_nobody_waits_for_is_taken_up_behind():
     steps = Steps()
     queue = steps.queue()
     work = queue.submit("bucket 0", steps.run(), background=True)
     steps.peers_are_here = True
-    assert wait_until(lambda: work.over)
+    wait_for(lambda: work.over)
     assert steps.threads != [threading.get_ident()]
     queue.close()
 
@@ -71,7 +64,7 @@ def test_the_last_to_call_leaves_the_work_to_a_spare_core():
     assert short.over
     assert steps.threads == [threading.get_ident()]
     long = queue.submit("bucket 0", steps.run(), background=True)
-    assert wait_until(lambda: long.over)
+    wait_for(lambda: long.over)
     assert steps.threads[1] != threading.get_ident()
     queue.close()
 
@@ -116,7 +109,7 @@ def test_tensors_of_inference_mode(behind):
 
         work = queue.submit("bucket 0", add(), background=behind)
         steps.peers_are_here = True
-        assert not behind or wait_until(lambda: work.over)
+        wait_for(lambda: work.over or not behind)
     work.wait()
     assert tensor.tolist() == [1, 1, 1]
     queue.close()

@@ -106,14 +106,14 @@ def test_ranks_without_optimizer_state_get_it_and_step_alike(optimizer_class, kw
         assert str(optimizer.state_dict()) == str(results[0][1].state_dict())
 
 
-def errors(build, error_class=ModelMismatchError, world_size=3):
+def errors(build, error_class=ModelMismatchError):
     def rank(comm):
         with pytest.raises(error_class) as caught:
             check_same_model(build(comm.rank), comm)
         comm.barrier()  # the communicator is still good
         return str(caught.value)
 
-    messages = run_ranks(world_size, rank)
+    messages = run_ranks(3, rank)
     assert len(set(messages)) == 1  # every rank is told the same
     return messages[0]
 

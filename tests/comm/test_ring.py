@@ -9,7 +9,7 @@ from lightning_ring.comm.ring import all_gather_, all_reduce_, reduce_scatter_, 
 from tests.checks.reductions import plain, tolerance, values
 from tests.thread_ranks import run_ranks
 
-WORLD_SIZES = [1, 2, 3, 4, 8]
+every_size = pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 LENGTHS = [0, 1, 7, 1024, 5003]  # 0, 1, 7: some ranks get an empty shard
 SMALL_PIECES = 256  # bytes, so that short tensors travel in many pieces too
 
@@ -20,7 +20,7 @@ def assert_reduced(outputs, inputs, op):
         assert torch.equal(output, outputs[0])  # all ranks hold the same bits
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@every_size
 @pytest.mark.parametrize("reduce", [all_reduce_, all_reduce_directly_])
 def test_all_reduce_equals_sum(world_size, reduce):
     every = [values(numel, torch.float64, world_size) for numel in LENGTHS]
@@ -32,36 +32,28 @@ def test_all_reduce_equals_sum(world_size, reduce):
         assert_reduced(outputs, inputs, ReduceOp.SUM)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_many_small_pieces_change_nothing(world_size):
-    every = [values(numel, torch.float32, world_size) for numel in LENGTHS]
-
-    def rank(comm):
-        scratch = torch.empty(scratch_bytes(SMALL_PIECES), dtype=torch.uint8)
-        for inputs in every:
-            cut = inputs[comm.rank].clone()
-            all_reduce_(cut, comm.transport, piece_bytes=SMALL_PIECES, scratch=scratch)
-            assert torch.equal(cut, all_reduce_(inputs[comm.rank].clone(), comm.transport))
-
-    run_ranks(world_size, rank)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@every_size
 def test_reduce_scatter_leaves_rank_r_with_shard_r(world_size):
     every = [values(numel, torch.float64, world_size) for numel in LENGTHS]
 
     def rank(comm):
         for inputs in every:
-            output = inputs[comm.rank].clone()
-            reduce_scatter_(output, comm.transport, ReduceOp.AVG, piece_bytes=SMALL_PIECES)
-            expected = plain(inputs, ReduceOp.AVG)
-            own, right = (shard(flat, world_size, comm.rank) for flat in (output, expected))
-            torch.testing.assert_close(own, right)
+            outputs = [inputs[comm.rank].clone() for _ in range(2)]
+            scratch = torch.empty(scratch_bytes(SMALL_PIECES), dtype=torch.uint8)
+            pieces = {"piece_bytes": SMALL_PIECES, "scratch": scratch}
+            reduce_scatter_(outputs[0], comm.transport, ReduceOp.AVG)
+            reduce_scatter_(outputs[1], comm.transport, ReduceOp.AVG, **pieces)
+            whole, cut, right = (
+                shard(flat, world_size, comm.rank)
+                for flat in (*outputs, plain(inputs, ReduceOp.AVG))
+            )
+            torch.testing.assert_close(cut, right)
+            assert torch.equal(cut, whole)
 
     run_ranks(world_size, rank)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@every_size
 def test_all_gather_fills_from_the_shards(world_size):
     def rank(comm):
         for numel in LENGTHS:
@@ -72,7 +64,7 @@ def test_all_gather_fills_from_the_shards(world_size):
     run_ranks(world_size, rank)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@every_size
 def test_broadcast(world_size):
     def rank(comm):
         for numel in LENGTHS:

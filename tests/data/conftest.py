@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from lightning_ring.data import ImageFolder
@@ -7,5 +5,5 @@ from tests.images import write_folder
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> ImageFolder:
+def folder(tmp_path_factory):
     return ImageFolder(write_folder(tmp_path_factory.mktemp("images")))

@@ -2,11 +2,7 @@
 hold.
 """
 
-from __future__ import annotations
-
 from io import BytesIO
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -14,25 +10,25 @@ from PIL import Image
 EXIF_ORIENTATION = 0x0112
 
 
-def photo(seed: int = 0, width: int = 120, height: int = 80) -> Image.Image:
+def photo(seed=0, width=120, height=80):
     """Smooth random colours, so that JPEG changes them by a few levels only."""
     grid = np.random.default_rng(seed).integers(0, 255, (3, 4, 3), dtype=np.uint8)
     return Image.fromarray(grid).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def encode(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+def encode(image, kind="JPEG", **options):
     file = BytesIO()
     image.save(file, kind, **({"quality": 95} if kind == "JPEG" else {}) | options)
     return file.getvalue()
 
 
-def decode(data: bytes) -> Image.Image:
-    image: Image.Image = Image.open(BytesIO(data))
+def decode(data):
+    image = Image.open(BytesIO(data))
     image.load()
     return image
 
 
-def image_folder(root: Path, classes: int = 3, images: int = 10) -> Path:
+def image_folder(root, classes=3, images=10):
     """``classes`` folders of ``images`` JPEGs: some above 32 pixels, some below; names that tar
     and CSV dislike.
     """

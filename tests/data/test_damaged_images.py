@@ -1,11 +1,7 @@
 """Images that cannot be read: replaced, or an error."""
 
-from __future__ import annotations
-
 import zlib
 from io import BytesIO
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +9,6 @@ from PIL import Image
 
 from lightning_ring.data import (
     ImageFolder,
-    Loader,
     RandomResizedCrop,
     ShardDataset,
     ShuffledSampler,
@@ -21,21 +16,19 @@ from lightning_ring.data import (
 )
 from lightning_ring.data.loading.transforms import _MOST_KEPT, _Scratch
 from lightning_ring.data.packing.image import PackSettings
-from lightning_ring.data.packing.run import pack
 from lightning_ring.errors import ConfigurationError, SampleError, ShardError, ShardLostError
+from tests.data.packing.packed import pack
 from tests.images import write_folder
 
 
-def make(source: Any, sampler: Any, on_error: Any) -> Loader:
+def make(source, sampler, on_error):
     crop, images = RandomResizedCrop(16), {"transform": None, "with_indices": True}
     return image_loader(source, sampler, 3, crop=crop, on_error=on_error, **images)
 
 
-def test_images_that_cannot_be_read_are_replaced_without_disturbing_the_others(
-    tmp_path: Path, caplog: Any
-) -> None:
+def test_images_that_cannot_be_read_are_replaced_without_disturbing_the_others(tmp_path, caplog):
     root = write_folder(tmp_path / "src", classes=3, images=8)
-    pack(root, tmp_path / "dst", PackSettings(size=0), 1, lambda *numbers: None)
+    pack(root, tmp_path / "dst", PackSettings(size=0))
     bad = 5
     places = ShardDataset(tmp_path / "dst")._index
     with open(tmp_path / "dst" / "shard-000000.tar", "r+b") as file:
@@ -43,7 +36,7 @@ def test_images_that_cannot_be_read_are_replaced_without_disturbing_the_others(
         file.write(b"damaged")
     shards = ShardDataset(tmp_path / "dst")
 
-    def taken(rank: int, world_size: int, skip: bool = True) -> Any:
+    def taken(rank, world_size, skip=True):
         sampler = ShuffledSampler(len(shards), rank=rank, world_size=world_size)
         loader = make(shards, sampler, "skip" if skip else "raise")
         got = [
@@ -74,7 +67,7 @@ def test_images_that_cannot_be_read_are_replaced_without_disturbing_the_others(
         make(shards, ShuffledSampler(24), "drop")
 
 
-def lose_shard(path: Path, how: str) -> None:
+def lose_shard(path, how):
     """After it was opened: its length was right then."""
     if how == "is cut short":
         path.write_bytes(path.read_bytes()[:1000])
@@ -85,28 +78,28 @@ def lose_shard(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["is gone", "is cut short", "cannot be opened"])
-def test_a_lost_shard_is_an_error(tmp_path: Path, how: str) -> None:
+def test_a_lost_shard_is_an_error(tmp_path, how):
     root = write_folder(tmp_path / "src", classes=2, images=12)
-    pack(root, tmp_path / "dst", PackSettings(size=0, shard_mb=16 / 1024), 1, lambda *numbers: None)
+    pack(root, tmp_path / "dst", PackSettings(size=0, shard_mb=16 / 1024))
     shards = ShardDataset(tmp_path / "dst", decode=False)
     lose_shard(path := tmp_path / "dst" / "shard-000001.tar", how)
     said = "cannot be opened" if how == "is gone" else how
     for on_error in ("raise", "skip"):
-        loader = make(shards, ShuffledSampler(len(shards), rank=0, world_size=1), on_error)
+        loader = make(shards, ShuffledSampler(len(shards)), on_error)
         with pytest.raises(ShardLostError, match=f"{path} {said}"):
             list(loader)
 
 
-def test_a_source_of_which_nothing_can_be_read_is_an_error(tmp_path: Path) -> None:
+def test_a_source_of_which_nothing_can_be_read_is_an_error(tmp_path):
     folder = ImageFolder(write_folder(tmp_path, classes=2, images=3))
     for path in tmp_path.glob("*/*.jpg"):
         path.write_bytes(b"no")
-    loader = make(folder, ShuffledSampler(6, rank=0, world_size=1), "skip")
+    loader = make(folder, ShuffledSampler(6), "skip")
     with pytest.raises(SampleError, match=r"nor can any image in its place"):
         next(iter(loader))
 
 
-def says(width: int, height: int, kind: str) -> bytes:
+def says(width, height, kind):
     """A small image whose header says that it is ``width`` x ``height``."""
     data = BytesIO()
     Image.new("RGB", (16, 16)).save(data, kind)
@@ -122,11 +115,11 @@ def says(width: int, height: int, kind: str) -> bytes:
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 @pytest.mark.parametrize("side", [65_500, 14_000])  # Pillow refuses the first by itself
-def test_a_header_that_says_too_many_pixels_is_damage(tmp_path: Path, kind: str, side: int) -> None:
+def test_a_header_that_says_too_many_pixels_is_damage(tmp_path, kind, side):
     write_folder(tmp_path, classes=2, images=3)
     bad = tmp_path / "c0" / "1.jpg"
     bad.write_bytes(says(side, side, kind))
-    folder, sampler = ImageFolder(tmp_path), ShuffledSampler(6, rank=0, world_size=1)
+    folder, sampler = ImageFolder(tmp_path), ShuffledSampler(6)
     with pytest.raises(SampleError, match=r"1\.jpg: cannot be decoded.*(pixels|bomb)"):
         list(make(folder, sampler, "raise"))
     with pytest.raises(SampleError, match=r"1\.jpg: cannot be decoded.*(pixels|bomb)"):
@@ -136,9 +129,9 @@ def test_a_header_that_says_too_many_pixels_is_damage(tmp_path: Path, kind: str,
     assert list(loader.maker.skipped) == [1]
 
 
-def test_the_limit_of_pixels_is_an_argument(tmp_path: Path) -> None:
+def test_the_limit_of_pixels_is_an_argument(tmp_path):
     write_folder(tmp_path, classes=1, images=2, size=(48, 64))
-    sampler, crop = ShuffledSampler(2, rank=0, world_size=1), RandomResizedCrop(16)
+    sampler, crop = ShuffledSampler(2), RandomResizedCrop(16)
     assert (
         len(list(image_loader(ImageFolder(tmp_path), sampler, 2, crop=crop, transform=None))) == 1
     )
@@ -149,7 +142,7 @@ def test_the_limit_of_pixels_is_an_argument(tmp_path: Path) -> None:
         ImageFolder(tmp_path, max_pixels=3071)[0]
 
 
-def test_memory_that_a_large_image_was_decoded_into_is_not_kept() -> None:
+def test_memory_that_a_large_image_was_decoded_into_is_not_kept():
     scratch = _Scratch()
     kept = scratch.room(3000)
     assert len(scratch.room(_MOST_KEPT + 1)) > _MOST_KEPT

@@ -6,9 +6,9 @@ from PIL import Image
 
 from lightning_ring.data import ImageFolder, ShardDataset
 from lightning_ring.data.packing.image import PackSettings
-from lightning_ring.data.packing.run import pack
-from lightning_ring.errors import ConfigurationError
+from tests.data.packing.packed import pack
 from tests.images import picture, write_folder
+from tests.refusals import refused
 
 
 def test_image_folder_has_torchvisions_order(folder, tmp_path, caplog):
@@ -32,9 +32,9 @@ def test_image_folder_has_torchvisions_order(folder, tmp_path, caplog):
     )
     Image.new("RGB", (4, 4)).save(root / "c1" / "more.png")
     assert ImageFolder(root).fingerprint != odd.fingerprint
-    with pytest.raises(ConfigurationError, match="holds no images"):
+    with refused("holds no images"):
         ImageFolder(root / "empty")
-    with pytest.raises(ConfigurationError, match="is not a folder"):
+    with refused("is not a folder"):
         ImageFolder(root / "gone")
 
 
@@ -48,9 +48,7 @@ def test_folders_shards_and_torchvision_agree_on_empty_classes_and_on_exif(tmp_p
     Image.fromarray(picture(5, 20, 33)).save(root / "c2" / "0.jpg", exif=exif)
     expected = datasets.ImageFolder(root, allow_empty=True)
     folder = ImageFolder(root)
-    manifest = pack(
-        root, tmp_path / "dst", PackSettings(size, group_by_class=True), 1, lambda *numbers: None
-    )
+    manifest = pack(root, tmp_path / "dst", PackSettings(size, group_by_class=True))
     shards = ShardDataset(tmp_path / "dst")
     assert manifest.counts["not turned"] == 1
     for ours in (folder, shards):
@@ -61,5 +59,5 @@ def test_folders_shards_and_torchvision_agree_on_empty_classes_and_on_exif(tmp_p
                 ours[i][0].permute(1, 2, 0).numpy(), np.asarray(expected.loader(path))
             )
     upright = PackSettings(size, upright=True, group_by_class=True)
-    assert pack(root, tmp_path / "upright", upright, 1, lambda *numbers: None).counts["turned"] == 1
+    assert pack(root, tmp_path / "upright", upright).counts["turned"] == 1
     assert ShardDataset(tmp_path / "upright")[1][0].shape == (3, 33, 20)

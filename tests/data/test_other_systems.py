@@ -32,7 +32,7 @@ lightning_ring.RingStrategy, lightning_ring.distribute
 assert main(["pack", source, target, "--size", "0"]) == 0
 assert main(["pack", "--verify", target]) == 0
 for dataset in (ShardDataset(target), ImageFolder(source)):
-    sampler = ShuffledSampler(len(dataset), rank=0, world_size=1)
+    sampler = ShuffledSampler(len(dataset))
     loader = image_loader(dataset, sampler, 3, crop=RandomResizedCrop(16), transform=None, num_threads=4)
     assert sum(len(images) for images, _ in loader) == len(dataset) == 21
 """

@@ -15,10 +15,10 @@ import webdataset
 from torch.utils.data import DataLoader
 
 from lightning_ring.data import ShardDataset
-from lightning_ring.data.packing import run
 from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.shards import ShardFiles, ShardIndex, read_manifest
 from lightning_ring.errors import ShardError
+from tests.data.packing.packed import pack
 from tests.data.photos import encode, image_folder, photo
 
 
@@ -27,9 +27,7 @@ def packed(tmp_path_factory):
     root = tmp_path_factory.mktemp("shards")
     source = image_folder(root / "src", classes=3, images=20)
     (source / "class 0" / "small.png").write_bytes(encode(photo(9, 20, 20), "PNG"))
-    run.pack(
-        source, root / "dst", PackSettings(size=40, shard_mb=20 / 1024), 2, lambda *numbers: None
-    )
+    pack(source, root / "dst")
     return root / "dst"
 
 
@@ -133,7 +131,7 @@ def test_labels_that_were_set_travel_too(packed):
 
 def test_a_data_set_that_was_packed_anew_is_not_taken_for_the_old_one(packed, tmp_path):
     source = image_folder(tmp_path / "src", classes=1, images=3)
-    run.pack(source, tmp_path / "dst", PackSettings(), 1, lambda *numbers: None)
+    pack(source, tmp_path / "dst", PackSettings())
     data = pickle.dumps(ShardDataset(tmp_path / "dst"))
     (tmp_path / "dst").rename(tmp_path / "old")
     (tmp_path / "dst").symlink_to(packed)

@@ -29,20 +29,20 @@ from lightning_ring.data import (
     image_loader,
 )
 from lightning_ring.data.packing.image import PackSettings
-from lightning_ring.data.packing.run import pack
 from lightning_ring.errors import ConfigurationError, SampleError, ShardLostError
+from tests.data.packing.packed import pack
 from tests.data.photos import encode, photo
 from tests.processes import ROOT
 
 CROP = RandomResizedCrop(16, exact=True)  # the pixels of a whole image, whatever it is decoded by
 SAMPLERS = {
-    "shuffled": lambda photos, **ranks: ShuffledSampler(len(photos), **ranks),
-    "mixture": lambda photos, **ranks: MixtureSampler(photos.sizes, [1], num_samples=40, **ranks),
+    "shuffled": lambda photos: ShuffledSampler(len(photos)),
+    "mixture": lambda photos: MixtureSampler(photos.sizes, [1], num_samples=40),
 }
 
 
-def table_of(folder, names=True):
-    labels = [folder.classes[label] if names else int(label) for label in folder.labels]
+def table_of(folder):
+    labels = [folder.classes[label] for label in folder.labels]
     images = [folder.read(i) for i in range(len(folder))]
     return pa.table({"image": images, "label": labels, "number": range(len(folder))})
 
@@ -62,10 +62,14 @@ def parquet_images(folder, root):
 
 def hugging_face_images(folder, root):
     """Images that are kept as paths."""
-    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=folder.classes)}
     paths = [str(folder.root / folder.name(i)) for i in range(len(folder))]
-    columns = {"image": paths, "label": folder.labels.tolist()}
-    return HuggingFaceImages(datasets.Dataset.from_dict(columns, features=datasets.Features(kinds)))
+    return HuggingFaceImages(data_set_of(folder, paths))
+
+
+def data_set_of(folder, images):
+    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=folder.classes)}
+    columns = {"image": images, "label": folder.labels.tolist()}
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
 
 
 def torchvision_images(folder, root):
@@ -92,7 +96,7 @@ def opened(request, folder, tmp_path):
 
 
 def loader(photos, kind):
-    sampler = SAMPLERS[kind](photos, rank=0, world_size=1)
+    sampler = SAMPLERS[kind](photos)
     return image_loader(
         photos, sampler, 12, crop=CROP, transform=None, with_indices=True, num_threads=2
     )
@@ -192,16 +196,14 @@ def test_what_lance_images_cannot_be_made_of_says_why(folder, tmp_path):
             ("label", "int64"),
         ]
     )
-    stored = lance.write_dataset(
-        pa.table({"image": [b"x"], "label": [0]}, blobs), tmp_path / "blobs.lance"
-    )
-    with pytest.raises(ConfigurationError, match=r"not stored as blobs"):
-        LanceImages(stored)
-    missing = pa.table({"image": [b"x", b"y"], "label": pa.array([None, 1])})
-    with pytest.raises(
-        ConfigurationError, match=r"the column 'label' has no label for 1 of 2 images"
-    ):
-        LanceImages(lance.write_dataset(missing, tmp_path / "missing.lance"))
+    for columns, schema, message in [
+        ({"image": [b"x"], "label": [0]}, blobs, "not stored as blobs"),
+        ({"image": [b"x", b"y"], "label": [None, 1]}, None, "'label' has no label for 1 of 2"),
+        ({"image": [b"x"], "label": [0.5]}, None, r"has the label 0\.5, expected a whole number"),
+    ]:
+        path = tmp_path / f"{message[:5]}.lance"
+        with pytest.raises(ConfigurationError, match=message):
+            LanceImages(lance.write_dataset(pa.table(columns, schema), path))
     table = pa.table({"image": [b"x"] * 3, "label": pa.array(["a", "b", "c"]).dictionary_encode()})
     some = LanceImages(
         lance.write_dataset(table, tmp_path / "codes.lance"),
@@ -209,13 +211,6 @@ def test_what_lance_images_cannot_be_made_of_says_why(folder, tmp_path):
         classes=["c", "a"],
     )
     assert some.labels.tolist() == [1, 0]
-    fractions = lance.write_dataset(
-        pa.table({"image": [b"x"], "label": [0.5]}), tmp_path / "fractions.lance"
-    )
-    with pytest.raises(
-        ConfigurationError, match=r"the column 'label' has the label 0\.5, expected a whole number"
-    ):
-        LanceImages(fractions)
 
 
 # -- Hugging Face
@@ -223,14 +218,8 @@ def test_what_lance_images_cannot_be_made_of_says_why(folder, tmp_path):
 
 def test_a_selected_and_shuffled_data_set_is_read_in_its_order(folder, tmp_path):
     whole = hugging_face_images(folder, tmp_path)
-    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=folder.classes)}
-    columns = {
-        "image": [{"bytes": folder.read(i)} for i in range(len(folder))],
-        "label": folder.labels.tolist(),
-    }
-    data = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds)).with_format(
-        "torch"
-    )
+    images = [{"bytes": folder.read(i)} for i in range(len(folder))]
+    data = data_set_of(folder, images).with_format("torch")
     shuffled = HuggingFaceImages(data.shuffle(seed=3).select(range(9)))
     order = data.shuffle(seed=3)._indices["indices"].to_pylist()[:9]
     assert shuffled.read_many(range(9)) == [folder.read(i) for i in order]
@@ -240,6 +229,7 @@ def test_a_selected_and_shuffled_data_set_is_read_in_its_order(folder, tmp_path)
 
 def test_what_hugging_face_images_cannot_be_made_of_says_why(folder, tmp_path):
     data = datasets.Dataset.from_dict({"image": [1, 2], "label": [-1, 0], "text": ["a", "b"]})
+    unlabelled = datasets.Dataset.from_dict({"image": [encode(photo())] * 2, "label": [-1, 0]})
     for given, message in [
         (
             data.to_iterable_dataset(),
@@ -250,14 +240,10 @@ def test_what_hugging_face_images_cannot_be_made_of_says_why(folder, tmp_path):
             data.rename_column("image", "picture"),
             r"the columns picture, label, text, expected 'image' among them",
         ),
+        (unlabelled, r"has labels from -1 to 0, expected numbers of classes, from 0"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
             HuggingFaceImages(given)
-    unlabelled = datasets.Dataset.from_dict({"image": [encode(photo())] * 2, "label": [-1, 0]})
-    with pytest.raises(
-        ConfigurationError, match=r"has labels from -1 to 0, expected numbers of classes, from 0"
-    ):
-        HuggingFaceImages(unlabelled)
     paths = datasets.Dataset.from_dict({"image": [str(tmp_path / "gone.jpg")] * 2, "label": [0, 1]})
     with pytest.raises(OSError, match=r"gone\.jpg"):
         HuggingFaceImages(paths)
@@ -286,7 +272,7 @@ def test_images_of_every_kind_are_the_same(folder):
     tensor = folder[0][0]
     array = tensor.permute(1, 2, 0).numpy()
     photos = MapStyleImages(Given(folder.read(0), tensor, array, Image.fromarray(array)))
-    in_order = ShuffledSampler(4, shuffle=False, rank=0, world_size=1)
+    in_order = ShuffledSampler(4, shuffle=False)
     crop = CenterCrop(16, resize=20, exact=True)
     ((images, labels),) = image_loader(
         photos, in_order, 4, crop=crop, transform=None, num_threads=1
@@ -329,7 +315,7 @@ def test_what_a_torch_data_set_gives_that_is_no_image_says_so(folder):
 
 
 def test_the_example_of_the_guide_runs(folder, tmp_path, monkeypatch, capsys):
-    pack(folder.root, tmp_path / "shards", PackSettings(), 1, lambda *numbers: None)
+    pack(folder.root, tmp_path / "shards", PackSettings())
     example = ROOT / "docs" / "examples" / "lance_photos.py"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(example), "shards", str(folder.root)])

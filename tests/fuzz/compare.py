@@ -2,8 +2,6 @@
 wrong.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 
@@ -179,10 +177,8 @@ def _known(numbers, alone):
 
     And without a key that torch adds to a group when it loads a state dict.
     """
-    numbers = {
-        name: value for name, value in numbers.items() if not name.endswith(".differentiable")
-    }
-    return {name: value for name, value in numbers.items() if not (alone and name == ".top")}
+    unknown = (".differentiable", ".top") if alone else (".differentiable",)
+    return {name: value for name, value in numbers.items() if not name.endswith(unknown)}
 
 
 def _between_ranks(outcome):

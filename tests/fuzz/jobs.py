@@ -5,8 +5,6 @@ crashed is replaced in a fraction of a second. Every wait is bounded, and ranks 
 that started them.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

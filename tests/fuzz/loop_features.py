@@ -2,10 +2,8 @@
 first option is plain.
 """
 
-from __future__ import annotations
-
 from tests.fuzz.module_features import EACH, EXTRA, FREEZE, TWO
-from tests.fuzz.option import Option, option
+from tests.fuzz.option import option
 from tests.fuzz.trainer_features import (
     AGAIN,
     BUCKETS,
@@ -60,7 +58,7 @@ REDUCTION = {
     "sum": option(horovod="op=hvd.Sum", reduction="sum"),
 }
 
-LOOP: dict[str, dict[str, Option]] = {
+LOOP = {
     "precision": PRECISION,
     "optimizer": OPTIMIZER,
     "groups": GROUPS,
@@ -76,7 +74,7 @@ LOOP: dict[str, dict[str, Option]] = {
     "compression": COMPRESSION,
 }
 
-HOROVOD: dict[str, dict[str, Option]] = {
+HOROVOD = {
     "optimizer": OPTIMIZER,
     "groups": GROUPS,
     "window": WINDOW,

@@ -2,9 +2,7 @@
 one.
 """
 
-from __future__ import annotations
-
-from tests.fuzz.option import Option, option
+from tests.fuzz.option import option
 
 # a loop by hand has to wait before it reads sharded parameters between two steps; a Trainer does
 WAIT = "getattr(self.trainer, 'wait', int)()\n"
@@ -42,7 +40,7 @@ TWO, EACH = "[of(layers[:half]), of(layers[half:])]", "[[p] for p in of(layers)]
 _MANUAL = "self.automatic_optimization = False"
 
 
-def _each(condition: str = "", toggle: bool = False) -> str:
+def _each(condition="", toggle=False):
     """Two optimizers, one after the other."""
     lines = [
         _STEP,
@@ -292,7 +290,7 @@ FREEZE = {
     ),
 }
 
-MODULE: dict[str, dict[str, Option]] = {
+MODULE = {
     "training": TRAINING,
     "extra": EXTRA,
     "skip": SKIP,

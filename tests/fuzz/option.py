@@ -1,7 +1,5 @@
 """One choice that a random program makes, and the lines that it puts into the program's script."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

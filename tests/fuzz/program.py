@@ -2,8 +2,6 @@
 Horovod's API.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

@@ -3,11 +3,6 @@
 `settle` takes out what has no meaning beside the rest.
 """
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
 _BY_GRAD = ("adversarial example by autograd.grad", "gradient penalty", "torch.func.grad")
 _FUNCTIONAL = ("Linear()", "Norm()", "Twice()", "Method()", "Large()")
 _LOCAL = ("on rank 0", "some ranks")
@@ -132,7 +127,7 @@ def _settle_loop(program, plain, without):
             "Embedded(sparse=True)",
             "Dropped()",
         )
-        program.blocks[:] = ["Linear()" if block in uncommon else block for block in program.blocks]
+        _plain_blocks(program.blocks, *uncommon)
         program.hooks[:] = [
             hook
             for hook in program.hooks
@@ -150,15 +145,11 @@ def _settle_blocks(program):
                 blocks.append("Linear()")
             blocks.insert(1, "Raises()")
         # a rank whose backward raises before it has made any gradient does not count it
-        uncommon = ("OnOneRank()", "EveryOtherStep()", "Dropped()")
-        blocks[:] = [
-            "Linear()" if "reentrant=True" in block or block in uncommon else block
-            for block in blocks
-        ]
+        _plain_blocks(blocks, "reentrant=True", "OnOneRank()", "EveryOtherStep()", "Dropped()")
     else:
         blocks[:] = [block for block in blocks if block != "Raises()"]
     if choice("extra") in _BY_GRAD:  # reentrant checkpoints work with backward() alone
-        blocks[:] = ["Linear()" if "reentrant=True" in block else block for block in blocks]
+        _plain_blocks(blocks, "reentrant=True")
     if choice("extra") == "torch.func.grad" and blocks[0] not in _FUNCTIONAL:
         blocks.insert(0, "Linear()")
     if "Embedded(sparse=True)" in blocks:

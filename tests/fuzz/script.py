@@ -5,12 +5,8 @@ import re
 import textwrap
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.fuzz import templates
-
-if TYPE_CHECKING:
-    pass
 
 PLAIN = {  # places that hold one expression or statement, without an option for them
     "dtype": "torch.float64",
@@ -36,13 +32,8 @@ def render(program):
         places["trainer"] = [code for code in places.get("trainer", []) if "clip" not in code]
     optimizer = places.pop("optimizer")[0].format(places["groups"][0].format("part"))
     scheduler = places.get("scheduler", [""])[0].format("o")
-    steps = (
-        "for scheduler in [self.lr_schedulers()]:\n    scheduler.step()"
-        if scheduler and "parts" not in places
-        else ""
-    )
-    if scheduler and "parts" in places:
-        steps = "for scheduler in self.lr_schedulers():\n    scheduler.step()"
+    schedulers = "self.lr_schedulers()" if "parts" in places else "[self.lr_schedulers()]"
+    steps = f"for scheduler in {schedulers}:\n    scheduler.step()" if scheduler else "pass"
     values = {
         "seed": str(program.seed),
         "ranks": str(program.ranks),
@@ -60,7 +51,7 @@ def render(program):
         "strategies": " ".join(program.strategies),
         "unused": str(any(option.unused for option in program.options())),
         "clipped": str("clip_by_hand" in places),
-        "steps": steps or "pass",
+        "steps": steps,
     }
     for place, plain in PLAIN.items():
         values[place] = places.pop(place, [plain])[0]

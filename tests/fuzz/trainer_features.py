@@ -2,9 +2,7 @@
 option is the plain one.
 """
 
-from __future__ import annotations
-
-from tests.fuzz.option import Option, option
+from tests.fuzz.option import option
 
 PRECISION = {
     "64-true": option(8, trainer="precision='64-true'"),
@@ -151,7 +149,7 @@ COMPRESSION = {
     )
 }
 
-TRAINER: dict[str, dict[str, Option]] = {
+TRAINER = {
     "precision": PRECISION,
     "optimizer": OPTIMIZER,
     "groups": GROUPS,

@@ -4,6 +4,8 @@ NCCL refuses two ranks on one GPU: several ranks are threads. One card shows nei
 peers nor any speed.
 """
 
+from functools import reduce
+
 import pytest
 import torch
 
@@ -15,3 +17,8 @@ ON_GPU = [
         DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs an NVIDIA GPU"
     ),
 ]
+
+
+def on_gpu(test):
+    """``test`` with all of `ON_GPU`."""
+    return reduce(lambda marked, mark: mark(marked), ON_GPU, test)

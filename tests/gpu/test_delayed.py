@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
+from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.backends import nccl
@@ -136,7 +137,7 @@ def largest_difference(algorithm, *, recorded, compressed=False, accumulates=Fal
     if compressed:
         expected = over(ring_over(delays=False))
     else:
-        expected = train(None, net, None, make, **features)
+        expected = train(None, net, Algorithm(), make, **features)
     found = over(ring_over())
     return largest((values - expected[name]).abs().max() for name, values in found.items())
 

@@ -24,6 +24,7 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW
 
+from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.backends.nccl import NCCLCommunicator
@@ -92,11 +93,9 @@ def train(comm, net, algorithm, make, *, accumulates=False, clips=False):
     dtype = next(net.parameters()).dtype
     net = copy.deepcopy(net).to(DEVICE)
     optimizer = make(net.parameters())
-    if algorithm is not None:
-        assert comm is not None
-        algorithm.attach(net, [optimizer], comm)
-        if isinstance(algorithm, Sharded):
-            algorithm.overlaps = True  # which mirrors refuse
+    algorithm.attach(net, [optimizer], comm)
+    if isinstance(algorithm, Sharded):
+        algorithm.overlaps = True  # which mirrors refuse
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         for micro in range(1 + accumulates):
@@ -104,21 +103,20 @@ def train(comm, net, algorithm, make, *, accumulates=False, clips=False):
             if comm is not None:
                 inputs = inputs.chunk(comm.world_size)[comm.rank]
             inputs = inputs.to(DEVICE, memory_format=torch.channels_last)
-            with nullcontext() if algorithm is None else algorithm.forward():
+            with algorithm.forward():
                 loss = net(inputs).square().mean()
-            stays = accumulates and micro == 0 and algorithm is not None
+            stays = accumulates and micro == 0
             with (
                 algorithm.backwards.no_sync() if stays else nullcontext(),
-                nullcontext() if algorithm is None else algorithm.backward(),
+                algorithm.backward(),
             ):
                 loss.backward()
         if clips:
-            clip = nn.utils.clip_grad_norm_ if algorithm is None else algorithm.clip_grad_norm_
-            clip(net.parameters(), 0.1)
-        if algorithm is not None:
+            algorithm.clip_grad_norm_(net.parameters(), 0.1)
+        if comm is not None:
             algorithm.before_commit()
         optimizer.step()
-        if algorithm is not None:
+        if comm is not None:
             algorithm.after_commit()
     result = {}
     if isinstance(algorithm, Sharded):
@@ -128,14 +126,12 @@ def train(comm, net, algorithm, make, *, accumulates=False, clips=False):
     else:
         result["gradients"] = flat_of([p.grad for p in net.parameters()])
     result["parameters"] = flat_of(list(net.parameters()))
-    if algorithm is not None:
-        algorithm.detach()
+    algorithm.detach()
     return result
 
 
 def differences_of_mirrors(algorithm):
     """A mirror has stepped with the gradients that it received, its owner with its own."""
-    assert algorithm._mirrors is not None
     found = []
     for bucket in algorithm._attached.buckets:
         for part in bucket.shards:
@@ -158,7 +154,7 @@ def check(ranks, world_size, algorithm, make, allowed, *, dtype=torch.float64, *
     does.
     """
     net = net_of(dtype)
-    expected = train(None, net, None, make, **features)
+    expected = train(None, net, Algorithm(), make, **features)
 
     def rank(comm):
         recorded = RecordedCommunicator(comm, [lambda record: None])

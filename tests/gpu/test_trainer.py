@@ -18,6 +18,7 @@ from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.gradients.compression import DGC, PowerSGD
 from lightning_ring.optim import LAMB, LARS
 from tests.gpu import DEVICE, ON_GPU
+from tests.trainers import quiet_trainer
 
 pytestmark = ON_GPU
 # Relative norm of the difference. Formats that send less than the gradient, and the error of it
@@ -78,10 +79,9 @@ def train(strategy, trainer, module, folder=None):
     generator = torch.Generator().manual_seed(7)
     images = torch.randn(8 * STEPS, 3, 8, 8, generator=generator)
     labels = torch.randint(0, 4, (len(images),), generator=generator)
-    unwanted = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    settings = dict.fromkeys(("use_distributed_sampler", *unwanted), False) | {
+    settings = {
+        "use_distributed_sampler": False,
         "accelerator": "gpu" if DEVICE == "cuda" else "cpu",
-        "devices": 1,
         "log_every_n_steps": 2,
         # Else Lightning looks for one, and raises where mpi4py has no MPI library.
         "plugins": [LightningEnvironment()] if strategy is None else None,
@@ -93,7 +93,7 @@ def train(strategy, trainer, module, folder=None):
         chosen = (
             "auto" if strategy is None else RingStrategy(force_communication=True, **strategy())
         )
-        fit = L.Trainer(strategy=chosen, max_epochs=last_epoch, **settings, **trainer)
+        fit = quiet_trainer(strategy=chosen, max_epochs=last_epoch, **settings, **trainer)
         fit.fit(net, DataLoader(TensorDataset(images, labels), batch_size=8), ckpt_path=saved)
         if folder:
             saved = folder / "saved.ckpt"

@@ -7,8 +7,6 @@ from torch.nn import Parameter
 from lightning_ring.comm.communicator import shard_bounds
 from lightning_ring.comm.cost import number_by_size
 from lightning_ring.gradients.bucket import Bucket, plan_buckets
-from lightning_ring.gradients.reducer import Reducer
-from tests.thread_ranks import run_ranks
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7, 96])
@@ -22,10 +20,7 @@ def test_its_length_is_divisible_and_flags_stay_behind_the_gradients(num_shards)
         param.grad = torch.randn_like(param)
     bucket.begin()
     bucket.fill([True, False, True], stop=True)
-    assert [
-        torch.equal(view, param.grad)
-        for view, param in zip(bucket.views[1:2], params[1:2], strict=True)
-    ] == [True]
+    assert torch.equal(bucket.views[1], params[1].grad)
     assert bucket.flat[-4:].tolist() == [1, 0, 1, 1]
     assert bucket.used.tolist() == [1, 0, 1]
     assert bucket.stop.tolist() == [1]
@@ -57,17 +52,6 @@ def test_a_nearly_empty_bucket_takes_the_next_parameter_and_the_first_stays_smal
     assert held < sum(param.nbytes for _, param in named) + 2000, (
         "no more memory than the gradients"
     )
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_reducers_buckets_are_divisible_by_the_ranks(world_size):
-    def lengths(comm):
-        named = [(f"p{size}", Parameter(torch.zeros(size))) for size in (3, 70, 500)]
-        return [bucket.flat.numel() for bucket in Reducer(comm, named, bucket_cap_mb=0.001).buckets]
-
-    for found in run_ranks(world_size, lengths):
-        assert len(found) > 1
-        assert [length % world_size for length in found] == [0] * len(found)
 
 
 @pytest.mark.parametrize("num_shards", [2, 3, 8])

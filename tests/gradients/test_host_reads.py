@@ -2,17 +2,16 @@
 device is a fake.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded, norms
 from tests.compressors import COMPRESSORS
 from tests.fake_device import on_fake_device
+from tests.operations import Operations
 from tests.thread_ranks import run_ranks
 
 NUM_LAYERS = 40
@@ -25,18 +24,6 @@ WAYS = {
 def make(way, cap=0.002):
     algorithm, compression = WAYS[way]
     return algorithm(bucket_cap_mb=cap, compression=COMPRESSORS[compression]())
-
-
-class Launches(TorchDispatchMode):
-    """Counts operations, without views, which launch nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_launches = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.num_launches += not func.is_view
-        return func(*args, **(kwargs or {}))
 
 
 def net_of(num_layers=4):
@@ -101,10 +88,10 @@ def test_clipping_takes_as_many_operations_for_many_parameters_as_for_few():
                 net(torch.ones(2, 8)).sum().backward()
             algorithm.clip_grad_norm_(net.parameters(), 0.1)  # builds the buckets of parameters
             own = [algorithm._attached.own_gradient(param) for param in net.parameters()]
-            with Launches() as launches:
+            with Operations() as launches:
                 norms._total_norm(own, [], algorithm._attached, 2.0)
             algorithm.detach()
-            return launches.num_launches
+            return len(launches.calls)
 
         return run_ranks(1, rank)[0]
 
@@ -120,31 +107,23 @@ def test_a_step_takes_as_many_further_operations_for_many_parameters_as_for_few(
     def further(num_layers):
         def rank(comm):
             counts = []
-            for algorithm in (make(way, 1), None):
+            for algorithm in (make(way, 1), Algorithm()):
                 net = net_of(num_layers)
                 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=True)
-                if algorithm is not None:
-                    algorithm.attach(net, [optimizer], comm)
+                algorithm.attach(net, [optimizer], comm)
                 for _ in range(4):
                     optimizer.zero_grad()
-                    with Launches() as launches:
-                        with nullcontext() if algorithm is None else algorithm.forward():
+                    with Operations() as launches:
+                        with algorithm.forward():
                             loss = net(torch.ones(2, 8)).sum()
-                        with nullcontext() if algorithm is None else algorithm.backward():
+                        with algorithm.backward():
                             loss.backward()
                         if clips:
-                            clip = (
-                                nn.utils.clip_grad_norm_
-                                if algorithm is None
-                                else algorithm.clip_grad_norm_
-                            )
-                            clip(net.parameters(), 0.1)
+                            algorithm.clip_grad_norm_(net.parameters(), 0.1)
                         optimizer.step()
-                        if algorithm is not None:
-                            algorithm.wait_parameters()
-                counts.append(launches.num_launches)
-                if algorithm is not None:
-                    algorithm.detach()
+                        algorithm.wait_parameters()
+                counts.append(len(launches.calls))
+                algorithm.detach()
             return counts[0] - counts[1]
 
         return run_ranks(1, rank)[0]

@@ -4,10 +4,7 @@ there is one.
 
 import importlib.util
 import re
-import subprocess
 import sys
-from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,13 +15,14 @@ from lightning_ring.gradients.compression.between_nodes import messages
 from lightning_ring.gradients.compression.int8 import INT8
 from lightning_ring.gradients.compression.one_bit import SIGNS
 from tests.checks.compression.formulas import OneTensor
+from tests.gpu import on_gpu
+from tests.machine_code import compiled, resources
 from tests.processes import run
 from tests.thread_ranks import run_ranks
 
 CODES = {"int8": INT8, "signs": SIGNS}
 KERNELS = [f"{way}_{code}_kernel" for code in CODES for way in ("encode", "decode")]
 every_code = pytest.mark.parametrize("code", list(CODES))
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
 with_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
@@ -39,19 +37,16 @@ def test_interpreted_kernels_equal_float64(code):
     assert done.stdout.strip().endswith("equal"), done.stdout[-3000:]
 
 
-@pytest.mark.ranks
-@pytest.mark.gpu
+@on_gpu
 @with_triton
-@on_a_gpu
 @every_code
 def test_kernels_on_a_gpu_equal_float64(code):
     checks = importlib.import_module("tests.gradients.kernel_checks")
     checks.check(code, "cuda")
 
 
-@pytest.mark.gpu
+@on_gpu
 @with_triton
-@on_a_gpu
 @every_code
 def test_codes_take_the_kernels_on_a_gpu(code):
     """Three ranks' shards of a bucket of any length, there and back."""
@@ -72,9 +67,8 @@ def test_codes_take_the_kernels_on_a_gpu(code):
         assert far.float().mean() < 1e-3
 
 
-@pytest.mark.gpu
+@on_gpu
 @with_triton
-@on_a_gpu
 @every_code
 def test_values_beyond_two_to_the_31_on_a_gpu(code):
     numel = 2**31 + 3 * blocks.BLOCK + 5
@@ -160,8 +154,6 @@ class Launch:
 
         ``others`` take the place of arguments.
         """
-        compiler = importlib.import_module("triton.compiler")
-        target = importlib.import_module("triton.backends.compiler").GPUTarget
         signature, constants, attributes = {}, {}, {}
         for param in self.kernel.params:
             value = (self.given | others)[param.name]
@@ -172,8 +164,7 @@ class Launch:
             place = value.data_ptr() if isinstance(value, torch.Tensor) else value
             if not param.do_not_specialize and place % 16 == 0:
                 attributes[(param.num,)] = [["tt.divisibility", 16]]
-        source = compiler.ASTSource(self.kernel, signature, constants, attributes)
-        return compiler.compile(source, target=target("cuda", capability, 32)).asm
+        return compiled(self.kernel, signature, constants, attributes, capability)
 
 
 def type_of(value):
@@ -188,8 +179,6 @@ def launches(monkeypatch, tmp_path):
     names.
     """
     pytest.importorskip("triton", reason="Triton is not installed")
-    if tuple(map(int, version("triton").split(".")[:2])) < (3, 3):
-        pytest.skip("this Triton takes other arguments")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernels = importlib.import_module("lightning_ring.gradients.compression.kernels")
     noted = {name: Launch(getattr(kernels, name)) for name in KERNELS}
@@ -207,7 +196,6 @@ def launches(monkeypatch, tmp_path):
 @pytest.mark.ranks
 @pytest.mark.parametrize(("kernel", "capability"), zip(KERNELS, (80, 90, 90, 80), strict=True))
 def test_compiled_kernels_move_16_bytes_and_fill_the_gpu(launches, kernel, capability, tmp_path):
-    """To machine code, which needs no GPU: the interpreter takes what the compiler refuses."""
     launch = launches[kernel]
     several = {"NUM_MESSAGES": 3} if kernel.startswith("decode") else {}
     for others in ({}, several):
@@ -242,18 +230,3 @@ def test_values_at_any_multiple_of_4_bytes_compile(launches, kernel):
     """A node's part of a bucket begins anywhere."""
     ptx = launches[kernel].compiled(90, values=torch.empty(9)[1:])["ptx"]
     assert not re.search(r"ld\.global\S*\.v4\.f32", ptx)
-
-
-def resources(cubin, folder):
-    """Registers of a thread, and bytes of its stack and local memory, as `cuobjdump` knows them."""
-    triton = importlib.import_module("triton")
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not tool.exists():
-        pytest.skip("this Triton comes without cuobjdump")
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    told = subprocess.run(
-        [tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True
-    ).stdout
-    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", told))
-    return int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])

@@ -1,11 +1,13 @@
 """The orthonormal columns of PowerSGD's factors: Gram-Schmidt against a QR decomposition."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ring.gradients.compression.powersgd import LowRank, orthonormal
-from tests.checks.compression.formulas import OneTensor
+from tests.gpu import on_gpu
+from tests.operations import Operations
 from tests.thread_ranks import run_ranks
 
 
@@ -65,13 +67,14 @@ def test_what_is_not_finite_is_seen_in_the_average(bad):
 def test_products_are_not_rounded_to_tensorfloat_32():
     """As float32 ones are under `torch.set_float32_matmul_precision`."""
     factors = some_factors(4)
-    with Calls() as calls:
+    with Operations() as operations:
         orthonormal(factors, noise_for(factors))
-    assert calls.products == {torch.float64}
+    called = zip(operations.names, operations.calls, strict=True)
+    products = [args[0] for name, (_, args) in called if name in ("bmm", "mm", "baddbmm")]
+    assert {product.dtype for product in products} == {torch.float64}
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
+@on_gpu
 @pytest.mark.parametrize("precision", ["highest", "high"])
 def test_the_host_does_not_wait_for_a_gpu(precision):
     factors = some_factors(4, 4608)
@@ -97,39 +100,22 @@ def assert_orthonormal(found):
     )
 
 
-class Calls(TorchDispatchMode):
-    """Notes operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-        self.products = set()  # dtypes of matrix products
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        if self.names[-1] in ("bmm", "mm", "baddbmm"):
-            self.products.add(args[0].dtype)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("rank", [1, 2, 4, 5])
 def test_matrices_of_one_shape_are_one_batch(rank):
     def count(num_matrices):
         def of_rank(comm):
             compressor = LowRank(rank, start_iter=0)
             flat = torch.randn(num_matrices * 2400)
-            layout = OneTensor(flat, (2400,) * num_matrices)
-            shaped = [
-                view.view(*((40, 60) if i % 2 else (60, 40))) for i, view in enumerate(layout.views)
+            views = [
+                view.view(*((40, 60) if i % 2 else (60, 40)))
+                for i, view in enumerate(flat.split(2400))
             ]
-            named = type(
-                "Layout", (), {"names": [str(i) for i in range(num_matrices)], "views": shaped}
-            )()
-            compressor.prepare(flat, named)
+            names = list(map(str, range(num_matrices)))
+            compressor.prepare(flat, SimpleNamespace(names=names, views=views))
             compressor.begin_backward()
-            with Calls() as calls:
+            with Operations() as operations:
                 compressor.all_reduce(flat, comm, name="bucket").wait()
-            return calls.names
+            return operations.names
 
         names = run_ranks(1, of_rank)[0]
         return names.count("linalg_qr"), names.count("linalg_vector_norm")

@@ -1,32 +1,24 @@
-"""Pages in the system's Chromium, through playwright, and TensorBoard to serve them.
-
-``python -m tests.monitor.browser LOGDIR FILE.png`` keeps a picture of TensorBoard's custom scalars.
-"""
-
-from __future__ import annotations
+"""Pages in the system's Chromium, through playwright, and TensorBoard to serve them."""
 
 import re
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import sync_playwright
 
 from tests.processes import clean_env, end_session
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
-def executable() -> str | None:
+def executable():
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @contextmanager
-def open_page(width: int, height: int) -> Iterator[Page]:
+def open_page(width, height):
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable(), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": width, "height": height})
@@ -35,27 +27,18 @@ def open_page(width: int, height: int) -> Iterator[Page]:
         browser.close()
 
 
-def wait_for(page: Page, *words: str) -> None:
+def wait_for(page, *words):
     """Until the page shows all of ``words``, also in custom elements."""
     for word in words:
         page.get_by_text(word).first.wait_for(state="attached")
 
 
 @contextmanager
-def open_tensorboard(logs: Path) -> Iterator[str]:
+def open_tensorboard(logs):
     """Its address, on a free port of this machine."""
+    serve = ["-m", "tensorboard.main", "--port", "0", "--host", "127.0.0.1", "--logdir"]
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tensorboard.main",
-            "--logdir",
-            str(logs),
-            "--port",
-            "0",
-            "--host",
-            "127.0.0.1",
-        ],
+        [sys.executable, *serve, str(logs)],
         env=clean_env(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -63,7 +46,6 @@ def open_tensorboard(logs: Path) -> Iterator[str]:
         start_new_session=True,
     )
     try:
-        assert process.stderr is not None
         said = []
         for line in process.stderr:  # ends with the process
             said.append(line)
@@ -74,15 +56,3 @@ def open_tensorboard(logs: Path) -> Iterator[str]:
     finally:
         end_session(process)
         process.wait(timeout=60)
-
-
-def main(logs: str, picture: str) -> None:
-    with open_tensorboard(Path(logs)) as address, open_page(1500, 1950) as page:
-        page.goto(f"{address}#custom_scalars")
-        wait_for(page, "Training", "Communication")
-        time.sleep(6)
-        page.screenshot(path=picture)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -4,7 +4,6 @@ Ranks are threads.
 
 import math
 
-import lightning as L
 import torch
 
 from lightning_ring.monitor.ring_report import LoggedStep, RankMemory, RankRow, RowExchange
@@ -13,6 +12,7 @@ from lightning_ring.monitor.step_times import StepTimes
 from lightning_ring.timeline.session import start_session
 from lightning_ring.timeline.trace_files import rank_file
 from tests.thread_ranks import run_ranks
+from tests.trainers import quiet_trainer
 
 
 def test_a_rank_that_gets_the_table_of_another_reads_all_rows():
@@ -34,7 +34,7 @@ def test_a_rank_that_could_not_record_lets_the_others_end_their_files(tmp_path):
     path = tmp_path / "trace.json"
 
     def record_and_stop(comm):
-        trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+        trainer = quiet_trainer()
         timeline = StepTimeline(path, [])
         timeline.number = 4 + comm.rank
         timeline._trainer, timeline._comm = trainer, comm

@@ -3,52 +3,15 @@ bars.
 """
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
-import lightning as L
 import pytest
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_ring.monitor import RingMonitor, dashboard
 from tests.monitor.browser import NAMES, executable, open_page, open_tensorboard, wait_for
-
-
-class Model(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit(tmp_path, **arguments):
-    run = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        **arguments,
-    )
-    run.fit(Model(), DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=4))
-    return run
-
-
-def test_a_csv_logger_gets_the_numbers(tmp_path):
-    logger, monitor = CSVLogger(tmp_path), RingMonitor()
-    run = fit(tmp_path, callbacks=[monitor], logger=logger, enable_progress_bar=False)
-    assert run.global_step == 4
-    assert "ring/step_ms" in (Path(run.logger.log_dir) / "metrics.csv").read_text()
+from tests.trainers import quiet_trainer
 
 
 def test_charts_are_those_that_have_values():
@@ -84,9 +47,16 @@ class Mine(TQDMProgressBar):
 @pytest.mark.parametrize(
     ("bar", "shown"), [(TQDMProgressBar(), True), (RichProgressBar(), True), (Mine(), False)]
 )
-def test_bars_show_it_and_a_users_own_decides(tmp_path, bar, shown):
-    run = fit(tmp_path, callbacks=[RingMonitor(), bar], logger=False)
-    metrics = bar.get_metrics(run, run.lightning_module)
+def test_bars_show_it_and_a_users_own_decides(bar, shown):
+    run = quiet_trainer(
+        callbacks=[RingMonitor(), bar],
+        max_epochs=1,
+        limit_train_batches=4,
+        log_every_n_steps=1,
+        enable_progress_bar=True,
+    )
+    run.fit(model := BoringModel(), model.train_dataloader())
+    metrics = bar.get_metrics(run, model)
     assert "img/s" in metrics
     assert ("data" in metrics) == shown
     assert ("mine" in metrics) != shown

@@ -151,15 +151,15 @@ def test_bytes_are_counted_as_nccl_tests_do(kind, sent):
     assert sent_bytes(collective(0, 0, (0, 0), 0, kind=kind), world_size=4) == sent
 
 
-def row(rank, total, exposed, busy=1.0, steps=10, images=32, data_share=0.1):
+def row(rank, total, exposed, images=32, data_share=0.1):
     times = StepTimes(
         data=data_share * total,
         exposed=exposed,
         total=total,
-        busy=busy,
+        busy=1.0,
         sent=6e9,
         images=images,
-        steps=steps,
+        steps=10,
     )
     return RankRow(rank, 0, times, RankMemory(1e9 * (rank + 1)))
 

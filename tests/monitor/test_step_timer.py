@@ -1,7 +1,5 @@
 """`StepTimer` in real Trainers, with a clock that tells how long each phase was made to take."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -12,6 +10,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring.monitor import StepTimer
+from tests.trainers import quiet_trainer
 
 PHASES = {"data": 0.010, "forward": 0.020, "backward": 0.030, "optimizer": 0.040}
 
@@ -39,8 +38,7 @@ class Sleepy(TensorDataset):
 class Model(L.LightningModule):
     def __init__(self, clock, manual):
         super().__init__()
-        self.net = torch.nn.Linear(2, 1)
-        self.clock = clock
+        self.net, self.clock = torch.nn.Linear(2, 1), clock
         self.automatic_optimization = not manual
 
     def training_step(self, batch, batch_idx):
@@ -60,11 +58,11 @@ class Model(L.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        optimizer.register_step_post_hook(lambda *_: self.move(PHASES["optimizer"]))
+        optimizer.register_step_post_hook(self.move)
         return optimizer
 
-    def move(self, seconds):
-        self.clock.now += seconds
+    def move(self, *_):
+        self.clock.now += PHASES["optimizer"]
 
 
 class Attach(L.Callback):
@@ -90,47 +88,42 @@ def timed(manual=False, **arguments):
     clock = Clock()
     Sleepy.clock = clock
     attach = Attach(clock)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        callbacks=[attach],
-        enable_checkpointing=False,
-        **quiet,
-        **arguments,
-    )
+    trainer = quiet_trainer(max_epochs=2, callbacks=[attach], **arguments)
     loader = DataLoader(Sleepy(torch.randn(6, 2)), batch_size=None, num_workers=0)
     trainer.fit(Model(clock, manual), loader, DataLoader(TensorDataset(torch.zeros(1, 2))))
-    return attach.steps, trainer, attach.timer
+    return attach, trainer
 
 
-def test_every_phase_of_every_step_is_timed_and_validation_is_not():
-    steps, _, _ = timed()
-    assert len(steps) == 12
-    for step in steps:
+def test_every_phase_of_every_step_is_timed_and_validation_apart():
+    attach, _ = timed()
+    assert len(attach.steps) == 12
+    for step in attach.steps:
         for phase, seconds in PHASES.items():
             assert getattr(step, phase) == pytest.approx(seconds)
         assert step.total == pytest.approx(sum(PHASES.values()))
         assert step.other == pytest.approx(0, abs=1e-9)
+    whats, begins, ends = zip(*attach.interruptions, strict=True)
+    assert whats == ("validation batch",) * 3  # of the sanity check and of two epochs
+    assert all(end - begin == pytest.approx(100) for begin, end in zip(begins, ends, strict=True))
 
 
 def test_manual_optimization_has_the_same_phases():
-    steps, _, _ = timed(manual=True)
+    step = timed(manual=True)[0].steps[3]
     for phase, seconds in PHASES.items():
-        assert getattr(steps[3], phase) == pytest.approx(seconds)
-    assert steps[3].total == pytest.approx(sum(PHASES.values()))
+        assert getattr(step, phase) == pytest.approx(seconds)
+    assert step.total == pytest.approx(sum(PHASES.values()))
 
 
 def test_accumulation_has_steps_without_optimizer():
-    steps, _, _ = timed(accumulate_grad_batches=2)
+    steps = timed(accumulate_grad_batches=2)[0].steps
     assert [round(step.optimizer, 3) for step in steps[:4]] == [0.0, 0.04, 0.0, 0.04]
     assert all(step.backward == pytest.approx(PHASES["backward"]) for step in steps)
 
 
 def test_the_trainers_own_profiler_goes_on():
     profiler = SimpleProfiler()
-    _, trainer, timer = timed(profiler=profiler)
-    (attach,) = [callback for callback in trainer.callbacks if isinstance(callback, Attach)]
+    attach, trainer = timed(profiler=profiler)
+    timer = attach.timer
     assert len(profiler.recorded_durations["run_training_batch"]) == 12
     timer.detach(trainer, attach.ignore)
     assert trainer.profiler is timer, "the other one still uses it"
@@ -143,11 +136,3 @@ def test_it_can_be_copied():
     timer = StepTimer(SimpleProfiler(), torch.device("cpu"))
     for again in (copy.copy(timer), copy.deepcopy(timer), pickle.loads(pickle.dumps(timer))):
         assert again.recorded_durations == {}, "the inner profiler's"
-
-
-def test_validation_is_told_with_its_times():
-    _, trainer, _ = timed()
-    (attach,) = [callback for callback in trainer.callbacks if isinstance(callback, Attach)]
-    whats, begins, ends = zip(*attach.interruptions, strict=True)
-    assert whats == ("validation batch",) * 3  # of the sanity check and of two epochs
-    assert all(end - begin == pytest.approx(100) for begin, end in zip(begins, ends, strict=True))

@@ -8,10 +8,10 @@ import struct
 import sys
 import termios
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_ring import RingStrategy
 from lightning_ring.monitor.terminal import (
@@ -20,6 +20,7 @@ from lightning_ring.monitor.terminal import (
     shown_on_terminal,
     widen_terminal,
 )
+from tests.trainers import quiet_trainer
 
 
 @pytest.fixture
@@ -67,36 +68,24 @@ def test_mpiruns_terminal_is_none_where_it_leads_into_a_file(terminal, monkeypat
     assert shown_on_terminal()
 
 
-class Progress(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
+class Progress(BoringModel):
     def training_step(self, batch, batch_idx):
-        loss = self.layer(batch).sum()
+        loss = self(batch).sum()
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def on_train_epoch_end(self):
         self.print("said by the module")
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.0)
+
+def trainer_with(*bars, **arguments):
+    return quiet_trainer(callbacks=list(bars), max_epochs=2, enable_progress_bar=True, **arguments)
 
 
 @pytest.mark.parametrize("bar", [None, TQDMProgressBar, RichProgressBar])
 def test_without_a_terminal_each_epoch_is_a_line(bar, capsys):
-    trainer = L.Trainer(
-        strategy=RingStrategy(),
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        callbacks=[bar()] if bar is not None else [],
-    )
-    trainer.fit(Progress(), torch.ones(6, 2))
+    bars = [bar()] if bar is not None else []
+    trainer_with(*bars, strategy=RingStrategy()).fit(Progress(), torch.ones(6, 32))
     output = capsys.readouterr().out
     assert re.findall(
         r"^epoch (\d): 6 batches in \d+\.\d s, loss -?[\d.]+$", output, re.MULTILINE
@@ -110,11 +99,9 @@ def test_a_bar_of_the_users_class_is_left_alone():
     class Own(TQDMProgressBar):
         pass
 
-    trainer = L.Trainer(
-        callbacks=[Own()], logger=False, enable_checkpointing=False, accelerator="cpu"
-    )
+    trainer = quiet_trainer(callbacks=[Own()], enable_progress_bar=True)
     replace_bars(trainer)
     assert type(trainer.progress_bar_callback) is Own
-    trainer = L.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer = quiet_trainer(enable_progress_bar=True)
     replace_bars(trainer)
     assert type(trainer.progress_bar_callback) is EpochLines

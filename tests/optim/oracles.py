@@ -2,8 +2,6 @@
 the package.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from tests.optim.ways import every_optimizer
+from tests.optim.ways import assert_equal, every_optimizer
 
 SHAPES = [(4, 3, 2, 2), (5,), (), (6, 2), (3, 4, 2, 2)]
 
@@ -84,8 +84,7 @@ def test_steps_equal_those_that_collect_anew(optimizer_class, way):
             reused += optimizer._collected is before is not None
         results.append(params)
         assert bool(reused) == (not anew)
-    for kept, collected in zip(*results, strict=True):
-        assert torch.equal(kept, collected)
+    assert_equal(*results)
 
 
 @every_optimizer

@@ -8,14 +8,7 @@ import torch
 
 from lightning_ring.optim import LAMB, LARS
 from tests.optim.test_bad_input import OUT_OF_RANGE
-from tests.optim.ways import every_optimizer, random_params, set_random_grads
-
-
-def take_steps(optimizer, params, steps):
-    for step in steps:
-        set_random_grads(params, step)
-        optimizer.step()
-
+from tests.optim.ways import every_optimizer, random_params, take_steps
 
 PLAIN_SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0.1, "nesterov": False}
 
@@ -27,7 +20,7 @@ PLAIN_SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0.1, "n
 def test_the_state_of_another_optimizer_is_refused(cls, group):
     params = random_params()
     optimizer = cls(params)
-    take_steps(optimizer, params, range(1))
+    take_steps(optimizer, params, 0, 1)
     before = copy.deepcopy(optimizer.state_dict())
     saved = copy.deepcopy(before)
     saved["param_groups"] = [group | {"params": list(range(len(params)))}]

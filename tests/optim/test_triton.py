@@ -4,8 +4,6 @@ import copy
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,20 +11,18 @@ import torch
 from lightning_ring.optim.engine import fused
 from lightning_ring.optim.engine.fused import CHUNK, NUM_WARPS, constants_of, kernels
 from lightning_ring.optim.engine.parameter_list import TensorKind
+from tests.gpu import on_gpu
+from tests.machine_code import compiled, resources
 from tests.optim.ways import (
     INTERPRETED,
+    assert_near,
     every_optimizer,
     random_params,
-    relative_difference,
     set_random_grads,
 )
 from tests.processes import ROOT, run
 
 pytest.importorskip("triton", reason="Triton is not installed")
-
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine"
-)
 
 
 @pytest.mark.ranks
@@ -65,19 +61,18 @@ def kind_of(weight, grad, mirror=None):
     return TensorKind(torch.device("cuda"), compute, weight, grad, mirror, flat=True)
 
 
-def steps_as_in_float64(optimizer_class, params):
-    """Two fused steps of ``params``, against the plain way in float64."""
-    copies = [p.detach().double().requires_grad_() for p in params]
-    optimizer = optimizer_class(params, lr=0.1, weight_decay=0.01, fused=True)
+def steps_as_in_float64(optimizer_class, params, num_steps=2, **way):
+    """Steps of ``params``, against the plain way in float64."""
+    copies = [p.detach().double().cpu().requires_grad_() for p in params]
+    optimizer = optimizer_class(params, lr=0.1, weight_decay=0.01, **way)
     oracle = optimizer_class(copies, lr=0.1, weight_decay=0.01, foreach=False)
-    for step in range(2):
+    for step in range(num_steps):
         set_random_grads(params, step)
         for param, copied in zip(params, copies, strict=True):
-            copied.grad = param.grad.double()
+            copied.grad = param.grad.double().cpu()
         optimizer.step()
         oracle.step()
-    for param, copied in zip(params, copies, strict=True):
-        assert relative_difference(param, copied) < TOLERANCE[param.dtype], param.shape
+    assert_near(params, copies, TOLERANCE[params[0].dtype])
 
 
 @interpreted
@@ -85,17 +80,10 @@ def steps_as_in_float64(optimizer_class, params):
 @every_dtype
 def test_interpreted_kernels_at_every_edge(optimizer_class, dtype):
     block = constants_of(optimizer_class, kind_of(dtype, dtype), move=False)["BLOCK"]
-    sizes = [0, 1, 31, 32, 33, block - 1, block, block + 1, CHUNK, CHUNK + 1]
-    steps_as_in_float64(
-        optimizer_class, random_params(dtype=dtype, shapes=[(size,) for size in sizes])
-    )
-
-
-@interpreted
-@every_optimizer
-@every_dtype
-def test_interpreted_kernels_of_one_element(optimizer_class, dtype):
-    steps_as_in_float64(optimizer_class, random_params(dtype=dtype, shapes=[(1,)]))
+    edges = [0, 1, 31, 32, 33, block - 1, block, block + 1, CHUNK, CHUNK + 1]
+    for sizes in (edges, [1]):  # Triton makes a constant of a number of parameters that is 1
+        params = random_params(dtype=dtype, shapes=[(size,) for size in sizes])
+        steps_as_in_float64(optimizer_class, params, fused=True)
 
 
 @interpreted
@@ -118,7 +106,8 @@ def test_interpreted_kernels_far_into_a_tensor(optimizer_class, dtype, monkeypat
 
     monkeypatch.setattr(fused, "chunks_of", far_chunks)
     monkeypatch.setattr(fused, "pointers_of", low_pointers)
-    steps_as_in_float64(optimizer_class, random_params(dtype=dtype, shapes=[(33,), (CHUNK,)]))
+    params = random_params(dtype=dtype, shapes=[(33,), (CHUNK,)])
+    steps_as_in_float64(optimizer_class, params, fused=True)
 
 
 ARGUMENTS = {
@@ -136,36 +125,22 @@ ARGUMENTS = {
 }
 
 
-def compiled(name, constants, num_warps, arch, divisible):
-    """Machine code for the GPU, which needs no GPU, with the arguments specialized as Triton does
-    for addresses that are multiples of 16.
-    """
-    compiler = pytest.importorskip("triton.compiler")
-    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", arch, 32)
-    if tuple(map(int, version("triton").split(".")[:2])) < (3, 3):
-        pytest.skip("this Triton takes other arguments")
+def compiled_kernel(name, constants, num_warps, arch, divisible):
+    """With the arguments specialized as Triton does for addresses that are multiples of 16."""
     arguments = ARGUMENTS[name.removeprefix("lamb_").removeprefix("lars_")]
     signature = arguments | dict.fromkeys(constants, "constexpr")
     pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
     attributes = {(i,): [["tt.divisibility", 16]] for i in pointers} if divisible else {}
-    source = compiler.ASTSource(getattr(kernels(), name), signature, constants, attributes)
-    return compiler.compile(source, target=target, options={"num_warps": num_warps}).asm
+    source = getattr(kernels(), name), signature, constants, attributes
+    return compiled(*source, arch, num_warps=num_warps)
 
 
-def resources(cubin, folder):
-    """Registers, and bytes of stack and local memory, of a thread."""
-    tool = Path(sys.modules["triton"].__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not tool.exists():
-        pytest.skip("this Triton brings no cuobjdump")
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    done = run([str(tool), "--dump-resource-usage", str(path)], timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [int(re.search(rf"{name}:(\d+)", done.stdout)[1]) for name in ("REG", "STACK", "LOCAL")]
+def compiles(test):
+    not_interpreted = pytest.mark.skipif(INTERPRETED, reason="interpreted is not compiled")
+    return pytest.mark.ranks(not_interpreted(test))
 
 
-@pytest.mark.ranks
-@pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
+@compiles
 @pytest.mark.parametrize(
     ("weight", "grad", "mirror", "arch"),
     [
@@ -184,12 +159,12 @@ def test_four_programs_fit_a_multiprocessor(
     for name, move in {"measure": False, "move": True}.items():
         constants = constants_of(optimizer_class, kind, move) | ({"sums": None} if move else {})
         for divisible in (False, True):
-            code = compiled("sweep", constants, NUM_WARPS, arch, divisible)
-            registers, stack, local = resources(code["cubin"], tmp_path)
+            code = compiled_kernel("sweep", constants, NUM_WARPS, arch, divisible)
+            registers, spilled = resources(code["cubin"], tmp_path)
             # A multiprocessor has 65,536 registers and gives a thread a multiple of 8 of them.
             programs = 65536 // (-(-registers // 8) * 8 * 32 * NUM_WARPS)
             assert programs >= 4, f"{name} takes {registers} registers"
-            assert stack == local == 0, f"{name} spills"
+            assert spilled == 0, f"{name} spills"
             # 16 bytes at a time of the widest tensors, for chunks that are whole and aligned.
             assert re.search(r"ld\.global\S*\.v4\.b32", code["ptx"]), name
             # A chunk's start goes into addresses in 64 bits.
@@ -197,8 +172,7 @@ def test_four_programs_fit_a_multiprocessor(
             assert not re.search(r"tt\.addptr .*!tt\.ptr<(f32|bf16)>, i32", code["ttir"]), name
 
 
-@pytest.mark.ranks
-@pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
+@compiles
 @pytest.mark.parametrize("num_rows", [1, 2])
 @every_optimizer
 def test_sums_and_rates_compile_for_one_parameter_too(
@@ -207,12 +181,11 @@ def test_sums_and_rates_compile_for_one_parameter_too(
     """Triton makes a constant of an argument that is 1."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"num_rows": 1} if num_rows == 1 else {}
-    assert compiled("add_up", constants | {"BLOCK": 128}, 4, 90, True)["cubin"]
-    assert compiled(f"{optimizer_class.kernels}_rates", constants, 1, 90, True)["cubin"]
+    assert compiled_kernel("add_up", constants | {"BLOCK": 128}, 4, 90, True)["cubin"]
+    assert compiled_kernel(f"{optimizer_class.kernels}_rates", constants, 1, 90, True)["cubin"]
 
 
-@pytest.mark.ranks
-@pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
+@compiles
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("same_step", [False, True])
 @every_optimizer
@@ -223,11 +196,14 @@ def test_scalars_compile(optimizer_class, same_step, clipped, tmp_path, monkeypa
         absent["clips"] = None
     if not optimizer_class.counts_steps:
         absent |= {"steps": None, "count": None}
-    assert compiled(f"{optimizer_class.kernels}_scalars", absent, 1, 90, True)["cubin"]
+    assert compiled_kernel(f"{optimizer_class.kernels}_scalars", absent, 1, 90, True)["cubin"]
 
 
-@pytest.mark.gpu
-@needs_gpu
+def copied(params):
+    return [p.detach().cuda().clone().requires_grad_() for p in params]
+
+
+@on_gpu
 @every_optimizer
 @every_dtype
 @pytest.mark.parametrize(
@@ -235,26 +211,15 @@ def test_scalars_compile(optimizer_class, same_step, clipped, tmp_path, monkeypa
 )
 def test_on_cuda(optimizer_class, way, dtype):
     shapes = [(), (0,), (7,), (300, 70), (64, 3, 7, 7), (100_003,)]
-    params = [p.detach().cuda().requires_grad_() for p in random_params(dtype=dtype, shapes=shapes)]
-    copies = [p.detach().double().cpu().requires_grad_() for p in params]
-    optimizer = optimizer_class(params, lr=0.1, weight_decay=0.01, **way)
-    oracle = optimizer_class(copies, lr=0.1, weight_decay=0.01, foreach=False)
-    for step in range(5):
-        set_random_grads(params, step)
-        for param, copied in zip(params, copies, strict=True):
-            copied.grad = param.grad.double().cpu()
-        optimizer.step()
-        oracle.step()
-    for param, copied in zip(params, copies, strict=True):
-        assert relative_difference(param.cpu(), copied) < TOLERANCE[dtype]
+    params = copied(random_params(dtype=dtype, shapes=shapes))
+    steps_as_in_float64(optimizer_class, params, num_steps=5, **way)
 
 
-@pytest.mark.gpu
-@needs_gpu
+@on_gpu
 @every_optimizer
 @pytest.mark.parametrize("way", [{}, {"foreach": True}], ids=str)
 def test_the_step_waits_for_nothing(optimizer_class, way):
-    params = [p.detach().cuda().requires_grad_() for p in random_params(dtype=torch.float32)]
+    params = copied(random_params(dtype=torch.float32))
     optimizer = optimizer_class(params, lr=0.1, **way)
     set_random_grads(params, 0)
     optimizer.step()
@@ -267,21 +232,8 @@ def test_the_step_waits_for_nothing(optimizer_class, way):
     assert torch.isfinite(ratios).all()
 
 
-@pytest.mark.gpu
-@needs_gpu
-@every_optimizer
-def test_in_a_cuda_graph(optimizer_class):
-    params = [
-        p.detach().cuda().requires_grad_()
-        for p in random_params(dtype=torch.float32, shapes=[(300, 70), (50,)])
-    ]
-    others = [p.detach().clone().requires_grad_() for p in params]
-    lr = torch.tensor(0.1, device="cuda")
-    optimizer = optimizer_class(params, lr=lr, capturable=True)
-    eager = optimizer_class(others, lr=0.1)
-    set_random_grads(params, 0)
-    for other, param in zip(others, params, strict=True):
-        other.grad = param.grad.clone()
+def captured(optimizer):
+    """A graph of its second step, and of no other work."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -290,6 +242,20 @@ def test_in_a_cuda_graph(optimizer_class):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         optimizer.step()
+    return graph
+
+
+@on_gpu
+@every_optimizer
+def test_in_a_cuda_graph(optimizer_class):
+    params = copied(random_params(dtype=torch.float32, shapes=[(300, 70), (50,)]))
+    others = copied(params)
+    lr = torch.tensor(0.1, device="cuda")
+    optimizer = optimizer_class(params, lr=lr, capturable=True)
+    eager = optimizer_class(others, lr=0.1)
+    set_random_grads(params, 0)
+    set_random_grads(others, 0)
+    graph = captured(optimizer)
     eager.step()
     for step in range(1, 4):
         rate = 0.1 / (1 + step)
@@ -302,18 +268,15 @@ def test_in_a_cuda_graph(optimizer_class):
             other.grad.copy_(new.grad)
         graph.replay()
         eager.step()
-    for a, b in zip(params, others, strict=True):
-        assert relative_difference(a, b) < 1e-6
+    assert_near(params, others, 1e-6)
 
 
-@pytest.mark.gpu
-@needs_gpu
+@on_gpu
 @every_optimizer
 def test_a_graph_survives_eager_steps_with_other_gradients(optimizer_class):
     """The eager step makes a table of other addresses; the graph still reads the one it saw."""
-    make = {"dtype": torch.float32, "shapes": [(300, 70), (50,)]}
-    params = [p.detach().cuda().requires_grad_() for p in random_params(**make)]
-    others = [p.detach().clone().requires_grad_() for p in params]
+    params = copied(random_params(dtype=torch.float32, shapes=[(300, 70), (50,)]))
+    others = copied(params)
     optimizer = optimizer_class(params, lr=0.1, capturable=True)
     eager = optimizer_class(others, lr=0.1)
     grads = {}
@@ -326,15 +289,8 @@ def test_a_graph_survives_eager_steps_with_other_gradients(optimizer_class):
             param.grad, other.grad = grad, grad.clone()
 
     use("captured")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        optimizer.step()
-    torch.cuda.current_stream().wait_stream(stream)
+    graph = captured(optimizer)
     eager.step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
     for which in ("later", "captured", "later"):
         use(which)
         optimizer.step()
@@ -345,16 +301,14 @@ def test_a_graph_survives_eager_steps_with_other_gradients(optimizer_class):
         graph.replay()
         eager.step()
         del taken
-    for a, b in zip(params, others, strict=True):
-        assert relative_difference(a, b) < 1e-6
+    assert_near(params, others, 1e-6)
 
 
-@pytest.mark.gpu
-@needs_gpu
+@on_gpu
 @every_optimizer
 def test_state_goes_between_devices(optimizer_class):
     params = random_params(dtype=torch.float32)
-    moved = [p.detach().cuda().requires_grad_() for p in params]
+    moved = copied(params)
     optimizer, other = optimizer_class(params, lr=0.1), optimizer_class(moved, lr=0.1)
     set_random_grads(params, 0)
     optimizer.step()
@@ -365,5 +319,4 @@ def test_state_goes_between_devices(optimizer_class):
     for p, o in ((params, optimizer), (moved, other)):
         set_random_grads(p, 1)
         o.step()
-    for a, b in zip(params, moved, strict=True):
-        assert relative_difference(b.cpu(), a) < 1e-6
+    assert_near(moved, params, 1e-6)

@@ -2,8 +2,6 @@
 here.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -26,9 +24,7 @@ every_way = pytest.mark.parametrize("way", list(WAYS.values()), ids=list(WAYS))
 SHAPES = [(), (1,), (7,), (0,), (3, 0), (5, 3), (4, 3, 3, 3), (300,)]
 
 
-def random_params(
-    seed: int = 0, dtype: torch.dtype = torch.float64, shapes: list[tuple[int, ...]] = SHAPES
-):
+def random_params(seed=0, dtype=torch.float64, shapes=SHAPES):
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
@@ -36,18 +32,30 @@ def random_params(
     ]
 
 
-def set_random_grads(params: list[torch.Tensor], step: int) -> None:
+def set_random_grads(params, step):
     generator = torch.Generator().manual_seed(1000 + step)
     for param in params:
         grad = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
         param.grad = grad.to(param.device)
 
 
-def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def take_steps(optimizer, params, first, last):
+    for step in range(first, last):
+        set_random_grads(params, step)
+        optimizer.step()
+
+
+def assert_near(params, expected, tolerance):
+    for param, other in zip(params, expected, strict=True):
+        assert relative_difference(param, other) < tolerance, param.shape
+
+
+def assert_equal(params, expected):
+    for param, other in zip(params, expected, strict=True):
+        assert torch.equal(param, other), param.shape
+
+
+def relative_difference(actual, expected):
     """Norm of the difference over the norm of ``expected``; 0 for empty tensors."""
-    actual, expected = actual.detach().double(), expected.detach().double()
-    return (
-        float((actual - expected).norm() / expected.norm().clamp(min=1e-300))
-        if expected.numel()
-        else 0.0
-    )
+    actual, expected = (tensor.detach().double().cpu() for tensor in (actual, expected))
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-300))

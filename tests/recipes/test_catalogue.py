@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_ring.errors import ConfigurationError
 from recipes.data.catalogue import SPLITS, Catalogue, make_catalogue, photographs
+from tests.refusals import refused
 
 TINY = Catalogue(2, 2, 4, 2, 1, 1, 2, size=32)
 
@@ -56,9 +56,9 @@ def test_catalogue_that_is_there_is_kept_and_anything_else_refused(made, tmp_pat
     before = {file: file.stat().st_mtime_ns for file in made.rglob("*")}
     make_catalogue(made, TINY)
     assert {file: file.stat().st_mtime_ns for file in made.rglob("*")} == before
-    with pytest.raises(ConfigurationError, match="Move it away, or name another folder"):
+    with refused("Move it away, or name another folder"):
         make_catalogue(made, Catalogue())
     (tmp_path / "mine.txt").touch()
-    with pytest.raises(ConfigurationError, match="something that is not a catalogue"):
+    with refused("something that is not a catalogue"):
         make_catalogue(tmp_path, TINY)
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]

@@ -8,10 +8,10 @@ import pytest
 import sklearn.datasets
 import torch
 
-from lightning_ring.errors import ConfigurationError
 from recipes.batch_size import even_batch_size, per_rank_batch_size
 from recipes.data.digits import Digits, load_digits
 from recipes.data.tensors import each_once, stratified_split
+from tests.refusals import refused
 
 
 def build(batch_size=64, world_size=1, rank=0):
@@ -46,7 +46,7 @@ def test_test_images_never_change():
     ("batch", "world", "hint"), [(64, 3, "63 or 66"), (2, 4, "to 4"), (0, 2, "to 2")]
 )
 def test_batch_that_does_not_divide_names_the_nearest(batch, world, hint):
-    with pytest.raises(ConfigurationError, match=hint):
+    with refused(hint):
         per_rank_batch_size(batch, world)
 
 
@@ -74,5 +74,5 @@ def test_missing_data_file_names_the_command(monkeypatch):
         raise FileNotFoundError("digits.csv.gz")
 
     monkeypatch.setattr(sklearn.datasets, "load_digits", missing)
-    with pytest.raises(ConfigurationError, match=r"digits.csv.gz.*pip install"):
+    with refused(r"digits.csv.gz.*pip install"):
         load_digits()

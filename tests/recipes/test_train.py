@@ -83,14 +83,8 @@ def test_default_recipe_starts_two_ranks_and_reads_digits():
 def test_ranks_of_a_launcher_share_one_folder_and_count_each_image_once(launcher):
     command = [*forked.python(), SCRIPT, "trainer.max_epochs=1"]
     if launcher == "torchrun":
-        command = [
-            *forked.python(),
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            *command[-2:],
-        ]
+        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command = [*forked.python(), *torchrun, *command[-2:]]
     else:
         command = mpirun_command(2, *command)
     result = run(command, **forked.ranks())

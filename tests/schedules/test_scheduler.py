@@ -2,13 +2,20 @@ import io
 
 import pytest
 import torch
-from lightning import LightningModule, Trainer
+from lightning import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ring.optim import LAMB, LARS
 from lightning_ring.schedules import WarmupLR, warmup_cosine, warmup_multistep, warmup_poly
-from tests.optim.ways import random_params, relative_difference, set_random_grads
+from tests.optim.ways import (
+    assert_equal,
+    assert_near,
+    random_params,
+    relative_difference,
+    set_random_grads,
+)
+from tests.trainers import quiet_trainer
 
 SCHEDULE = warmup_poly(total=20, warmup=5, start_factor=0.1)
 
@@ -63,8 +70,7 @@ def test_resumes_exactly(momentum_correction):
         for param, value in zip(others, saved["w"], strict=True):
             param.copy_(value)
     go(others, other_optimizer, other_scheduler, 3, 15)
-    for a, b in zip(params, others, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(params, others)
 
 
 FORMS = {
@@ -89,11 +95,9 @@ def test_momentum_correction_gives_the_other_forms_trajectory(optimizer, wanted)
     go(corrected, *rest, 0, 15)
     uncorrected, *rest = make_run(FORMS[optimizer](other))
     go(uncorrected, *rest, 0, 15)
-    moved = False
-    for a, b, c in zip(corrected, expected, uncorrected, strict=True):
-        assert relative_difference(a, b) < 1e-12
-        moved = moved or relative_difference(c, b) > 1e-6
-    assert moved, "the forms agree without correction: the test shows nothing"
+    assert_near(corrected, expected, 1e-12)
+    differences = map(relative_difference, uncorrected, expected)
+    assert max(differences) > 1e-6, "the forms agree without correction: the test shows nothing"
 
 
 def test_momentum_correction_where_it_cannot_hold():
@@ -136,36 +140,20 @@ class Regression(LightningModule):
         }
 
 
-def test_lightning_steps_it_once_for_each_optimizer_step(tmp_path):
+def test_lightning_steps_it_once_for_each_optimizer_step():
     module = Regression()
-    trainer = Trainer(
-        max_epochs=2,
-        accumulate_grad_batches=4,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = quiet_trainer(max_epochs=2, accumulate_grad_batches=4)
     trainer.fit(module, DataLoader(torch.randn(12, 4), batch_size=1))
     assert module.rates == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.05, 0.05])
 
 
 def test_a_checkpoint_in_the_middle_of_warmup_is_resumed_by_lightning(tmp_path):
-    options = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    options |= {"enable_checkpointing": False, "default_root_dir": tmp_path}
     data = DataLoader(torch.randn(8, 4), batch_size=1)
     whole, begun, resumed = Regression(), Regression(), Regression()
-    Trainer(max_steps=6, **options).fit(whole, data)
-    trainer = Trainer(max_steps=2, **options)
+    quiet_trainer(max_steps=6).fit(whole, data)
+    trainer = quiet_trainer(max_steps=2)
     trainer.fit(begun, data)
     trainer.save_checkpoint(tmp_path / "middle.ckpt")
-    Trainer(max_steps=6, **options).fit(resumed, data, ckpt_path=tmp_path / "middle.ckpt")
+    quiet_trainer(max_steps=6).fit(resumed, data, ckpt_path=tmp_path / "middle.ckpt")
     assert len(whole.rates) == 6
     assert begun.rates + resumed.rates == whole.rates

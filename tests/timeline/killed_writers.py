@@ -6,8 +6,6 @@ hold exactly the first events that were written is an error. Some writers have f
 a data loader does. It lives on and does not keep the next writer from the path.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os
@@ -23,12 +21,12 @@ PAGE = 4096  # SIGKILL ends a write(2) between two pages
 OTHER = {"generator": "lightning_ring", "run": "1"}
 
 
-def numbers(path: Path) -> list[int]:
+def numbers(path):
     assert read_other(path)["run"] == "1"
     return [json.loads(event)["i"] for event in read_events(path)]
 
 
-def some_events(first: int, random_: random.Random) -> list[str]:
+def some_events(first, random_):
     """Lines that end at, before and after the ends of pages."""
     lengths = [
         random_.choice([0, 3, 90, 150, 1000, 2040, PAGE - 40]) for _ in range(random_.randrange(25))
@@ -39,7 +37,7 @@ def some_events(first: int, random_: random.Random) -> list[str]:
     ]
 
 
-def write_for_ever(path: Path, seed: int, until_the_end: int, appended: mmap.mmap) -> None:
+def write_for_ever(path, seed, until_the_end, appended):
     random_, written = random.Random(seed), 0
     file = TraceFile(path, OTHER, max_bytes=1 << 28)
     if seed % 50 == 1:
@@ -57,7 +55,7 @@ def write_for_ever(path: Path, seed: int, until_the_end: int, appended: mmap.mma
         appended[0] = min(appended[0] + 1, 255)
 
 
-def kill_one(path: Path, seed: int, appends: int, after: float, pipe: tuple[int, int]) -> str:
+def kill_one(path, seed, appends, after, pipe):
     """Kill a writer ``after`` seconds after its first ``appends``; the number of events in its
     file.
     """
@@ -81,7 +79,7 @@ def kill_one(path: Path, seed: int, appends: int, after: float, pipe: tuple[int,
     return f"{len(found)}{' torn' * torn}"
 
 
-def main(path: Path, count: int) -> None:
+def main(path, count):
     random_, pipe = random.Random(2), os.pipe()  # whose end closes with this process
     for seed in range(count):
         print(kill_one(path, seed, random_.randrange(40), random_.uniform(0, 0.002), pipe))

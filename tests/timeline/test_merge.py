@@ -1,7 +1,6 @@
 """The ranks' files become one: after a run, after a crash, without a shared folder."""
 
 import json
-import time
 
 import pytest
 
@@ -10,6 +9,7 @@ from lightning_ring.comm.recording import CollectiveRecord
 from lightning_ring.timeline.recorder import BACKWARD, FORWARD, STEPS, Recorder
 from lightning_ring.timeline.trace_files import TraceFile, gather_files, merge, read_other
 from tests.checks.trace_format import read_trace, slices, tracks
+from tests.processes import wait_for
 from tests.thread_ranks import run_ranks
 
 ZERO = 1000.0  # seconds of the rank's clock
@@ -26,8 +26,9 @@ def about(rank, world_size, run="b", offset=0.0):
     }
 
 
-def record(name, kind, at, ended, waited):
-    return CollectiveRecord(name, kind, 4000, at, at + 1e-4, waited, max(waited, ended), ended)
+def record(name, at, ended, waited):
+    times = at, at + 1e-4, waited, max(waited, ended), ended
+    return CollectiveRecord(name, "all_reduce", 4000, *times)
 
 
 def record_rank(path, rank, world_size, *, close=True, **kw):
@@ -42,33 +43,18 @@ def record_rank(path, rank, world_size, *, close=True, **kw):
     for step in range(10):
         now = 1 + step / 10
         recorder.begin_step(step, clock(now))
-        recorder.collective(
-            record(
-                "bucket 0 (a)",
-                "all_reduce",
-                clock(now + 0.05),
-                clock(now + 0.07),
-                clock(now + 0.06),
-            )
-        )
-        recorder.collective(
-            record(
-                "bucket 1 (b)",
-                "all_reduce",
-                clock(now + 0.06),
-                clock(now + 0.09),
-                clock(now + 0.08),
-            )
-        )
+        for name, *times in (
+            ("bucket 0 (a)", 0.05, 0.07, 0.06),
+            ("bucket 1 (b)", 0.06, 0.09, 0.08),
+        ):
+            recorder.collective(record(name, *(clock(now + time) for time in times)))
         recorder.slice(STEPS, f"step {step}", clock(now), clock(now + 0.1), {"step": step})
         recorder.slice(FORWARD, "forward", clock(now), clock(now + 0.03), {"step": step})
         recorder.slice(BACKWARD, "backward", clock(now + 0.03), clock(now + 0.09), {"step": step})
     if close:
         recorder.close(other | {"ended": "now"})
     else:
-        until = time.monotonic() + 60
-        while file.num_events < 60 and time.monotonic() < until:
-            time.sleep(0.01)  # its thread writes; then it is as if it had been killed
+        wait_for(lambda: file.num_events >= 60)  # then it is as if it had been killed
 
 
 def test_queues_and_waits_are_drawn(tmp_path):
@@ -135,16 +121,8 @@ def test_the_command_writes_where_it_is_told_and_draws(tmp_path, capfd):
     for rank in range(2):
         record_rank(tmp_path / "t.json", rank, 2)
     merged, picture = tmp_path / "out.json", tmp_path / "out.png"
-    arguments = [
-        "timeline",
-        str(tmp_path / "t.json"),
-        "-o",
-        str(merged),
-        "--plot",
-        str(picture),
-        "--steps",
-        "2-3",
-    ]
+    words = f"timeline {tmp_path}/t.json -o {merged} --plot {picture} --steps 2-3"
+    arguments = words.split()
     assert main(arguments) == 0
     assert len(slices(read_trace(merged), "waiting for communication", 1)) == 20
     assert not (tmp_path / "t.json").exists()

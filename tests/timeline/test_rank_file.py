@@ -103,8 +103,8 @@ def record_of(*, called, ended, waits):
     before.
     """
     record = CollectiveRecord("bucket 0 (w)", "all_reduce", 400, 1.0, 1.000001, 1.000005, 1.00001)
-    record.events = called, ended  # type: ignore[assignment]
-    record.wait_event = waits  # type: ignore[assignment]
+    record.events = called, ended
+    record.wait_event = waits
     return record
 
 

@@ -80,7 +80,6 @@ def _own(reducer, param):
     """This rank's part of a gradient, which may have been added to since it was averaged."""
     grad, part = param.grad, reducer.shards.part(param)
     if not isinstance(grad, ShardedGradient):
-        assert grad is not None
         return part.of(grad)
     local = grad.contents.local
     return grad.contents.average + (part.of(part.laid_out(local)) if local is not None else 0)
@@ -149,6 +148,13 @@ def test_changes_between_backwards_that_accumulate_equal_those_of_whole_gradient
         torch.testing.assert_close(found.nan_to_num().sum(0), expected)
 
 
+def reduced_once(comm):
+    net = copy.deepcopy(START)
+    with Reducer(comm, net.named_parameters(), shards=True).backward():
+        net(inputs(0, comm.rank), False).backward()
+    return net
+
+
 READS = {
     "norm": lambda param, _: param.grad.norm(),
     "norms": lambda param, _: torch._foreach_norm([param.grad]),
@@ -169,10 +175,7 @@ READS = {
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_read_is_an_error_that_says_what_to_do(read):
     def rank(comm):
-        net = copy.deepcopy(START)
-        reducer = Reducer(comm, net.named_parameters(), shards=True)
-        with reducer.backward():
-            net(inputs(0, comm.rank), False).backward()
+        net = reduced_once(comm)
         assert "first.weight" in repr(net.first.weight.grad)
         with pytest.raises(
             RuntimeError, match=r"first\.weight.*Under strategy='ring_sharded' each rank"
@@ -220,10 +223,7 @@ def test_gradients_that_other_code_holds_keep_their_values_or_cannot_be_read():
 )
 def test_a_sum_that_is_not_averaged_cannot_be_changed(use):
     def rank(comm):
-        net = copy.deepcopy(START)
-        reducer = Reducer(comm, net.named_parameters(), shards=True)
-        with reducer.backward():
-            net(inputs(0, comm.rank), False).backward()
+        net = reduced_once(comm)
         net(inputs(1, comm.rank), False).backward()
         with pytest.raises(
             RingError, match=r"added to first.weight.grad after it was averaged.*zero_grad\(\)"

@@ -2,8 +2,6 @@
 battery.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -34,8 +34,8 @@ def check_every_compressor_goes_on_with_the_same_bits_on_every_rank():
 def goes_on(way, travels, *, before_the_first_gradient):
     comm = communicator()
     whole, loaded = WAYS[way](), WAYS[way]()
-    reducer, params, _ = make(whole)
-    again, others, _ = make(loaded)
+    reducer, params = make(whole)
+    again, others = make(loaded)
     sends = partial(send, reducer, params)
     for step in range(3):
         sends(gradients(comm.rank, step))

@@ -84,9 +84,9 @@ ERROR_OF_THE_MEAN = dict.fromkeys(ERROR_FED, 0.15) | {
 }  # the others: 0.004
 
 
-def parameters(seed=0):
+def parameters():
     """A matrix, a vector, a scalar, an empty one, and a convolution as channels-last has it."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     shapes = {
         "matrix": (24, 31),
         "vector": (13,),
@@ -99,21 +99,21 @@ def parameters(seed=0):
     return [(name, Parameter(value)) for name, value in made.items()]
 
 
-def gradients(rank, step=0, scale=1.0):
+def gradients(rank, step=0):
     """What ``rank`` contributes: known to every rank, so that each can compute the average
     itself.
     """
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return [
-        torch.empty_like(param).copy_(torch.randn(param.shape, generator=generator) * scale)
+        torch.empty_like(param).copy_(torch.randn(param.shape, generator=generator))
         for _, param in parameters()
     ]
 
 
-def average(step=0, scale=1.0, ranks=None):
+def average(step=0, ranks=None):
     """In float64, over the first ``ranks``."""
     size = ranks or communicator().world_size
-    every = [gradients(rank, step, scale) for rank in range(size)]
+    every = [gradients(rank, step) for rank in range(size)]
     return [torch.stack([g.double() for g in same]).mean(0) for same in zip(*every, strict=True)]
 
 
@@ -128,12 +128,11 @@ def send(reducer, params, grads):
     return [param.grad if param.grad is None else param.grad.clone() for param in params]
 
 
-def make(way, **kwargs):
+def make(way):
     named = parameters()
-    warnings = []
     compressor = WAYS[way]() if isinstance(way, str) else way
-    reducer = Reducer(communicator(), named, compressor=compressor, warn=warnings.append, **kwargs)
-    return reducer, [param for _, param in named], warnings
+    reducer = Reducer(communicator(), named, compressor=compressor)
+    return reducer, [param for _, param in named]
 
 
 def assert_same_bits(*tensors):

@@ -9,8 +9,6 @@ from torch import nn
 
 from lightning_ring.gradients.reducer import Reducer
 from tests.checks.gradients.nets import (
-    Net,
-    Recorder,
     assert_same,
     batches,
     fresh_gradients,
@@ -28,7 +26,7 @@ def check_earlier_average_of_unused_parameters_stays():
         xs = batches()
         with reducer.backward():
             net(mine(xs), path).backward()
-        reference_mean(reference, lambda x, _: reference(x, path), xs)  # noqa: B023
+        reference_mean(reference, xs, path)
         assert_same(net, reference)
 
 
@@ -64,22 +62,16 @@ def check_mixed_dtypes_and_layouts():
 
 
 def check_order_of_use_replaces_order_of_registration():
-    torch.manual_seed(0)
-    net = Net()
-    reference = copy.deepcopy(net)
+    net, reference, reducer, comm, _ = make()
     # used in the reverse of registration: before the rebuild nothing can leave early
     path = (5, 4, 3, 2, 1, 0)
-    comm = Recorder(communicator(), net)
-    for name, param in net.named_parameters():
-        param.register_post_accumulate_grad_hook(lambda _, name=name: comm.produced.add(name))
-    reducer = Reducer(comm, net.named_parameters(), bucket_cap_mb=0.0006)
     for step in range(2):
         comm.produced.clear()
         comm.produced_when_sent.clear()
         xs = batches(step)
         with fresh_gradients(net, reference), reducer.backward():
             net(mine(xs), path).backward()
-        reference_mean(reference, lambda x, _: reference(x, path), xs)
+        reference_mean(reference, xs, path)
         assert_same(net, reference)
     assert comm.produced_when_sent[0] < 6, comm.produced_when_sent
     assert reducer.buckets[0].names[0].startswith("layers.0"), reducer.buckets[0].names

@@ -32,7 +32,6 @@ def check_batch_norm_sees_the_samples_of_all_ranks():
             assert_close(output, expected.split(rows)[RANK])
             (output * factors.split(rows)[RANK]).sum().backward()
             (expected * factors).sum().backward()
-            assert everyones.grad is not None
             assert_close(mine.grad, everyones.grad.split(rows)[RANK])
         for name, buffer in whole.named_buffers():
             assert_close(ours.get_buffer(name), buffer)

@@ -2,13 +2,10 @@
 for the others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 
 import lightning as L
-import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
@@ -16,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_ring import RingStrategy
-from tests.checks.models import RANK, Classifier, fit, loader, parameters, trainer
+from tests.checks.models import Classifier, fit, loader, parameters, trainer, warned_on_rank_0
 from tests.checks.sharded.late import LateRing, Noting, Patient, Tied, run_late
 from tests.checks.sharded.references import CAP, assert_same
 from tests.strategies import ring
@@ -164,12 +161,7 @@ def check_reads_that_no_module_waits_for_are_waited_for_before_the_forward():
     for make, told in cases:
         late, plain = make(), make()
         plain.load_state_dict(late.state_dict())
-        expected = (
-            pytest.warns(UserWarning, match=f"{told}.*gets gradients")
-            if RANK == 0 and told
-            else contextlib.nullcontext()
-        )
-        with expected:
+        with warned_on_rank_0(f"{told}.*gets gradients") if told else contextlib.nullcontext():
             strategy = run_late(late)
         assert strategy.algorithm.overlaps == (make is not Stepping)
         fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
@@ -179,11 +171,10 @@ def check_reads_that_no_module_waits_for_are_waited_for_before_the_forward():
 
 def check_hooks_and_callbacks_see_whole_parameters():
     class Reading(Classifier):
-        def read(self):
+        def read(self, *_):
             assert self.trainer.strategy.algorithm._parameters.complete
 
-        def on_train_epoch_end(self):
-            self.read()
+        on_train_epoch_end = on_validation_start = on_save_checkpoint = read
 
         def on_validation_model_eval(self):
             self.read()
@@ -199,15 +190,9 @@ def check_hooks_and_callbacks_see_whole_parameters():
                 reloaded.append(self.trainer.global_step)
             return loader(8)
 
-        def on_validation_start(self):
-            self.read()
-
         def validation_step(self, batch, batch_idx):
             self.read()
             super().validation_step(batch, batch_idx)
-
-        def on_save_checkpoint(self, checkpoint):
-            self.read()
 
     class Ends(Callback):
         def on_train_epoch_end(self, trainer, module):

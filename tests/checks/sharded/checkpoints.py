@@ -12,14 +12,22 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from mpi4py import MPI
 from torch.optim import AdamW
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import CollectiveError, ConfigurationError
 from lightning_ring.integrations.lightning.stop_requests import StopRequest
 from tests.checks.marks import by_world_size
-from tests.checks.models import RANK, SIZE, Classifier, fit, loader, trainer
+from tests.checks.models import (
+    RANK,
+    SIZE,
+    WORLD,
+    Classifier,
+    fit,
+    loader,
+    trainer,
+    warned_on_rank_0,
+)
 from tests.checks.sharded.late import Late, LateRing, LateWork
 from tests.checks.sharded.references import CAP, With, assert_same, sharded
 from tests.strategies import ring
@@ -76,7 +84,7 @@ def check_a_stop_of_all_ranks_saves_the_whole_state(tmp_path):
             callbacks=[OnExceptionCheckpoint(tmp_path, "stopped")],
             enable_checkpointing=True,
         )
-    MPI.COMM_WORLD.Barrier()
+    WORLD.Barrier()
     state = torch.load(tmp_path / "stopped.ckpt", weights_only=True)["optimizer_states"][0]["state"]
     assert [tuple(s["exp_avg"].shape) for s in state.values()] == [
         tuple(p.shape) for p in make().parameters()
@@ -97,18 +105,14 @@ def check_a_checkpoint_after_an_exception_holds_whole_weights_and_resumes(tmp_pa
     strategy = ring(True, LateRing, bucket_cap_mb=CAP)
     with pytest.raises(OSError, match="corrupt photo"):
         fit(strategy, make(Corrupt), callbacks=[saves], enable_checkpointing=True, max_epochs=1)
-    MPI.COMM_WORLD.Barrier()
+    WORLD.Barrier()
     expected = make()
     fit(RingStrategy(bucket_cap_mb=CAP), expected, max_epochs=1, limit_train_batches=3)
     saved = make()
     saved.load_state_dict(torch.load(tmp_path / "late.ckpt", weights_only=True)["state_dict"])
     assert_same(saved, expected)
     for strategy in (sharded(), RingStrategy(bucket_cap_mb=CAP)):
-        with (
-            pytest.warns(UserWarning, match="no state for some")
-            if RANK == 0
-            else contextlib.nullcontext()
-        ):
+        with warned_on_rank_0("no state for some"):
             trainer(strategy, max_epochs=2).fit(make(), loader(), ckpt_path=tmp_path / "late.ckpt")
 
 
@@ -138,11 +142,8 @@ def check_weights_that_do_not_arrive_after_an_exception_are_a_warning(tmp_path):
 
     lost = []
     saves = OnExceptionCheckpoint(tmp_path, "torn")
-    warned = (
-        pytest.warns(UserWarning, match="weights.*mix") if RANK == 0 else contextlib.nullcontext()
-    )
     strategy = ring(True, LosingRing, bucket_cap_mb=CAP)
-    with warned, pytest.raises(OSError, match="corrupt photo"):
+    with warned_on_rank_0("weights.*mix"), pytest.raises(OSError, match="corrupt photo"):
         fit(strategy, Raising(), callbacks=[saves], enable_checkpointing=True, max_epochs=1)
 
 

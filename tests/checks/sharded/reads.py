@@ -2,8 +2,6 @@
 old values.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
@@ -159,10 +157,6 @@ def _in_a_forked_child(read):
 UNSEEN = {
     "a thread": lambda m, x: _in_a_thread(lambda: m.net[0].weight.sum().item()),
     "a forked child": lambda m, x: _in_a_forked_child(lambda: m.net[0].weight[0, 0].item()),
-}
-
-
-UNSEEN |= {
     "scripted": lambda m, x: doubled(x, m.net[0].weight.t()).sum(),
     "compiled": lambda m, x: compiled(x, m.net[0].weight.t()).sum(),
 }
@@ -279,10 +273,6 @@ def _at(step, do):
     return lambda loop: do(loop) if loop.step == step else None
 
 
-def _set_data(param, value):
-    param.data = value
-
-
 def _transpose(loop):
     loop.training.wait_parameters()
     weight = loop.module.square.weight
@@ -392,7 +382,7 @@ AFTER = {
         ),
     ),
     "param.data": _at(
-        3, lambda loop: _set_data(loop.module.first.weight, torch.full((16, 6), 0.01))
+        3, lambda loop: setattr(loop.module.first.weight, "data", torch.full((16, 6), 0.01))
     ),
     "to_empty": _at(3, _to_empty),
     "param.data.t()": _at(2, _transpose),

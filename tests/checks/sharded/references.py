@@ -1,7 +1,6 @@
 """Modules under ``ring_sharded``, and under ``ring`` to compare."""
 
 import lightning as L
-from torch.optim import SGD
 
 from tests.checks.models import (
     SIZE,
@@ -54,7 +53,3 @@ class With(Classifier):
 
     def configure_optimizers(self):
         return self.make(self)
-
-
-def make_sgd(module):
-    return SGD(module.parameters(), lr=0.1)

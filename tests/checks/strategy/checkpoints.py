@@ -13,6 +13,7 @@ from tests.checks.marks import by_world_size
 from tests.checks.models import (
     RANK,
     SIZE,
+    WORLD,
     Classifier,
     assert_all_ranks_equal,
     ddp,
@@ -21,7 +22,6 @@ from tests.checks.models import (
     parameters,
     trainer,
 )
-from tests.checks.strategy.references import WORLD
 
 
 class _Drops(Classifier):

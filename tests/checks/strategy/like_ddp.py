@@ -61,11 +61,10 @@ def check_no_sync_is_no_part_of_the_module():
     class Copying(Classifier):
         def on_train_start(self):
             assert "no_sync" not in self.state_dict()
-            plain = copy.copy(self.net)
+            copy.copy(self.net)
             assert "lightning_ring" not in repr(pickle.dumps(vars(self)["no_sync"]))
             with copy.deepcopy(vars(self)["no_sync"])():
                 pass
-            assert plain is not None
 
     module = Copying()
     fit("ring", module, max_epochs=1)

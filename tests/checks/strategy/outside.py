@@ -6,8 +6,15 @@ import torch
 
 from lightning_ring import RingStrategy
 from tests.algorithms.local_sgd import LocalSGD
-from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, parameters
-from tests.checks.strategy.references import WORLD
+from tests.checks.models import (
+    RANK,
+    SIZE,
+    WORLD,
+    Classifier,
+    assert_all_ranks_equal,
+    fit,
+    parameters,
+)
 
 
 def check_an_algorithm_from_outside_the_package_trains():

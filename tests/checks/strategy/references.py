@@ -3,7 +3,6 @@
 import lightning as L
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from mpi4py import MPI
 
 from lightning_ring import RingStrategy
 from tests.checks.models import (
@@ -14,8 +13,6 @@ from tests.checks.models import (
     parameters,
     relative_difference,
 )
-
-WORLD = MPI.COMM_WORLD
 
 
 def both(make, train=None, val=None, **kwargs):
@@ -46,5 +43,6 @@ def one_process(module, batches, *, lr, momentum):
         optimizer.step()
 
 
-def scaler_plugin():
-    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**24))
+def scaler_plugin(init_scale=2.0**24):
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    return MixedPrecision("16-mixed", "cpu", scaler=scaler)

@@ -1,8 +1,5 @@
 """Parameters, buffers and samples: what every rank holds, and that the ranks' models are one."""
 
-from contextlib import nullcontext
-
-import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EMAWeightAveraging
@@ -14,13 +11,16 @@ from lightning_ring.integrations.lightning.buffers import BroadcastAfterSwap
 from tests.checks.models import (
     RANK,
     SIZE,
+    WORLD,
     Classifier,
     assert_all_ranks_equal,
     fit,
     loader,
     parameters,
+    warned_on_rank_0,
 )
-from tests.checks.strategy.references import WORLD, assert_like_ddp, both
+from tests.checks.strategy.references import assert_like_ddp, both
+from tests.checks.world import raised_by_all
 
 
 def check_buffers_follow_rank_0():
@@ -76,7 +76,7 @@ class Queue(Classifier):
 
 def check_buffers_that_enter_the_loss_follow_rank_0_at_every_step_as_under_ddp():
     for new_tensor in (False, True):
-        with pytest.warns(UserWarning, match=r"buffer\(s\) queue") if RANK == 0 else nullcontext():
+        with warned_on_rank_0(r"buffer\(s\) queue"):
             ring, reference = both(lambda new_tensor=new_tensor: Queue(new_tensor=new_tensor))
         assert_like_ddp(ring, reference)
         assert torch.allclose(ring.queue, reference.queue, atol=1e-5)
@@ -100,31 +100,28 @@ def check_sampler_is_put_in_for_training_and_evaluation():
     train = WORLD.allgather(module.seen["index"])
     per_epoch = len(train[0]) // 2
     for epoch in range(2):
-        rows = [
-            index
-            for rank in train
-            for batch in rank[epoch * per_epoch : (epoch + 1) * per_epoch]
-            for index in batch
-        ]
-        assert sorted(rows) == list(range(48))
+        batches = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
+        assert _in_order(rank[batches] for rank in train) == list(range(48))
     assert train[0][:per_epoch] != train[0][per_epoch:], (
         "the second epoch is shuffled as the first: no set_epoch"
     )
-    assert sorted(
-        i for rank in WORLD.allgather(module.seen["eval"][-per_epoch:]) for b in rank for i in b
-    ) == list(range(48))
+    evaluated = WORLD.allgather(module.seen["eval"][-per_epoch:])
+    assert _in_order(evaluated) == list(range(48))
     predictions = run.predict(module, loader())
     assert sorted(torch.cat(WORLD.allreduce(predictions)).tolist()) == list(range(48))
     module.seen["eval"].clear()
     run.test(module, loader(), verbose=False)
     run.validate(module, loader(), verbose=False)
-    assert sorted(
-        i for rank in WORLD.allgather(module.seen["eval"]) for b in rank for i in b
-    ) == sorted(2 * list(range(48)))
+    assert _in_order(WORLD.allgather(module.seen["eval"])) == sorted(2 * list(range(48)))
+
+
+def _in_order(ranks):
+    """The indices of all batches of ``ranks``."""
+    return sorted(index for batches in ranks for batch in batches for index in batch)
 
 
 def check_padding_is_said_once():
-    with pytest.warns(UserWarning, match=r"repeats \d+ of them") if RANK == 0 else nullcontext():
+    with warned_on_rank_0(r"repeats \d+ of them"):
         fit("ring", Classifier(), loader(num=48 * SIZE + 1), max_epochs=1)
 
 
@@ -142,8 +139,5 @@ def check_mismatched_models_are_an_error_on_every_rank():
         module = Classifier()
         if RANK == SIZE - 1:
             change(module)
-        with pytest.raises(ModelMismatchError) as caught:
+        with raised_by_all(ModelMismatchError, str(SIZE - 1)):
             fit("ring", module)
-        texts = WORLD.allgather(str(caught.value))
-        assert len(set(texts)) == 1, texts
-        assert str(SIZE - 1) in texts[0]

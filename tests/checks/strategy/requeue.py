@@ -9,13 +9,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from mpi4py import MPI
 
 from lightning_ring import RingStrategy
 from lightning_ring.algorithms.sharded import Sharded
 from tests.checks.models import (
     RANK,
     SIZE,
+    WORLD,
     Classifier,
     assert_all_ranks_equal,
     fit,
@@ -62,7 +62,7 @@ def fit_in_slurm(tmp_path, module, answer, **options):
                 enable_checkpointing=True,
             )
         finally:
-            MPI.COMM_WORLD.Barrier()
+            WORLD.Barrier()
     return queued
 
 
@@ -72,7 +72,7 @@ def check_sigusr1_saves_on_all_ranks_at_one_step_and_requeues(tmp_path):
         module = Warned(signal.SIGUSR1)
         with pytest.raises(SIGTERMException):
             fit_in_slurm(folder, module, "", algorithm=Sharded() if shard else None)
-        assert MPI.COMM_WORLD.allgather(module.trained) == [module.trained] * SIZE
+        assert WORLD.allgather(module.trained) == [module.trained] * SIZE
         saved = torch.load(folder / "hpc_ckpt_1.ckpt", weights_only=False)
         assert saved["global_step"] == module.trained
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL

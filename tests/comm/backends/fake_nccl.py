@@ -263,15 +263,15 @@ class CPUTensorsOverNCCL(NCCLCommunicator):
         return True
 
 
-def over_fake_nccl(monkeypatch, backend=CPUTensorsOverNCCL):
+def over_fake_nccl(monkeypatch, backend=CPUTensorsOverNCCL, group=FakeGroup):
     """Have the NCCL backend call fakes; returns what makes a thread-rank's communicator, a
-    ``backend``, of such a group.
+    ``backend``, of such a ``group``.
 
     A rank makes one in each `run_ranks`.
     """
     monkeypatch.setattr(nccl, "dist", FakeDistributed())
     monkeypatch.setattr(
-        nccl, "_abort_process_group", lambda group: group.calls.append(("abort", None))
+        nccl, "_abort_process_group", lambda ended: ended.calls.append(("abort", None))
     )
     meetings = WeakKeyDictionary()
     lock = threading.Lock()
@@ -280,6 +280,6 @@ def over_fake_nccl(monkeypatch, backend=CPUTensorsOverNCCL):
         with lock:
             world = host.transport._world
             meeting = meetings.setdefault(world, Meeting(world.world_size))
-        return backend(FakeGroup(host, meeting), host, host._policy, **options)
+        return backend(group(host, meeting), host, host._policy, **options)
 
     return open_nccl

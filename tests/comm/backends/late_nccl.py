@@ -2,22 +2,19 @@
 written or freed before the stream was ordered after their collective are found.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 
 from lightning_ring.comm import recording
-from lightning_ring.comm.backends import nccl
-from lightning_ring.comm.communicator import as_bytes, shard
+from lightning_ring.comm.communicator import as_bytes
 from lightning_ring.comm.recording import RecordedCommunicator
-from tests.comm.backends.fake_nccl import CPUTensorsOverNCCL, FakeDistributed, reduced
+from tests.comm.backends.fake_nccl import FakeGroup, over_fake_nccl
 from tests.fake_device import on_fake_device
-from tests.thread_ranks import ThreadCommunicator
 
 _POISON = 255  # in each byte: NaN in every type of float
 
@@ -93,77 +90,39 @@ def _place(tensor):
     return find
 
 
-class _Group(SimpleNamespace):
-    """One rank's group among the thread-ranks of ``comm``."""
+class LateGroup(FakeGroup):
+    """Unless ``late``, collectives are over when they are called."""
 
-    comm: ThreadCommunicator
+    def __init__(self, streams, late, comm, meeting):
+        super().__init__(comm, meeting)
+        self._streams, self._is_late = streams, late
 
-    def _get_backend(self, device):
-        return object()  # it registers no memory
-
-
-class LateDistributed(FakeDistributed):
-    """In place of `torch.distributed`. Unless ``late``, collectives are over when they are
-    called.
-    """
-
-    def __init__(self, streams, *, late):
-        self._streams = streams
-        self._late = late
-
-    def all_reduce(self, tensor, *, op, group, async_op):
-        return self._start([], [tensor], [reduced(group.comm.all_gather(tensor), op)])
-
-    def reduce_scatter_tensor(self, output, sent, *, op, group, async_op):
-        total = reduced(group.comm.all_gather(sent), op)
-        result = shard(total, group.comm.world_size, group.comm.rank).clone()
-        return self._start([sent], [output], [result])
-
-    def all_gather_into_tensor(self, output, sent, *, group, async_op):
-        own, result = sent.clone(), torch.cat(group.comm.all_gather(sent.clone()))
-        as_bytes(output).fill_(_POISON)
-        sent.copy_(own)  # a part of the output, which nobody writes
-        return self._launched([output], [output], [result])
-
-    def all_to_all(self, outputs, inputs, *, group, async_op):
-        results = [torch.empty_like(output) for output in outputs]
-        group.comm.all_to_all([each.clone() for each in inputs], results).wait()
-        return self._start(inputs, outputs, results)
-
-    def broadcast(self, tensor, src, *, group, async_op):
-        result = tensor.clone()
-        group.comm.broadcast_(result, src=src).wait()
-        return self._start([], [tensor], [result])
-
-    def get_global_rank(self, group, rank):
-        return rank
-
-    def _start(self, inputs, outputs, results):
-        for output in outputs:
-            as_bytes(output).fill_(_POISON)
-        return self._launched([*inputs, *outputs], outputs, results)
-
-    def _launched(self, touched, outputs, results):
-        work = LateWork(self._streams, touched, outputs, results)
-        if not self._late:
+    def start(self, kind, op, sent, output, how):
+        several = isinstance(output, list)
+        inputs, outputs = (sent, output) if several else ([sent], [output])
+        own = [tensor.clone() for tensor in inputs]
+        results = [torch.empty_like(tensor) for tensor in outputs]
+        # on the CPU: over when every rank has called
+        super().start(kind, op, *((own, results) if several else (own[0], results[0])), how)
+        for tensor in outputs:
+            as_bytes(tensor).fill_(_POISON)
+        if kind == "all_gather":
+            sent.copy_(own[0])  # a part of the output, which nobody writes
+        work = LateWork(self._streams, [*inputs, *outputs], outputs, results)
+        if not self._is_late:
             work.wait()
         return work
 
 
 def over_late_nccl(monkeypatch, *, late=True):
-    """Have the NCCL backend call `LateDistributed`; returns what makes a thread-rank's
+    """Have the NCCL backend call fakes with a `LateGroup`; returns what makes a thread-rank's
     communicator, which the monitor listens to.
     """
     streams = Streams()
     on_fake_device(monkeypatch, lambda: lambda: True)
-    monkeypatch.setattr(nccl, "dist", LateDistributed(streams, late=late))
+    open_nccl = over_fake_nccl(monkeypatch, group=partial(LateGroup, streams, late))
     monkeypatch.setattr(recording, "is_gpu", lambda device: True)
     monkeypatch.setattr(recording, "gpu_module", lambda device: streams)
     for name in ("now", "timed_event"):
         monkeypatch.setattr(recording, name, lambda device: SimpleNamespace(record=lambda: None))
-
-    def connect(host):
-        comm = CPUTensorsOverNCCL(_Group(comm=host), host, host._policy)
-        return RecordedCommunicator(comm, [lambda record: None])
-
-    return connect
+    return lambda host: RecordedCommunicator(open_nccl(host), [lambda record: None])

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from lightning_ring.comm.backends.gloo import open_torch_communicator
-from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.rendezvous.greeting import reserve_port
 from tests import forked
+from tests.gpu import on_gpu
 from tests.processes import clean_env, end_session
+from tests.refusals import refused
 
 RANK = """
 import os, signal, sys, time
@@ -89,7 +90,7 @@ def test_a_killed_rank_ends_the_others_waits(watched):
 
 
 def test_without_a_default_group():
-    with pytest.raises(ConfigurationError, match="init_process_group"):
+    with refused("init_process_group"):
         open_torch_communicator("gloo")
 
 
@@ -135,8 +136,7 @@ comm.close()
 """
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@on_gpu
 @pytest.mark.parametrize("alone", [True, False])
 def test_every_collective_over_nccl(alone):
     gpus = torch.cuda.device_count()
@@ -156,9 +156,9 @@ def test_nccl_without_a_gpu():
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     try:
-        with pytest.raises(ConfigurationError, match="backend='nccl' needs CUDA GPUs"):
+        with refused("backend='nccl' needs CUDA GPUs"):
             open_torch_communicator("nccl")
-        with pytest.raises(ConfigurationError, match="'gloo', 'nccl' or 'xccl'"):
+        with refused("'gloo', 'nccl' or 'xccl'"):
             open_torch_communicator("ucc")
     finally:
         torch.distributed.destroy_process_group()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from lightning_ring.comm.backends import gloo, nccl
 from lightning_ring.comm.communicator import ReduceOp, shard
@@ -14,13 +15,12 @@ from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError
 from lightning_ring.job.stalls import own_status
 from tests.checks.reductions import allowed, plain, tolerance, values
-from tests.comm.backends.fake_nccl import FakeGroup, over_fake_nccl
+from tests.comm.backends.fake_nccl import FakeGroup
 from tests.thread_ranks import run_ranks
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_dtype_and_op_equals_a_plain_reduction(monkeypatch, world_size):
-    open_nccl = over_fake_nccl(monkeypatch)
+def test_every_dtype_and_op_equals_a_plain_reduction(open_nccl, world_size):
     refused = [
         (dtype, op)
         for dtype, op in allowed()
@@ -35,12 +35,12 @@ def test_every_dtype_and_op_equals_a_plain_reduction(monkeypatch, world_size):
             expected = plain(inputs, op)
             whole, halves = inputs[comm.rank].clone(), inputs[comm.rank].clone()
             ours.all_reduce_(whole, op=op).wait()
-            torch.testing.assert_close(whole, expected, **tolerance(dtype))
+            assert_close(whole, expected, **tolerance(dtype))
             ours.reduce_scatter_(halves, op=op).wait()
             own, right = (shard(flat, world_size, comm.rank) for flat in (halves, expected))
-            torch.testing.assert_close(own, right, **tolerance(dtype))
+            assert_close(own, right, **tolerance(dtype))
             ours.all_gather_(halves).wait()
-            torch.testing.assert_close(halves, expected, **tolerance(dtype))
+            assert_close(halves, expected, **tolerance(dtype))
         mine = torch.full((2, 3), float(comm.rank))
         assert [float(row[1, 2]) for row in ours.all_gather(mine)] == list(range(world_size))
         ours.broadcast_(mine, src=world_size - 1).wait()
@@ -56,9 +56,8 @@ def test_every_dtype_and_op_equals_a_plain_reduction(monkeypatch, world_size):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 # 4099: shards of different lengths travel as a padded copy
 @pytest.mark.parametrize("numel", [4096, 4099])
-def test_16_bit_averages_have_no_common_factor(monkeypatch, dtype, numel):
+def test_16_bit_averages_have_no_common_factor(open_nccl, dtype, numel):
     """1/3 in bfloat16 is 0.33398: NCCL's own average is 0.2 % too long."""
-    open_nccl = over_fake_nccl(monkeypatch)
     inputs = [
         (torch.randn(numel, generator=torch.Generator().manual_seed(7)) + 3).to(dtype)
         for _ in range(3)
@@ -79,8 +78,7 @@ def test_16_bit_averages_have_no_common_factor(monkeypatch, dtype, numel):
             assert abs(factor - 1) < 1e-4
 
 
-def test_float32_averages_and_16_bit_sums_are_nccl_s(monkeypatch):
-    open_nccl = over_fake_nccl(monkeypatch)
+def test_float32_averages_and_16_bit_sums_are_nccl_s(open_nccl):
 
     def rank(comm):
         ours = open_nccl(comm)
@@ -103,11 +101,10 @@ def test_float32_averages_and_16_bit_sums_are_nccl_s(monkeypatch):
         assert calls == [*expected, ("reduce_scatter", torch.distributed.ReduceOp.SUM)]
 
 
-def test_an_abandoned_group_is_aborted_where_a_kernel_never_ends(monkeypatch):
+def test_an_abandoned_group_is_aborted_where_a_kernel_never_ends(open_nccl, monkeypatch):
     """A second fit in the process comes here after a failure: a peer never took part in the last
     bucket.
     """
-    open_nccl = over_fake_nccl(monkeypatch)
     monkeypatch.setattr(nccl, "ENDING_SECONDS", 0.2)
 
     def rank(comm):
@@ -123,8 +120,7 @@ def test_an_abandoned_group_is_aborted_where_a_kernel_never_ends(monkeypatch):
     assert run_ranks(2, rank) == [["all_reduce", "abort"]] * 2
 
 
-def test_collectives_that_all_ranks_called_end_before_the_group_does(monkeypatch):
-    open_nccl = over_fake_nccl(monkeypatch)
+def test_collectives_that_all_ranks_called_end_before_the_group_does(open_nccl):
 
     def rank(comm):
         ours = open_nccl(comm)
@@ -137,8 +133,7 @@ def test_collectives_that_all_ranks_called_end_before_the_group_does(monkeypatch
     assert run_ranks(2, rank) == [True, True]
 
 
-def test_the_stall_report_names_what_the_gpu_waits_in(monkeypatch):
-    open_nccl = over_fake_nccl(monkeypatch)
+def test_the_stall_report_names_what_the_gpu_waits_in(open_nccl):
 
     def rank(comm):
         ours = open_nccl(comm)
@@ -152,8 +147,7 @@ def test_the_stall_report_names_what_the_gpu_waits_in(monkeypatch):
         assert status.collective == 'all_reduce "bucket 4" (sum, float32, 8 elements)'
 
 
-def test_a_broken_group_is_aborted_when_it_is_closed(monkeypatch):
-    open_nccl = over_fake_nccl(monkeypatch)
+def test_a_broken_group_is_aborted_when_it_is_closed(open_nccl):
 
     def rank(comm):
         ours = open_nccl(comm)
@@ -167,8 +161,7 @@ def test_a_broken_group_is_aborted_when_it_is_closed(monkeypatch):
     assert run_ranks(2, rank) == [[("abort", None)]] * 2
 
 
-def test_buckets_lie_in_memory_that_nccl_has_registered_where_there_is_such(monkeypatch):
-    open_nccl = over_fake_nccl(monkeypatch)
+def test_buckets_lie_in_memory_that_nccl_has_registered_where_there_is_such(open_nccl):
 
     def rank(comm):
         ours = open_nccl(comm)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lightning_ring.errors import CollectiveError, PeerFailedError
-from tests.comm.backends.fake_nccl import over_fake_nccl
 from tests.fake_device import on_fake_device
 from tests.thread_ranks import run_ranks
 
@@ -24,8 +23,7 @@ def late(monkeypatch):
     return event
 
 
-def test_a_value_is_read_once_the_gpu_has_it(monkeypatch, late):
-    open_nccl = over_fake_nccl(monkeypatch)
+def test_a_value_is_read_once_the_gpu_has_it(open_nccl, late):
 
     def rank(comm):
         ours = open_nccl(comm)
@@ -39,8 +37,7 @@ def test_a_value_is_read_once_the_gpu_has_it(monkeypatch, late):
     assert run_ranks(2, rank) == [1, 1]
 
 
-def test_a_failed_rank_ends_the_read(monkeypatch, late):
-    open_nccl = over_fake_nccl(monkeypatch)
+def test_a_failed_rank_ends_the_read(open_nccl, late):
 
     def rank(comm):
         ours = open_nccl(comm)
@@ -62,8 +59,7 @@ def test_a_failed_rank_ends_the_read(monkeypatch, late):
     run_ranks(2, rank)
 
 
-def test_a_late_collective_is_reported_and_ends_by_name(monkeypatch, late, caplog):
-    open_nccl = over_fake_nccl(monkeypatch)
+def test_a_late_collective_is_reported_and_ends_by_name(open_nccl, late, caplog):
 
     def rank(comm):
         comm._policy.stall_warning = timedelta(seconds=0.1)
@@ -82,9 +78,8 @@ def test_a_late_collective_is_reported_and_ends_by_name(monkeypatch, late, caplo
     assert caplog.text.count('all_reduce "bucket 3" (sum, float32, 8 elements) has waited') == 1
 
 
-def test_a_gpu_that_computes_is_waited_for(monkeypatch, late):
+def test_a_gpu_that_computes_is_waited_for(open_nccl, late):
     """No collective is open: neither timeout nor warning applies."""
-    open_nccl = over_fake_nccl(monkeypatch)
 
     def rank(comm):
         ours = open_nccl(comm)
@@ -96,8 +91,7 @@ def test_a_gpu_that_computes_is_waited_for(monkeypatch, late):
     assert run_ranks(1, rank) == [1]
 
 
-def test_diverged_calls_are_compared_on_request(monkeypatch):
-    open_nccl = over_fake_nccl(monkeypatch)
+def test_diverged_calls_are_compared_on_request(open_nccl):
     errors = []
 
     def rank(comm):

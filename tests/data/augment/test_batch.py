@@ -5,8 +5,8 @@ import torch
 
 from lightning_ring.data import CenterCrop, DeviceTransform, RandomResizedCrop
 from lightning_ring.data.sampling.counters import Stream, integers
-from lightning_ring.errors import ConfigurationError
 from tests.data.augment.loading import generators_untouched, images, make
+from tests.refusals import refused
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
 
@@ -68,7 +68,7 @@ def test_mixing_goes_on_after_a_resume_and_differs_between_ranks_and_epochs(fold
     ],
 )
 def test_a_batch_that_is_none_is_an_error(folder, transform, found):
-    with pytest.raises(ConfigurationError, match=f"made {found} of 4 images and labels, expected"):
+    with refused(f"made {found} of 4 images and labels, expected"):
         list(make(folder, batch_transform=transform))
 
 
@@ -85,7 +85,7 @@ def test_kornia_on_the_batch(folder):
 
 
 def test_several_crops_are_an_error(folder):
-    with pytest.raises(ConfigurationError, match="expected one crop"):
+    with refused("expected one crop"):
         make(folder, crop=[RandomResizedCrop(32)] * 2)
 
 
@@ -94,5 +94,5 @@ def test_height_and_width_may_differ(folder):
         given = {"transform": DeviceTransform(contrast=0.2), "sample_transform": v2.RandAugment()}
         loader = make(folder, crop=crop, **given)
         assert images(loader).shape == (21, 3, 24, 40)
-    with pytest.raises(ConfigurationError, match=r"cannot cut \(24, 50\) pixels"):
+    with refused(r"cannot cut \(24, 50\) pixels"):
         CenterCrop((24, 50), 48)

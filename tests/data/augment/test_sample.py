@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_ring.data.loading.augment import _DRAWING, OwnGenerator
-from lightning_ring.errors import ConfigurationError, SampleError
+from lightning_ring.errors import SampleError
 from tests.data.augment.loading import generators_untouched, images, make
+from tests.refusals import refused
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
 
@@ -128,9 +129,8 @@ def fails(image):
 def test_generators_that_threads_share_are_an_error(folder, transform, shared):
     with (
         generators_untouched(),
-        pytest.raises(
-            ConfigurationError,
-            match=f"draws from {shared}, which all threads share.*torch's DataLoader",
+        refused(
+            f"draws from {shared}, which all threads share.*torch's DataLoader",
         ),
     ):
         images(make(folder, sample_transform=transform))
@@ -166,5 +166,5 @@ def test_what_cannot_be_copied_is_an_error(folder):
         def __call__(self, image):
             return image
 
-    with pytest.raises(ConfigurationError, match="Locked cannot be copied for each thread"):
+    with refused("Locked cannot be copied for each thread"):
         images(make(folder, sample_transform=Locked()))

@@ -1,7 +1,5 @@
 """A folder of images of every kind, and what is packed of it."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,9 +1,10 @@
 """How the tests of packing pack."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
+import pytest
+
+from lightning_ring.data import shards
 from lightning_ring.data.packing import run
 from lightning_ring.data.packing.image import PackSettings
 
@@ -14,15 +15,23 @@ class Stop(Exception):
     pass
 
 
-def pack(
-    source,
-    target,
-    settings=SETTINGS,
-    workers=2,
-    progress=lambda done, total, left_out: None,
-    append=False,
-):
+def pack(source, target, settings=SETTINGS, workers=2, progress=lambda *_: None, append=False):
     return run.pack(Path(source), Path(target), settings, workers, progress, append=append)
+
+
+def pack_until(number, source, target, settings=SETTINGS, **options):
+    """Stop when ``number`` images are packed."""
+
+    def progress(done, total, left_out):
+        if done == number:
+            raise Stop
+
+    with pytest.raises(Stop):
+        pack(source, target, settings, progress=progress, **options)
+
+
+def verify(root):
+    return shards.verify(root, 2, lambda done, total: None)
 
 
 def contents(folder):

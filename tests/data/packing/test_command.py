@@ -3,8 +3,7 @@
 import pytest
 
 from lightning_ring.cli.pack import main
-from lightning_ring.data.shards import verify
-from lightning_ring.errors import ConfigurationError, ShardError
+from lightning_ring.errors import ConfigurationError
 from tests.data.packing.packed import contents
 
 
@@ -40,9 +39,3 @@ def test_the_command_packs_verifies_and_explains(source, packed, tmp_path, capsy
 def test_wrong_command_lines_say_what_is_expected(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         main(arguments)
-
-
-def test_verify_needs_no_more_than_the_folder(packed, tmp_path):
-    assert verify(packed, 2, lambda done, total: None) == []
-    with pytest.raises(ShardError, match=r"manifest.json is not there"):
-        verify(tmp_path / "nowhere", 1, lambda done, total: None)

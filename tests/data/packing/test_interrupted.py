@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,22 +13,16 @@ from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.data.packing.writer import PackJob, read_records
 from lightning_ring.data.shards import read_manifest
 from lightning_ring.errors import ConfigurationError, ShardError
-from tests.data.packing.packed import SETTINGS, Stop, contents, pack
+from tests.data.packing.packed import SETTINGS, Stop, contents, pack, pack_until
 from tests.data.photos import image_folder
-from tests.processes import clean_env
+from tests.processes import clean_env, wait_for
 
 COMMAND = "import sys; from lightning_ring.cli.pack import main; sys.exit(main(sys.argv[1:]))"
 
 
 @pytest.mark.parametrize("at", [1, 20, 40])
 def test_an_interrupted_packing_goes_on_to_the_same_bytes(source, packed, tmp_path, at):
-    def stop(done, total, left_out):
-        assert total == 40
-        if done == at:
-            raise Stop
-
-    with pytest.raises(Stop):
-        pack(source, tmp_path / "dst", progress=stop)
+    pack_until(at, source, tmp_path / "dst")
     with pytest.raises(
         ShardError, match=r"has not finished: run the same `lightning-ring pack` again"
     ):
@@ -38,7 +31,7 @@ def test_an_interrupted_packing_goes_on_to_the_same_bytes(source, packed, tmp_pa
     for path in (tmp_path / "dst").glob("*.tar"):
         assert path.stat().st_size == whole[path.name]
     done = []
-    pack(source, tmp_path / "dst", progress=lambda n, total, left_out: done.append(n))
+    pack(source, tmp_path / "dst", progress=lambda number, *_: done.append(number))
     assert at < 20 or done[0] > 1  # it did not begin again
     assert contents(tmp_path / "dst") == contents(packed)
 
@@ -50,23 +43,12 @@ def test_killed_in_the_middle_it_goes_on_to_the_same_bytes(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, *arguments], env=clean_env(), stderr=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 60
-    while (
-        len(list((tmp_path / "dst").glob("*.tar"))) < 2
-        and time.monotonic() < deadline
-        and process.poll() is None
-    ):
-        time.sleep(0.001)
+    wait_for(lambda: len(list((tmp_path / "dst").glob("*.tar"))) > 1 or process.poll() is not None)
     process.send_signal(signal.SIGKILL)
     assert process.wait(60) == -signal.SIGKILL, "it ended before it could be killed"
     settings = PackSettings(size=10, shard_mb=0.05)
     starts = []
-    pack(
-        source,
-        tmp_path / "dst",
-        settings,
-        progress=lambda done, total, left_out: starts.append(done),
-    )
+    pack(source, tmp_path / "dst", settings, progress=lambda done, *_: starts.append(done))
     assert 1 < starts[0] < 600
     pack(source, tmp_path / "whole", settings)
     assert contents(tmp_path / "dst") == contents(tmp_path / "whole")
@@ -100,12 +82,7 @@ def test_a_source_that_vanishes_stops_the_packing(tmp_path):
 def test_a_shard_that_is_written_anew_takes_those_after_it_along(source, tmp_path):
     state = tmp_path / "dst" / ".packing"
 
-    def stop(done, total, left_out):
-        if done == 30:
-            raise Stop
-
-    with pytest.raises(Stop):
-        pack(source, tmp_path / "dst", progress=stop)
+    pack_until(30, source, tmp_path / "dst")
     assert len(list(state.glob("shard-*.npz"))) > 2
     (tmp_path / "dst" / "shard-000001.tar").unlink()
     job = PackJob(source, tmp_path / "dst", SETTINGS)

@@ -7,7 +7,7 @@ import pytest
 from lightning_ring.data import ShardDataset
 from lightning_ring.data.packing.image import PackSettings
 from lightning_ring.errors import ConfigurationError
-from tests.data.packing.packed import SETTINGS, Stop, contents, pack
+from tests.data.packing.packed import SETTINGS, contents, pack, pack_until
 from tests.data.photos import encode, photo
 
 
@@ -22,8 +22,7 @@ def test_another_command_for_the_same_folder_is_an_error(source, packed, tmp_pat
         ConfigurationError, match=r"packed already with another command: size 40, now 50\."
     ):
         pack(source, packed, PackSettings(size=50, shard_mb=SETTINGS.shard_mb))
-    with pytest.raises(Stop):
-        pack(source, tmp_path / "dst", progress=lambda *numbers: (_ for _ in ()).throw(Stop))
+    pack_until(1, source, tmp_path / "dst")
     with pytest.raises(
         ConfigurationError, match="half packed with another command: quality 90, now 80"
     ):
@@ -43,17 +42,11 @@ def csv_of(folder, labels):
     return folder / "train.csv"
 
 
-def stop_at_the_end(done, total, left_out):
-    if done == total:
-        raise Stop
-
-
 @pytest.mark.parametrize("half", [True, False])
 def test_a_source_that_has_changed_is_an_error(tmp_path, half):
     file = csv_of(tmp_path, "abab" * 5)
     if half:
-        with pytest.raises(Stop):
-            pack(file, tmp_path / "dst", progress=stop_at_the_end)
+        pack_until(20, file, tmp_path / "dst")
         assert list((tmp_path / "dst").glob("*.tar"))
     else:
         pack(file, tmp_path / "dst")
@@ -77,8 +70,7 @@ def test_a_source_that_has_changed_is_an_error(tmp_path, half):
 
 def test_a_source_that_changed_before_its_first_shard_is_packed_as_it_is_now(tmp_path):
     file = csv_of(tmp_path, "abab")
-    with pytest.raises(Stop):
-        pack(file, tmp_path / "dst", PackSettings(), progress=stop_at_the_end)
+    pack_until(4, file, tmp_path / "dst", PackSettings())
     csv_of(tmp_path, "cccb")
     pack(file, tmp_path / "dst", PackSettings())
     dataset = ShardDataset(tmp_path / "dst")

@@ -4,8 +4,8 @@ import pytest
 from torchvision.datasets import ImageFolder
 
 from lightning_ring.data.packing.sources import list_sources, load_sources, scan_folder
-from lightning_ring.errors import ConfigurationError
 from tests.data.photos import image_folder
+from tests.refusals import refused
 
 
 def listed(source, tmp_path, group_by_class=True):
@@ -56,7 +56,7 @@ def test_everything_else_in_a_folder_is_reported(tmp_path):
     assert rows[1] == "left out,README.txt,not in a class folder"
     assert rows[2].startswith("left out,class 0/labels.xml,its extension is none of .jpg")
     (root / "class 0" / "again").symlink_to(root)
-    with pytest.raises(ConfigurationError, match="again is a link to a folder that it is in"):
+    with refused("again is a link to a folder that it is in"):
         list(scan_folder(root))
 
 
@@ -134,5 +134,5 @@ def test_two_spellings_of_a_path_are_one_image(tmp_path):
 def test_what_cannot_be_listed_says_why(tmp_path, text, message):
     file = tmp_path / "train.csv"
     file.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigurationError, match=message):
+    with refused(message):
         listed(file, tmp_path)

@@ -2,8 +2,6 @@
 read.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -11,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,34 +24,28 @@ class Report:
     read: dict[str, Any]
     errors: str
 
-    def find(self, name: str, host: int = 0) -> dict[str, str] | None:
+    def find(self, name, host=0):
         """The finding of that name on a host, by its place in the report."""
         return next(
             (entry for entry in self.read["hosts"][host]["findings"] if entry["name"] == name), None
         )
 
-    def between(self, name: str) -> dict[str, str]:
+    def between(self, name):
         found = [entry for entry in self.read["between_hosts"] if entry["name"] == name]
         assert len(found) == 1, self.read["between_hosts"]
         return found[0]
 
 
-def doctor(
-    *arguments: str,
-    only: Sequence[str] = FAST,
-    python: str | Path = sys.executable,
-    within: Sequence[str] = (),
-    cwd: Path | None = None,
-    seconds: float = HANGS,
-    **env: str,
-) -> Report:
-    """``lightning-ring doctor --json``, run by ``python`` through the command ``within``."""
+def doctor(*arguments, only=FAST, environment=None, within=(), **env):
+    """``lightning-ring doctor --json``, run in ``environment`` (of `own_environment`) through the
+    command ``within``.
+    """
+    python = sys.executable if environment is None else str(environment / "bin" / "python")
     words = ["-m", "lightning_ring.cli.main", "doctor", "--json"]
-    command = [*within, str(python), *words, *arguments, "--only", *only]
+    command = [*within, python, *words, *arguments, "--only", *only]
     process = subprocess.Popen(
         command,
         env=clean_env(**env),
-        cwd=cwd,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -62,11 +53,11 @@ def doctor(
         start_new_session=True,
     )
     try:
-        output, errors = process.communicate(timeout=seconds)
+        output, errors = process.communicate(timeout=HANGS)
     except subprocess.TimeoutExpired:
         end_session(process)
         raise AssertionError(
-            f"{command} did not end within {seconds} s: {process.communicate(timeout=60)}"
+            f"{command} did not end within {HANGS} s: {process.communicate(timeout=60)}"
         ) from None
     assert process.returncode in (0, 1), errors
     report = Report(process.returncode, json.loads(output), errors)
@@ -74,7 +65,7 @@ def doctor(
     return report
 
 
-def program(folder: Path, name: str, script: str) -> Path:
+def program(folder, name, script):
     """A shell script that can be run by its name."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / name
@@ -83,11 +74,11 @@ def program(folder: Path, name: str, script: str) -> Path:
     return file
 
 
-def first_on_path(folder: Path) -> str:
+def first_on_path(folder):
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
-def own_environment(folder: Path) -> Path:
+def own_environment(folder):
     """A virtual environment that has all that this one has, through links: what is in it can be
     changed by itself.
     """
@@ -107,11 +98,11 @@ def own_environment(folder: Path) -> Path:
     return folder
 
 
-def packages_of(environment: Path) -> Path:
+def packages_of(environment):
     return next((environment / "lib").glob("python*/site-packages"))
 
 
-def change_metadata(environment: Path, package: str, pattern: str, new: str) -> Path:
+def change_metadata(environment, package, pattern, new):
     """Replace what ``pattern`` finds by ``new`` in what pip wrote about ``package``; returns the
     changed folder.
     """
@@ -127,7 +118,7 @@ def change_metadata(environment: Path, package: str, pattern: str, new: str) -> 
     return link
 
 
-def with_mounts(*commands: str) -> list[str] | None:
+def with_mounts(*commands):
     """What runs a command after ``commands`` of mount, in a view of the file system that nobody
     else has; `None` where that is not allowed."""
     for unshare in (

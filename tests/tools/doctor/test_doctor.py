@@ -3,11 +3,9 @@ behind.
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -28,8 +26,8 @@ from lightning_ring.tools.doctor.findings import (
 from lightning_ring.tools.doctor.launching import check_engine, check_launcher
 from lightning_ring.tools.doctor.reduction import what_was_said
 from tests.job.test_launchers import FLUX, JSRUN, SRUN_STEP
-from tests.processes import clean_env, mpirun_path, run
-from tests.tools.doctor.planting import doctor, own_environment, program
+from tests.processes import clean_env, has_ended, mpirun_path, run, wait_for
+from tests.tools.doctor.planting import doctor, program
 
 WHOLE = """
 import sys
@@ -102,11 +100,8 @@ def test_a_program_that_hangs_is_ended_with_all_that_it_started():
     begun, pid = answer.stdout.split()
     assert (begun, answer.problem) == ("begun", "did not end within 0.5 s")
     assert "--timeout 300" in answer.advice("Reinstall it.")
-    deadline = time.monotonic() + 60
     # a grandchild is there until somebody takes note of its end
-    while processes_of_sessions({int(pid)}):
-        assert time.monotonic() < deadline, "what it started is still there"
-        time.sleep(0.02)
+    wait_for(lambda: not processes_of_sessions({int(pid)}))
 
 
 @pytest.mark.parametrize(
@@ -123,40 +118,36 @@ def test_a_program_that_fails_is_an_answer(words, problem):
 
 
 @pytest.mark.ranks
-def test_told_to_stop_it_ends_what_it_started(tmp_path):
-    environment = own_environment(tmp_path / "venv")
+def test_told_to_stop_it_ends_what_it_started(environment, tmp_path):
     program(environment / "bin", "mpirun", f"echo $$ > {tmp_path}/pid; exec sleep 1000")
     words = ["-m", "lightning_ring.cli.main", "doctor", "--only", "mpi", "threads"]
     line = [str(environment / "bin" / "python"), *words]
     process = subprocess.Popen(
         line, env=clean_env(), stdout=subprocess.DEVNULL, start_new_session=True
     )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-        assert time.monotonic() < deadline, "it never asked mpirun"
-        time.sleep(0.05)
+    asked = tmp_path / "pid"
+    wait_for(lambda: asked.exists() and asked.read_text())
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=240) == 128 + signal.SIGINT
-    assert not os.path.exists(f"/proc/{(tmp_path / 'pid').read_text().strip()}")
+    assert has_ended(int(asked.read_text()))
 
 
 @pytest.mark.ranks
 @pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
-def test_ranks_that_hang_are_ended_and_said_to_be_late(tmp_path):
+def test_ranks_that_hang_are_ended_and_said_to_be_late(environment, tmp_path):
     """An mpirun that never comes back, and a limit that is too short for ranks without it, too."""
-    environment = own_environment(tmp_path / "venv")
     script = (
         f"[ $1 = --version ] && exec {mpirun_path()} --version; echo $$ > {tmp_path}/pid; exec "
         "sleep 1000"
     )
     program(environment / "bin", "mpirun", script)
-    report = doctor("--timeout", "1", only=["all-reduce"], python=environment / "bin" / "python")
+    report = doctor("--timeout", "1", only=["all-reduce"], environment=environment)
     late = [finding["found"] for finding in report.read["hosts"][0]["findings"]]
     assert late == [
         "2 ranks through mpirun: it did not end within 1 s, before the ranks had met",
         "2 ranks without MPI: it did not end within 1 s, before the ranks had met",
     ]
-    assert not os.path.exists(f"/proc/{(tmp_path / 'pid').read_text().strip()}")
+    assert has_ended(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from tests.tools.doctor.planting import (
     change_metadata,
     doctor,
     first_on_path,
-    own_environment,
     packages_of,
     program,
     with_mounts,
@@ -56,23 +55,19 @@ def test_another_mpirun_comes_first_on_path(tmp_path, healthy):
     )
 
 
-def test_mpirun_that_hangs(tmp_path, healthy):
-    environment = own_environment(tmp_path / "venv")
+def test_mpirun_that_hangs(environment, healthy):
     program(environment / "bin", "mpirun", "exec sleep 1000")
-    report = doctor("--timeout", "1", only=["mpi"], python=environment / "bin" / "python")
+    report = doctor("--timeout", "1", only=["mpi"], environment=environment)
     assert_found(report, healthy, "mpirun", "broken", "did not end within 1 s", "--no-mpi")
 
 
-def test_no_mpi_at_all_is_no_more_than_a_warning(tmp_path):
-    environment = own_environment(tmp_path / "venv")
+def test_no_mpi_at_all_is_no_more_than_a_warning(environment):
     path = os.pathsep.join(
         folder
         for folder in os.environ["PATH"].split(os.pathsep)
         if not Path(folder, "mpirun").exists()
     )
-    report = doctor(
-        only=["mpi"], python=environment / "bin" / "python", PATH=path, MPI4PY_MPIABI="mpich"
-    )
+    report = doctor(only=["mpi"], environment=environment, PATH=path, MPI4PY_MPIABI="mpich")
     assert [finding["state"] for finding in report.read["hosts"][0]["findings"]] == [
         "warning",
         "warning",
@@ -170,22 +165,20 @@ def test_both_ranks_bound_to_one_core(healthy):
         ("torch", "2.4.1", "lightning_ring", ["needs torch>=2.6, found 2.4.1"]),
     ],
 )
-def test_release_that_must_not_be_used(tmp_path, healthy, package, version, name, words):
-    environment = own_environment(tmp_path / "venv")
+def test_release_that_must_not_be_used(environment, healthy, package, version, name, words):
     changed = change_metadata(environment, package, "^Version: .*", f"Version: {version}")
     changed.rename(changed.with_name(f"{package}-{version}.dist-info"))
-    report = doctor(only=["versions"], python=environment / "bin" / "python")
+    report = doctor(only=["versions"], environment=environment)
     assert_found(report, healthy, name, "broken", *words)
 
 
-def test_torchvision_for_another_torch(tmp_path, healthy):
-    environment = own_environment(tmp_path / "venv")
+def test_torchvision_for_another_torch(environment, healthy):
     if not list(packages_of(environment).glob("torchvision-*.dist-info")):
         pytest.skip("torchvision is not installed")
     change_metadata(
         environment, "torchvision", r"^Requires-Dist: torch\b.*", "Requires-Dist: torch==2.6.0"
     )
-    report = doctor(only=["versions"], python=environment / "bin" / "python")
+    report = doctor(only=["versions"], environment=environment)
     torch = healthy.find("torch")["found"]
     assert_found(
         report,
@@ -197,11 +190,12 @@ def test_torchvision_for_another_torch(tmp_path, healthy):
     )
 
 
-def test_torch_that_cannot_be_imported_and_a_driver_that_does_not_run(tmp_path, healthy):
+def test_torch_that_cannot_be_imported_and_a_driver_that_does_not_run(
+    environment, tmp_path, healthy
+):
     """A disk that was full while pip unpacked: a library is cut short. The doctor itself goes
     on.
     """
-    environment = own_environment(tmp_path / "venv")
     torch = packages_of(environment) / "torch"
     real = torch.resolve()
     torch.unlink()
@@ -220,9 +214,7 @@ def test_torch_that_cannot_be_imported_and_a_driver_that_does_not_run(tmp_path, 
         "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
     )
     path = first_on_path(tmp_path)
-    report = doctor(
-        only=["imports", "gpus", "launcher"], python=environment / "bin" / "python", PATH=path
-    )
+    report = doctor(only=["imports", "gpus", "launcher"], environment=environment, PATH=path)
     words = "libtorch_global_deps.so: ", "--force-reinstall torch"
     assert_found(report, healthy, "import torch", "broken", *words)
     assert_found(report, healthy, "driver", "broken", "version mismatch", "restart")
@@ -250,6 +242,5 @@ def test_setting_that_stops_mpirun_but_not_the_rest():
     assert "2 ranks through mpirun" in first["found"]
     assert "Component: nosuch" in first["found"]
     gloo = report.find("all-reduce, gloo")
-    assert gloo is not None
     assert gloo["state"] == "ok"
     assert gloo["found"].startswith("2 ranks without MPI: every sum right")

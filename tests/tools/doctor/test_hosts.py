@@ -10,7 +10,6 @@ from tests.processes import mpirun_path
 from tests.tools.doctor.planting import (
     change_metadata,
     doctor,
-    own_environment,
     packages_of,
     program,
     with_mounts,
@@ -32,11 +31,10 @@ def agent(folder, script):
     return {"PRTE_MCA_plm_ssh_agent": str(program(folder, "agent", start + script))}
 
 
-def test_hosts_with_different_versions(tmp_path):
+def test_hosts_with_different_versions(environment, tmp_path):
     """The other host is this machine, but for the folder of packages: another release of
     Lightning is mounted there.
     """
-    environment = own_environment(tmp_path / "venv")
     link = next(packages_of(environment).glob("lightning-*.dist-info"))
     real = link.resolve()
     changed = change_metadata(environment, "lightning", "^Version: .*", "Version: 2.5.0")

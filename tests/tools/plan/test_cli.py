@@ -1,20 +1,16 @@
 """`lightning-ring plan`: what it prints and writes, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightning_ring.cli import main as dispatcher
 from lightning_ring.cli import plan
 from lightning_ring.comm.cost import CostModel
-from lightning_ring.errors import ConfigurationError
 from lightning_ring.tools.bench import COLLECTIVES, session
 from lightning_ring.tools.plan.inputs import (
     NETWORKS,
@@ -24,29 +20,28 @@ from lightning_ring.tools.plan.inputs import (
     write_profile,
 )
 from tests.processes import clean_env
+from tests.refusals import refused
 from tests.tools.plan.profiles import gradient, profile, several
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> str:
+def path(tmp_path):
     write_profile(profile(*several()), tmp_path / "profile.json")
     return str(tmp_path / "profile.json")
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
-    written = profile(*several())
-    write_profile(written, tmp_path / "p.json")
-    assert read_profile(tmp_path / "p.json") == written
+def test_what_was_written_is_read(tmp_path):
+    some = profile(*several())
+    write_profile(some, tmp_path / "p.json")
+    assert read_profile(tmp_path / "p.json") == some
     assert [file.name for file in tmp_path.iterdir()] == ["p.json"]
 
 
-def test_a_profile_that_cannot_be_written_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     write_profile(profile(*several()), tmp_path / "p.json")
     before = (tmp_path / "p.json").read_bytes()
 
-    def full(file: int) -> None:
+    def full(file):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
@@ -56,7 +51,7 @@ def test_a_profile_that_cannot_be_written_leaves_the_old_one(
     assert [file.name for file in tmp_path.iterdir()] == ["p.json"]
 
 
-def test_the_table(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table(path, capsys):
     asked = ["--network", "10gbit", "--node", "30,200", "--ranks-per-node", "8"]
     assert dispatcher.main(["plan", path, *asked]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -72,9 +67,13 @@ def test_the_table(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("on 64 ranks ") for line in lines)
 
 
-def test_a_link_that_misleads_is_a_warning(
-    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def written(folder, content):
+    """The path of a bench's file."""
+    (folder / "bench.json").write_text(json.dumps(content))
+    return str(folder / "bench.json")
+
+
+def test_a_link_that_misleads_is_a_warning(path, tmp_path, capsys):
     for device, residual, warned in (
         ("cpu", 0.5, ()),
         ("NVIDIA H200", 0.1, ("was measured on NVIDIA H200, and the profile was recorded on cpu",)),
@@ -82,9 +81,8 @@ def test_a_link_that_misleads_is_a_warning(
     ):
         model = {"backend": "auto", "alpha_seconds": 1e-4, "bandwidth": 1e9, "residual": residual}
         models = [model | {"collective": name} for name in COLLECTIVES]
-        content = {"world": {"device": device}, "models": models}
-        (tmp_path / "bench.json").write_text(json.dumps(content))
-        assert plan.main([path, "--network", str(tmp_path / "bench.json")]) == 0
+        bench = written(tmp_path, {"world": {"device": device}, "models": models})
+        assert plan.main([path, "--network", bench]) == 0
         said = capsys.readouterr().out
         assert said.count("warning: ") == len(warned)
         assert all(words in said for words in warned)
@@ -104,15 +102,13 @@ def test_a_link_that_misleads_is_a_warning(
         ("--network ib-hdr", "--network ib-hdr: is no network. Measure yours"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(
-    path: str, options: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_planned_is_one_line(path, options, said, capsys):
     assert dispatcher.main(["plan", path, *options.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
 
 
-def without(key: str) -> Any:
+def without(key):
     return lambda content: content.pop(key)
 
 
@@ -125,9 +121,7 @@ def without(key: str) -> Any:
         (lambda content: content["phases"].pop("other"), "TypeError"),
     ],
 )
-def test_a_damaged_profile_is_one_line(
-    path: str, damage: Any, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_profile_is_one_line(path, damage, said, capsys):
     content = json.loads(Path(path).read_text())
     damage(content)
     Path(path).write_text(json.dumps(content))
@@ -138,13 +132,13 @@ def test_a_damaged_profile_is_one_line(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1, 2]", "7"])
-def test_what_is_no_profile_is_one_line(path: str, content: str) -> None:
+def test_what_is_no_profile_is_one_line(path, content):
     Path(path).write_text(content)
-    with pytest.raises(ConfigurationError, match=r"is not JSON|is JSON, but no profile"):
+    with refused(r"is not JSON|is JSON, but no profile"):
         plan.main([path, "--network", "1gbit"])
 
 
-def test_links_by_name_number_and_measurement(tmp_path: Path) -> None:
+def test_links_by_name_number_and_measurement(tmp_path):
     assert parse_link("10gbit", "--network").costs["all_gather"] == NETWORKS["10gbit"]
     assert parse_link("30,10", "--network").costs["all_gather"] == CostModel(30 * 1e-6, 1.25e9)
     models = [
@@ -152,20 +146,18 @@ def test_links_by_name_number_and_measurement(tmp_path: Path) -> None:
         for backend, bandwidth in (("gloo", 1e8), ("auto", 2e8))
         for alpha, name in ((1e-5, "all_reduce"), (2e-5, "reduce_scatter"), (3e-5, "all_gather"))
     ]
-    (tmp_path / "bench.json").write_text(json.dumps({"models": models}))
-    measured = parse_link(str(tmp_path / "bench.json"), "--network")
+    measured = parse_link(written(tmp_path, {"models": models}), "--network")
     assert measured.costs["reduce_scatter"] == CostModel(2e-5, 2e8)
-    written = session.bench_json(
-        [], [*models[:3], models[3] | {"bandwidth": math.inf}, *models[4:]], {"world_size": 2}, {}
-    )
-    (tmp_path / "bench.json").write_text(json.dumps(written, allow_nan=False))
-    assert read_bench(str(tmp_path / "bench.json")).costs["all_reduce"] == CostModel(1e-5, math.inf)
-    (tmp_path / "bench.json").write_text(json.dumps({"models": models[:2]}))
-    with pytest.raises(ConfigurationError, match="holds no α and B for all"):
-        parse_link(str(tmp_path / "bench.json"), "--network")
+    models[3]["bandwidth"] = math.inf
+    content = session.bench_json([], models, {"world_size": 2}, {})
+    json.dumps(content, allow_nan=False)
+    measured = read_bench(written(tmp_path, content))
+    assert measured.costs["all_reduce"] == CostModel(1e-5, math.inf)
+    with refused("holds no α and B for all"):
+        parse_link(written(tmp_path, {"models": models[:2]}), "--network")
 
 
-def test_planning_imports_no_torch(path: str) -> None:
+def test_planning_imports_no_torch(path):
     code = (
         "import sys; from lightning_ring.cli.main import main\n"
         f"code = main(['plan', {path!r}, '--network', '1gbit', '--ranks', '1,2'])\n"

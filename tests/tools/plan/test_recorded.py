@@ -2,15 +2,10 @@
 hosts, run once.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys
-from pathlib import Path
-from typing import Any
 
-import lightning as L
 import pytest
 import torch
 
@@ -19,34 +14,28 @@ from lightning_ring.cli import plan
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import RingProfile, StepTimer
 from lightning_ring.tools.plan.inputs import read_profile, write_profile
-from tests.battery import Battery, check_names
+from tests.battery import check_names
 from tests.checks.slow_model import Slow, batches, weights
 from tests.hosts import why_not
 from tests.processes import run
 from tests.tools.plan.profiles import profile, several
+from tests.trainers import quiet_trainer
 
 MODULE = "tests.checks.profile"
 
 
-def fit(module: L.LightningModule, count: int, *callbacks: Any, **arguments: Any) -> torch.Tensor:
-    quiet: dict[str, Any] = dict.fromkeys(
-        ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False
-    )
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, callbacks=list(callbacks), **quiet, **arguments
-    )
+def fit(module, count, *callbacks, **arguments):
+    trainer = quiet_trainer(max_epochs=1, callbacks=list(callbacks), **arguments)
     trainer.fit(module, batches(count))
     return weights(module)
 
 
-def slow(**arguments: Any) -> Slow:
+def slow(**arguments):
     torch.manual_seed(0)
     return Slow(**arguments)
 
 
-def test_one_rank_is_enough_to_plan_for_many(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_rank_is_enough_to_plan_for_many(tmp_path, capsys, caplog):
     path = tmp_path / "profile.json"
     frozen = slow(layers=4)
     frozen.layers[0].requires_grad_(False)
@@ -71,7 +60,7 @@ def test_one_rank_is_enough_to_plan_for_many(
 
 
 @pytest.mark.ranks
-def test_the_ring_on_one_rank_is_recorded_too(tmp_path: Path) -> None:
+def test_the_ring_on_one_rank_is_recorded_too(tmp_path):
     from lightning_ring import RingStrategy
 
     path = tmp_path / "profile.json"
@@ -80,7 +69,7 @@ def test_the_ring_on_one_rank_is_recorded_too(tmp_path: Path) -> None:
     assert read_profile(path).run.world_size == 1
 
 
-def test_a_training_that_is_too_short_writes_nothing_and_leaves_no_hook(tmp_path: Path) -> None:
+def test_a_training_that_is_too_short_writes_nothing_and_leaves_no_hook(tmp_path):
     module = slow(forward=0, backward=0)
     fit(module, 3, RingProfile(tmp_path / "profile.json", steps=5, warmup=2))
     assert list(tmp_path.iterdir()) == []
@@ -101,8 +90,8 @@ class Manual(Slow):
     ],
 )
 def test_what_cannot_be_recorded_is_an_error_before_the_first_step(
-    module: type[Slow], arguments: dict[str, Any], name: str, said: str, tmp_path: Path
-) -> None:
+    module, arguments, name, said, tmp_path
+):
     built = module(forward=0, backward=0)
     built.automatic_optimization = module is Slow
     before = weights(built)
@@ -112,14 +101,14 @@ def test_what_cannot_be_recorded_is_an_error_before_the_first_step(
 
 
 @pytest.mark.parametrize("check", check_names(MODULE))
-def test_on_two_ranks(battery: Battery, check: str) -> None:
+def test_on_two_ranks(battery, check):
     battery(MODULE, 2, check)
 
 
 @pytest.mark.ranks
 @pytest.mark.netns
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_prediction_and_run_between_hosts_are_put_side_by_side(tmp_path: Path) -> None:
+def test_prediction_and_run_between_hosts_are_put_side_by_side(tmp_path):
     """That the check runs. Whether it agrees, `python -m benchmarks.step.plan` tells on a quiet
     machine.
     """

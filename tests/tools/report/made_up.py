@@ -1,21 +1,16 @@
 """Folders of runs, written without training."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-
 import numpy
 from torch.utils.tensorboard import SummaryWriter
 
 
 def write_run(
-    folder: Path,
-    scalars: Mapping[str, Sequence[float]],
+    folder,
+    scalars,
     *,
-    config: str = "",
-    pictures: Sequence[str] = (),
-) -> Path:
+    config="",
+    pictures=(),
+):
     """Values at steps 0, 1, ...; a picture a tag; ``config`` as hparams.yaml."""
     with SummaryWriter(str(folder)) as writer:
         for tag, values in scalars.items():

@@ -1,0 +1,20 @@
+"""Which operations of torch some code calls."""
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Operations(TorchDispatchMode):
+    """Notes functions and arguments, views left out: each call is a launch on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def names(self):
+        return [str(func.overloadpacket).removeprefix("aten.") for func, _ in self.calls]
