@@ -37,8 +37,8 @@ class LARS(TrustRatioOptimizer):
         eps: At least 0, added to the ratio's denominator.
         momentum_form: ``"paper"`` keeps the learning rate inside ``v`` (above). ``"torch"`` keeps
             it outside, as `torch.optim.SGD` does: ``v = momentum * v + r * (g + wd * w); w -= lr *
-            v``. They agree while ``lr`` is constant; under a schedule,
-            `lightning_ring.schedules.WarmupLR` can correct for the difference.
+            v``. They agree while ``lr`` is constant; while it changes, ``"torch"`` takes the steps
+            that Goyal et al. 2017 ask of momentum correction (arXiv:1706.02677, remark 3).
         maximize: Step up the gradient instead of down.
         adapt: False for plain SGD: no trust ratio.
         foreach, fused, capturable, skip_nonfinite, master_weights, norm_all_reduce: See
@@ -94,7 +94,7 @@ class LARS(TrustRatioOptimizer):
     @staticmethod
     def check_group(group: dict[str, Any]) -> None:
         require_number("lr", group["lr"], low=0)
-        require_number("momentum", group["momentum"], low=0)
+        require_number("momentum", group["momentum"], low=0, below=1)
         require_number("weight_decay", group["weight_decay"], low=0)
         require_number("trust_coefficient", group["trust_coefficient"], above=0)
         require_number("eps", group["eps"], low=0)
@@ -104,10 +104,6 @@ class LARS(TrustRatioOptimizer):
             not group["nesterov"] or group["momentum"] > 0,
             "nesterov=True with momentum=0: Nesterov's step needs a momentum above 0",
         )
-
-    def check_new_group(self, group: dict[str, Any]) -> None:
-        # momentum correction raises it above 1 while the learning rate rises, as in `WarmupLR`
-        require_number("momentum", group["momentum"], low=0, below=1)
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         found = super().hyperparameters(group)

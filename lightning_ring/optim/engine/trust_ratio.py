@@ -95,11 +95,6 @@ class TrustRatioOptimizer(Optimizer, Rule):
         """
         return {name: group[name] for name in self.defaults}
 
-    def check_new_group(self, group: dict[str, Any]) -> None:
-        """Raise `ValueError` for an argument that only a schedule may set, and that a state dict
-        may therefore hold.
-        """
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         known = GROUP_KEYS | set(self.defaults)
         unknown = sorted(set(param_group) - known)
@@ -111,7 +106,6 @@ class TrustRatioOptimizer(Optimizer, Rule):
         super().add_param_group(dict(param_group))
         group = self.param_groups[-1]
         try:
-            self.check_new_group(group)
             self._check(group)
             for name, param in zip(parameter_names([group]), group["params"], strict=True):
                 require(
