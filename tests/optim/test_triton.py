@@ -62,7 +62,7 @@ every_dtype = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 
 def kind_of(weight, grad, mirror=None):
     compute = torch.float64 if weight == torch.float64 else torch.float32
-    return TensorKind(torch.device("cuda"), compute, weight, grad, mirror, flat=True)
+    return TensorKind(torch.device("cuda"), compute, weight, grad, mirror, way="fused")
 
 
 def steps_as_in_float64(optimizer_class, params):

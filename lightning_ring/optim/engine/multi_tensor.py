@@ -74,17 +74,15 @@ class MultiTensorRun:
     fused CPU kernel of torch that computes the rule is called instead.
     """
 
-    def __init__(
-        self, rule: type[Rule], part: ParameterBatch, numbers: StepNumbers, plain: bool
-    ) -> None:
+    def __init__(self, rule: type[Rule], part: ParameterBatch, numbers: StepNumbers) -> None:
         self._rule = rule
         self._part = part
         self._numbers = numbers
-        self._plain = plain
         kind = part.kind
+        self._plain = kind.way == "plain"
         self._on_cpu = kind.device.type == "cpu"
         is_one_dtype = kind.weight == kind.grad == kind.compute
-        self._by_torch = self._on_cpu and is_one_dtype and not plain
+        self._by_torch = self._on_cpu and is_one_dtype and not self._plain
         # Those kernels read and write the tensors once each, and there is nothing to keep.
         self._sweeps = self._by_torch and not rule.keeps_directions
         self.sums = torch.zeros(
@@ -215,10 +213,10 @@ class MultiTensorRun:
         return torch.tensor(values, dtype=self.sums.dtype)
 
 
-def grad_square_sum(part: ParameterBatch, plain: bool) -> Tensor:
+def grad_square_sum(part: ParameterBatch) -> Tensor:
     """Sum of squares of all gradients, 0-d, on the part's device."""
     kind, dtype = part.kind, norm_dtype(part.kind.device)
-    if kind.device.type != "cpu" or plain:
+    if kind.device.type != "cpu" or kind.way == "plain":
         return torch.stack(torch._foreach_norm(part.grads, 2, dtype)).square().sum()
     size = CPU_SUM_PIECE if kind.grad == kind.compute else CPU_PIECE
     pieces = (piece for grad in part.grads for piece in flat(grad).split(size))

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_ring.optim.engine.fused import triton_is_here
-from lightning_ring.optim.engine.parameter_list import TensorKind
 
 
 def require(condition: bool, message: str) -> None:
@@ -93,14 +93,18 @@ def interpreting_triton() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def way_to_run(options: RunOptions, kind: TensorKind) -> str:
-    """``"plain"``, ``"foreach"`` or ``"fused"``."""
-    if not kind.flat:
+def way_to_run(options: RunOptions, device: torch.device, is_flat: bool) -> str:
+    """``"plain"``, ``"foreach"`` or ``"fused"``, for parameters on ``device``.
+
+    Only the plain way takes a weight, gradient and state that do not lie in memory in the same
+    order without gaps (`lie_alike`).
+    """
+    if not is_flat:
         return "plain"
     if options.fused:
         return "fused"
     if options.foreach:
         return "foreach"
     if options.foreach is None and options.fused is None:
-        return "fused" if kind.device.type == "cuda" and triton_is_here() else "foreach"
+        return "fused" if device.type == "cuda" and triton_is_here() else "foreach"
     return "plain"
