@@ -8,6 +8,7 @@ packing can then be finished by the same command.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tarfile
@@ -26,9 +27,7 @@ from lightning_ring.data.packing.image import PackedImage, PackSettings
 from lightning_ring.data.packing.sources import (
     HEADER,
     Sources,
-    load_arrays,
     report_row,
-    save_arrays,
 )
 from lightning_ring.data.shards import (
     BLOCK,
@@ -161,17 +160,19 @@ class ShardRecord:
     columns: Columns
 
     def write(self, folder: Path) -> None:
-        head = {"shard": asdict(self.shard), "next_position": self.next_position}
-        report = {"report": np.frombuffer(self.report, np.uint8)}
-        path = folder / f"{self.shard.name}.npz"
-        save_arrays(path, head | {"counts": self.counts}, report | self.columns)
+        head = [asdict(self.shard), self.next_position, self.counts]
+        texts = {"head": json.dumps(head).encode(), "report": self.report}
+        arrays = {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}
+        with whole_file(folder / f"{self.shard.name}.npz") as file:
+            np.savez(file, **arrays, **self.columns)
 
 
 def read_record(path: Path) -> ShardRecord:
-    found = load_arrays(path)
-    head = {name: found.pop(name) for name in ("next_position", "counts")}
-    shard, report = Shard(**found.pop("shard")), found.pop("report").tobytes()
-    return ShardRecord(shard, **head, report=report, columns=found)
+    with np.load(path) as file:
+        columns = dict(file)
+    shard, next_position, counts = json.loads(columns.pop("head").tobytes())
+    report = columns.pop("report").tobytes()
+    return ShardRecord(Shard(**shard), next_position, counts, report, columns)
 
 
 def shard_name(number: int) -> str:
