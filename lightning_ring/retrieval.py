@@ -70,7 +70,10 @@ def search(
             part = part[: max(0, size - start)]
             if len(part):
                 found, at = _best_of(queries, part, k, offset + start, exclude, chunk)
-                similarities, places = _merged((similarities, places), (found, at), k)
+                similarities = torch.cat([similarities, found], dim=1)
+                places = torch.cat([places, at], dim=1)
+                best = similarities.topk(min(k, similarities.shape[1]), dim=1)
+                similarities, places = best.values, places.gather(1, best.indices)
             offset += size
     return similarities, torch.where(similarities == -torch.inf, -1, places)
 
@@ -108,33 +111,17 @@ def _best_of(
     similarity -inf.
     """
     found, at = [], []
-    for begin in range(0, len(queries), chunk):
-        rows = queries[begin : begin + chunk]
-        left_out = None if exclude is None else exclude[begin : begin + chunk] - first
-        one, where = _best(rows, part, k, left_out)
-        found.append(one)
-        at.append(where + first)
-    if not found:
-        shape = 0, min(k, len(part))
-        return queries.new_empty(shape), torch.empty(shape, dtype=torch.long, device=queries.device)
+    left_out = None if exclude is None else (exclude - first).split(chunk)
+    for number, rows in enumerate(queries.split(chunk)):
+        similarity = rows @ part.T
+        if left_out is not None:
+            columns = left_out[number]
+            inside = ((columns >= 0) & (columns < len(part))).nonzero().squeeze(1)
+            similarity[inside, columns[inside]] = -torch.inf
+        best = similarity.topk(min(k, len(part)), dim=1)
+        found.append(best.values)
+        at.append(best.indices + first)
     return torch.cat(found), torch.cat(at)
-
-
-def _best(rows: Tensor, part: Tensor, k: int, left_out: Tensor | None) -> tuple[Tensor, Tensor]:
-    similarity = rows @ part.T
-    if left_out is not None:
-        inside = ((left_out >= 0) & (left_out < len(part))).nonzero().squeeze(1)
-        similarity[inside, left_out[inside]] = -torch.inf
-    best = similarity.topk(min(k, len(part)), dim=1)
-    return best.values, best.indices
-
-
-def _merged(
-    one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], k: int
-) -> tuple[Tensor, Tensor]:
-    similarity, places = torch.cat([one[0], other[0]], dim=1), torch.cat([one[1], other[1]], dim=1)
-    best = similarity.topk(min(k, similarity.shape[1]), dim=1)
-    return best.values, places.gather(1, best.indices)
 
 
 # -- metrics
@@ -287,19 +274,21 @@ class _Spread:
 
     def places_in(self, other: _Spread) -> Tensor:
         """Where each of these items (of all ranks) stands in ``other``; -1 for nowhere."""
-        if not len(other.indices):
-            return torch.full_like(self.indices, -1)
-        ascending, order = other.indices.sort()
-        at = torch.searchsorted(ascending, self.indices).clamp(max=len(ascending) - 1)
-        return torch.where(ascending[at] == self.indices, order[at], -1)
+        mine, others = _numbered(self.indices, other.indices)
+        places = torch.full((len(mine) + len(others),), -1, device=mine.device)
+        places[others] = torch.arange(len(others), device=mine.device)
+        return places[mine]
 
     def num_of(self, labels: Tensor) -> Tensor:
         """How many of these items are of each class of ``labels``."""
-        if not len(self.labels):
-            return torch.zeros_like(labels)
-        classes, counts = self.labels.unique(return_counts=True)
-        at = torch.searchsorted(classes, labels).clamp(max=len(classes) - 1)
-        return torch.where(classes[at] == labels, counts[at], 0)
+        mine, asked = _numbered(self.labels, labels)
+        return torch.bincount(mine, minlength=len(mine) + len(asked))[asked]
+
+
+def _numbered(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers for the values of both: equal ones have the same number, less than their count."""
+    _, numbers = torch.cat([one, other]).unique(return_inverse=True)
+    return numbers[: len(one)], numbers[len(one) :]
 
 
 def _check_classes(queries: _Spread, among: _Spread, place: Tensor) -> None:
@@ -348,7 +337,7 @@ def _check(
     world_size: int,
     all_gather: AllGather | None,
 ) -> None:
-    for embeddings, labels, indices in (items, *([gallery] if gallery is not None else [])):
+    for embeddings, labels, indices in (items, gallery or items):
         if (
             embeddings.ndim != 2
             or labels.shape != embeddings.shape[:1]

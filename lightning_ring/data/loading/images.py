@@ -20,7 +20,6 @@ from lightning_ring.data.decoding import MAX_PIXELS
 from lightning_ring.data.loading.augment import (
     SampleTransforms,
     Transform,
-    TransformFailedError,
     transform_batch,
 )
 from lightning_ring.data.loading.loader import Loader, LoaderOptions, LoaderTimes, Samples
@@ -210,15 +209,17 @@ class ImageBatches:
                 except (SampleError, ShardError, OSError) as error:
                     room.indices[place] = self._replace(room, place, index, error)
                     skipped += 1
-            if self.sample_transforms is not None:
-                part = slice(offset, offset + len(indices))
-                try:
-                    self.sample_transforms.run(list(room.memory[part]), room.seeds[part])
-                except TransformFailedError as error:
-                    index = int(room.indices[offset + error.place])
-                    raise SampleError(f"{self.source.where(index)}: {error.reason}") from error
+                if self.sample_transforms is not None:
+                    self._transform(self.sample_transforms, room, place)
         transforming = perf_counter() - read
         return LoaderTimes(skipped=skipped, reading=read - began, transforming=transforming)
+
+    def _transform(self, transforms: SampleTransforms, room: _Room, place: int) -> None:
+        try:
+            transforms.run(room.memory[place], room.seeds[place])
+        except SampleError as error:
+            where = self.source.where(int(room.indices[place]))
+            raise SampleError(f"{where}: {error}") from error
 
     def _read(self, indices: list[int]) -> list[Data | Exception]:
         """Encoded images; where they may be skipped, the error of each that cannot be read."""
