@@ -44,8 +44,7 @@ class LAMB(TrustRatioOptimizer):
         max_grad_norm: Divide all gradients by ``max(norm / max_grad_norm, 1)``, where ``norm`` is
             the norm over all groups together (NVIDIA's LAMB); None for no clipping. The gradients
             themselves are not changed.
-        foreach, fused, capturable, skip_nonfinite: See `TrustRatioOptimizer`.
-        master_weights, norm_all_reduce: See `TrustRatioOptimizer`.
+        foreach, fused, capturable, skip_nonfinite, norm_all_reduce: See `TrustRatioOptimizer`.
 
     Raises:
         ValueError: A hyper-parameter out of range, a group with an unknown key, no parameters.
@@ -77,7 +76,6 @@ class LAMB(TrustRatioOptimizer):
         fused: bool | None = None,
         capturable: bool = False,
         skip_nonfinite: bool = False,
-        master_weights: bool = False,
         norm_all_reduce: NormAllReduce | None = None,
     ) -> None:
         defaults = {
@@ -92,9 +90,7 @@ class LAMB(TrustRatioOptimizer):
         }
         if max_grad_norm is not None:
             require_number("max_grad_norm", max_grad_norm, above=0)
-        options = RunOptions(
-            foreach, fused, capturable, skip_nonfinite, master_weights, max_grad_norm
-        )
+        options = RunOptions(foreach, fused, capturable, skip_nonfinite, max_grad_norm)
         super().__init__(params, defaults, options, norm_all_reduce)
 
     @staticmethod

@@ -41,8 +41,7 @@ class LARS(TrustRatioOptimizer):
             that Goyal et al. 2017 ask of momentum correction (arXiv:1706.02677, remark 3).
         maximize: Step up the gradient instead of down.
         adapt: False for plain SGD: no trust ratio.
-        foreach, fused, capturable, skip_nonfinite, master_weights, norm_all_reduce: See
-            `TrustRatioOptimizer`.
+        foreach, fused, capturable, skip_nonfinite, norm_all_reduce: See `TrustRatioOptimizer`.
 
     Raises:
         ValueError: A hyper-parameter out of range, a group with an unknown key, no parameters.
@@ -74,7 +73,6 @@ class LARS(TrustRatioOptimizer):
         fused: bool | None = None,
         capturable: bool = False,
         skip_nonfinite: bool = False,
-        master_weights: bool = False,
         norm_all_reduce: NormAllReduce | None = None,
     ) -> None:
         defaults = {
@@ -88,7 +86,7 @@ class LARS(TrustRatioOptimizer):
             "maximize": maximize,
             "adapt": adapt,
         }
-        options = RunOptions(foreach, fused, capturable, skip_nonfinite, master_weights)
+        options = RunOptions(foreach, fused, capturable, skip_nonfinite)
         super().__init__(params, defaults, options, norm_all_reduce)
 
     @staticmethod

@@ -15,7 +15,6 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_ring.optim.engine.options import RunOptions, check_options, require, way_to_run
 from lightning_ring.optim.engine.parameter_list import (
-    LOW_PRECISION,
     ParameterBatch,
     ParameterList,
     TensorKind,
@@ -47,8 +46,6 @@ class TrustRatioOptimizer(Optimizer, Rule):
         skip_nonfinite: Where a gradient has a NaN or an infinity, leave all parameters and all
             state untouched, on all ranks alike, and count it in `skipped_steps`. Reads the norm of
             all gradients, which waits for the device.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, made at their first
-            step, and update that. (State is float32 for them in any case.)
         norm_all_reduce: Where every parameter is this rank's slice (1-D, possibly empty) of a
             tensor that is spread over ranks: a function that sums a 1-D tensor over those ranks, in
             place (returning None) or returning the sum. Each step calls it once, with 2 *
@@ -211,23 +208,17 @@ class TrustRatioOptimizer(Optimizer, Rule):
             if grad.layout is not torch.strided or grad.is_complex():
                 self._refuse_gradient(position, grad)
             states = self._states_of(listed, position, param)
-            weight = self.state[param]["master"] if self._has_master(param) else param
             kind = TensorKind(
                 device=param.device,
                 compute=compute_dtype(param),
-                weight=weight.dtype,
+                weight=param.dtype,
                 grad=grad.dtype,
-                mirror=None if weight is param else param.dtype,
-                way=way_to_run(
-                    self.options, param.device, lie_alike((param, grad, weight, *states))
-                ),
+                way=way_to_run(self.options, param.device, lie_alike((param, grad, *states))),
             )
             part = parts.setdefault(kind, ParameterBatch(kind))
             part.positions.append(position)
-            part.weights.append(weight)
+            part.weights.append(param)
             part.states.append(states)
-            if weight is not param:
-                part.mirrors.append(param)
         return list(parts.values())
 
     def _states_of(self, listed: ParameterList, position: int, param: Tensor) -> tuple[Tensor, ...]:
@@ -240,18 +231,11 @@ class TrustRatioOptimizer(Optimizer, Rule):
                 state[name] = torch.zeros_like(
                     param, dtype=compute_dtype(param), memory_format=torch.preserve_format
                 )
-        if self._has_master(param) and "master" not in state:
-            state["master"] = param.detach().to(
-                torch.float32, memory_format=torch.preserve_format, copy=True
-            )
         if self.counts_steps and state.get("step") is not (view := listed.step_views[position]):
             if "step" in state:
                 view.copy_(torch.as_tensor(state["step"]))
             state["step"] = view
         return tuple([state[name] for name in self.state_names])
-
-    def _has_master(self, param: Tensor) -> bool:
-        return self.options.master_weights and param.dtype in LOW_PRECISION
 
     def _refuse_gradient(self, position: int, grad: Tensor) -> None:
         name = list(parameter_names(self.param_groups))[position]
