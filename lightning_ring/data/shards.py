@@ -37,13 +37,13 @@ import hashlib
 import json
 import os
 import re
-import resource
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
+from io import FileIO
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
@@ -52,6 +52,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_ring.errors import ShardError, ShardLostError
+from lightning_ring.host import most_open_files
 
 MANIFEST = "manifest.json"
 REPORT = "report.csv"
@@ -331,10 +332,6 @@ class ShardIndex:
             )
         return values
 
-    @property
-    def stamps(self) -> npt.NDArray[np.uint64]:
-        return self.column("stamps")
-
     @cached_property
     def names(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """All names, a byte between any two, and where each of them ends."""
@@ -366,12 +363,8 @@ class ShardIndex:
     def __len__(self) -> int:
         return self._samples
 
-    def position(self, i: SupportsIndex) -> int:
-        """``i`` counted from 0, where it may count from the end as in a list."""
-        return range(self._samples)[i]
-
     def place(self, i: SupportsIndex) -> ByteRange:
-        i = self.position(i)
+        i = range(self._samples)[i]
         block, size, crc32 = self._places[i].tolist()
         shard = bisect_right(self._starts, i) - 1
         end = self._manifest.shards[shard].bytes
@@ -385,47 +378,41 @@ class ShardIndex:
 
     def name(self, i: SupportsIndex) -> str:
         """Where image ``i`` came from: a path as the image folder or the CSV had it."""
-        i = self.position(i)
+        i = range(self._samples)[i]
         names, ends = self.names
         start = int(ends[i - 1]) + 1 if i else 0
         return names[start : int(ends[i])].tobytes().decode("utf-8", "surrogateescape")
 
 
-_MOST_OPEN = 8192
 _LOOK_AFTER = "Look after the disk or the network file system, then start the job again."
 
 
-class _OpenFile:
+class _OpenFile(FileIO):
     """A file that closes when the last thread that uses it lets go."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
-        self.descriptor = self._file.fileno()
+        super().__init__(path)
         if hasattr(os, "posix_fadvise"):  # Linux; without it each small read would fetch 128 KiB
-            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
     def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            self._file.close()
+        self.close()
 
 
 class ShardFiles:
     """Reads bytes of shards. Files open when they are first needed and share no position, so
     threads need no lock.
 
-    A data set keeps ``max_open`` files open, by default an eighth of the process's limit.
+    A data set keeps as many files open as an eighth of the process's limit.
     """
 
-    def __init__(self, root: Path, shards: Sequence[Shard], max_open: int | None = None) -> None:
+    def __init__(self, root: Path, shards: Sequence[Shard]) -> None:
         self._root = root
         self._shards = shards
 
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = _MOST_OPEN if limit == resource.RLIM_INFINITY else limit // 8
-
-        @lru_cache(max_open or max(1, most))
+        @lru_cache(max(1, most_open_files() // 8))
         def opened(shard: int) -> _OpenFile:
-            return _OpenFile(root / shards[shard].name)
+            return _OpenFile(self.path(shard))
 
         self._file = opened
 
@@ -446,7 +433,7 @@ class ShardFiles:
         """
         try:
             file = self._opened(place.shard)  # held: another thread may push it out meanwhile
-            data = os.pread(file.descriptor, place.size, place.offset)
+            data = os.pread(file.fileno(), place.size, place.offset)
         except OSError as error:
             raise ShardLostError(
                 f"{self.path(place.shard)} cannot be read at offset {place.offset}, {place.size} "
@@ -466,7 +453,7 @@ class ShardFiles:
         if hasattr(os, "posix_fadvise"):
             for place in places:
                 file = self._opened(place.shard)
-                os.posix_fadvise(file.descriptor, place.offset, place.size, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(file.fileno(), place.offset, place.size, os.POSIX_FADV_WILLNEED)
 
     def path(self, shard: int) -> Path:
         return self._root / self._shards[shard].name

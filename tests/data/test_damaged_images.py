@@ -136,17 +136,20 @@ def test_a_header_that_says_too_many_pixels_is_damage(tmp_path: Path, kind: str,
     assert list(loader.maker.skipped) == [1]
 
 
-def test_the_limit_of_pixels_is_an_argument(tmp_path: Path) -> None:
+def test_an_image_of_too_many_pixels_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_folder(tmp_path, classes=1, images=2, size=(48, 64))
     sampler, crop = ShuffledSampler(2, rank=0, world_size=1), RandomResizedCrop(16)
     assert (
         len(list(image_loader(ImageFolder(tmp_path), sampler, 2, crop=crop, transform=None))) == 1
     )
-    small = {"crop": crop, "transform": None, "max_pixels": 48 * 64 - 1}
+    for module in ("decoding", "loading.transforms"):
+        monkeypatch.setattr(f"lightning_ring.data.{module}.MAX_PIXELS", 48 * 64 - 1)
     with pytest.raises(SampleError, match="64 x 48 pixels, expected at most 3,071"):
-        list(image_loader(ImageFolder(tmp_path), sampler, 2, **small))
+        list(image_loader(ImageFolder(tmp_path), sampler, 2, crop=crop, transform=None))
     with pytest.raises(SampleError, match="expected at most 3,071"):
-        ImageFolder(tmp_path, max_pixels=3071)[0]
+        ImageFolder(tmp_path)[0]
 
 
 def test_memory_that_a_large_image_was_decoded_into_is_not_kept() -> None:

@@ -222,8 +222,6 @@ class DeviceTransform(nn.Module):
         With ``out`` (the shape of ``images``, channels last, of this `dtype`) it is written there.
         """
         rows = images.permute(0, 2, 3, 1)
-        if self.is_random:
-            assert uniforms is not None
         if out is None:
             out = torch.empty(rows.shape, dtype=self.dtype, device=rows.device).permute(0, 3, 1, 2)
         done = out.permute(0, 2, 3, 1)
@@ -231,12 +229,12 @@ class DeviceTransform(nn.Module):
         num = 1 if rows.device.type == "cpu" else max(1, len(rows))
         for start in range(0, len(rows), num):
             part = slice(start, start + num)
-            self._transform(rows[part], None if uniforms is None else uniforms[part], done[part])
+            self._transform(rows[part], uniforms[part] if self.is_random else None, done[part])
         return out
 
     def _transform(self, rows: Tensor, uniforms: Tensor | None, done: Tensor) -> None:
         rows = rows.to(self.dtype)
-        if self.is_random and uniforms is not None:
+        if uniforms is not None:
             rows = self._jitter(rows, uniforms.to(self.dtype))
         # Whole rows at a time: along three channels a CPU would not use its vector units.
         width = rows.shape[2]
@@ -299,7 +297,6 @@ def decode_into(
     data: bytes | npt.NDArray[np.uint8],
     crop: Crop,
     uniforms: Sequence[float],
-    max_pixels: int = MAX_PIXELS,
 ) -> None:
     """Decode the image ``data``, and resize the part that ``crop`` chooses into ``out``.
 
@@ -313,9 +310,9 @@ def decode_into(
         data: Encoded, or its pixels: height x width x 3.
 
     Raises:
-        ValueError, OSError: The image cannot be decoded, or has more than ``max_pixels``.
+        ValueError, OSError: The image cannot be decoded, or has more than `MAX_PIXELS`.
     """
-    image, (top, left, height, width, flip) = _decode(data, crop, uniforms, max_pixels)
+    image, (top, left, height, width, flip) = _decode(data, crop, uniforms)
     part = image[None, top : top + height, left : left + width].transpose(0, 3, 1, 2)
     pixels = torch.from_numpy(part)
     if flip:
@@ -325,12 +322,12 @@ def decode_into(
 
 
 def _decode(
-    data: bytes | npt.NDArray[np.uint8], crop: Crop, uniforms: Sequence[float], max_pixels: int
+    data: bytes | npt.NDArray[np.uint8], crop: Crop, uniforms: Sequence[float]
 ) -> tuple[npt.NDArray[np.uint8], Box]:
     if isinstance(data, bytes) and data[:2] == b"\xff\xd8":
         try:
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-            if height * width > max_pixels:
+            if height * width > MAX_PIXELS:
                 raise ValueError("decode_rgb says so")
             box = crop.box(height, width, uniforms)
             factor = 1 if crop.exact else reduction(box, crop.size)
@@ -347,5 +344,5 @@ def _decode(
             return image, Box(top, left, height, width, box.flip)
         except ValueError:
             pass  # CMYK, or damage: Pillow reads the one and describes the other
-    image = data if isinstance(data, np.ndarray) else decode_rgb(data, max_pixels)
+    image = data if isinstance(data, np.ndarray) else decode_rgb(data)
     return image, crop.box(image.shape[0], image.shape[1], uniforms)

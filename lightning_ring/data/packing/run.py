@@ -271,12 +271,12 @@ def already_there(was: ShardIndex, now: Sources, target: Path) -> npt.NDArray[np
     before = np.fromiter((hash(was.name(i)) for i in range(len(was))), np.int64)
     after = np.fromiter((hash(now.name(i)) for i in range(len(now.labels))), np.int64)
     there = np.zeros(len(now.labels), bool)
-    others = []
+    others, stamps = [], was.column("stamps")
     for i, j in zip(*np.intersect1d(before, after, return_indices=True)[1:], strict=True):
         if was.name(i) == now.name(j):  # two names may have one hash
             there[j] = True
             same_class = was.classes[was.labels[i]] == now.classes[now.labels[j]]
-            if not same_class or was.stamps[i] != now.stamps[j]:
+            if not same_class or stamps[i] != now.stamps[j]:
                 others.append(now.name(j))
     if others:
         raise ConfigurationError(

@@ -98,52 +98,14 @@ def _walk(top: str) -> Iterator[tuple[str, list[str]]]:
         yield root, files
 
 
-class _Row(NamedTuple):
-    line: int
-    path: str  # in one spelling: two of one file are one image
-    label: str
-
-
 def read_csv(file: Path) -> Iterator[Found | LeftOut]:
-    """An image for each row; rows without path or label, and repeated ones, by line. Paths are
-    relative to ``file``.
+    """An image for each row; rows without path or label by line. Paths are relative to ``file``.
 
     ``./a.jpg`` and ``a.jpg`` are one path, as are ``a//b.jpg`` and ``a/b.jpg``; links are not
     followed. Raises `ConfigurationError`: the first line lacks the columns, the file is not CSV, or
-    a path has two labels.
+    a path is there twice.
     """
-    repeated = _repeated_paths(file)
-    first: dict[str, _Row] = {}
-    for row in _rows(file):
-        if not row.path or not row.label:
-            missing = "label" if row.path else "path"
-            yield LeftOut(row.path or file.name, f"line {row.line} of {file.name} has no {missing}")
-            continue
-        if hash(row.path) in repeated:
-            earlier = first.setdefault(row.path, row)
-            if earlier.label != row.label:
-                raise ConfigurationError(
-                    f"{file} gives {row.path!r} two labels: {earlier.label!r} in line "
-                    f"{earlier.line}, {row.label!r} in line {row.line}. Remove one of the lines."
-                )
-            if earlier is not row:
-                yield LeftOut(
-                    row.path, f"line {row.line} of {file.name} repeats line {earlier.line}"
-                )
-                continue
-        yield Found(row.path, row.label)
-
-
-def _repeated_paths(file: Path) -> set[int]:
-    """Hashes of the paths that occur twice: 8 bytes a row, where a dict of all paths would take
-    some 200.
-    """
-    hashes = np.frombuffer(array("q", (hash(row.path) for row in _rows(file))), np.int64)
-    hashes = np.sort(hashes)
-    return set(hashes[1:][hashes[1:] == hashes[:-1]].tolist())
-
-
-def _rows(file: Path) -> Iterator[_Row]:
+    hashes = array("q")  # 8 bytes a row, where a set of all paths would take some 200
     with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as text:
         reader = csv.reader(text)
         try:
@@ -154,20 +116,29 @@ def _rows(file: Path) -> Iterator[_Row]:
                     "`path,label` as its first line; paths are relative to its folder, or "
                     "absolute."
                 )
-            path, label = columns.index("path"), columns.index("label")
-            for cells in reader:
-                if cells:
-                    cells += [""] * len(columns)
-                    # `./a//b.jpg` and `a/b.jpg` are one path; `..` stays: after a link it leads
-                    # elsewhere.
-                    name = cells[path].strip()
-                    if "./" in name or "//" in name:
-                        name = str(PurePath(name))
-                    yield _Row(reader.line_num, name, cells[label].strip())
+            for cells in filter(None, reader):
+                row = dict(zip(columns, [*cells, *[""] * len(columns)], strict=False))
+                path, label = row["path"].strip(), row["label"].strip()
+                # `./a//b.jpg` and `a/b.jpg` are one path; `..` stays: after a link it leads
+                # elsewhere.
+                if "./" in path or "//" in path:
+                    path = str(PurePath(path))
+                if path and label:
+                    hashes.append(hash(path))
+                    yield Found(path, label)
+                    continue
+                missing = "label" if path else "path"
+                reason = f"line {reader.line_num} of {file.name} has no {missing}"
+                yield LeftOut(path or file.name, reason)
         except csv.Error as error:
             raise ConfigurationError(
                 f"{file}, line {reader.line_num}, is not CSV: {error}."
             ) from None
+    ascending = np.sort(hashes)
+    repeated = ascending[1:][ascending[1:] == ascending[:-1]]
+    if len(repeated):
+        name = next(item.name for item in read_csv(file) if hash(item.name) == repeated[0])
+        raise ConfigurationError(f"{file} lists {name!r} twice. Give each image one row.")
 
 
 def sorted_classes(names: Iterable[str], source: Path) -> list[str]:
@@ -310,7 +281,8 @@ def list_sources(
             f"file with a row for each image.\n{shown}"
         )
     if classes is None:
-        classes = [*first, *sorted_classes(numbers.keys() - set(first), source)]
+        new = [name for name in numbers if name not in set(first)]
+        classes = [*first, *sorted_classes(new, source)]
         check_distinct(classes, source)
     labels = _class_numbers(numbers, classes, source)[np.frombuffer(met, np.int32)]
     order = np.argsort(labels, kind="stable")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_ring.data.decoding import MAX_PIXELS, decode_rgb
+from lightning_ring.data.decoding import decode_rgb
 from lightning_ring.data.packing.sources import EXTENSIONS, LeftOut, scan_folder
 from lightning_ring.errors import ConfigurationError, SampleError
 
@@ -33,7 +33,6 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         root: The folder.
         transform: Called with the uint8 tensor (3 x height x width, RGB) of each image, by
             ``folder[i]``.
-        max_pixels: An image whose header says more is not decoded by ``folder[i]``.
 
     Attributes:
         labels: Class number of every image, int32.
@@ -50,12 +49,9 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         self,
         root: str | PathLike[str],
         transform: Callable[[Any], Any] | None = None,
-        *,
-        max_pixels: int = MAX_PIXELS,
     ) -> None:
         self.root = Path(root).absolute()
         self.transform = transform
-        self.max_pixels = max_pixels
         if not self.root.is_dir():
             raise ConfigurationError(
                 f"{self.root} is not a folder; expected one that holds a folder for each class."
@@ -95,7 +91,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
 
     def __getitem__(self, i: SupportsIndex) -> tuple[Any, int]:
         try:
-            pixels = decode_rgb(self.read(i), self.max_pixels)
+            pixels = decode_rgb(self.read(i))
             image: Any = torch.from_numpy(pixels).permute(2, 0, 1)
         except (ValueError, OSError) as error:
             raise SampleError(f"{self.where(i)}: cannot be decoded: {error}") from error
