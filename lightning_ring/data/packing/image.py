@@ -140,9 +140,8 @@ def _prepare(data: bytes, settings: PackSettings) -> PackedImage:
         notes.append(f"{image.format} to JPEG")
     pixels = _eight_bits(decoded, notes)
     if not small:
-        pixels = pixels.resize(
-            _shrunk_size(image.size, size), Image.Resampling.BICUBIC, reducing_gap=2.0
-        )
+        shrunk = tuple(max(size, round(side * size / min(image.size))) for side in image.size)
+        pixels = pixels.resize(shrunk, Image.Resampling.BICUBIC, reducing_gap=2.0)
     if turn is not None:
         pixels = pixels.transpose(turn)
     how = "converted" if notes else "shrunk" if not small else "turned"
@@ -188,13 +187,6 @@ def _eight_bits(image: Any, notes: list[str]) -> Any:
     mode = "L" if image.mode == "1" else "RGB"
     notes.append(f"{image.mode} to {mode}")
     return image.convert(mode)
-
-
-def _shrunk_size(size: tuple[int, int], shorter: int) -> tuple[int, int]:
-    width, height = size
-    if width <= height:
-        return shorter, max(shorter, round(height * shorter / width))
-    return max(shorter, round(width * shorter / height)), shorter
 
 
 def encode_jpeg(image: Any, quality: int) -> bytes:

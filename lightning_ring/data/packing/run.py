@@ -170,7 +170,7 @@ def _refuse_other(was: dict[str, object], job: PackJob, state: str) -> None:
         raise ConfigurationError(
             f"{job.target} is {state} with another command: {'; '.join(changed)}. Give the same "
             "arguments, choose another folder, or remove "
-            f"{job.target if job.base is None else job.state}."
+            f"{job.state if job.generation else job.target}."
         )
 
 
@@ -178,7 +178,7 @@ def _refuse_changed(identity: str | None, now: Sources, job: PackJob, state: str
     if now.identity == identity:
         return
     what_next = "To pack them as they are now, choose another folder, or remove this one."
-    if job.base is not None:
+    if job.generation:
         what_next = (
             f"To append them as they are now, remove {job.state}: it holds the append that is half "
             "finished."
@@ -224,7 +224,7 @@ def _pack(job: PackJob, workers: int, progress: Progress) -> Manifest:
 
 
 def _sources(job: PackJob) -> Sources:
-    first = job.first_classes
+    first = job.base.classes
     if job.classes is not None and list(job.classes[: len(first)]) != first:
         raise ConfigurationError(
             f"--classes does not begin with the {len(first)} classes of {job.target}, whose "
@@ -232,7 +232,7 @@ def _sources(job: PackJob) -> Sources:
             "there with the new classes at the end."
         )
     listed = list_sources(job.source, job.settings.group_by_class, job.classes, first)
-    if job.base is None:
+    if not job.generation:
         return listed
     there = already_there(ShardIndex(job.target, job.base), listed, job.target)
     return replace(listed, order=listed.order[~there[listed.order]], there=int(there.sum()))
@@ -241,7 +241,7 @@ def _sources(job: PackJob) -> Sources:
 def _finished(job: PackJob, sources: Sources, records: list[ShardRecord]) -> Manifest:
     if any(record.shard.samples for record in records):
         return write_generation(job, sources, records)
-    if job.base is None:
+    if not job.generation:
         rows = [row for record in records for row in record.report.splitlines(keepends=True)]
         first_rows = b"".join(rows[:5]).decode("utf-8", "backslashreplace").rstrip()
         raise ConfigurationError(

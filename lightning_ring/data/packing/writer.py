@@ -50,20 +50,23 @@ Columns = dict[str, npt.NDArray[Any]]
 Progress = Callable[[int, int, int], None]  # sources done, sources in all, left out so far
 
 
+NO_SET = Manifest([], [], {}, source="", identity="", settings={}, counts={}, generation=-1)
+
+
 @dataclass(frozen=True)
 class PackJob:
     """
     Args:
         classes: Names of classes in the order of their numbers; None: by name, after those of
             ``base``.
-        base: The set in ``target`` to which images are appended; None: a new set.
+        base: The set in ``target`` to which images are appended; `NO_SET` for a new one.
     """
 
     source: Path
     target: Path
     settings: PackSettings
     classes: Sequence[str] | None = None
-    base: Manifest | None = None
+    base: Manifest = NO_SET
 
     @property
     def state(self) -> Path:
@@ -78,16 +81,7 @@ class PackJob:
     @property
     def generation(self) -> int:
         """The one that will be made."""
-        return 0 if self.base is None else self.base.generation + 1
-
-    @property
-    def first_classes(self) -> list[str]:
-        """Those whose numbers are given."""
-        return [] if self.base is None else self.base.classes
-
-    @property
-    def first_shard(self) -> int:
-        return 0 if self.base is None else len(self.base.shards)
+        return self.base.generation + 1
 
 
 class ShardWriter:
@@ -189,7 +183,7 @@ def read_records(job: PackJob) -> list[ShardRecord]:
     paths = sorted(job.state.glob("shard-*.npz"))
     for path in paths:
         record = read_record(path)
-        tar = job.target / shard_name(job.first_shard + len(records))
+        tar = job.target / shard_name(len(job.base.shards) + len(records))
         is_next = record.shard.name == tar.name and tar.exists()
         if not is_next or tar.stat().st_size != record.shard.bytes:
             break
@@ -198,26 +192,6 @@ def read_records(job: PackJob) -> list[ShardRecord]:
     for stale in reversed(paths[len(records) :]):
         stale.unlink()
     return records
-
-
-class _Notes:
-    """What was done with the sources since the last shard, for its record."""
-
-    def __init__(self) -> None:
-        self.counts = Counter[str]()
-        self.rows: list[bytes] = []
-
-    def add(self, image: PackedImage | str, source: str) -> None:
-        if isinstance(image, str):
-            self.counts["left out"] += 1
-            self.rows.append(report_row("left out", source, image))
-            return
-        self.counts.update({image.how: 1, "not turned": image.lies})
-        if image.note:
-            self.rows.append(report_row("converted", source, image.note))
-
-    def record(self, shard: Shard, next_position: int, columns: Columns) -> ShardRecord:
-        return ShardRecord(shard, next_position, dict(self.counts), b"".join(self.rows), columns)
 
 
 def write_shards(
@@ -231,20 +205,28 @@ def write_shards(
 
     A last one without images is no file: it says why no other source could be packed.
     """
-    notes, number = _Notes(), job.first_shard + len(records)
-    first = sum(record.shard.samples for record in records)
-    first += 0 if job.base is None else job.base.samples
+    number = len(job.base.shards) + len(records)
+    first = job.base.samples + sum(record.shard.samples for record in records)
     left_out = sum(record.counts.get("left out", 0) for record in records)
+    # what was done with the sources since the last shard
+    counts, rows = Counter[str](), list[bytes]()
 
     def usable() -> Iterator[tuple[int, PackedImage]]:
         nonlocal left_out
         for position, image in images:
             if isinstance(image, str):
                 left_out += 1
-                notes.add(image, sources.packed_name(position))
+                counts["left out"] += 1
+                rows.append(report_row("left out", sources.packed_name(position), image))
             progress(position + 1, len(sources), left_out)
             if not isinstance(image, str):
                 yield position, image
+
+    def recorded(shard: Shard, next_position: int, columns: Columns) -> ShardRecord:
+        record = ShardRecord(shard, next_position, dict(counts), b"".join(rows), columns)
+        counts.clear()
+        rows.clear()
+        return record
 
     following = usable()
     pending = next(following, None)
@@ -254,17 +236,19 @@ def write_shards(
             writer = ShardWriter(file, first)
             while pending and writer.has_room(pending[1], job.settings.shard_mb * 2**20):
                 position, image = pending
-                notes.add(image, sources.packed_name(position))
+                counts.update({image.how: 1, "not turned": image.lies})
+                if image.note:
+                    rows.append(report_row("converted", sources.packed_name(position), image.note))
                 writer.add(image, sources.label(position), position)
                 pending = next(following, None)
             shard = writer.finish(name)
         next_position = len(sources) if pending is None else pending[0]
-        record, notes = notes.record(shard, next_position, writer.arrays()), _Notes()
+        record = recorded(shard, next_position, writer.arrays())
         record.write(job.state)
         yield record
         number, first = number + 1, first + shard.samples
-    if notes.rows:
-        yield notes.record(Shard("", 0, 0, ""), len(sources), {})
+    if rows:
+        yield recorded(Shard("", 0, 0, ""), len(sources), {})
 
 
 def count_treatments(sources: Sources, records: Sequence[ShardRecord]) -> dict[str, int]:
@@ -290,14 +274,14 @@ def write_generation(job: PackJob, sources: Sources, records: Sequence[ShardReco
     _write_index(root, folder, base, sources, records)
 
     # classes of `base` are not new
-    present = {*range(len(job.first_classes))}.union(
+    present = {*range(len(base.classes))}.union(
         *(np.unique(record.columns["labels"]).tolist() for record in records)
     )
     for number, name in enumerate(sources.classes):
         if number not in present:
             detail = f"has no image; label {number} does not occur"
             report.append(report_row("empty class", name, detail))
-    report_name = REPORT if base is None else f"{folder}/{REPORT}"
+    report_name = f"{folder}/{REPORT}" if job.generation else REPORT
     with whole_file(root / report_name) as file:
         file.writelines(report)
 
@@ -306,7 +290,7 @@ def write_generation(job: PackJob, sources: Sources, records: Sequence[ShardReco
     counts["empty classes"] = len({*range(len(sources.classes))} - present)
     shards = [record.shard for record in records]
     files = {name: file_sha256(root / name) for name in sorted(written)}
-    if base is not None:
+    if job.generation:
         counts |= {"added": sum(shard.samples for shard in shards), "there": sources.there}
         shards, files = [*base.shards, *shards], {REPORT: base.files[REPORT]} | files
     settings, source = asdict(job.settings), str(job.source)
@@ -321,7 +305,7 @@ def write_generation(job: PackJob, sources: Sources, records: Sequence[ShardReco
 def _write_index(
     root: Path,
     folder: str,
-    base: Manifest | None,
+    base: Manifest,
     sources: Sources,
     records: Sequence[ShardRecord],
 ) -> None:
@@ -334,7 +318,7 @@ def _write_index(
     names = [os.fsencode(sources.packed_name(position)) for position in positions.tolist()]
     new["stamps"] = sources.stamps[sources.order[positions]]
     new["name_ends"] = np.cumsum([len(name) + 1 for name in names]) - 1
-    index = None if base is None else ShardIndex(root, base)
+    index = ShardIndex(root, base) if base.samples else None
     # One name a line. A name may hold a line feed, so readers go by the ends.
     with whole_file(root / folder / NAMES) as file:
         if index is not None:

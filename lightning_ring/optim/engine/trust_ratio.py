@@ -141,12 +141,6 @@ class TrustRatioOptimizer(Optimizer, Rule):
             listed = self._current_list()
         return listed.ratios.clone()
 
-    def named_trust_ratios(self) -> dict[str, float]:
-        """Last trust ratio by parameter name (or place); waits for the device, once."""
-        return dict(
-            zip(parameter_names(self.param_groups), self.trust_ratios.tolist(), strict=True)
-        )
-
     # -- the step
 
     # It does not gain from a compiler, and reads the tensors' memory.
