@@ -171,7 +171,6 @@ def retrieval_metrics(
     chunk: int = 1024,
     block: int = 8192,
     rank: int = 0,
-    world_size: int = 1,
     all_gather: AllGather | None = None,
 ) -> RetrievalMetrics:
     """Each item of all ranks is looked up among all the others, by cosine similarity. The same on
@@ -189,19 +188,18 @@ def retrieval_metrics(
             one index in both; no other query may have its index.
         ks: The K of R@K.
         chunk, block: Queries, and rows of a rank's gallery, compared at a time.
-        rank, world_size: Of this process.
+        rank: Of this process.
         all_gather: With more than one rank: brings tensors together.
 
     Raises:
-        ValueError: Shapes do not fit, values are not finite, an item has another class in
-            ``gallery``, or ``all_gather`` is missing.
+        ValueError: Shapes do not fit, values are not finite, or an item has another class in
+            ``gallery``.
         NothingToFindError: There is no item with a match (a `ValueError` too).
     """
     items = (embeddings, labels, indices)
-    _check(items, gallery, ks, min(chunk, block), world_size, all_gather)
-    gather = all_gather if world_size > 1 else None
-    queries = _Spread(items, rank, gather)
-    among = queries if gallery is None else _Spread(gallery, rank, gather)
+    _check(items, gallery, ks, min(chunk, block))
+    queries = _Spread(items, rank, all_gather)
+    among = queries if gallery is None else _Spread(gallery, rank, all_gather)
     place = queries.places_in(among)
     _check_classes(queries, among, place)
     num_others = among.num_of(queries.labels) - (place >= 0).long()
@@ -224,12 +222,12 @@ def retrieval_metrics(
         exclude=place[mine],
         chunk=chunk,
         block=block,
-        all_gather=gather,
+        all_gather=all_gather,
     )
     right = (among.labels[found] == queries.labels[mine][:, None]) & (similarity > -torch.inf)
     sums = _sums(right, num_others[mine], ks)
-    if gather is not None:
-        sums = torch.stack(list(gather(sums))).sum(0)
+    if all_gather is not None:
+        sums = torch.stack(list(all_gather(sums))).sum(0)
     *hits, precision = (sums / num_queries).tolist()
     return RetrievalMetrics(
         hit_rate=dict(zip(ks, hits, strict=True)),
@@ -329,14 +327,7 @@ def _first_of_each(indices: Tensor) -> Tensor:
     return fresh
 
 
-def _check(
-    items: Items,
-    gallery: Items | None,
-    ks: Sequence[int],
-    piece: int,
-    world_size: int,
-    all_gather: AllGather | None,
-) -> None:
+def _check(items: Items, gallery: Items | None, ks: Sequence[int], piece: int) -> None:
     for embeddings, labels, indices in (items, gallery or items):
         if (
             embeddings.ndim != 2
@@ -359,9 +350,4 @@ def _check(
         raise ValueError(
             "retrieval_metrics expects every k, chunk and block to be at least 1, "
             f"got ks={ks}, {piece}."
-        )
-    if world_size > 1 and all_gather is None:
-        raise ValueError(
-            f"retrieval_metrics on {world_size} ranks needs all_gather, to bring "
-            "their items together."
         )

@@ -211,8 +211,8 @@ def _check_values(manifest: Manifest) -> None:
     for file in (*(shard.name for shard in manifest.shards), *manifest.files):
         if type(file) is not str or not _PATH.fullmatch(file):
             raise KeyError(f"the name of a file ({file!r:.80}), expected one in this folder,")
-    index = (NAMES, *(f"{column}.npy" for column in COLUMNS))
-    if missing := {REPORT, *(f"{manifest.index}/{name}" for name in index)} - manifest.files.keys():
+    index = (f"{manifest.index}/{name}" for name in INDEX_FILES)
+    if missing := {REPORT, *index} - manifest.files.keys():
         raise KeyError(f"the checksum of {min(missing)}")
 
 
@@ -273,6 +273,9 @@ COLUMNS: dict[str, tuple[np.dtype[Any], int]] = {
 }
 
 
+INDEX_FILES = (NAMES, *(f"{column}.npy" for column in COLUMNS))
+
+
 def _map_array(path: Path) -> npt.NDArray[Any]:
     with open(path, "rb") as file:
         magic = file.read(8)
@@ -311,9 +314,8 @@ class ShardIndex:
 
     def check_all(self) -> None:
         """Raises `ShardError`: a file of the index is not as it was written."""
-        for name in self._manifest.files:
-            if name.startswith(f"{self._manifest.index}/"):
-                self._check(Path(name).name)
+        for name in INDEX_FILES:
+            self._check(name)
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """One array, mapped read-only.

@@ -29,7 +29,6 @@ def measured(num_ranks, parts, **arguments):
         return retrieval_metrics(
             *parts[comm.rank],
             rank=comm.rank,
-            world_size=num_ranks,
             all_gather=comm.all_gather,
             **arguments,
         )
@@ -101,7 +100,7 @@ def test_a_gallery_apart_is_spread_over_the_ranks_too(num_ranks, block):
 
     def one(comm):
         mine = part((embeddings[:50], labels[:50], indices[:50]), comm.rank)
-        ranks = {"rank": comm.rank, "world_size": num_ranks, "all_gather": comm.all_gather}
+        ranks = {"rank": comm.rank, "all_gather": comm.all_gather}
         return retrieval_metrics(
             *mine, gallery=part(gallery, comm.rank), ks=(1, 5, 200), chunk=7, block=block, **ranks
         )
@@ -221,7 +220,6 @@ def test_rows_of_any_shape_are_gathered():
         ({"indices": torch.zeros(2, 2)}, r"expects embeddings \(n, d\)"),
         ({"ks": ()}, "at least 1"),
         ({"ks": (0,)}, "at least 1"),
-        ({"world_size": 2}, "needs all_gather"),
         ({"embeddings": torch.full((5, 2), torch.nan)}, "NaN or infinite"),
         ({"labels": torch.arange(5)}, "no two share a class"),
         (

@@ -123,17 +123,15 @@ def _prepare(data: bytes, settings: PackSettings) -> PackedImage:
     notes = _notes(image)
     extension = _EXTENSIONS.get(image.format, "")
     as_it_is = small and turn is None and not notes and image.mode in _AS_IT_IS.get(extension, ())
+    decoded = image
     if extension == "jpg" and image.mode in ("L", "RGB"):
         try:
             decoded = _decode_jpeg(data, image.mode, small, size)
         except ValueError as damage:
-            decoded = image
-            decoded.load()  # raises where Pillow cannot read it either
             notes.append(f"damaged JPEG, as Pillow reads it ({damage})")
             as_it_is = False
-    else:
-        decoded = image
-        decoded.load()
+    if decoded is image:
+        image.load()  # raises where Pillow cannot read it either
     if as_it_is:
         return PackedImage(data, extension, "copied", lies=lies)
     if not extension:

@@ -13,7 +13,6 @@ import os
 import shutil
 import tarfile
 import zlib
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -32,6 +31,7 @@ from lightning_ring.data.packing.sources import (
 from lightning_ring.data.shards import (
     BLOCK,
     COLUMNS,
+    INDEX_FILES,
     MANIFEST,
     NAMES,
     REPORT,
@@ -94,12 +94,12 @@ class ShardWriter:
         self._next = first
         self._sha256 = hashlib.sha256()
         self.bytes = 0
-        # a row an image: those of the index, and its place among the sources
-        self.columns = {"labels": array("i"), "places": array("I"), "positions": array("q")}
+        # of each image: its label and its place among the sources, and in the index
+        self.rows: list[tuple[int, int, int, int, int]] = []
 
     @property
     def samples(self) -> int:
-        return len(self.columns["labels"])
+        return len(self.rows)
 
     def has_room(self, image: PackedImage, most: float) -> bool:
         """Whether the whole shard has at most ``most`` bytes with ``image``, which may be the first
@@ -109,14 +109,12 @@ class ShardWriter:
         return not self.samples or self.bytes + image_bytes + 3 * BLOCK + len(_END) <= most
 
     def add(self, image: PackedImage, label: int, position: int) -> None:
-        place = self.bytes // BLOCK + 1, len(image.data), zlib.crc32(image.data)
+        block, crc32 = self.bytes // BLOCK + 1, zlib.crc32(image.data)
+        self.rows.append((label, position, block, len(image.data), crc32))
         name = f"{self._next:09d}"
         self._member(f"{name}.{image.extension}", image.data)
         self._member(f"{name}.cls", str(label).encode())
         self._next += 1
-        self.columns["labels"].append(label)
-        self.columns["places"].extend(place)
-        self.columns["positions"].append(position)
 
     def _member(self, name: str, data: bytes) -> None:
         header = tarfile.TarInfo(name)  # no time, no owner: they would change the checksum
@@ -134,11 +132,9 @@ class ShardWriter:
         return Shard(name, self.bytes, self.samples, self._sha256.hexdigest())
 
     def arrays(self) -> Columns:
-        return {
-            "labels": np.array(self.columns["labels"], np.int32),
-            "places": np.array(self.columns["places"], np.uint32).reshape(-1, 3),
-            "positions": np.array(self.columns["positions"], np.int64),
-        }
+        table = np.array(self.rows, np.int64)
+        places = table[:, 2:].astype(np.uint32)
+        return {"labels": table[:, 0], "positions": table[:, 1], "places": places}
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +281,7 @@ def write_generation(job: PackJob, sources: Sources, records: Sequence[ShardReco
     with whole_file(root / report_name) as file:
         file.writelines(report)
 
-    columns = (f"{column}.npy" for column in COLUMNS)
-    written = [report_name, *(f"{folder}/{name}" for name in (NAMES, *columns))]
+    written = [report_name, *(f"{folder}/{name}" for name in INDEX_FILES)]
     counts["empty classes"] = len({*range(len(sources.classes))} - present)
     shards = [record.shard for record in records]
     files = {name: file_sha256(root / name) for name in sorted(written)}
