@@ -24,30 +24,29 @@ AllGather = Callable[[Tensor], Sequence[Tensor]]
 `Communicator.all_gather` is one."""
 
 
+CHUNK = 1024  # queries that are compared at a time
+BLOCK = 8192  # rows of a rank's gallery that are compared at a time
+
+
 def search(
     queries: Tensor,
     gallery: Tensor,
     k: int,
     *,
     exclude: Tensor | None = None,
-    chunk: int = 1024,
-    block: int = 8192,
     all_gather: AllGather | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The ``k`` items of all ranks' galleries that are most similar to each of this rank's
     ``queries``, best first.
 
     No rank holds the whole gallery: it passes by in blocks. Beside its own queries and gallery, a
-    rank has memory for the ranks' blocks, for ``chunk`` x ``block`` similarities, and for the
-    results.
+    rank has memory for the ranks' blocks, for `CHUNK` x `BLOCK` similarities, and for the results.
 
     Args:
         queries: (q, d) of this rank, of unit length; q may differ between ranks.
         gallery: (n, d) of this rank, of unit length; n may differ too.
         k: Items to find; fewer are found where the galleries hold fewer.
         exclude: (q,) place of an item that a query does not find, such as itself; -1 for none.
-        chunk: Queries compared at a time.
-        block: Rows of a rank's gallery compared at a time.
         all_gather: With several ranks: brings tensors together.
 
     Returns:
@@ -59,17 +58,17 @@ def search(
     k = min(k, sum(sizes))
     similarities = queries.new_full((len(queries), 0), -torch.inf)
     places = torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
-    for start in range(0, max(sizes), block):
-        rows = gallery[start : start + block]
+    for start in range(0, max(sizes), BLOCK):
+        rows = gallery[start : start + BLOCK]
         parts: Sequence[Tensor] = [rows]
         if all_gather is not None:
-            longest = min(block, max(sizes) - start)
+            longest = min(BLOCK, max(sizes) - start)
             parts = all_gather(pad(rows, (0, 0, 0, longest - len(rows))).contiguous())
         offset = 0
         for size, part in zip(sizes, parts, strict=True):
             part = part[: max(0, size - start)]
             if len(part):
-                found, at = _best_of(queries, part, k, offset + start, exclude, chunk)
+                found, at = _best_of(queries, part, k, offset + start, exclude)
                 similarities = torch.cat([similarities, found], dim=1)
                 places = torch.cat([places, at], dim=1)
                 best = similarities.topk(min(k, similarities.shape[1]), dim=1)
@@ -105,14 +104,14 @@ def row_counts(tensor: Tensor, all_gather: AllGather | None) -> list[int]:
 
 
 def _best_of(
-    queries: Tensor, part: Tensor, k: int, first: int, exclude: Tensor | None, chunk: int
+    queries: Tensor, part: Tensor, k: int, first: int, exclude: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The best of ``part``, whose first row has the place ``first``; excluded items have the
     similarity -inf.
     """
     found, at = [], []
-    left_out = None if exclude is None else (exclude - first).split(chunk)
-    for number, rows in enumerate(queries.split(chunk)):
+    left_out = None if exclude is None else (exclude - first).split(CHUNK)
+    for number, rows in enumerate(queries.split(CHUNK)):
         similarity = rows @ part.T
         if left_out is not None:
             columns = left_out[number]
@@ -168,8 +167,6 @@ def retrieval_metrics(
     *,
     gallery: Items | None = None,
     ks: Sequence[int] = (1, 10, 100),
-    chunk: int = 1024,
-    block: int = 8192,
     rank: int = 0,
     all_gather: AllGather | None = None,
 ) -> RetrievalMetrics:
@@ -187,7 +184,6 @@ def retrieval_metrics(
         gallery: Items among which to look instead, of this rank. An item that is a query too has
             one index in both; no other query may have its index.
         ks: The K of R@K.
-        chunk, block: Queries, and rows of a rank's gallery, compared at a time.
         rank: Of this process.
         all_gather: With more than one rank: brings tensors together.
 
@@ -197,7 +193,7 @@ def retrieval_metrics(
         NothingToFindError: There is no item with a match (a `ValueError` too).
     """
     items = (embeddings, labels, indices)
-    _check(items, gallery, ks, min(chunk, block))
+    _check(items, gallery, ks)
     queries = _Spread(items, rank, all_gather)
     among = queries if gallery is None else _Spread(gallery, rank, all_gather)
     place = queries.places_in(among)
@@ -220,8 +216,6 @@ def retrieval_metrics(
         among.unit,
         max(*ks, int(num_others.max())),
         exclude=place[mine],
-        chunk=chunk,
-        block=block,
         all_gather=all_gather,
     )
     right = (among.labels[found] == queries.labels[mine][:, None]) & (similarity > -torch.inf)
@@ -327,7 +321,7 @@ def _first_of_each(indices: Tensor) -> Tensor:
     return fresh
 
 
-def _check(items: Items, gallery: Items | None, ks: Sequence[int], piece: int) -> None:
+def _check(items: Items, gallery: Items | None, ks: Sequence[int]) -> None:
     for embeddings, labels, indices in (items, gallery or items):
         if (
             embeddings.ndim != 2
@@ -346,8 +340,5 @@ def _check(items: Items, gallery: Items | None, ks: Sequence[int], piece: int) -
             f"{items[0].dtype}, the gallery of {gallery[0].shape[1]} x {gallery[0].dtype}. Embed "
             "both with one model."
         )
-    if not ks or min(ks) < 1 or piece < 1:
-        raise ValueError(
-            "retrieval_metrics expects every k, chunk and block to be at least 1, "
-            f"got ks={ks}, {piece}."
-        )
+    if not ks or min(ks) < 1:
+        raise ValueError(f"retrieval_metrics expects every k to be at least 1, got ks={ks}.")

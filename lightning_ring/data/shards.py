@@ -40,10 +40,11 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from io import FileIO
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -200,15 +201,15 @@ def _check_values(manifest: Manifest) -> None:
     for name, kind in _OTHERS.items():
         if type(getattr(manifest, name)) is not kind:
             raise KeyError(name)
-    numbers = [(shard.bytes, shard.samples) for shard in manifest.shards]
-    for number in (manifest.generation, *chain.from_iterable(numbers)):
+    shards = manifest.shards
+    numbers = [shard.bytes for shard in shards] + [shard.samples for shard in shards]
+    for number in (*numbers, manifest.generation):
         if type(number) is not int or not 0 <= number < 2**48:
             raise KeyError(f"a number ({number!r:.80})")
-    checksums = (*(shard.sha256 for shard in manifest.shards), *manifest.files.values())
-    for text in (*manifest.classes, *checksums):
+    for text in (*manifest.classes, *manifest.files.values(), *(shard.sha256 for shard in shards)):
         if type(text) is not str:
             raise KeyError(f"a text ({text!r:.80})")
-    for file in (*(shard.name for shard in manifest.shards), *manifest.files):
+    for file in (*manifest.files, *(shard.name for shard in shards)):
         if type(file) is not str or not _PATH.fullmatch(file):
             raise KeyError(f"the name of a file ({file!r:.80}), expected one in this folder,")
     index = (f"{manifest.index}/{name}" for name in INDEX_FILES)
@@ -252,9 +253,7 @@ def check_lengths(root: Path, shards: list[Shard]) -> list[str]:
         try:
             size = path.stat().st_size
         except OSError as error:
-            gone = isinstance(error, FileNotFoundError)
-            what = "is missing" if gone else f"cannot be read: {error.strerror}"
-            problems.append(f"{path} {what}")
+            problems.append(f"{path} cannot be read: {error.strerror}")
             continue
         if size != shard.bytes:
             what = "cut short" if size < shard.bytes else "longer than packed"
@@ -385,9 +384,6 @@ class ShardIndex:
         return names[start : int(ends[i])].tobytes().decode("utf-8", "surrogateescape")
 
 
-_LOOK_AFTER = "Look after the disk or the network file system, then start the job again."
-
-
 class _OpenFile(FileIO):
     """A file that closes when the last thread that uses it lets go."""
 
@@ -417,15 +413,6 @@ class ShardFiles:
 
         self._file = opened
 
-    def _opened(self, shard: int) -> _OpenFile:
-        try:
-            return self._file(shard)
-        except OSError as error:
-            raise ShardLostError(
-                f"{self.path(shard)} cannot be opened: {error.strerror}. Restore the file. "
-                f"{_LOOK_AFTER}"
-            ) from error
-
     def read(self, place: ByteRange) -> bytes:
         """The bytes at ``place``, in one system call, without the GIL. Their CRC-32 is the caller's
         to compare.
@@ -433,12 +420,13 @@ class ShardFiles:
         Raises `ShardLostError`: the file is gone, ends before, or the disk fails.
         """
         try:
-            file = self._opened(place.shard)  # held: another thread may push it out meanwhile
+            file = self._file(place.shard)  # held: another thread may push it out meanwhile
             data = os.pread(file.fileno(), place.size, place.offset)
         except OSError as error:
             raise ShardLostError(
                 f"{self.path(place.shard)} cannot be read at offset {place.offset}, {place.size} "
-                f"bytes: {error.strerror}. {_LOOK_AFTER}"
+                f"bytes: {error.strerror}. Restore the file. Look after the disk or the network "
+                "file system, then start the job again."
             ) from error
         if len(data) != place.size:
             shard = self._shards[place.shard]
@@ -451,9 +439,11 @@ class ShardFiles:
 
     def will_need(self, places: Sequence[ByteRange]) -> None:
         """Tell the kernel to start reading ``places``, all at once; returns before it has."""
-        if hasattr(os, "posix_fadvise"):
-            for place in places:
-                file = self._opened(place.shard)
+        if not hasattr(os, "posix_fadvise"):
+            return
+        for place in places:
+            with suppress(OSError):  # `read` raises it
+                file = self._file(place.shard)
                 os.posix_fadvise(file.fileno(), place.offset, place.size, os.POSIX_FADV_WILLNEED)
 
     def path(self, shard: int) -> Path:

@@ -90,7 +90,7 @@ def test_a_lost_shard_is_an_error(tmp_path: Path, how: str) -> None:
     pack(root, tmp_path / "dst", PackSettings(size=0, shard_mb=16 / 1024), 1, lambda *numbers: None)
     shards = ShardDataset(tmp_path / "dst", decode=False)
     lose_shard(path := tmp_path / "dst" / "shard-000001.tar", how)
-    said = "cannot be opened" if how == "is gone" else how
+    said = how if how == "is cut short" else "cannot be read"
     for on_error in ("raise", "skip"):
         loader = make(shards, ShuffledSampler(len(shards), rank=0, world_size=1), on_error)
         with pytest.raises(ShardLostError, match=f"{path} {said}"):

@@ -181,18 +181,13 @@ def read_classes(file: Path) -> list[str]:
         text = file.read_text(encoding="utf-8")
         is_manifest = file.suffix == ".json"
         classes = json.loads(text)["classes"] if is_manifest else text.rstrip("\n").split("\n")
-        if not all(isinstance(name, str) for name in classes):
-            raise ValueError("a name of a class is no text")
+        if not all(isinstance(name, str) and name for name in classes):
+            raise ValueError("a name of a class is empty, or no text")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigurationError(
             f"--classes {file} cannot be read: {error}. Expected a text file with the name of a "
             "class in each line, or the manifest.json of packed shards."
         ) from None
-    if "" in classes:
-        raise ConfigurationError(
-            f"--classes {file}: line {classes.index('') + 1} is empty. Expected the name of a "
-            "class in each line."
-        )
     check_distinct(classes, file)
     return list(classes)
 
