@@ -14,7 +14,6 @@ __all__ = [
     "NothingToFindError",
     "RetrievalMetrics",
     "gather_rows",
-    "nearest",
     "retrieval_metrics",
     "search",
 ]
@@ -75,16 +74,6 @@ def search(
                 similarities, places = best.values, places.gather(1, best.indices)
             offset += size
     return similarities, torch.where(similarities == -torch.inf, -1, places)
-
-
-def nearest(queries: Tensor, gallery: Tensor, k: int, exclude: Tensor | None = None) -> Tensor:
-    """(q, k) indices of the ``k`` items of ``gallery`` (n, d) most similar to each of ``queries``
-    (q, d), best first.
-
-    ``exclude`` (q,) names for each query an item of the gallery that does not count, itself for
-    instance: where nothing else is left, the index is -1. Rows are taken as normalised.
-    """
-    return search(queries, gallery, k, exclude=exclude)[1]
 
 
 def gather_rows(tensor: Tensor, all_gather: AllGather) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,8 +35,9 @@ def require_number(
     A tensor must have one element; its value is read on the CPU only, which needs no
     synchronization.
     """
-    bounds = [f">= {low}"] * (low is not None) + [f"> {above}"] * (above is not None)
-    expected = " and ".join([*bounds, *[f"< {below}"] * (below is not None)]) or "finite"
+    bounds = ((">=", low, operator.ge), (">", above, operator.gt), ("<", below, operator.lt))
+    given = [(sign, bound, holds) for sign, bound, holds in bounds if bound is not None]
+    expected = " and ".join(f"{sign} {bound}" for sign, bound, _ in given)
     if isinstance(value, Tensor):
         require(
             value.numel() == 1,
@@ -45,12 +47,8 @@ def require_number(
             return
         value = value.item()
     require(isinstance(value, (int, float)), f"{name}={value!r}, expected a number {expected}")
-    fits = (
-        (low is None or value >= low)
-        and (above is None or value > above)
-        and (below is None or value < below)
-    )
-    require(math.isfinite(value) and fits, f"{name}={value}, expected a finite number {expected}")
+    fits = math.isfinite(value) and all(holds(value, bound) for _, bound, holds in given)
+    require(fits, f"{name}={value}, expected a finite number {expected}")
 
 
 @dataclass(frozen=True, slots=True)
