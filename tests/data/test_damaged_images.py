@@ -129,8 +129,6 @@ def test_a_header_that_says_too_many_pixels_is_damage(tmp_path: Path, kind: str,
     folder, sampler = ImageFolder(tmp_path), ShuffledSampler(6, rank=0, world_size=1)
     with pytest.raises(SampleError, match=r"1\.jpg: cannot be decoded.*(pixels|bomb)"):
         list(make(folder, sampler, "raise"))
-    with pytest.raises(SampleError, match=r"1\.jpg: cannot be decoded.*(pixels|bomb)"):
-        folder[1]
     loader = make(folder, sampler, "skip")
     assert sum(len(images) for images, *_ in loader) == 6
     assert list(loader.maker.skipped) == [1]
@@ -148,8 +146,6 @@ def test_an_image_of_too_many_pixels_is_damaged(
         monkeypatch.setattr(f"lightning_ring.data.{module}.MAX_PIXELS", 48 * 64 - 1)
     with pytest.raises(SampleError, match="64 x 48 pixels, expected at most 3,071"):
         list(image_loader(ImageFolder(tmp_path), sampler, 2, crop=crop, transform=None))
-    with pytest.raises(SampleError, match="expected at most 3,071"):
-        ImageFolder(tmp_path)[0]
 
 
 def test_memory_that_a_large_image_was_decoded_into_is_not_kept() -> None:
