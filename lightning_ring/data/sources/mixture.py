@@ -81,7 +81,3 @@ class Mixture:
         """Image ``i`` for an error message."""
         source, inside = self.place(i)
         return str(self.sources[source].where(inside))
-
-    def name(self, i: SupportsIndex) -> str:
-        source, inside = self.place(i)
-        return str(self.sources[source].name(inside))
