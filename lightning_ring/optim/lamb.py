@@ -13,7 +13,6 @@ from torch.optim.optimizer import ParamsT
 from lightning_ring.optim.engine.options import RunOptions, require, require_number
 from lightning_ring.optim.engine.rule import Scalars, Tensors, add_
 from lightning_ring.optim.engine.trust_ratio import TrustRatioOptimizer
-from lightning_ring.optim.engine.update import NormAllReduce
 
 JUST_BELOW_1 = math.nextafter(1.0, 0.0)
 
@@ -42,7 +41,7 @@ class LAMB(TrustRatioOptimizer):
         max_grad_norm: Divide all gradients by ``max(norm / max_grad_norm, 1)``, where ``norm`` is
             the norm over all groups together (NVIDIA's LAMB); None for no clipping. The gradients
             themselves are not changed.
-        foreach, fused, capturable, skip_nonfinite, norm_all_reduce: See `TrustRatioOptimizer`.
+        foreach, fused, capturable, skip_nonfinite: See `TrustRatioOptimizer`.
 
     Raises:
         ValueError: A hyper-parameter out of range, a group with an unknown key, no parameters.
@@ -72,7 +71,6 @@ class LAMB(TrustRatioOptimizer):
         fused: bool | None = None,
         capturable: bool = False,
         skip_nonfinite: bool = False,
-        norm_all_reduce: NormAllReduce | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -85,7 +83,7 @@ class LAMB(TrustRatioOptimizer):
         if max_grad_norm is not None:
             require_number("max_grad_norm", max_grad_norm, above=0)
         options = RunOptions(foreach, fused, capturable, skip_nonfinite, max_grad_norm)
-        super().__init__(params, defaults, options, norm_all_reduce)
+        super().__init__(params, defaults, options)
 
     @staticmethod
     def check_group(group: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ from torch.optim.optimizer import ParamsT
 from lightning_ring.optim.engine.options import RunOptions, require, require_number
 from lightning_ring.optim.engine.rule import Scalars, Tensors, add_
 from lightning_ring.optim.engine.trust_ratio import TrustRatioOptimizer
-from lightning_ring.optim.engine.update import NormAllReduce
 
 
 class LARS(TrustRatioOptimizer):
@@ -41,7 +40,7 @@ class LARS(TrustRatioOptimizer):
             that Goyal et al. 2017 ask of momentum correction (arXiv:1706.02677, remark 3).
         maximize: Step up the gradient instead of down.
         adapt: False for plain SGD: no trust ratio.
-        foreach, fused, capturable, skip_nonfinite, norm_all_reduce: See `TrustRatioOptimizer`.
+        foreach, fused, capturable, skip_nonfinite: See `TrustRatioOptimizer`.
 
     Raises:
         ValueError: A hyper-parameter out of range, a group with an unknown key, no parameters.
@@ -73,7 +72,6 @@ class LARS(TrustRatioOptimizer):
         fused: bool | None = None,
         capturable: bool = False,
         skip_nonfinite: bool = False,
-        norm_all_reduce: NormAllReduce | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -87,7 +85,7 @@ class LARS(TrustRatioOptimizer):
             "adapt": adapt,
         }
         options = RunOptions(foreach, fused, capturable, skip_nonfinite)
-        super().__init__(params, defaults, options, norm_all_reduce)
+        super().__init__(params, defaults, options)
 
     @staticmethod
     def check_group(group: dict[str, Any]) -> None:

@@ -46,16 +46,16 @@ class TrustRatioOptimizer(Optimizer, Rule):
         skip_nonfinite: Where a gradient has a NaN or an infinity, leave all parameters and all
             state untouched, on all ranks alike, and count it in `skipped_steps`. Reads the norm of
             all gradients, which waits for the device.
+
+    Attributes:
+        skipped_steps: How many steps ``skip_nonfinite`` left out.
         norm_all_reduce: Where every parameter is this rank's slice (1-D, possibly empty) of a
             tensor that is spread over ranks: a function that sums a 1-D tensor over those ranks, in
             place (returning None) or returning the sum. Each step calls it once, with 2 *
             parameters elements (float64; float32 on devices without), and once before that, with 1
             element, where ``max_grad_norm`` or ``skip_nonfinite`` is set; also on a rank where no
             parameter has a gradient. Ranks hold slices of the same tensors in the same order. It
-            may be set later as an attribute; it is not part of ``state_dict()`` and of pickles.
-
-    Attributes:
-        skipped_steps: How many steps ``skip_nonfinite`` left out.
+            is not part of ``state_dict()`` and of pickles.
 
     Gradients are read and never written. ``state_dict()`` can be loaded at any dtype and device:
     state goes to the parameter's device, in float32 for bfloat16 and float16 parameters.
@@ -70,10 +70,9 @@ class TrustRatioOptimizer(Optimizer, Rule):
         params: ParamsT,
         defaults: dict[str, Any],
         options: RunOptions,
-        norm_all_reduce: NormAllReduce | None = None,
     ) -> None:
         self.options = options
-        self.norm_all_reduce = norm_all_reduce
+        self.norm_all_reduce: NormAllReduce | None = None
         self._forget_caches()
         self.skipped_steps = 0
         super().__init__(params, defaults)
