@@ -407,9 +407,10 @@ class ShardFiles:
         self._root = root
         self._shards = shards
 
+        # It does not refer to `self`, so that the files close with it.
         @lru_cache(max(1, most_open_files() // 8))
         def opened(shard: int) -> _OpenFile:
-            return _OpenFile(self.path(shard))
+            return _OpenFile(root / shards[shard].name)
 
         self._file = opened
 
