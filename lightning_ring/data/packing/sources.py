@@ -19,7 +19,7 @@ from functools import cached_property
 from io import StringIO
 from itertools import chain
 from pathlib import Path, PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -134,7 +134,7 @@ def read_csv(file: Path) -> Iterator[Found | LeftOut]:
             raise ConfigurationError(
                 f"{file}, line {reader.line_num}, is not CSV: {error}."
             ) from None
-    ascending = np.sort(hashes)
+    ascending = np.sort(np.frombuffer(hashes, np.int64))
     repeated = ascending[1:][ascending[1:] == ascending[:-1]]
     if len(repeated):
         name = next(item.name for item in read_csv(file) if hash(item.name) == repeated[0])
@@ -224,7 +224,8 @@ class Sources:
         order.
         """
         digest = hashlib.sha256(json.dumps(self.classes).encode())
-        for part in (self.labels, self.ends, self.text, self.stamps):
+        parts: list[Any] = [self.labels, self.ends, self.text, self.stamps]
+        for part in parts:
             digest.update(part)
         return digest.hexdigest()
 
