@@ -20,9 +20,11 @@ def per_rank_batch_size(global_batch_size: int, world_size: int) -> int:
     return global_batch_size // world_size
 
 
-def classes_per_batch(global_batch_size: int, world_size: int, images_per_class: int) -> int:
+def classes_per_batch(
+    global_batch_size: int, world_size: int, images_per_class: int, num_classes: int
+) -> int:
     """P of P x K sampling, on each rank. Raises `ConfigurationError`: a rank's batch is no multiple
-    of ``images_per_class``.
+    of ``images_per_class``, or a step takes more than all ``num_classes``.
     """
     rank_batch_size = per_rank_batch_size(global_batch_size, world_size)
     if rank_batch_size % images_per_class:
@@ -30,7 +32,18 @@ def classes_per_batch(global_batch_size: int, world_size: int, images_per_class:
             f"data.batch_size={global_batch_size} gives each rank {rank_batch_size} images, which "
             f"are not a multiple of data.images_per_class={images_per_class}. Change one of them."
         )
-    return rank_batch_size // images_per_class
+    classes = rank_batch_size // images_per_class
+    if classes * world_size > num_classes:
+        most = num_classes // world_size
+        largest = most * world_size * images_per_class
+        # of one class alone a metric loss learns nothing
+        smaller = f"data.batch_size={largest} or " if most > 1 else ""
+        raise ConfigurationError(
+            f"data.batch_size={global_batch_size} takes {classes * world_size} classes a step, "
+            f"because data.sampler=pxk draws data.images_per_class={images_per_class} images of "
+            f"each. The training images have {num_classes}. Choose {smaller}data.sampler=balanced."
+        )
+    return classes
 
 
 def even_batch_size(num_images: int, world_size: int, batch_size: int) -> int:

@@ -35,7 +35,7 @@ def place() -> tuple[int, int] | None:
 
 def check(config: DictConfig) -> None:
     """Refuse missing values of the data before anything that takes seconds; also a batch that does
-    not divide by the ranks, if they can be counted without torch.
+    not divide by the ranks and their classes, if ranks can be counted without torch.
 
     Raises:
         ConfigurationError: Names the keys, and the nearest batch sizes that divide.
@@ -50,10 +50,11 @@ def check(config: DictConfig) -> None:
     if told is None and (type(devices) is not int or devices < 1):
         return
     ranks = told[1] if told is not None else devices * config.trainer.num_nodes
-    if "batch_size" in config.data:
-        per_rank_batch_size(config.data.batch_size, ranks)
-        if config.data.get("sampler") == "pxk":
-            classes_per_batch(config.data.batch_size, ranks, config.data.images_per_class)
+    data = config.data
+    if "batch_size" in data:
+        per_rank_batch_size(data.batch_size, ranks)
+    if data.get("sampler") == "pxk":
+        classes_per_batch(data.batch_size, ranks, data.images_per_class, data.num_classes)
 
 
 def start_ranks(config: DictConfig) -> None:
@@ -109,8 +110,10 @@ def rank_zero_folder(folder: str) -> str:
 
 
 def new_folder(folder: str) -> str:
-    """Make ``folder``, or ``folder_2`` and so on: runs can start in the same second. ``latest``
-    beside it leads there.
+    """Make ``folder``, or ``folder_2`` and so on: runs can start in the same second.
+
+    For ``logs/NAME/RUN``, ``latest/NAME`` leads there. Among the logs a link would be a second run
+    to TensorBoard.
     """
     for number in itertools.count(1):
         path = Path(folder if number == 1 else f"{folder}_{number}")
@@ -122,8 +125,9 @@ def new_folder(folder: str) -> str:
             return str(path)  # Hydra makes it again, and its error is reported
         # Two runs that start at once may both replace the link; a file system may have none.
         with contextlib.suppress(OSError):
-            link = path.with_name("latest")
+            link = path.parents[2] / "latest" / path.parent.name
+            link.parent.mkdir(exist_ok=True)
             link.unlink(missing_ok=True)
-            link.symlink_to(path.name)
+            link.symlink_to(Path("..", *path.parts[-3:]))
         return str(path)
     raise AssertionError

@@ -18,7 +18,7 @@ from lightning_ring.launch.hosts import check_slots, hosts_of_allocation
 from lightning_ring.launch.mpirun import mpirun_line, rank_environment, require_mpirun
 from lightning_ring.launch.process_ends import RespawnLimits
 from lightning_ring.launch.remote import srun_line, ssh_line
-from lightning_ring.launch.start import mpirun_job, plain_job
+from lightning_ring.launch.start import mpirun_job, plain_job, ranks_of
 from lightning_ring.launch.supervisor import STOP_SIGNAL
 
 # of jobs that go on when ranks die
@@ -97,7 +97,7 @@ def _run(options: argparse.Namespace) -> int:
         if options.dry_run:
             others = [host.name for host in hosts if not host.is_local]
             agents = f", started by agents on {', '.join(others)}" if others else ""
-            print(f"{limits.ranks} processes{agents} of: {shlex.join(command)}")
+            print(f"{ranks_of(limits.ranks, command)}{agents}")
             return 0
         chosen = discovery is not None or options.hosts is not None or options.hostfile is not None
         through = srun_line if "SLURM_JOB_ID" in os.environ and not chosen else ssh_line
@@ -108,7 +108,7 @@ def _run(options: argparse.Namespace) -> int:
                 "--no-mpi starts processes on this host only; leave -H and --hostfile out."
             )
         if options.dry_run:
-            print(f"{ranks} processes of: {shlex.join(command)}")
+            print(ranks_of(ranks, command))
             return 0
         return plain_job(ranks, command, environ).run()
     mpirun = require_mpirun()

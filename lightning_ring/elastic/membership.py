@@ -15,6 +15,11 @@ from typing import Any
 from lightning_ring.errors import PeerFailedError, RingError, StateLostError
 
 
+def counted_ranks(number: int) -> str:
+    """``1 rank``, ``3 ranks``: for messages."""
+    return f"{number} rank" if number == 1 else f"{number} ranks"
+
+
 class GenerationOver(PeerFailedError):
     """The ranks of this generation do not go on together: one died, or others wait to take part.
     A view follows.

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_ring.elastic.membership import counted_ranks
+
 
 @dataclass(slots=True)
 class RankChanges:
@@ -37,7 +39,7 @@ class RankChanges:
         self.seconds = seconds
         what = [f"{_processes(died)} died"] if died else []
         what += [f"{_processes(new)} joined"] if new else []
-        self.latest = f"{', '.join(what)}: {len(members)} ranks after step {step}"
+        self.latest = f"{', '.join(what)}: {counted_ranks(len(members))} after step {step}"
         return True
 
     def scalars(self) -> dict[str, float]:

@@ -83,7 +83,7 @@ def _ask_mpi(found: LaunchVariables) -> RankInfo:
     world = mpi.COMM_WORLD
     if (world.size, world.rank) != (found.world_size, found.rank):
         raise RankDiscoveryError(
-            f"mpi4py sees rank {world.rank} of {world.size} ranks, but {found.launcher} says rank "
+            f"mpi4py sees rank {world.rank} of {world.size}, but {found.launcher} says rank "
             f"{found.rank} of {found.world_size}. mpi4py and this launcher come from different MPI "
             f"libraries (mpi4py loaded: {library_name(mpi.Get_library_version())}). {SAME_LIBRARY}"
         )

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_ring.elastic.membership import Membership
+from lightning_ring.elastic.membership import Membership, counted_ranks
 from lightning_ring.elastic.steward import SilenceLimits, Steward
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host import require_open_files
@@ -110,8 +110,8 @@ class ElasticJob:
             hosts = self.discovery.wait_for(ranks, limits.wait_for_ranks)
             ranks = min(sum(host.slots for host in hosts), limits.max_ranks or sys.maxsize)
         say(
-            f"{ranks} processes of: {shlex.join(self.command)} (goes on with {limits.min_ranks} "
-            "or more)"
+            f"{counted_ranks(ranks)} of: {shlex.join(self.command)} (goes on with "
+            f"{limits.min_ranks} or more)"
         )
         # one connection to each rank, and to the agent of each host
         files = max(ranks, limits.max_ranks or 0) + len(hosts) + _OTHER_FILES
@@ -260,7 +260,7 @@ class ElasticJob:
             self._shown = view.generation
             new = f", {len(view.newcomers)} of them new" if view.newcomers else ""
             say(
-                f"generation {view.generation}: {len(view.members)} ranks{new}, after "
+                f"generation {view.generation}: {counted_ranks(len(view.members))}{new}, after "
                 f"{view.step or 0} steps"
             )
 
@@ -278,9 +278,9 @@ class ElasticJob:
         )
         if not others_may_come or now - self._below_since > self.limits.wait_for_ranks:
             left = len(membership.members) or len(membership.newcomers)
-            waited = f" for {now - self._below_since:.0f} s" if others_may_come else ""
+            waited = f", after {now - self._below_since:.0f} s" if others_may_come else ""
             self._steward.end_with_too_few(
-                f"{left} of its ranks are left{waited}, and it goes on with "
+                f"it has {counted_ranks(left)} left{waited}, and goes on with "
                 f"{self.limits.min_ranks} or more (--min-ranks). Dead: "
                 f"{'; '.join(self._deaths.told)}"
             )

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lightning_ring.elastic.membership import counted_ranks
 from lightning_ring.elastic.steward import Steward
 from lightning_ring.job.exit import say
 from lightning_ring.launch.child import Child
@@ -299,4 +300,4 @@ class ProcessEnds:
         rest = self.deaths.add(
             death, process.slot, time.monotonic() - process.started, replaced=replaced
         )
-        say(f"{death}; {len(self.living)} ranks are left{rest}")
+        say(f"{death}; {counted_ranks(len(self.living))} left{rest}")

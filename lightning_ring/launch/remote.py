@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
 
+from lightning_ring.elastic.membership import counted_ranks
 from lightning_ring.job.exit import say
 from lightning_ring.job.launchers import tasks_per_node
 from lightning_ring.job.rendezvous.door import SECRET, Door
@@ -237,7 +238,7 @@ class RemoteHost:
         """
         left = [child for child in self.children.values() if child.code is None]
         if left:
-            say(f"host {self.host.name} is lost with {len(left)} ranks: {why}")
+            say(f"host {self.host.name} is lost with {counted_ranks(len(left))}: {why}")
         self.door.hang_up(self.host.name)
         if self._process is not None and self._process.poll() is None:
             self._process.kill()

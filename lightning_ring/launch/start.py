@@ -10,12 +10,17 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
+from lightning_ring.elastic.membership import counted_ranks
 from lightning_ring.job.rendezvous.door import SECRET
 from lightning_ring.job.rendezvous.greeting import listen
 from lightning_ring.launch.child import Child
 from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.mpirun import Mpirun, mpirun_line, rank_environment
 from lightning_ring.launch.supervisor import STOP_SIGNAL, Supervisor, stop_grace
+
+
+def ranks_of(ranks: int, command: Sequence[str]) -> str:
+    return f"{counted_ranks(ranks)} of: {shlex.join(command)}"
 
 
 def mpirun_job(
@@ -55,7 +60,5 @@ def plain_job(ranks: int, command: Sequence[str], environ: Mapping[str, str]) ->
     fd = listener.detach()
     children[0].environ = common | {"RING_RANK": "0", "RING_STORE_FD": str(fd)}
     children[0].pass_fds = (fd,)
-    print(
-        f"lightning_ring: {ranks} processes of: {shlex.join(command)}", file=sys.stderr, flush=True
-    )
+    print(f"lightning_ring: {ranks_of(ranks, command)}", file=sys.stderr, flush=True)
     return Supervisor(children, grace=stop_grace(environ))

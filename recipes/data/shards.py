@@ -183,20 +183,12 @@ class Shards(L.LightningDataModule):
 
     def _train_sampler(self, dataset: ShardDataset) -> OrderedSampler:
         if self.sampler == "pxk":
-            num_classes = classes_per_batch(
-                self.batch_size, self.world_size(), self.images_per_class
-            )
-            needed, present = num_classes * self.world_size(), len(np.unique(dataset.labels))
-            if needed > present:
-                raise ConfigurationError(
-                    f"data.batch_size={self.batch_size} with data.sampler=pxk and "
-                    f"data.images_per_class={self.images_per_class} takes {needed} classes a step, "
-                    f"but {dataset.root} holds images of {present}. Lower data.batch_size, raise "
-                    "data.images_per_class, or choose data.sampler=balanced."
-                )
+            present = len(np.unique(dataset.labels))
             return PKSampler(
                 dataset.labels,
-                num_classes,
+                classes_per_batch(
+                    self.batch_size, self.world_size(), self.images_per_class, present
+                ),
                 self.images_per_class,
                 seed=self.seed,
                 **self._place(dataset),

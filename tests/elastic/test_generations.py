@@ -24,7 +24,7 @@ def test_survivors_of_deaths_within_collectives_go_on(tmp_path):
     # in the middle of a step; the next rank 0, before a step's first collective; while others enter
     # the commit barrier
     said, result = job(tmp_path, "auto", "1:5:2", "0:9:0", "2:13:3")
-    assert "generation 3: 1 ranks, after 13 steps" in said
+    assert "generation 3: 1 rank, after 13 steps" in said
     # a single rank needs no other's memory, and takes what an ordinary job of one rank takes
     assert result["communicators"][:3] == ["SharedMemoryCommunicator"] * 3
     assert result["default"] == [6.0, 5.0, 5.0, 3.0]
@@ -35,7 +35,7 @@ def test_survivors_of_deaths_within_collectives_go_on(tmp_path):
 
 def test_survivors_of_deaths_while_gloo_connects_go_on(tmp_path):
     said, result = job(tmp_path, "gloo", "2:0:open", "1:5:2", "0:9:0")
-    assert "generation 3: 1 ranks, after 9 steps" in said
+    assert "generation 3: 1 rank, after 9 steps" in said
     assert result["communicators"][:2] == ["GlooCommunicator"] * 2
     assert result["default"] == [4.0, 3.0, 3.0]
     assert max(result["opening"]) < 10, result["opening"]  # Gloo alone waits for 50 s

@@ -114,7 +114,7 @@ def test_a_program_that_cannot_be_run_is_named(capsys: pytest.CaptureFixture[str
         assert (child.code, child.is_lost, child.is_running) == (127, True, False)
     said = capsys.readouterr().err
     assert (
-        "host b is lost with 1 ranks: `/absent/ssh` could not be run: No such file or directory"
+        "host b is lost with 1 rank: `/absent/ssh` could not be run: No such file or directory"
         in said
     )
 

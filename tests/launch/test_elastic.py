@@ -127,7 +127,7 @@ def test_the_rank_in_a_wrapper_is_watched_and_its_session_ends_with_it(tmp_path:
     shell = f"{sys.executable} {script}; code=$?; [ $RING_MEMBER = 0 ] || sleep 600; exit $code"
     done = run([sys.executable, *command, "bash", "-c", shell])
     assert done.returncode == 0, done.stdout
-    assert "generation 1: 1 ranks" in done.stdout
+    assert "generation 1: 1 rank" in done.stdout
     child, wrapper, rank = map(int, (tmp_path / "pids").read_text().split())
     assert f"process 1 (pid {rank}) was killed" in done.stdout
     assert is_dead(wrapper)

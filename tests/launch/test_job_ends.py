@@ -84,7 +84,7 @@ def test_a_rank_that_failed_ends_the_job_and_is_named_before_its_memory_is_free(
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("limits", "waited"),
-    [("", ""), (", wait_for_ranks=1.0, respawn=RespawnLimits(delay=60.0)", " for 1 s")],
+    [("", ""), (", wait_for_ranks=1.0, respawn=RespawnLimits(delay=60.0)", ", after 1 s")],
 )
 def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(limits, waited, tmp_path):
     script = counting(tmp_path, f"if number == '0': when_counting({KILL})\ncount()\n")
@@ -92,7 +92,7 @@ def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(limits, waited, tm
     assert done.returncode == 1, done.stdout
     last = done.stdout.strip().splitlines()[-1]
     told = (
-        rf"1 of its ranks are left{waited}, and it goes on with 2 or more \(--min-ranks\)\. Dead: "
+        rf"it has 1 rank left{waited}, and goes on with 2 or more \(--min-ranks\)\. Dead: "
         r"..:..:.. process 0 "
     )
     assert re.search(told + r"\(pid \d+\) was killed by signal 9", last), done.stdout

@@ -84,7 +84,7 @@ def test_a_host_is_lost_1_4_seconds_after_its_last_word(
     assert lost == pytest.approx(LOST_SECONDS, abs=2.5 * LOOK_SECONDS)
     assert (cluster.child.dead, cluster.child.code) == (True, -9)
     assert (
-        "host b is lost with 1 ranks: its agent has said nothing for 1.4 s"
+        "host b is lost with 1 rank: its agent has said nothing for 1.4 s"
         in capsys.readouterr().err
     )
 

@@ -165,7 +165,7 @@ def test_a_host_that_cannot_be_reached_ends_the_start(tmp_path):
         timeout=240,
     )
     assert done.returncode == 255, done.stderr
-    assert "host elsewhere is lost with 1 ranks: `" in done.stderr
+    assert "host elsewhere is lost with 1 rank: `" in done.stderr
     assert "ended with exit code 255" in done.stderr
 
 
@@ -205,7 +205,7 @@ def test_told_to_stop_the_ranks_of_an_agent_end_too(tmp_path):
         process.wait(timeout=60)
     assert {path.suffix for path in tmp_path.glob("stopped.*")} == {".0", ".1", ".3"}
     assert all(is_dead(pid) for pid in pids)
-    assert f"{pids[2]}) was killed by signal 9 (SIGKILL); 3 ranks are left" in said(tmp_path)
+    assert f"{pids[2]}) was killed by signal 9 (SIGKILL); 3 ranks left" in said(tmp_path)
 
 
 @pytest.mark.ranks
@@ -238,7 +238,7 @@ def test_a_finished_job_does_not_wait_for_a_host_that_does_not_answer(tmp_path):
     ssh.chmod(0o755)
     listed.write_text("localhost:1\n")
     with discovered(tmp_path, counting(tmp_path, 300)) as process:
-        wait_for(lambda: "generation 0: 1 ranks" in said(tmp_path))
+        wait_for(lambda: "generation 0: 1 rank" in said(tmp_path))
         listed.write_text("localhost:1\nelsewhere:1\n")
         wait_for((tmp_path / "called").exists)
         assert not (tmp_path / "0.json").exists()
@@ -253,16 +253,16 @@ def test_ranks_start_on_a_host_that_is_listed_later_and_not_on_one_that_is_liste
     ssh.chmod(0o755)
     listed.write_text("localhost:1\n")
     with discovered(tmp_path, counting(tmp_path, 100000), "--max-np", "3", "--respawn") as process:
-        wait_for(lambda: "generation 0: 1 ranks" in said(tmp_path))
+        wait_for(lambda: "generation 0: 1 rank" in said(tmp_path))
         listed.write_text("localhost:1\nelsewhere:5\n")
         wait_for(lambda: "3 ranks" in said(tmp_path) and len(list(tmp_path.glob("*.log"))) == 3)
         listed.write_text("localhost:1\n")
         time.sleep(2.5)  # it is asked every second
         agent = next(line for line in ps(process.pid) if "lightning_ring.launch.agent" in line)
         os.kill(int(agent.split()[0]), signal.SIGKILL)
-        wait_for(lambda: "1 ranks are left" in said(tmp_path))
+        wait_for(lambda: "1 rank left" in said(tmp_path))
         # in generation 0, and again
-        wait_for(lambda: said(tmp_path).count(": 1 ranks, after") == 2)
+        wait_for(lambda: said(tmp_path).count(": 1 rank, after") == 2)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=240) == 143, said(tmp_path)
     assert "host elsewhere is lost with 2 ranks" in said(tmp_path)

@@ -78,6 +78,6 @@ def test_a_replacement_that_fails_after_the_training_has_finished_is_no_failure_
     )
     done = start("ElasticLimits(2, respawn=RespawnLimits(delay=0.1))", script)
     assert done.returncode == 0, done.stdout
-    assert re.search(
-        r"process 2 \(pid \d+\) ended with exit code 1; 0 ranks are left", done.stdout
-    ), done.stdout
+    assert re.search(r"process 2 \(pid \d+\) ended with exit code 1; 0 ranks left", done.stdout), (
+        done.stdout
+    )

@@ -34,6 +34,16 @@ MISTAKES = [
         ["experiment=scan_to_identify", "data.images_per_class=5"],
         r"32 images, .* data.images_per_class=5",
     ),
+    (
+        [
+            "experiment=scan_to_identify",
+            "data=shards",
+            "data.folder=FOLDER",
+            "data.num_classes=3",
+            "data.batch_size=16",
+        ],
+        r"takes 4 classes a step.* have 3. Choose data.sampler=balanced",
+    ),
     (["data=shards"], r"data.folder=VALUE data.num_classes=VALUE"),
 ]
 

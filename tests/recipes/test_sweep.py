@@ -18,12 +18,15 @@ SCRIPT = str(ROOT / "recipes" / "train.py")
 
 
 def test_runs_of_one_second_get_folders_of_their_own(tmp_path):
-    assert [new_folder(f"{tmp_path}/logs/run") for _ in range(3)] == [
-        f"{tmp_path}/logs/{name}" for name in ("run", "run_2", "run_3")
+    logs = tmp_path / "logs" / "digits"
+    assert [new_folder(f"{logs}/run") for _ in range(3)] == [
+        f"{logs}/{name}" for name in ("run", "run_2", "run_3")
     ]
-    assert (tmp_path / "logs" / "latest").resolve().name == "run_3"
+    assert (tmp_path / "latest" / "digits").resolve() == logs / "run_3"
+    assert len(list(logs.iterdir())) == 3, "TensorBoard would show a link as one more run"
     (tmp_path / "file").touch()
-    assert new_folder(f"{tmp_path}/file/run") == f"{tmp_path}/file/run", "Hydra reports the error"
+    impossible = f"{tmp_path}/file/digits/run"
+    assert new_folder(impossible) == impossible, "Hydra reports the error"
 
 
 def finished(folder, overrides, metrics):

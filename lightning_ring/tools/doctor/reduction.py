@@ -20,7 +20,7 @@ _NOISE = (
     "Traceback",
     "File ",
     "lightning_ring: /",
-    "lightning_ring: 2 processes",
+    "lightning_ring: 2 ranks of",
     "During handling",
     "^",
     "~",

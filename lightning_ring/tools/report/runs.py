@@ -76,7 +76,7 @@ def read_runs(folders: Iterable[str | Path]) -> list[LoggedRun]:
         if not below:
             raise ConfigurationError(
                 f"{folder} holds no TensorBoard event files (*.tfevents.*), or is not there. Name "
-                "the folder that a TensorBoardLogger writes to (logs/NAME/latest, or "
+                "the folder that a TensorBoardLogger writes to (latest/NAME, or "
                 "lightning_logs/version_0), or one above several, such as a sweep's."
             )
         found |= dict.fromkeys(sorted(below, key=_numbers_by_value))

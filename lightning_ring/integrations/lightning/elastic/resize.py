@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
+from lightning_ring.elastic.membership import counted_ranks
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 
@@ -78,7 +79,7 @@ class Resize:
             samples = position.batch_size * strategy.fit_trainer.accumulate_grad_batches
             rates = before if factor == 1.0 else f"{before} -> {_shown(strategy.optimizers)}"
             rank_zero_info(
-                f"lightning_ring: {new} ranks instead of {old} after step {step}: "
+                f"lightning_ring: {counted_ranks(new)} instead of {old} after step {step}: "
                 f"a step takes {samples * new} samples instead of {samples * old}, "
                 f"learning rate {rates} (resize_lr={self._name!r})."
             )

@@ -74,7 +74,7 @@ def test_too_few_ranks_save_a_checkpoint_and_say_who_died(tmp_path):
     assert code == 1
     assert "process 2" in output.rpartition("Dead: ")[2]
     for number in (0, 1):
-        assert f"process {number} ends: The job ends: 2 of its ranks are left" in output
+        assert f"process {number} ends: The job ends: it has 2 ranks left" in output
     saved = torch.load(tmp_path / "too-few-ranks-step=3.ckpt", weights_only=False)
     assert saved["global_step"] == 3
     assert saved["optimizer_states"][0]["state"]
@@ -95,7 +95,7 @@ def test_too_few_ranks_that_have_lost_a_shard_save_no_checkpoint(tmp_path):
     code, output = job(tmp_path, "1", "1:3:9", "2:3:9", MIN="3", SHARD="1")
     assert code == 1
     assert "No checkpoint could be saved" in output
-    assert "process 0 ends: The job ends: 1 of its ranks are left" in output
+    assert "process 0 ends: The job ends: it has 1 rank left" in output
     assert "saved a checkpoint" not in output
     assert not list(tmp_path.glob("*.ckpt*"))
 

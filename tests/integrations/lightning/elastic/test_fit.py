@@ -362,7 +362,7 @@ def test_callbacks_communicate_in_every_hook_while_a_process_joins(tmp_path):
 )
 def test_a_rank_that_began_alone_trains_on_with_a_newcomer(asked, tmp_path):
     done = grow(1, tmp_path, *asked)
-    assert "generation 0: 1 ranks, after 0 steps" in done.stdout
+    assert "generation 0: 1 rank, after 0 steps" in done.stdout
     assert "2 ranks, 1 of them new" in done.stdout
     if asked:
         assert done.returncode == 143
