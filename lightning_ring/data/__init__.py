@@ -69,3 +69,7 @@ def __getattr__(name: str) -> Any:
             require_posix("lightning_ring.data")
             return getattr(import_module(f"lightning_ring.data.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
