@@ -219,12 +219,13 @@ class DeviceTransform(nn.Module):
         num = 1 if rows.device.type == "cpu" else max(1, len(rows))
         for start in range(0, len(rows), num):
             part = slice(start, start + num)
-            self._transform(rows[part], uniforms[part] if self.is_random else None, done[part])
+            self._transform(rows[part], None if uniforms is None else uniforms[part], done[part])
         return out
 
     def _transform(self, rows: Tensor, uniforms: Tensor | None, done: Tensor) -> None:
         rows = rows.to(self.dtype)
-        if uniforms is not None:
+        if self.is_random:
+            assert uniforms is not None
             rows = self._jitter(rows, uniforms.to(self.dtype))
         # Whole rows at a time: along three channels a CPU would not use its vector units.
         width = rows.shape[2]

@@ -152,9 +152,10 @@ class ShardRecord:
     def write(self, folder: Path) -> None:
         head = [asdict(self.shard), self.next_position, self.counts]
         texts = {"head": json.dumps(head).encode(), "report": self.report}
-        arrays = {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}
+        arrays: dict[str, Any] = dict(self.columns)
+        arrays |= {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}
         with whole_file(folder / f"{self.shard.name}.npz") as file:
-            np.savez(file, **arrays, **self.columns)
+            np.savez(file, **arrays)
 
 
 def read_record(path: Path) -> ShardRecord:
